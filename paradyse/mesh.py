@@ -1,0 +1,105 @@
+"""The mesh axis that sequences are split over, and where each token lies on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Runs = tuple[tuple[int, int], ...]
+"""Contiguous stretches of positions, (start, length) each, in the order in which a tensor holds them."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Which global positions each rank holds: the order that balances causal attention.
+
+    The sequence is padded at its end to 2p chunks of ``chunk`` tokens; rank r holds chunk r and then
+    chunk 2p-1-r, so every rank sees the same amount of causal work. One rank holds everything, unpadded.
+    """
+
+    num_ranks: int
+    seq_len: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in one chunk."""
+        return self.seq_len if self.num_ranks == 1 else -(-self.seq_len // (2 * self.num_ranks))
+
+    @property
+    def local_len(self) -> int:
+        """Tokens a rank holds, padding included."""
+        return self.chunk if self.num_ranks == 1 else 2 * self.chunk
+
+    @property
+    def padded_len(self) -> int:
+        return self.local_len * self.num_ranks
+
+    def runs(self, rank: int) -> Runs:
+        """Global positions of ``rank``'s tokens. Positions >= seq_len are padding."""
+        c, p = self.chunk, self.num_ranks
+        return ((0, c),) if p == 1 else ((rank * c, c), ((2 * p - 1 - rank) * c, c))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh as one rank sees it: the process group and the rank's place in it."""
+
+    name: str
+    """Key under which operators find the axis again (``axis_named``)."""
+    size: int
+    rank: int
+    group: Any = None
+    """The process group; None when the axis has one rank."""
+
+    def layout(self, seq_len: int) -> TokenLayout:
+        return TokenLayout(self.size, seq_len)
+
+
+_AXES: dict[str, Axis] = {}
+SINGLE = Axis("single", 1, 0)
+_AXES[SINGLE.name] = SINGLE
+
+
+def axis_named(name: str) -> Axis:
+    """The axis that ``resolve_axis`` registered under ``name``."""
+    return _AXES[name]
+
+
+def resolve_axis(mesh: Any = None) -> Axis:
+    """The sequence axis: of ``mesh`` (its last axis), or one axis over the world.
+
+    Args:
+        mesh: a 1-D or 2-D ``DeviceMesh``; 2-D is (data parallel, sequence parallel).
+    Raises:
+        ValueError: the mesh has more than two axes, or does not contain this rank, or there is no
+            process group for it.
+    """
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return SINGLE
+        group = dist.group.WORLD
+    else:
+        if not dist.is_initialized():
+            raise ValueError(
+                "mesh was given but no process group exists; call torch.distributed.init_process_group first"
+            )
+        if mesh.ndim > 2:
+            raise ValueError(f"mesh has {mesh.ndim} axes; give 1 (sequence) or 2 (data, sequence)")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+        group = mesh.get_group(mesh.ndim - 1)
+        if dist.get_world_size(group) == 1:
+            return SINGLE
+    ranks = dist.get_process_group_ranks(group)
+    name = f"{id(group):x}:" + "-".join(map(str, ranks))
+    if name not in _AXES:
+        _AXES[name] = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
+    return _AXES[name]
+
+
+def local_positions(layout: TokenLayout, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Global positions [local_len] int64 of ``rank``'s tokens."""
+    return torch.cat([torch.arange(a, a + n, device=device) for a, n in layout.runs(rank)])
