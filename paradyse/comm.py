@@ -1,0 +1,199 @@
+"""Collectives over one mesh axis: counted, named when they fail, bounded in time. Not differentiable.
+
+Every function takes the id of the block it works for (``register_block``), so that bytes are booked to
+the block and a failure can say which block and which collective it was.
+
+On gloo everything is built on all-to-all. Measured on two ranks of a two-core machine, 16 MiB: all-gather
+70 ms, reduce-scatter 39 ms, all-reduce 12 ms, all-to-all 4.5 ms.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paradyse.mesh import Axis
+
+TIMEOUT_VARIABLE = "PARADYSE_COLLECTIVE_TIMEOUT_S"
+"""Environment variable: seconds after which a rank that waits in a collective gives up. Default 300."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or timed out; the message names it, the block, and the rank that noticed."""
+
+
+@dataclass
+class Traffic:
+    """What one block sent. Bytes are those this rank puts on the wire."""
+
+    name: str
+    strategy: str = ""
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+_BLOCKS: list[Traffic] = [Traffic("agreement")]
+AGREEMENT = 0
+"""Block id of the checks that ranks hold the same batch; not part of any strategy's bytes."""
+
+
+def register_block(name: str) -> int:
+    """A new id for the block ``name``."""
+    _BLOCKS.append(Traffic(name))
+    return len(_BLOCKS) - 1
+
+
+def traffic(block_id: int) -> Traffic:
+    return _BLOCKS[block_id]
+
+
+def _timeout() -> timedelta:
+    return timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, "300")))
+
+
+def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveError:
+    block = _BLOCKS[block_id]
+    strategy = f" (strategy {block.strategy})" if block.strategy else ""
+    return CollectiveError(
+        f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not complete: another "
+        f"rank died, stalled or left the program ({error}). Look at the other ranks' output first; "
+        f"{TIMEOUT_VARIABLE} (now {_timeout().total_seconds():g} s) sets how long a rank waits."
+    )
+
+
+class Pending:
+    """A collective under way. ``wait`` returns its result."""
+
+    def __init__(self, works: Sequence[Any], result: Any, what: str, axis: Axis, block_id: int, keep: Any):
+        self._works, self._result, self._context = works, result, (what, axis, block_id)
+        self._keep = keep  # send buffers must outlive the transfer
+
+    def wait(self) -> Any:
+        try:
+            for work in self._works:
+                if work is not None and not work.wait(_timeout()):
+                    raise RuntimeError("wait returned False")
+        except RuntimeError as e:
+            raise _fail(*self._context, e) from e
+        self._keep = None
+        return self._result
+
+
+def _start(what: str, axis: Axis, block_id: int, num_bytes: int, launch: Any, result: Any, keep: Any) -> Pending:
+    block = _BLOCKS[block_id]
+    block.sent_bytes[what] += num_bytes
+    block.calls[what] += 1
+    try:
+        works = launch()
+    except RuntimeError as e:
+        raise _fail(what, axis, block_id, e) from e
+    return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, keep)
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _on_gloo(axis: Axis) -> bool:
+    return bool(dist.get_backend(axis.group) == "gloo")
+
+
+def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+
+    def launch() -> Any:
+        return dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+
+    return _start(what, axis, block_id, num_bytes, launch, out, x)
+
+
+def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
+    """Slice i of ``x`` [p, ...] goes to rank i; slice j of the result came from rank j."""
+    num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
+    return _all_to_all_async(x, axis, block_id, "all_to_all", num_bytes).wait()
+
+
+def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
+    """``x`` of every rank, stacked: [p, *x.shape]."""
+    num_bytes = _nbytes(x) * (axis.size - 1)
+    if _on_gloo(axis):
+        copies = x.unsqueeze(0).expand(axis.size, *x.shape)
+        return _all_to_all_async(copies, axis, block_id, "all_gather", num_bytes).wait()
+    x = x.contiguous()
+    out = x.new_empty((axis.size, *x.shape))
+
+    def launch() -> Any:
+        return dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=axis.group, async_op=True)
+
+    return _start("all_gather", axis, block_id, num_bytes, launch, out, x).wait()
+
+
+def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
+    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
+    num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
+    if _on_gloo(axis):
+        return _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait().sum(0)
+    x = x.contiguous()
+    out = torch.empty_like(x[0])
+
+    def launch() -> Any:
+        return dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=axis.group, async_op=True)
+
+    return _start("reduce_scatter", axis, block_id, num_bytes, launch, out, x).wait()
+
+
+def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
+    """Sum over ranks of ``x``, a new tensor of its shape; the same bits on every rank."""
+    num_bytes = 2 * _nbytes(x) * (axis.size - 1) // axis.size
+    p = axis.size
+    if _on_gloo(axis):
+        flat = x.reshape(-1)
+        if flat.numel() < 4096 * p:  # one message beats two where latency rules
+            copies = flat.unsqueeze(0).expand(p, -1)
+            total = _all_to_all_async(copies, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
+            return total.view(x.shape)
+        width = -(-flat.numel() // p)
+        padded = torch.nn.functional.pad(flat, (0, width * p - flat.numel())).view(p, width)
+        mine = _all_to_all_async(padded, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
+        copies = mine.unsqueeze(0).expand(p, width)
+        total = _all_to_all_async(copies, axis, block_id, "all_reduce", 0).wait()
+        return total.view(-1)[: flat.numel()].view(x.shape)
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _start(
+        "all_reduce",
+        axis,
+        block_id,
+        num_bytes,
+        lambda: dist.all_reduce(out, group=axis.group, async_op=True),
+        out,
+        None,
+    ).wait()
+
+
+def ring_exchange(tensors: Sequence[Tensor], axis: Axis, block_id: int, shift: int = 1) -> Pending:
+    """Start sending ``tensors`` to rank + shift and receiving their like from rank - shift.
+
+    ``wait()`` gives the list of received tensors. Send buffers must not be written before that.
+    """
+    group = axis.group
+    ranks = dist.get_process_group_ranks(group)
+    to, source = ranks[(axis.rank + shift) % axis.size], ranks[(axis.rank - shift) % axis.size]
+    sends = [t.contiguous() for t in tensors]
+    received = [torch.empty_like(t) for t in sends]
+
+    def launch() -> Any:
+        ops = [dist.P2POp(dist.isend, t, to, group) for t in sends]
+        ops += [dist.P2POp(dist.irecv, t, source, group) for t in received]
+        return dist.batch_isend_irecv(ops)
+
+    num_bytes = sum(_nbytes(t) for t in sends)
+    return _start("ring_exchange", axis, block_id, num_bytes, launch, received, sends)
