@@ -1,0 +1,1 @@
+"""One file for each strategy: how one block is computed in parallel."""
