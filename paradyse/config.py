@@ -1,0 +1,249 @@
+"""The options of ``torch.compile(model, backend="paradyse", options={...})``, checked once and frozen."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paradyse.types import ATTENTION_STRATEGIES, Plan
+
+AUTO = "auto"
+"""The plan option that leaves the choice to the planner; also legal inside the other forms."""
+
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+UNSUPPORTED = ("gather", "error")
+BLOCK_KINDS = ("attention", "mlp")
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{c}B": 1000**i for i, c in enumerate("KMGTP", 1)}
+_UNITS |= {f"{c}IB": 1024**i for i, c in enumerate("KMGTP", 1)}
+
+
+@dataclass(frozen=True)
+class PlanByKind:
+    """The plan option ``{"attention": ..., "mlp": ...}``: for each kind one name, or one per block."""
+
+    attention: str | tuple[str, ...] = AUTO
+    """A strategy name, "auto", or one of these for every attention block."""
+    mlp: str | tuple[str, ...] = AUTO
+    """The same for the MLP blocks."""
+
+
+PlanOption = str | tuple[str, ...] | PlanByKind | Plan | Callable[..., Any]
+"""A checked ``plan`` option: "auto" or a name, names per layer, names per kind, names per block, a function."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options. ``parse_options`` makes them from what the user wrote."""
+
+    plan: PlanOption = AUTO
+    """"auto", a strategy name, one name per layer, ``PlanByKind``, a ``Plan``, or a function of the workload."""
+    strategies: tuple[str, ...] = ATTENTION_STRATEGIES
+    """What "auto" may choose from."""
+    cost_model: str | None = None
+    """Path of a profile; None: the analytic prior."""
+    memory_limit: int | None = None
+    """Bytes per rank that a plan may need; None: the device's capacity less a reserve."""
+    smoothing: float = 0.05
+    """Keep the previous plan while its predicted time is within this share of the best."""
+    mesh: Any = None
+    """A ``DeviceMesh``; None: one axis over the world."""
+    inner: str = "inductor"
+    """Compiler of the pieces."""
+    on_unsupported: str = "gather"
+    """What to do where an operator has no rule: "gather" or "error"."""
+    dump: str | None = None
+    """Folder for graphs, plans and counters; None: write nothing."""
+    passes_off: tuple[str, ...] = ()
+    """Names of passes to leave out."""
+
+
+OPTION_NAMES = tuple(f.name for f in fields(Options))
+
+
+def did_you_mean(value: str, legal: Collection[str]) -> str:
+    """`` (did you mean 'x'?)``, or nothing where no legal name is close."""
+    close = difflib.get_close_matches(value, list(legal), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_strategy(name: Any, where: str, auto: bool = True) -> str:
+    """``name`` if it names a strategy (or is "auto", where that is legal), else ValueError."""
+    if isinstance(name, str) and (name in ATTENTION_STRATEGIES or (auto and name == AUTO)):
+        return name
+    legal = ((AUTO,) if auto else ()) + ATTENTION_STRATEGIES
+    hint = did_you_mean(name, legal) if isinstance(name, str) else ""
+    raise ValueError(f"{where}: unknown strategy {name!r}{hint}; legal: {', '.join(legal)}")
+
+
+def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
+    """Any form of the ``plan`` option, checked as far as that goes without a model.
+
+    Raises:
+        ValueError: a name is unknown, or the form is none of the legal ones.
+    """
+    if isinstance(value, str):
+        return check_strategy(value, where)
+    if isinstance(value, PlanByKind | Plan):
+        names = value.strategies if isinstance(value, Plan) else (value.attention, value.mlp)
+        for n in names:
+            for name in (n,) if isinstance(n, str) else n:
+                check_strategy(name, where)
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if key not in BLOCK_KINDS:
+                raise ValueError(
+                    f"{where}: unknown kind of block {key!r}{did_you_mean(str(key), BLOCK_KINDS)}; "
+                    f"legal: {', '.join(BLOCK_KINDS)}"
+                )
+        by_kind = {k: parse_plan(v, f"{where}[{k!r}]") for k, v in value.items()}
+        for key, v in by_kind.items():
+            if not isinstance(v, str | tuple):
+                raise ValueError(
+                    f"{where}[{key!r}]: give a name or a list of names, not {value[key]!r}"
+                )
+        return PlanByKind(**by_kind)  # type: ignore[arg-type]
+    if isinstance(value, list | tuple):
+        return tuple(check_strategy(v, f"{where}[{i}]") for i, v in enumerate(value))
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    raise ValueError(
+        f"{where}: cannot read {value!r}; give 'auto', a strategy name, a list with one name per layer, "
+        "{'attention': [...], 'mlp': [...]}, or a function (Workload) -> Plan"
+    )
+
+
+def parse_bytes(value: Any, where: str = "option 'memory_limit'") -> int:
+    """Bytes from an int or from text such as ``"80GiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    amount: float | None = None
+    if isinstance(value, str):
+        m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if m and m[2].upper() in _UNITS:
+            amount = float(m[1]) * _UNITS[m[2].upper()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        amount = value
+    if amount is None or not math.isfinite(amount) or amount < 1:
+        raise ValueError(
+            f"{where}: cannot read {value!r} as a size; give bytes (80 * 2**30) or text like '80GiB' or '500MB'"
+        )
+    return int(amount)
+
+
+def _one_of(value: Any, key: str, legal: tuple[str, ...]) -> str:
+    if value in legal:
+        return str(value)
+    hint = did_you_mean(value, legal) if isinstance(value, str) else ""
+    raise ValueError(f"option {key!r}: unknown value {value!r}{hint}; legal: {', '.join(legal)}")
+
+
+def _names(value: Any, key: str) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Collection) or isinstance(names, Mapping | bytes):
+        raise ValueError(f"option {key!r}: give a list of names, not {value!r}")
+    return tuple(names)
+
+
+def _strategies(value: Any) -> tuple[str, ...]:
+    names = _names(value, "strategies")
+    for name in names:
+        check_strategy(name, "option 'strategies'", auto=False)
+    if not names:
+        raise ValueError(
+            f"option 'strategies': the list is empty; give some of {', '.join(ATTENTION_STRATEGIES)}, "
+            "or leave the option out to allow all"
+        )
+    # One order on all ranks, even from a set.
+    return tuple(s for s in ATTENTION_STRATEGIES if s in names)
+
+
+def _cost_model(value: Any) -> None:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"option 'cost_model': give the path of a profile or None, not {value!r}")
+    raise NotImplementedError(
+        f"option 'cost_model': this version cannot read a profile yet (got {os.fspath(value)!r}); leave the "
+        "option out, or set it to None, to choose by the analytic prior"
+    )
+
+
+def _smoothing(value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
+        raise ValueError(
+            f"option 'smoothing': {value!r} is not a share of the best time; give a number >= 0 such as 0.05"
+        )
+    return float(value)
+
+
+def _mesh(value: Any) -> Any:
+    if isinstance(getattr(value, "ndim", None), int) and callable(
+        getattr(value, "get_group", None)
+    ):
+        return value
+    raise ValueError(
+        f"option 'mesh': give a torch DeviceMesh or None, not {type(value).__name__} {value!r}"
+    )
+
+
+def _dump(value: Any) -> str:
+    if isinstance(value, str | os.PathLike) and os.fspath(value):
+        return os.path.abspath(os.fspath(value))
+    raise ValueError(f"option 'dump': give the path of a folder or None, not {value!r}")
+
+
+def _passes_off(value: Any, pass_names: Collection[str] | None) -> tuple[str, ...]:
+    names = _names(value, "passes_off")
+    for name in names:
+        if not isinstance(name, str) or (pass_names is not None and name not in pass_names):
+            legal = f"; legal: {', '.join(pass_names)}" if pass_names is not None else ""
+            hint = did_you_mean(name, pass_names or ()) if isinstance(name, str) else ""
+            raise ValueError(f"option 'passes_off': unknown pass {name!r}{hint}{legal}")
+    return names
+
+
+def parse_options(
+    options: Mapping[str, Any] | None, pass_names: Collection[str] | None = None
+) -> Options:
+    """Checked options from what the user passed to ``torch.compile``.
+
+    Args:
+        options: as written by the user; None or empty: all defaults. A key with value None takes its default.
+        pass_names: names that ``passes_off`` may list; None: any.
+    Raises:
+        ValueError: an unknown key or a value that is not legal; names the value and what is legal.
+        NotImplementedError: ``cost_model`` is given, which this version cannot read.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"options: give a dict, not {type(options).__name__} {options!r}")
+    parsers: dict[str, Callable[[Any], Any]] = {
+        "plan": parse_plan,
+        "strategies": _strategies,
+        "cost_model": _cost_model,
+        "memory_limit": parse_bytes,
+        "smoothing": _smoothing,
+        "mesh": _mesh,
+        "inner": lambda v: _one_of(v, "inner", INNER_COMPILERS),
+        "on_unsupported": lambda v: _one_of(v, "on_unsupported", UNSUPPORTED),
+        "dump": _dump,
+        "passes_off": lambda v: _passes_off(v, pass_names),
+    }
+    assert set(parsers) == set(OPTION_NAMES)
+    checked = {}
+    for key, value in (options or {}).items():
+        if key not in parsers:
+            raise ValueError(
+                f"unknown option {key!r}{did_you_mean(str(key), OPTION_NAMES)}; legal: {', '.join(OPTION_NAMES)}"
+            )
+        if value is not None:
+            checked[key] = parsers[key](value)
+    return Options(**checked)

@@ -1,0 +1,196 @@
+"""Options: defaults, every legal form, and the text of every error."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+
+from paradyse.config import OPTION_NAMES, Options, PlanByKind, parse_bytes, parse_options
+from paradyse.types import ATTENTION_STRATEGIES, Plan
+
+MESH = type("MeshLike", (), {"ndim": 1, "get_group": lambda self, dim=0: None})()
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    assert parse_options(None) == parse_options({}) == Options()
+    o = Options()
+    assert (o.plan, o.strategies, o.cost_model, o.memory_limit) == (
+        "auto",
+        ATTENTION_STRATEGIES,
+        None,
+        None,
+    )
+    assert (o.smoothing, o.mesh, o.inner, o.on_unsupported, o.dump) == (
+        0.05,
+        None,
+        "inductor",
+        "gather",
+        None,
+    )
+
+
+def test_none_means_the_default_for_every_key() -> None:
+    assert parse_options(dict.fromkeys(OPTION_NAMES)) == Options()
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Options().plan = "metp"  # type: ignore[misc]
+
+
+def by_length(workload: Any) -> str:
+    return "metp"
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("auto", "auto"),
+        ("metp", "metp"),
+        (["metp", "ulysses_z"], ("metp", "ulysses_z")),
+        (("auto",), ("auto",)),
+        ({"attention": ["metp"], "mlp": ["megatron_ts"]}, PlanByKind(("metp",), ("megatron_ts",))),
+        ({"attention": "metp"}, PlanByKind("metp", "auto")),
+        (by_length, by_length),
+        (Plan(("metp", "auto")), Plan(("metp", "auto"))),
+    ],
+)
+def test_every_form_of_plan(given: Any, parsed: Any) -> None:
+    assert parse_options({"plan": given}).plan == parsed
+
+
+def test_strategies_are_ordered_and_may_be_a_single_name_or_a_set() -> None:
+    assert parse_options({"strategies": {"metp", "megatron_ts"}}).strategies == (
+        "megatron_ts",
+        "metp",
+    )
+    assert parse_options({"strategies": "colossal_z"}).strategies == ("colossal_z",)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("80GiB", 80 * 2**30),
+        ("80 gib", 80 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("3 MiB", 3 * 2**20),
+        ("2TB", 2 * 10**12),
+        ("7B", 7),
+        (1e9, 10**9),
+    ],
+)
+def test_memory_sizes(text: Any, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+    assert parse_options({"memory_limit": text}).memory_limit == num_bytes
+
+
+def test_the_other_keys_pass_through(tmp_path: Any) -> None:
+    o = parse_options(
+        {
+            "inner": "eager",
+            "on_unsupported": "error",
+            "smoothing": 0,
+            "dump": tmp_path,
+            "mesh": MESH,
+        }
+        | {"passes_off": ["tile"]},
+        pass_names=("tile", "place"),
+    )
+    assert (o.inner, o.on_unsupported, o.smoothing) == ("eager", "error", 0.0)
+    assert (o.dump, o.mesh, o.passes_off) == (str(tmp_path), MESH, ("tile",))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"plans": "auto"},
+            "unknown option 'plans' (did you mean 'plan'?); legal: plan, strategies, cost_model",
+        ),
+        ({"zzz": 1}, "unknown option 'zzz'; legal: plan,"),
+        ({3: 1}, "unknown option 3; legal:"),
+        (
+            {"plan": "ulyses_z"},
+            "option 'plan': unknown strategy 'ulyses_z' (did you mean 'ulysses_z'?); legal: auto, megatron_ts, "
+            "megatron_cz, ulysses_z, colossal_z, metp",
+        ),
+        ({"plan": ["metp", "ring"]}, "option 'plan'[1]: unknown strategy 'ring'; legal:"),
+        ({"plan": ["metp", 7]}, "option 'plan'[1]: unknown strategy 7; legal:"),
+        (
+            {"plan": {"attn": ["metp"]}},
+            "option 'plan': unknown kind of block 'attn' (did you mean 'attention'?); legal: attention, mlp",
+        ),
+        ({"plan": {"mlp": ["x"]}}, "option 'plan'['mlp'][0]: unknown strategy 'x'"),
+        ({"plan": {"mlp": by_length}}, "option 'plan'['mlp']: give a name or a list of names"),
+        ({"plan": Plan(("replicated",))}, "unknown strategy 'replicated'"),
+        ({"plan": 3}, "option 'plan': cannot read 3; give 'auto', a strategy name, a list"),
+        (
+            {"strategies": ["metp", "auto"]},
+            "option 'strategies': unknown strategy 'auto'; legal: megatron_ts,",
+        ),
+        ({"strategies": []}, "option 'strategies': the list is empty"),
+        ({"strategies": 5}, "option 'strategies': give a list of names, not 5"),
+        ({"memory_limit": "80 gigs"}, "option 'memory_limit': cannot read '80 gigs' as a size"),
+        (
+            {"memory_limit": -1},
+            "cannot read -1 as a size; give bytes (80 * 2**30) or text like '80GiB'",
+        ),
+        ({"memory_limit": True}, "cannot read True as a size"),
+        ({"memory_limit": float("nan")}, "cannot read nan as a size"),
+        ({"smoothing": -0.1}, "option 'smoothing': -0.1 is not a share"),
+        ({"smoothing": "5%"}, "option 'smoothing': '5%' is not a share"),
+        ({"smoothing": float("nan")}, "option 'smoothing': nan is not a share"),
+        ({"mesh": 4}, "option 'mesh': give a torch DeviceMesh or None, not int 4"),
+        (
+            {"inner": "indutcor"},
+            "option 'inner': unknown value 'indutcor' (did you mean 'inductor'?); legal:",
+        ),
+        ({"inner": []}, "option 'inner': unknown value []; legal: inductor, aot_eager, eager"),
+        (
+            {"on_unsupported": "warn"},
+            "option 'on_unsupported': unknown value 'warn'; legal: gather, error",
+        ),
+        ({"dump": 1}, "option 'dump': give the path of a folder or None, not 1"),
+        ({"cost_model": 3}, "option 'cost_model': give the path of a profile or None, not 3"),
+        (
+            {"passes_off": ["tiles"]},
+            "unknown pass 'tiles' (did you mean 'tile'?); legal: tile, place",
+        ),
+        ({"passes_off": 3}, "option 'passes_off': give a list of names, not 3"),
+        ("auto", "options: give a dict, not str 'auto'"),
+    ],
+)
+def test_error_texts(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parse_options(options, pass_names=("tile", "place"))
+
+
+def test_a_profile_is_refused_and_never_silently_ignored(tmp_path: Any) -> None:
+    for path in ("profile.jsonl", tmp_path / "missing"):
+        with pytest.raises(
+            NotImplementedError, match="cannot read a profile yet .* analytic prior"
+        ):
+            parse_options({"cost_model": path})
+
+
+def test_torch_compile_hands_the_options_to_a_backend_as_one_keyword() -> None:
+    seen: dict[str, Any] = {}
+
+    def backend(
+        gm: torch.fx.GraphModule, inputs: list[torch.Tensor], *, options: Any = None
+    ) -> Any:
+        seen["options"] = parse_options(options)
+        return gm.forward
+
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda x: x + 1, backend=backend, options={"plan": "metp", "memory_limit": "1GiB"}
+    )
+    f(torch.zeros(2))
+    assert seen["options"] == Options(plan="metp", memory_limit=2**30)
