@@ -1,4 +1,4 @@
-"""The options of ``torch.compile(model, backend="paradyse", options={...})``, checked once and frozen."""
+"""The options of ``torch.compile(model, backend="paradyse", options=...)``, checked and frozen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS |= {f"{c}IB": 1024**i for i, c in enumerate("KMGTP", 1)}
 
 @dataclass(frozen=True)
 class PlanByKind:
-    """The plan option ``{"attention": ..., "mlp": ...}``: for each kind one name, or one per block."""
+    """The plan option ``{"attention": ..., "mlp": ...}``: a name for each kind, or one per block."""
 
     attention: str | tuple[str, ...] = AUTO
     """A strategy name, "auto", or one of these for every attention block."""
@@ -35,7 +35,7 @@ class PlanByKind:
 
 
 PlanOption = str | tuple[str, ...] | PlanByKind | Plan | Callable[..., Any]
-"""A checked ``plan`` option: "auto" or a name, names per layer, names per kind, names per block, a function."""
+"""A checked ``plan`` option: a name or "auto", names per layer, per kind, per block, a function."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Options:
     """Checked options. ``parse_options`` makes them from what the user wrote."""
 
     plan: PlanOption = AUTO
-    """"auto", a strategy name, one name per layer, ``PlanByKind``, a ``Plan``, or a function of the workload."""
+    """"auto", a strategy name, one name per layer, ``PlanByKind``, a ``Plan``, or a function."""
     strategies: tuple[str, ...] = ATTENTION_STRATEGIES
     """What "auto" may choose from."""
     cost_model: str | None = None
@@ -113,10 +113,10 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
     if isinstance(value, list | tuple):
         return tuple(check_strategy(v, f"{where}[{i}]") for i, v in enumerate(value))
     if callable(value):
-        return value  # type: ignore[no-any-return]
+        return value
     raise ValueError(
-        f"{where}: cannot read {value!r}; give 'auto', a strategy name, a list with one name per layer, "
-        "{'attention': [...], 'mlp': [...]}, or a function (Workload) -> Plan"
+        f"{where}: cannot read {value!r}; give 'auto', a strategy name, a list with one name per "
+        "layer, {'attention': [...], 'mlp': [...]}, or a function (Workload) -> Plan"
     )
 
 
@@ -135,7 +135,8 @@ def parse_bytes(value: Any, where: str = "option 'memory_limit'") -> int:
         amount = value
     if amount is None or not math.isfinite(amount) or amount < 1:
         raise ValueError(
-            f"{where}: cannot read {value!r} as a size; give bytes (80 * 2**30) or text like '80GiB' or '500MB'"
+            f"{where}: cannot read {value!r} as a size; give bytes (80 * 2**30) or text like "
+            "'80GiB' or '500MB'"
         )
     return int(amount)
 
@@ -160,8 +161,8 @@ def _strategies(value: Any) -> tuple[str, ...]:
         check_strategy(name, "option 'strategies'", auto=False)
     if not names:
         raise ValueError(
-            f"option 'strategies': the list is empty; give some of {', '.join(ATTENTION_STRATEGIES)}, "
-            "or leave the option out to allow all"
+            f"option 'strategies': the list is empty; give some of "
+            f"{', '.join(ATTENTION_STRATEGIES)}, or leave the option out to allow all"
         )
     # One order on all ranks, even from a set.
     return tuple(s for s in ATTENTION_STRATEGIES if s in names)
@@ -171,8 +172,8 @@ def _cost_model(value: Any) -> None:
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"option 'cost_model': give the path of a profile or None, not {value!r}")
     raise NotImplementedError(
-        f"option 'cost_model': this version cannot read a profile yet (got {os.fspath(value)!r}); leave the "
-        "option out, or set it to None, to choose by the analytic prior"
+        f"option 'cost_model': this version cannot read a profile yet (got {os.fspath(value)!r}); "
+        "leave the option out, or set it to None, to choose by the analytic prior"
     )
 
 
@@ -180,7 +181,8 @@ def _smoothing(value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < math.inf:
         raise ValueError(
-            f"option 'smoothing': {value!r} is not a share of the best time; give a number >= 0 such as 0.05"
+            f"option 'smoothing': {value!r} is not a share of the best time; "
+            "give a number >= 0 such as 0.05"
         )
     return float(value)
 
@@ -217,7 +219,8 @@ def parse_options(
     """Checked options from what the user passed to ``torch.compile``.
 
     Args:
-        options: as written by the user; None or empty: all defaults. A key with value None takes its default.
+        options: as written by the user; None or empty: all defaults. A key with value None takes
+            its default.
         pass_names: names that ``passes_off`` may list; None: any.
     Raises:
         ValueError: an unknown key or a value that is not legal; names the value and what is legal.
@@ -242,7 +245,8 @@ def parse_options(
     for key, value in (options or {}).items():
         if key not in parsers:
             raise ValueError(
-                f"unknown option {key!r}{did_you_mean(str(key), OPTION_NAMES)}; legal: {', '.join(OPTION_NAMES)}"
+                f"unknown option {key!r}{did_you_mean(str(key), OPTION_NAMES)}; "
+                f"legal: {', '.join(OPTION_NAMES)}"
             )
         if value is not None:
             checked[key] = parsers[key](value)

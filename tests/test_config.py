@@ -117,14 +117,15 @@ def test_the_other_keys_pass_through(tmp_path: Any) -> None:
         ({3: 1}, "unknown option 3; legal:"),
         (
             {"plan": "ulyses_z"},
-            "option 'plan': unknown strategy 'ulyses_z' (did you mean 'ulysses_z'?); legal: auto, megatron_ts, "
-            "megatron_cz, ulysses_z, colossal_z, metp",
+            "option 'plan': unknown strategy 'ulyses_z' (did you mean 'ulysses_z'?); legal: auto, "
+            "megatron_ts, megatron_cz, ulysses_z, colossal_z, metp",
         ),
         ({"plan": ["metp", "ring"]}, "option 'plan'[1]: unknown strategy 'ring'; legal:"),
         ({"plan": ["metp", 7]}, "option 'plan'[1]: unknown strategy 7; legal:"),
         (
             {"plan": {"attn": ["metp"]}},
-            "option 'plan': unknown kind of block 'attn' (did you mean 'attention'?); legal: attention, mlp",
+            "option 'plan': unknown kind of block 'attn' (did you mean 'attention'?); "
+            "legal: attention, mlp",
         ),
         ({"plan": {"mlp": ["x"]}}, "option 'plan'['mlp'][0]: unknown strategy 'x'"),
         ({"plan": {"mlp": by_length}}, "option 'plan'['mlp']: give a name or a list of names"),
