@@ -1,0 +1,53 @@
+# make demo   set up, then run the main job (ARGS="--ranks 4" and the like are passed on)
+# make test   set up, then lint, format check, types, tests (ARGS="-k masks" goes to pytest)
+# make setup  the virtual environment with the package installed in it, editable
+# PYTHON      the interpreter that makes the environment (3.11 or later); VENV where it lies
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := $(VENV)/bin
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu)
+CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
+# Named after what set-up depends on: a repeat with nothing changed runs no pip at all.
+STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-cpu.txt Makefile | cksum | cut -d' ' -f1)$(GPU)
+# mypy knows nothing of package-dir: it reads the package as it is once installed, through links.
+TYPED := .mypy_cache/installed
+
+.PHONY: help setup demo test lint types pytest format
+help:
+	@sed -n 's/^# //p' Makefile | sed '/^Named/,$$d'
+
+setup: $(STAMP)
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("ParaDySe needs Python 3.11 or later, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[dev]'
+	@rm -f $(VENV)/.setup-*
+	@touch $@
+
+demo: setup
+	$(BIN)/paradyse demo $(ARGS)
+
+test: setup lint types pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/paradyse
+	@ln -s $(CURDIR)/paradyse/* $(CURDIR)/passes $(CURDIR)/kernels $(TYPED)/paradyse/
+	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
+	    --cache-dir $(CURDIR)/.mypy_cache -p paradyse
+
+pytest: setup
+	$(BIN)/python -m pytest $(ARGS)
