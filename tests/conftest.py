@@ -1,0 +1,65 @@
+"""Fixtures: ranks to run on. Settings that hold for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+# Before torch is imported, here and (by inheritance) on the ranks: two cores are shared by them all,
+# and one pool of compile workers for each rank costs more than it saves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import harness
+import pytest
+import torch
+from harness import RankPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from _pytest.config import parse_warning_filter
+
+    harness.WARNING_FILTERS = [
+        parse_warning_filter(f, escape=False) for f in config.getini("filterwarnings")
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(n)``: the pool of n ranks that all tests share."""
+    pools: dict[int, RankPool] = {}
+
+    def pool_of(nproc: int) -> RankPool:
+        return pools.setdefault(nproc, RankPool(nproc))
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def pool1(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(1)
+
+
+@pytest.fixture
+def pool2(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(2)
+
+
+@pytest.fixture
+def pool3(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(3)
+
+
+@pytest.fixture
+def pool4(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(4)
