@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-# Before torch is imported, here and (by inheritance) on the ranks: two cores are shared by them all,
-# and one pool of compile workers for each rank costs more than it saves.
+# Before torch is imported, here and (by inheritance) on the ranks: all of them share few cores, and
+# a pool of compile workers for each rank costs more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

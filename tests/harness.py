@@ -1,10 +1,10 @@
 """Runs a function on several ranks, each a process of its own in one gloo group.
 
-``run_ranks(fn, 2, *args)`` starts fresh processes; ``RankPool`` (the fixtures ``pool1`` to ``pool4``
-and ``ranks``) keeps them for the next call, which is what makes many small cases cheap. Either way
-``fn`` is a function of a test module, called on every rank with the same arguments; it finds its place
-by ``torch.distributed``. A failure on any rank and a hang both fail the call in bounded time, with the
-traceback of the rank that raised and the Python stacks of those that did not return.
+``run_ranks(fn, 2, *args)`` starts fresh processes; ``RankPool`` (the fixtures ``pool1`` to
+``pool4`` and ``ranks``) keeps them for the next call, which makes many small cases cheap. Either
+way ``fn`` is a function of a test module, called on every rank with the same arguments; it finds
+its place by ``torch.distributed``. A failure on any rank and a hang both fail the call in bounded
+time, with the traceback of the rank that raised and the Python stacks of those that did not return.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ import torch.distributed as dist
 WARNING_FILTERS: list[tuple[Any, ...]] = []
 """Arguments of ``warnings.filterwarnings`` that hold on the ranks; conftest copies pytest's own."""
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "transformers"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed",
+    "transformers.models.llama.modeling_llama",
+]
 """Imported once, in the process that ranks are forked from."""
 
 GRACE_S = 5.0
@@ -56,7 +62,7 @@ class RankError:
 
 
 class RankFailure(AssertionError):
-    """At least one rank raised, died or did not return in time. The text has all there is to know."""
+    """At least one rank raised, died or did not return in time. The text says all there is."""
 
     def __init__(self, text: str, errors: dict[int, RankError], timed_out: bool) -> None:
         super().__init__(text)
@@ -163,7 +169,9 @@ class RankPool:
         timed_out = False
         while waiting := self._waiting(results, errors, died):
             left = deadline - time.monotonic()
-            ready = multiprocessing.connection.wait([self._pipes[r] for r in waiting], max(left, 0.0))
+            ready = multiprocessing.connection.wait(
+                [self._pipes[r] for r in waiting], max(left, 0.0)
+            )
             if not ready:
                 timed_out = not (errors or died)
                 break
@@ -186,7 +194,9 @@ class RankPool:
             return [results[r] for r in range(self.nproc)]
         waiting = self._waiting(results, errors, died)
         raise RankFailure(
-            self._describe(errors, died, waiting, timeout_s if timed_out else None), errors, timed_out
+            self._describe(errors, died, waiting, timeout_s if timed_out else None),
+            errors,
+            timed_out,
         )
 
     def _waiting(self, *done: dict[int, Any]) -> list[int]:
@@ -236,7 +246,7 @@ def run_ranks(
     pg_timeout_s: float = 300.0,
     init: bool = True,
 ) -> list[Any]:
-    """``fn(*args)`` on ``nproc`` fresh processes; see ``RankPool`` for the arguments and the errors."""
+    """``fn(*args)`` on ``nproc`` fresh processes; arguments and errors as of ``RankPool``."""
     with RankPool(nproc, pg_timeout_s=pg_timeout_s, init=init) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
 
@@ -259,7 +269,7 @@ def _no_main() -> Any:
 
 def _serve(rank: int, size: int, pipe: Any, folder: str, pg_timeout_s: float, init: bool) -> None:
     """One rank: takes functions from ``pipe`` until an empty message or its end."""
-    log = open(Path(folder) / f"{rank}.log", "wb", buffering=0)  # noqa: SIM115 (open for life)
+    log = open(Path(folder) / f"{rank}.log", "wb", buffering=0)
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
     sys.stdout = open(1, "w", buffering=1, closefd=False)

@@ -1,0 +1,125 @@
+"""The package installs whole, under its own names, and is found without being imported."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"paradyse": "paradyse", "passes": "paradyse.passes", "kernels": "paradyse.kernels"}
+"""Top-level folders that install, and the package that each becomes."""
+
+
+def python(code: str, cwd: Path, **env: str) -> str:
+    """What a fresh Python prints for ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ImportWarning", "-c", code],
+        cwd=cwd,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def packages_on_disk() -> dict[str, str]:
+    """Package name -> folder, of every folder with Python in it."""
+    found = {}
+    for top, package in FOLDERS.items():
+        for file in (ROOT / top).rglob("*.py"):
+            folder = file.parent.relative_to(ROOT)
+            found[".".join([package, *folder.parts[1:]])] = folder.as_posix()
+    return found
+
+
+def modules_on_disk() -> list[str]:
+    return sorted(
+        f"{package}.{file.stem}"
+        for package, folder in packages_on_disk().items()
+        for file in (ROOT / folder).glob("*.py")
+        if file.stem != "__init__"
+    )
+
+
+def test_pyproject_lists_the_packages_on_disk() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    listed = {
+        package: setuptools["package-dir"].get(package, package.replace(".", "/"))
+        for package in setuptools["packages"]
+    }
+    assert listed == packages_on_disk()
+
+
+def test_passes_and_kernels_are_flat_and_have_no_init() -> None:
+    # A kernels/__init__.py would be what transformers finds when it probes for "kernels".
+    for folder in ("passes", "kernels"):
+        assert not list((ROOT / folder).rglob("__init__.py"))
+        assert not list((ROOT / folder).glob("*/*.py"))
+
+
+def test_transformers_imports_inside_the_checkout() -> None:
+    code = "from transformers.models.llama import modeling_llama as m; print(m.LlamaModel.__name__)"
+    assert python(code, ROOT) == "LlamaModel"
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_subpackages_import_inside_and_outside_the_checkout(inside: bool, tmp_path: Path) -> None:
+    code = "import paradyse.passes as p, paradyse.kernels as k; print(*p.__path__, *k.__path__)"
+    assert python(code, ROOT if inside else tmp_path).split() == [
+        str(ROOT / "passes"),
+        str(ROOT / "kernels"),
+    ]
+
+
+def test_dynamo_lists_the_backend_without_importing_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch._dynamo as d\n"
+        "print('paradyse' in d.list_backends(exclude_tags=()), 'paradyse' in sys.modules)"
+    )
+    assert python(code, tmp_path) == "True False"
+
+
+def test_a_wheel_holds_every_module_and_imports_from_there(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a build leaves folders behind, and would pick up stale ones
+    source.mkdir()
+    for folder in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q"]
+    done = subprocess.run(
+        [*pip, "-w", str(tmp_path), str(source)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    held = {".".join(f.relative_to(site).with_suffix("").parts) for f in site.rglob("*.py")}
+    assert held - {"paradyse.__init__", "paradyse.strategies.__init__"} == set(modules_on_disk())
+    # Found one by one, and not run: what the modules need is no matter of packaging.
+    code = (
+        "from importlib.util import find_spec\n"
+        f"for name in {modules_on_disk()}:\n"
+        "    print(find_spec(name).origin)"
+    )
+    origins = python(code, tmp_path, PYTHONPATH=str(site)).splitlines()
+    assert len(origins) == len(modules_on_disk())
+    assert all(Path(origin).is_relative_to(site) for origin in origins), origins
+
+
+def test_the_version_is_the_one_installed() -> None:
+    from importlib.metadata import version
+
+    import paradyse
+
+    assert version("paradyse") == paradyse.__version__
