@@ -24,7 +24,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "machine": frozenset({"types", "mesh", "comm", "cost"}),  # measures what cost computes with
     "strategies": frozenset({"types", "sharding", "comm", "kernels"}),
     "passes": frozenset({"types", "mesh", "comm", "sharding", "strategies"}),
-    "planner": frozenset({"types", "cost", "strategies"}),
+    "machine": frozenset({"types", "mesh", "comm", "cost"}),
+    "solver": frozenset(),
+    "planner": frozenset({"types", "config", "cost", "solver"}),
     "lower": frozenset({"types"}),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     **dict.fromkeys(
