@@ -24,9 +24,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "machine": frozenset({"types", "mesh", "comm", "cost"}),  # measures what cost computes with
     "strategies": frozenset({"types", "sharding", "comm", "kernels"}),
     "passes": frozenset({"types", "mesh", "comm", "sharding", "strategies"}),
-    "machine": frozenset({"types", "mesh", "comm", "cost"}),
     "solver": frozenset(),
-    "planner": frozenset({"types", "config", "cost", "solver"}),
+    "planner": frozenset({"types", "config", "cost", "solver", "strategies"}),
     "lower": frozenset({"types"}),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     **dict.fromkeys(
