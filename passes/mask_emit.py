@@ -1,0 +1,191 @@
+"""From formulas back to nodes: the [B, S] tensors that travel with a recovered mask."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paradyse.passes.mask_domain import (
+    Abs,
+    And,
+    Atom,
+    Bool,
+    Eq0,
+    Expr,
+    FloorDiv,
+    Le0,
+    Lin,
+    Load,
+    Not,
+    Or,
+    Var,
+    Where,
+)
+
+aten = torch.ops.aten
+
+
+class Emitter:
+    """Writes nodes before ``place``, each with its fake value.
+
+    Formulas are over (b, index along the sequence); nodes have shape [B | 1, S | 1] until they are returned.
+    """
+
+    def __init__(self, graph: fx.Graph, place: fx.Node) -> None:
+        self.graph, self.place = graph, place
+
+    def call(self, target: Any, args: tuple[Any, ...], keep_meta: bool = False) -> fx.Node:
+        with self.graph.inserting_before(self.place):
+            node = self.graph.call_function(target, args)
+        if keep_meta:
+            node.meta = {
+                k: v for k, v in self.place.meta.items() if k not in ("val", "tensor_meta")
+            }
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        with torch.no_grad(), self._mode():
+            node.meta["val"] = target(*values)
+        return node
+
+    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+        mode = getattr(self.place.meta["val"], "fake_mode", None)
+        assert isinstance(mode, FakeTensorMode), "masks are recovered on a graph of fake values"
+        return mode
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if x.meta["val"].dtype == dtype else self.call(aten.to.dtype, (x, dtype))
+
+    def table(self, value: Expr, batch: int, length: int) -> fx.Node:
+        """``value`` as a tensor [B, S], bool or int64."""
+        node = (
+            self._boolean(value, batch, length)
+            if not isinstance(value, Lin)
+            else self._number(value, batch, length)
+        )
+        assert isinstance(node, fx.Node)
+        if isinstance(value, Lin):
+            node = self.cast(node, torch.int64)
+        if tuple(node.meta["val"].shape) != (batch, length):
+            node = self.call(aten.expand.default, (node, [batch, length]))
+        return node
+
+    def documents(self, values: tuple[Lin, ...], batch: int, length: int) -> fx.Node:
+        """Int64 [B, S], equal at two places of a sequence exactly where all ``values`` are equal."""
+        tables = [self.table(v, batch, length) for v in values]
+        if len(tables) == 1:
+            return tables[0]
+
+        def rank(x: fx.Node) -> fx.Node:
+            # The place among the sorted values: the same for equal ones, below S, so pairs fit an int64.
+            ordered = self.call(aten.sort.default, (x,))
+            ordered = self.call(operator.getitem, (ordered, 0))
+            return self.call(aten.searchsorted.Tensor, (ordered, x))
+
+        def pair(a: fx.Node, b: fx.Node) -> fx.Node:
+            b = rank(b)
+            span = self.call(aten.add.Tensor, (self.call(aten.amax.default, (b, [-1], True)), 1))
+            return self.call(aten.add.Tensor, (self.call(aten.mul.Tensor, (rank(a), span)), b))
+
+        return reduce(pair, tables)
+
+    def _number(self, value: Lin, batch: int, length: int) -> Any:
+        total: Any = None
+        for t, c in value.terms:
+            term = self._atom(t, batch, length)
+            if len(value.terms) > 1 or c != 1 or value.const:
+                term = self.cast(term, torch.int64)
+            if c not in (1, -1):
+                term = self.call(aten.mul.Tensor, (term, c))
+            if total is None:
+                total = self.call(aten.neg.default, (term,)) if c == -1 else term
+            else:
+                total = self.call(aten.sub.Tensor if c == -1 else aten.add.Tensor, (total, term))
+        if total is None:
+            return self._constant(value.const, torch.int64)
+        return self.call(aten.add.Tensor, (total, value.const)) if value.const else total
+
+    def _constant(self, value: Any, dtype: torch.dtype) -> fx.Node:
+        return self._make(aten.full.default, ([1, 1], value), dtype)
+
+    def _make(self, target: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
+        device = self.place.meta["val"].device
+        with self.graph.inserting_before(self.place):
+            node = self.graph.call_function(target, args, {"dtype": dtype, "device": device})
+        with torch.no_grad(), self._mode():
+            node.meta["val"] = target(*args, dtype=dtype, device=device)
+        return node
+
+    def _atom(self, value: Atom, batch: int, length: int) -> fx.Node:
+        match value:
+            case Var(dim):
+                indices = self._make(aten.arange.default, ((batch, length)[dim],), torch.int64)
+                return self.call(aten.unsqueeze.default, (indices, 1 - dim))
+            case Load(node, index):
+                return self._load(node, index, batch, length)
+            case FloorDiv(x, divisor):
+                return self.call(
+                    aten.floor_divide.default, (self._number(x, batch, length), divisor)
+                )
+            case Abs(x):
+                return self.call(aten.abs.default, (self._number(x, batch, length),))
+            case Where(condition, then, other):
+                chosen = self._boolean(condition, batch, length)
+                if (then, other) == (Lin(1), Lin(0)):
+                    return self.cast(chosen, torch.int64)
+                a, b = self._number(then, batch, length), self._number(other, batch, length)
+                return self.call(aten.where.self, (chosen, a, b))
+
+    def _load(self, node: fx.Node, index: tuple[Lin, ...], batch: int, length: int) -> fx.Node:
+        """A whole [.., B, .., S, ..] tensor is reshaped; anything else is looked up."""
+        sizes = {0: batch, 1: length}
+        dims = []
+        for i, size in zip(index, node.meta["val"].shape, strict=True):
+            if (i == Lin(0) and size == 1) or (
+                isinstance(v := i.single(), Var) and sizes[v.dim] == size
+            ):
+                dims.append(None if i == Lin(0) else v.dim)  # type: ignore[union-attr]
+            else:
+                break
+        else:
+            kept = [d for d in dims if d is not None]
+            if kept == sorted(set(kept)):
+                shape = [sizes[d] if d in kept else 1 for d in (0, 1)]
+                same = list(node.meta["val"].shape) == shape
+                return node if same else self.call(aten.reshape.default, (node, shape))
+        places = [self._number(i, batch, length) for i in index]
+        return self.call(aten.index.Tensor, (node, places))
+
+    def _boolean(self, value: Bool, batch: int, length: int) -> fx.Node:
+        match value:
+            case Load(node, index):
+                return self._load(node, index, batch, length)
+            case Le0(x):
+                flip = all(c < 0 for _, c in x.terms)
+                return self._against(
+                    aten.ge.Scalar if flip else aten.le.Scalar, x, flip, batch, length
+                )
+            case Eq0(x):
+                flip = all(c < 0 for _, c in x.terms)
+                return self._against(aten.eq.Scalar, x, flip, batch, length)
+            case Not(Eq0(x)):
+                flip = all(c < 0 for _, c in x.terms)
+                return self._against(aten.ne.Scalar, x, flip, batch, length)
+            case Not(x):
+                return self.call(aten.logical_not.default, (self._boolean(x, batch, length),))
+            case And(parts) | Or(parts):
+                if not parts:
+                    return self._constant(isinstance(value, And), torch.bool)
+                op = aten.logical_and.default if isinstance(value, And) else aten.logical_or.default
+                nodes = [self._boolean(p, batch, length) for p in parts]
+                return reduce(lambda a, b: self.call(op, (a, b)), nodes)
+        raise AssertionError(value)
+
+    def _against(self, op: Any, x: Lin, flip: bool, batch: int, length: int) -> fx.Node:
+        """Compare the terms with the constant: no arithmetic on a tensor of another type."""
+        terms = Lin(0, tuple((t, -c if flip else c) for t, c in x.terms))
+        return self.call(op, (self._number(terms, batch, length), x.const if flip else -x.const))

@@ -1,0 +1,506 @@
+"""What each node of a mask computation holds at an index: from ATen nodes to the formulas of ``mask_domain``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from paradyse.passes.mask_domain import (
+    FALSE,
+    ONE,
+    TRUE,
+    ZERO,
+    Bool,
+    Expr,
+    Lin,
+    Load,
+    Var,
+    Where,
+    absolute,
+    add,
+    as_bool,
+    as_number,
+    atom,
+    choose,
+    conj,
+    disj,
+    eq0,
+    floor_div,
+    le0,
+    negate,
+    scale,
+    sub,
+    substitute,
+    truth,
+    var,
+    where,
+)
+
+aten = torch.ops.aten
+_INTEGERS = (torch.int64, torch.int32)
+_COPIES = (
+    "alias",
+    "clone",
+    "contiguous",
+    "detach",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "view_as",
+    "detach_copy",
+)
+_CASTS = ("to", "_to_copy", "type_as")
+_FILLS = ("zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones")
+_VALUE_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+_COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+_LOGIC = {
+    "__and__": conj,
+    "bitwise_and": conj,
+    "logical_and": conj,
+    "__or__": disj,
+    "bitwise_or": disj,
+    "logical_or": disj,
+    "__xor__": lambda a, b: choose(a, negate(b), b),
+    "bitwise_xor": lambda a, b: choose(a, negate(b), b),
+    "logical_xor": lambda a, b: choose(a, negate(b), b),
+}
+
+
+class NotUnderstood(Exception):
+    """This node has no formula of its own; its elements stay unknown."""
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Sizes of the node's value; a tensor of another kind raises ``NotUnderstood``."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise NotUnderstood
+    return tuple(int(s) for s in value.shape)
+
+
+class MaskValues:
+    """Formulas of the nodes of one graph, each computed once.
+
+    ``value(node)`` is the node's element at index (Var(0), Var(1), ...). Bool tensors have a ``Bool``,
+    others a ``Lin``. Where a node is not understood its elements are ``Load``s of itself, so a small
+    tensor of unknown content is still usable and only what it feeds decides.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Expr] = {}
+
+    def value(self, node: fx.Node) -> Expr:
+        if node not in self._known:
+            shape = shape_of(node)
+            try:
+                found = self._interpret(node)
+            except NotUnderstood:
+                found = _unknown(node, shape)
+            found = substitute(found, {d: ZERO for d, s in enumerate(shape) if s == 1})
+            self._known[node] = as_bool(found) if _is_bool(node) else as_number(found)
+        return self._known[node]
+
+    def cumulative(self, node: fx.Node) -> Bool | None:
+        """What ``node`` counts: the formula of x when it is ``cumsum(x, last dim)`` of truth values."""
+        if node.target is not aten.cumsum.default or _argument(node, 1, "dim") not in (
+            -1,
+            len(shape_of(node)) - 1,
+        ):
+            return None
+        counted = self.value(node.args[0])
+        return counted if not isinstance(counted, Lin) else None
+
+    def _interpret(self, node: fx.Node) -> Expr:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            raise NotUnderstood
+        namespace, name = node.target._schema.name.split("::")
+        if namespace != "aten" or node.target._schema.is_mutable:
+            raise NotUnderstood
+        if name in _COPIES:
+            return self.value(node.args[0])
+        if name in _CASTS:
+            return self._cast(node)
+        if name in _LOGIC and (_is_bool(node)):
+            return _LOGIC[name](*(as_bool(self._operand(a, node)) for a in node.args[:2]))
+        if name in _COMPARISONS:
+            return self._compare(name, node)
+        if name in _FILLS:
+            return Lin(1 if "ones" in name else 0)
+        if name in _VALUE_FILLS:
+            return self._scalar(_argument(node, _VALUE_FILLS[name], "fill_value"))
+        method: Callable[[fx.Node], Expr] | None = getattr(self, "_op_" + name.strip("_"), None)
+        if method is None:
+            raise NotUnderstood
+        return method(node)
+
+    # Operands.
+
+    def _scalar(self, x: Any) -> Expr:
+        if isinstance(x, fx.Node) and not shape_of(x):
+            return self.value(x)
+        if isinstance(x, bool):
+            return truth(x)
+        if isinstance(x, int | float):
+            return Lin(x)
+        raise NotUnderstood
+
+    def _operand(self, x: Any, out: fx.Node) -> Expr:
+        """The element of operand ``x`` that broadcasts to the index of ``out``."""
+        if not isinstance(x, fx.Node):
+            return self._scalar(x)
+        shift = len(shape_of(out)) - len(shape_of(x))
+        return self._moved(x, {d: var(d + shift) for d in range(len(shape_of(x)))})
+
+    def _moved(self, x: fx.Node, indices: dict[int, Lin]) -> Expr:
+        return substitute(self.value(x), indices)
+
+    def _numbers(self, node: fx.Node, *operands: Any) -> list[Lin]:
+        return [as_number(self._operand(a, node)) for a in operands]
+
+    # Arithmetic. Exact on integers; on floats only between constants, through choices.
+
+    def _arithmetic(self, node: fx.Node, op: Callable[[Lin, Lin], Lin], a: Lin, b: Lin) -> Lin:
+        dtype = node.meta["val"].dtype
+        if dtype in _INTEGERS:
+            return op(a, b)
+        if not dtype.is_floating_point:
+            raise NotUnderstood
+        if a.is_const and b.is_const:
+            return op(a, b)
+        if isinstance(w := a.single(), Where):
+            return where(
+                w.condition,
+                self._arithmetic(node, op, w.then, b),
+                self._arithmetic(node, op, w.other, b),
+            )
+        if isinstance(w := b.single(), Where):
+            return where(
+                w.condition,
+                self._arithmetic(node, op, a, w.then),
+                self._arithmetic(node, op, a, w.other),
+            )
+        raise NotUnderstood
+
+    def _op_add(self, node: fx.Node) -> Expr:
+        alpha = node.kwargs.get("alpha", 1)
+        a, b = self._numbers(node, *node.args[:2])
+        return self._arithmetic(node, lambda x, y: add(x, y, alpha), a, b)
+
+    def _op_sub(self, node: fx.Node) -> Expr:
+        alpha = node.kwargs.get("alpha", 1)
+        a, b = self._numbers(node, *node.args[:2])
+        return self._arithmetic(node, lambda x, y: add(x, y, -alpha), a, b)
+
+    def _op_rsub(self, node: fx.Node) -> Expr:
+        if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
+            raise NotUnderstood
+        a, b = self._numbers(node, *node.args[:2])
+        return self._arithmetic(node, sub, b, a)
+
+    def _op_neg(self, node: fx.Node) -> Expr:
+        (a,) = self._numbers(node, node.args[0])
+        return self._arithmetic(node, sub, ZERO, a)
+
+    def _op_mul(self, node: fx.Node) -> Expr:
+        if _is_bool(node):
+            return conj(*(as_bool(self._operand(a, node)) for a in node.args[:2]))
+
+        def product(x: Lin, y: Lin) -> Lin:
+            if x.is_const and y.is_const:
+                return Lin(x.const * y.const)
+            if x.is_const and isinstance(x.const, int):
+                return scale(y, x.const)
+            if y.is_const and isinstance(y.const, int):
+                return scale(x, y.const)
+            raise NotUnderstood
+
+        a, b = self._numbers(node, *node.args[:2])
+        return self._arithmetic(node, product, a, b)
+
+    def _op_floor_divide(self, node: fx.Node) -> Expr:
+        a, b = self._numbers(node, *node.args[:2])
+        if (
+            node.meta["val"].dtype not in _INTEGERS
+            or not b.is_const
+            or not isinstance(b.const, int)
+        ):
+            raise NotUnderstood
+        if b.const <= 0:
+            raise NotUnderstood
+        return floor_div(a, b.const)
+
+    def _op_div(self, node: fx.Node) -> Expr:
+        if node.kwargs.get("rounding_mode") != "floor":
+            raise NotUnderstood
+        return self._op_floor_divide(node)
+
+    def _op_abs(self, node: fx.Node) -> Expr:
+        (a,) = self._numbers(node, node.args[0])
+        if node.meta["val"].dtype not in _INTEGERS:
+            raise NotUnderstood
+        return absolute(a)
+
+    def _compare(self, name: str, node: fx.Node) -> Bool:
+        a, b = self._numbers(node, *node.args[:2])
+        dtypes = [x.meta["val"].dtype for x in node.args[:2] if isinstance(x, fx.Node)]
+        whole = all(not t.is_floating_point and not t.is_complex for t in dtypes)
+        whole = whole and all(isinstance(x.const, int) for x in (a, b))
+        if not whole:
+            # Floats: only "equal to a constant", or between what reduces to constants.
+            def ordered(x: Lin, y: Lin) -> Bool:
+                if not (x.is_const and y.is_const):
+                    if isinstance(w := x.single(), Where):
+                        return choose(w.condition, ordered(w.then, y), ordered(w.other, y))
+                    raise NotUnderstood
+                return truth(x.const <= y.const if name in ("le", "gt") else x.const < y.const)
+
+            if name in ("eq", "ne"):
+                if not b.is_const or not (isinstance(a.single(), Load | Where) or a.is_const):
+                    raise NotUnderstood
+                equal = eq0(sub(a, b))
+                return equal if name == "eq" else negate(equal)
+            swapped = name in ("ge", "gt")
+            return negate(ordered(a, b)) if swapped else ordered(a, b)
+        match name:
+            case "le":
+                return le0(sub(a, b))
+            case "lt":
+                return le0(add(sub(a, b), ONE))
+            case "ge":
+                return le0(sub(b, a))
+            case "gt":
+                return le0(add(sub(b, a), ONE))
+            case "eq":
+                return eq0(sub(a, b))
+        return negate(eq0(sub(a, b)))
+
+    # Logic and choice.
+
+    def _not(self, node: fx.Node) -> Expr:
+        if not _is_bool(node):
+            raise NotUnderstood
+        return negate(as_bool(self.value(node.args[0])))
+
+    _op_bitwise_not = _op_logical_not = _not
+
+    def _op_where(self, node: fx.Node) -> Expr:
+        if len(node.args) != 3:
+            raise NotUnderstood
+        condition = as_bool(self._operand(node.args[0], node))
+        a, b = (self._operand(x, node) for x in node.args[1:3])
+        return _select(condition, a, b, node)
+
+    def _op_masked_fill(self, node: fx.Node) -> Expr:
+        x, mask, fill = node.args
+        return _select(
+            as_bool(self._operand(mask, node)), self._scalar(fill), self._operand(x, node), node
+        )
+
+    def _triangle(self, node: fx.Node, keep: Callable[[Lin], Bool]) -> Expr:
+        n = len(shape_of(node))
+        diagonal = _argument(node, 1, "diagonal", 0)
+        inside = keep(add(sub(var(n - 1), var(n - 2)), Lin(-diagonal)))
+        return _select(inside, self.value(node.args[0]), ZERO, node)
+
+    def _op_tril(self, node: fx.Node) -> Expr:
+        return self._triangle(node, le0)
+
+    def _op_triu(self, node: fx.Node) -> Expr:
+        return self._triangle(node, lambda x: le0(scale(x, -1)))
+
+    def _cast(self, node: fx.Node) -> Expr:
+        """Exact conversions only: to bool, from bool, and between integers that hold every position."""
+        value = self.value(node.args[0])
+        source, target = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+        if source == target or torch.bool in (source, target):
+            return value
+        if source in (*_INTEGERS, torch.int16, torch.int8, torch.uint8) and target == torch.int64:
+            return value
+        if isinstance(value, Lin) and _choices_of_constants(value):
+            return value
+        raise NotUnderstood
+
+    # Making indices.
+
+    def _op_arange(self, node: fx.Node) -> Expr:
+        numbers = [a for a in node.args if not isinstance(a, torch.dtype)]
+        if node.meta["val"].dtype not in _INTEGERS or not all(type(a) is int for a in numbers):
+            raise NotUnderstood
+        start = numbers[0] if len(numbers) > 1 else node.kwargs.get("start", 0)
+        step = numbers[2] if len(numbers) > 2 else node.kwargs.get("step", 1)
+        return add(Lin(start), var(0), step)
+
+    def _op_diff(self, node: fx.Node) -> Expr:
+        """Steps along a dim: a constant for positions that count up by one."""
+        x, prepend = node.args[0], _argument(node, 3, "prepend", None)
+        dim = _argument(node, 2, "dim", -1) % len(shape_of(x))
+        appended = _argument(node, 4, "append", None)
+        if _argument(node, 1, "n", 1) != 1 or appended is not None or _is_bool(x):
+            raise NotUnderstood
+        if node.meta["val"].dtype not in _INTEGERS:
+            raise NotUnderstood
+        value = as_number(self.value(x))
+        if prepend is None:
+            return sub(as_number(substitute(value, {dim: add(var(dim), ONE)})), value)
+        if shape_of(prepend)[dim] != 1:
+            raise NotUnderstood
+        before = substitute(value, {dim: add(var(dim), Lin(-1))})
+        first = sub(as_number(substitute(value, {dim: ZERO})), as_number(self.value(prepend)))
+        return where(eq0(var(dim)), first, sub(value, as_number(before)))
+
+    def _op_cumsum(self, node: fx.Node) -> Expr:
+        value = as_number(self.value(node.args[0]))
+        dim = _argument(node, 1, "dim") % max(1, len(shape_of(node)))
+        if node.meta["val"].dtype not in _INTEGERS or not value.is_const:
+            raise NotUnderstood
+        return add(Lin(value.const), var(dim), int(value.const))
+
+    # Moving elements.
+
+    def _op_unsqueeze(self, node: fx.Node) -> Expr:
+        n = len(shape_of(node.args[0]))
+        dim = node.args[1] % (n + 1)
+        return self._moved(node.args[0], {d: var(d + (d >= dim)) for d in range(n)})
+
+    def _squeezed(self, node: fx.Node) -> Expr:
+        """Also view and reshape, where they only add or remove dims of size 1."""
+        source, target = shape_of(node.args[0]), shape_of(node)
+        kept = [d for d, s in enumerate(source) if s != 1]
+        places = [d for d, s in enumerate(target) if s != 1]
+        if [source[d] for d in kept] != [target[d] for d in places]:
+            raise NotUnderstood
+        return self._moved(node.args[0], {d: var(t) for d, t in zip(kept, places, strict=True)})
+
+    _op_squeeze = _op_view = _op_reshape = _op_unsafe_view = _squeezed
+
+    def _op_expand(self, node: fx.Node) -> Expr:
+        return self._operand(node.args[0], node)
+
+    _op_expand_as = _op_broadcast_to = _op_expand
+
+    def _op_repeat(self, node: fx.Node) -> Expr:
+        source, target = shape_of(node.args[0]), shape_of(node)
+        shift = len(target) - len(source)
+        if any(s not in (1, target[d + shift]) for d, s in enumerate(source)):
+            raise NotUnderstood
+        return self._operand(node.args[0], node)
+
+    def _op_permute(self, node: fx.Node) -> Expr:
+        n = len(shape_of(node))
+        return self._moved(node.args[0], {d % n: var(t) for t, d in enumerate(node.args[1])})
+
+    def _op_transpose(self, node: fx.Node) -> Expr:
+        n = len(shape_of(node))
+        a, b = (d % n for d in node.args[1:3])
+        return self._moved(node.args[0], {a: var(b), b: var(a)})
+
+    def _op_t(self, node: fx.Node) -> Expr:
+        n = len(shape_of(node))
+        return self._moved(node.args[0], {0: var(1), 1: var(0)} if n == 2 else {})
+
+    def _op_slice(self, node: fx.Node) -> Expr:
+        x = node.args[0]
+        dim = _argument(node, 1, "dim", 0) % len(shape_of(x))
+        start, step = _argument(node, 2, "start", None) or 0, _argument(node, 4, "step", 1)
+        if type(start) is not int or type(step) is not int:
+            raise NotUnderstood
+        size = shape_of(x)[dim]
+        start = min(max(start + size if start < 0 else start, 0), size)
+        return self._moved(x, {dim: add(Lin(start), var(dim), step)})
+
+    def _op_select(self, node: fx.Node) -> Expr:
+        x, dim, index = node.args
+        n = len(shape_of(x))
+        dim %= n
+        if type(index) is not int:
+            raise NotUnderstood
+        chosen = {dim: Lin(index % shape_of(x)[dim])}
+        return self._moved(x, chosen | {d: var(d - (d > dim)) for d in range(n) if d != dim})
+
+    def _op_pad(self, node: fx.Node) -> Expr:
+        if any(p != 0 for p in node.args[1]):
+            raise NotUnderstood
+        return self.value(node.args[0])
+
+    _op_constant_pad_nd = _op_pad
+
+    def _op_index(self, node: fx.Node) -> Expr:
+        """``x[i, j]`` with whole-tensor indices: the lookup at the query or at the key index."""
+        x, indices = node.args[0], list(node.args[1])
+        n = len(shape_of(x))
+        indices += [None] * (n - len(indices))
+        given = [d for d, i in enumerate(indices) if i is not None]
+        if given != list(range(given[0], given[-1] + 1)):
+            raise NotUnderstood
+        if any(indices[d].meta["val"].dtype not in _INTEGERS for d in given):
+            raise NotUnderstood
+        rank = max(len(shape_of(indices[d])) for d in given)
+        moved: dict[int, Lin] = {}
+        for d in range(n):
+            if d < given[0]:
+                moved[d] = var(d)
+            elif d > given[-1]:
+                moved[d] = var(d - len(given) + rank)
+            else:
+                i = indices[d]
+                shift = given[0] + rank - len(shape_of(i))
+                at = as_number(self._moved(i, {k: var(k + shift) for k in range(len(shape_of(i)))}))
+                if at.const < 0 or any(not isinstance(t, Var) or c < 0 for t, c in at.terms):
+                    raise NotUnderstood  # a negative index counts from the end
+                moved[d] = at
+        return self._moved(x, moved)
+
+
+def _select(condition: Bool, then: Expr, other: Expr, node: fx.Node) -> Expr:
+    if _is_bool(node):
+        return choose(condition, as_bool(then), as_bool(other))
+    return where(condition, as_number(then), as_number(other))
+
+
+def _choices_of_constants(value: Lin) -> bool:
+    if value.is_const:
+        return True
+    w = value.single()
+    return isinstance(w, Where) and _choices_of_constants(w.then) and _choices_of_constants(w.other)
+
+
+def _unknown(node: fx.Node, shape: tuple[int, ...]) -> Expr:
+    load = Load(node, tuple(ZERO if s == 1 else var(d) for d, s in enumerate(shape)))
+    return load if _is_bool(node) else atom(load)
+
+
+def _is_bool(node: fx.Node) -> bool:
+    return node.meta["val"].dtype == torch.bool
+
+
+def _argument(node: fx.Node, place: int, name: str, default: Any = ...) -> Any:
+    found = node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+    if found is ...:
+        raise NotUnderstood
+    return found
+
+
+def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
+    """Where a mask lets a key be seen, and whether the hidden ones get less than minus infinity.
+
+    A bool mask is itself. A float mask must be 0 or hidden: minus infinity, or (flag True) the most
+    negative number of its type, which acts alike in every row that sees at least one key.
+    """
+    if not isinstance(value, Lin):
+        return value, False
+    if value.is_const:
+        if value.const == 0:
+            return TRUE, False
+        if value.const == float("-inf"):
+            return FALSE, False
+        lowest = dtype.is_floating_point and value.const <= torch.finfo(dtype).min * 0.99
+        return (FALSE, True) if lowest else None
+    w = value.single()
+    if not isinstance(w, Where):
+        return None
+    then, other = visible(w.then, dtype), visible(w.other, dtype)
+    if then is None or other is None:
+        return None
+    return choose(w.condition, then[0], other[0]), then[1] or other[1]

@@ -1,0 +1,254 @@
+"""Recover masks: attention under a dense mask becomes attention under a meaning, and the dense mask goes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.fx as fx
+
+from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
+from paradyse.passes.mask_emit import Emitter
+from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify
+from paradyse.passes.mask_values import MaskValues, shape_of, visible
+
+aten = torch.ops.aten
+_SDPA = aten.scaled_dot_product_attention.default
+_COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
+_MERGES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+
+
+class Notes(Protocol):
+    """What this pass needs of the context."""
+
+    def note(self, message: str) -> None:
+        """Keep ``message`` for the reports."""
+
+
+def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
+    """Replace SDPA by ``paradyse::attention``, which knows its mask by position, not by element.
+
+    before: m = and(le(arange[kv], arange[q]), index(attention_mask, [b, kv])); sdpa(q, repeat_kv(k), v, m)
+    after:  p = ne(attention_mask, 0); attention(q, k, v, key_padding=p, document_ids=None, right=0)[0]
+    Refuses, with a note: more or fewer queries than keys, other than 4 dims, a mask that is learned (SDPA
+    stays); a mask that is not understood goes along whole, as a dense bias.
+    """
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is _SDPA]
+    if not nodes:
+        return 0
+    reasons: dict[str, list[str]] = defaultdict(list)
+    recovery = _Recovery(gm, reasons)
+    count = sum(recovery.rewrite(n) for n in nodes)
+    for reason, places in reasons.items():
+        ctx.note(f"{', '.join(places)}: {reason}")
+    gm.graph.eliminate_dead_code()
+    return count
+
+
+class _Recovery:
+    """State over the attentions of one graph: masks are shared, so what was found for one serves all."""
+
+    def __init__(self, gm: fx.GraphModule, reasons: dict[str, list[str]]) -> None:
+        self.graph, self.reasons = gm.graph, reasons
+        self.values = MaskValues()
+        self.found: dict[fx.Node, Recovered | str] = {}
+        self.emitted: dict[tuple[Expr, ...], fx.Node] = {}
+        self.biases: dict[fx.Node, fx.Node] = {}
+        self.written = _written(gm.graph)
+
+    def rewrite(self, node: fx.Node) -> bool:
+        call = _arguments(node)
+        q, mask = call["query"], call["attn_mask"]
+        if refusal := self._refusal(node, call):
+            self.reasons[f"left to PyTorch, {refusal}"].append(_label(node))
+            return False
+        k, v = _without_repeat(call["key"]), _without_repeat(call["value"])
+        if shape_of(k)[1] != shape_of(v)[1]:
+            k, v = call["key"], call["value"]
+        emit = Emitter(self.graph, node)
+        spec, padding, documents, bias = (
+            Recovered(right=0 if call["is_causal"] else -1),
+            None,
+            None,
+            None,
+        )
+        if mask is not None:
+            found = self._recover(mask, shape_of(q))
+            if isinstance(found, str):
+                self.reasons[f"dense mask kept, it {found}"].append(_label(node))
+                bias = self._dense(mask, emit, shape_of(q))
+            else:
+                if call["is_causal"]:
+                    found = replace(found, right=0)
+                spec = found
+                batch, length = shape_of(q)[0], shape_of(q)[2]
+                if spec.padding != TRUE:
+                    padding = self._emit((spec.padding,), emit, batch, length)
+                if spec.documents:
+                    documents = self._emit(spec.documents, emit, batch, length)
+        out = node.meta["val"].dtype
+        # Under autocast SDPA itself casts its inputs; other operators do not.
+        q, k, v = (emit.cast(x, out) for x in (q, k, v))
+        if bias is not None and bias.meta["val"].dtype.is_floating_point:
+            bias = emit.cast(bias, out)
+        scale = call["scale"]
+        scale = 1 / math.sqrt(shape_of(q)[-1]) if scale is None else float(scale)
+        where = (spec.left, spec.right, spec.chunk)
+        attention = emit.call(
+            torch.ops.paradyse.attention.default,
+            (q, k, v, padding, documents, bias, None, *where, scale, float(call["dropout_p"])),
+            keep_meta=True,
+        )
+        result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+        return True
+
+    def _refusal(self, node: fx.Node, call: dict[str, Any]) -> str | None:
+        q, k, v = (shape_of(call[x]) for x in ("query", "key", "value"))
+        if not len(q) == len(k) == len(v) == 4:
+            return f"queries have {len(q)} dims and keys {len(k)}, not 4"
+        if q[2] != k[2]:
+            return f"{q[2]} queries see {k[2]} keys"
+        if not q[0] == k[0] == v[0]:
+            return "batches differ"
+        mask = call["attn_mask"]
+        if mask is not None and mask.meta["val"].requires_grad:
+            return f"the mask `{mask.name}` is learned"
+        return None
+
+    def _recover(self, mask: fx.Node, q: tuple[int, ...]) -> Recovered | str:
+        if mask not in self.found:
+            try:
+                self.found[mask] = self._understand(mask)
+            except Unrecoverable as reason:
+                self.found[mask] = str(reason)
+        return self.found[mask]
+
+    def _understand(self, mask: fx.Node) -> Recovered:
+        ancestors = _ancestors(mask)
+        if any(_root(n) in self.written for n in ancestors):
+            raise Unrecoverable("is written in place")
+        for n in self.graph.nodes:  # in order, so that no formula needs deep recursion
+            if n in ancestors and isinstance(n.meta.get("val"), torch.Tensor):
+                self.values.value(n)
+        value, rank = self.values.value(mask), len(shape_of(mask))
+        value = substitute(value, {d: var(d + 4 - rank) for d in range(rank)})
+        seen = visible(value, mask.meta["val"].dtype)
+        if seen is None:
+            raise Unrecoverable("holds numbers that are not known to be 0 or minus infinity")
+        spec = classify(seen[0], self.values)
+        if seen[1] and not spec.sees_itself:
+            raise Unrecoverable("hides with a finite number, and a query might see no key")
+        return spec
+
+    def _emit(self, parts: tuple[Any, ...], emit: Emitter, batch: int, length: int) -> fx.Node:
+        """The bool key padding, or the document ids made of one or more numbers; [B, S]."""
+        if parts not in self.emitted:
+            if isinstance(parts[0], Lin):
+                self.emitted[parts] = emit.documents(parts, batch, length)
+            else:
+                self.emitted[parts] = emit.table(parts[0], batch, length)
+        return self.emitted[parts]
+
+    def _dense(self, mask: fx.Node, emit: Emitter, q: tuple[int, ...]) -> fx.Node:
+        """The mask as [B | 1, H | 1, S, S], a view of what the model made."""
+        if mask not in self.biases:
+            bias = mask
+            while len(shape_of(bias)) < 4:
+                bias = emit.call(aten.unsqueeze.default, (bias, 0))
+            if shape_of(bias)[2:] != (q[2], q[2]):
+                bias = emit.call(aten.expand.default, (bias, [-1, -1, q[2], q[2]]))
+            self.biases[mask] = bias
+        return self.biases[mask]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an operator by name, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    out = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
+    out.update({a.name: x for a, x in zip(schema.arguments, node.args, strict=False)})
+    return out | node.kwargs
+
+
+def _without_repeat(x: fx.Node) -> fx.Node:
+    """Keys or values [B, Hk, S, D] before each head was repeated for its group of query heads, else ``x``.
+
+    Only repeats that put query head h on KV head h // group: [B, Hk, group, S, D] read as [B, H, S, D].
+    """
+    repeated, out = shape_of(x), x
+    while out.target in _COPIES:
+        out = out.args[0]
+    if out.target is aten.repeat_interleave.self_int:
+        source, count, dim = (*out.args, *[None] * 3)[:3]
+        dim = out.kwargs.get("dim", dim)
+        return source if dim in (1, -3) and len(shape_of(source)) == 4 else x
+    if out.target is aten.expand.default:
+        source = out.args[0]
+        same = len(shape_of(source)) == 4 and _but(shape_of(source), 1) == _but(repeated, 1)
+        return source if same and shape_of(source)[1] == 1 else x
+    if out.target not in _MERGES:
+        return x
+    grouped = out.args[0]
+    while grouped.target in _COPIES:
+        grouped = grouped.args[0]
+    if grouped.target is not aten.expand.default:
+        return x
+    one = grouped.args[0]
+    if one.target is not aten.unsqueeze.default or one.args[1] not in (2, -3):
+        return x
+    source = one.args[0]
+    b, h, s, d = repeated
+    shape = shape_of(source)
+    if (
+        len(shape) != 4
+        or _but(shape, 1) != (b, s, d)
+        or shape_of(grouped) != (b, shape[1], h // shape[1], s, d)
+    ):
+        return x
+    return source
+
+
+def _but(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    seen, stack = {node}, [node]
+    while stack:
+        for n in stack.pop().all_input_nodes:
+            if n not in seen:
+                seen.add(n)
+                stack.append(n)
+    return seen
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value whose memory ``node`` shows."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        returns = node.target._schema.returns
+        viewed = bool(returns) and returns[0].alias_info is not None
+        if not viewed or not node.args or not isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Values that some operator writes in place: their formula depends on when it is read."""
+    written = set()
+    for n in graph.nodes:
+        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
+            continue
+        for a, x in zip(n.target._schema.arguments, n.args, strict=False):
+            if a.alias_info is not None and a.alias_info.is_write and isinstance(x, fx.Node):
+                written.add(_root(x))
+    return written
+
+
+def _label(node: fx.Node) -> str:
+    return str(node.meta.get("module") or node.name)
