@@ -1,0 +1,500 @@
+"""Exact attention between queries and keys whose global positions are known, forward and backward.
+
+Order of this file: reference, tile cores (dense and flash), public functions.
+
+No value of Sq x Sk elements exists. ``attention_backward`` takes the *final* output and log-sum-exp, so a
+ring calls it once per visiting K/V shard and sums: P = exp(scores - lse) is then right for any subset of keys
+(FlashAttention-2, arXiv 2307.08691, section 3.1; blockwise ring, arXiv 2310.01889).
+On a CPU most work goes to PyTorch's flash kernel, which is exact in float64, float32, bfloat16 and float16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paradyse.kernels.attention_mask import (
+    DIAGONAL,
+    MASKED,
+    AttentionSpec,
+    Intervals,
+    Runs,
+    Tile,
+    additive_mask,
+    data_intervals,
+    dropout_keep,
+    position_intervals,
+    row_blocks,
+    run_positions,
+    runs_len,
+    segments,
+)
+
+_HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps and of accumulation: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Reference
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """``attention_forward`` by its definition, with dense scores and differentiable: for tests."""
+    i, j = run_positions(q_runs, q.device)[:, None], run_positions(kv_runs, q.device)
+    visible = ((i < spec.seq_len) & (j < spec.seq_len))[None, None]
+    if spec.left is not None:
+        visible = visible & (j >= i - spec.left)
+    if spec.right is not None:
+        visible = visible & (j <= i + spec.right)
+    if spec.chunk is not None:
+        visible = visible & (i // spec.chunk == j // spec.chunk)
+    rows, keys = (x.clamp(max=spec.seq_len - 1) for x in (i[:, 0], j))
+    if spec.key_padding is not None:
+        visible = visible & spec.key_padding[:, None, None, keys]
+    if spec.document_ids is not None:
+        ids = spec.document_ids
+        visible = visible & (ids[:, rows][:, None, :, None] == ids[:, keys][:, None, None])
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(-1, -2)).to(stat_dtype(q.dtype)) * spec.scale
+    bias = spec.head_bias(q.shape[1])
+    if bias is not None:
+        if bias.shape[2] > 1:
+            bias = bias[:, :, rows]
+        if bias.shape[3] > 1:
+            bias = bias[..., keys]
+        if bias.dtype == torch.bool:
+            visible = visible & bias
+        else:
+            scores = scores + bias
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = torch.where(
+        visible, scores - torch.where(lse == -torch.inf, 0, lse)[..., None], -torch.inf
+    ).exp()
+    if spec.dropout_p > 0:
+        keep = dropout_keep(spec, slice(0, q.shape[0]), q.shape[1], i[:, 0], j)
+        p = p * keep / (1 - spec.dropout_p)
+    return p.to(q.dtype) @ v, lse
+
+
+# Dense tiles: plain PyTorch, any device, dropout
+
+
+def _softmax_tile(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Probabilities [B, H, R, K] of a tile and their log-sum-exp (or ``lse``, if the whole row's is given)."""
+    b, h, r, d = q.shape
+    grouped = q.reshape(b, k.shape[1], -1, d)  # a group's heads share K: fold them into the rows
+    p = torch.matmul(grouped, k.transpose(-1, -2)).view(b, h, r, -1).mul_(scale)
+    if mask is not None:
+        p.add_(mask)
+    if lse is None:
+        highest = p.amax(-1)
+        p.sub_(highest.masked_fill(highest == -torch.inf, 0)[..., None]).exp_()
+        total = p.sum(-1)
+        p.div_(total.masked_fill(total == 0, 1)[..., None])
+        return p, highest + total.log()
+    return p.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp_(), lse
+
+
+def _times_values(p: Tensor, v: Tensor) -> Tensor:
+    """[B, H, R, K] x [B, Hk, K, D] -> [B, H, R, D]."""
+    b, h, r, n = p.shape
+    return torch.matmul(p.reshape(b, v.shape[1], -1, n), v).view(b, h, r, -1)
+
+
+def _times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, R, K] (transposed) x [B, H, R, D], summed over the heads of a group -> [B, Hk, K, D]."""
+    b, _, _, n = p.shape
+    return torch.matmul(
+        p.reshape(b, kv_heads, -1, n).transpose(-1, -2), x.reshape(b, kv_heads, -1, x.shape[-1])
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One plan: sequences ``batch`` whose visible keys are the same."""
+
+    batch: slice
+    intervals: Intervals
+    tiles: tuple[Tile, ...]
+    data_mask: bool
+    """Key padding and documents are not part of the intervals."""
+    covers: bool
+    """The plan is one tile that holds every row and key."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments that all tiles of one call share."""
+
+    spec: AttentionSpec
+    q_runs: Runs
+    kv_runs: Runs
+    dense: bool
+
+    def mask(self, problem: _Problem, tile: Tile, like: Tensor) -> Tensor | None:
+        if tile.kind != MASKED and not problem.data_mask and self.spec.bias is None:
+            return None
+        where = (tile, problem.intervals, problem.batch, problem.data_mask)
+        mask = additive_mask(self.spec, *where, self.q_runs, self.kv_runs, like)
+        if mask is None or mask.shape[-1] == tile.k1 - tile.k0 and mask.stride(-1) == 1:
+            return mask
+        return mask.expand(*mask.shape[:3], tile.k1 - tile.k0).contiguous()
+
+    def dropout(self, problem: _Problem, tile: Tile, like: Tensor) -> Tensor | None:
+        """Keep mask [B, H, R, K] scaled by 1/(1-p); None without dropout."""
+        p = self.spec.dropout_p
+        if p == 0:
+            return None
+        rows = run_positions(self.q_runs, like.device)[tile.r0 : tile.r1]
+        keys = run_positions(self.kv_runs, like.device)[tile.k0 : tile.k1]
+        keep = dropout_keep(self.spec, problem.batch, like.shape[1], rows, keys)
+        return keep.to(like.dtype).mul_(1 / (1 - p) if p < 1 else 0)
+
+    def forward(
+        self, problem: _Problem, tile: Tile, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, H, R, Dv] and lse [B, H, R] of one tile; arguments already cut to it."""
+        mask = self.mask(problem, tile, q)
+        if self.dense:
+            p, lse = _softmax_tile(q, k, mask, self.spec.scale, None)
+            keep = self.dropout(problem, tile, q)
+            return _times_values(p if keep is None else p.mul_(keep), v), lse
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.kind == DIAGONAL, attn_mask=mask, scale=self.spec.scale
+        )
+        if mask is not None:  # the kernel says 0 for a row that sees nothing
+            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        return out, lse
+
+    def backward(
+        self,
+        problem: _Problem,
+        tile: Tile,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's share of dq, dk, dv."""
+        mask = self.mask(problem, tile, q)
+        if self.dense:
+            p, ds = self.score_gradient(problem, tile, grad, q, k, v, out, lse, mask)
+            dq = _times_values(ds, k).mul_(self.spec.scale)
+            dk = _times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
+            return dq, dk, _times_rows(p, grad, v.shape[1])
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s - inf) = 0
+        b, kv_heads, n, _ = k.shape
+        group = q.shape[1] // kv_heads
+        expand = (
+            group > 1 and b * kv_heads < torch.get_num_threads()
+        )  # the kernel splits work by KV head
+        if expand:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            0.0,
+            tile.kind == DIAGONAL,
+            attn_mask=mask,
+            scale=self.spec.scale,
+        )
+        if expand:
+            dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
+        return dq, dk, dv
+
+    def score_gradient(
+        self,
+        problem: _Problem,
+        tile: Tile,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Probabilities after dropout, and the gradient of the scores after scale and bias."""
+        p, _ = _softmax_tile(q, k, mask, self.spec.scale, lse)
+        ds = _times_values(grad, v.transpose(-1, -2))
+        keep = self.dropout(problem, tile, q)
+        if keep is not None:
+            ds.mul_(keep)
+        ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
+        return p if keep is None else p.mul_(keep), ds
+
+
+# Which tiles
+
+
+_MAX_ROWS = 1024
+_MIN_PAIRS_PER_SEQUENCE = 192 * 192
+"""Below this many scores a sequence, one masked call for the batch beats one call per sequence."""
+
+
+@lru_cache(maxsize=64)
+def _position_tiles(
+    q_runs: Runs,
+    kv_runs: Runs,
+    seq_len: int,
+    left: int | None,
+    right: int | None,
+    chunk: int | None,
+    bytes_per_pair: int,
+    blocked: bool,
+) -> tuple[Tile, ...]:
+    intervals = position_intervals(q_runs, kv_runs, seq_len, left, right, chunk)
+    return (
+        row_blocks(intervals, bytes_per_pair, _MAX_ROWS)
+        if blocked
+        else segments(intervals, bytes_per_pair)
+    )
+
+
+def _problems(q: Tensor, k: Tensor, call: _Call) -> list[_Problem]:
+    spec, (num_sequences, num_heads, num_rows, _) = call.spec, q.shape
+    where = (call.q_runs, call.kv_runs, spec.seq_len, spec.left, spec.right, spec.chunk)
+    intervals = position_intervals(*where)
+    data_mask = spec.key_padding is not None or spec.document_ids is not None
+    enough = num_sequences == 1 or num_rows * k.shape[2] >= _MIN_PAIRS_PER_SEQUENCE
+    if data_mask and spec.bias is None and not call.dense and enough:
+        own = [
+            data_intervals(intervals, spec, b, call.q_runs, call.kv_runs)
+            for b in range(num_sequences)
+        ]
+        if all(x is not None for x in own):
+            return _by_sequence([x for x in own if x is not None], k.shape[2], q.element_size())
+    if call.dense:  # scores, a copy or two, for every head
+        per_pair = 2 * num_sequences * num_heads
+    else:  # a mask
+        per_pair = num_sequences if data_mask else 1
+        if spec.bias is not None:
+            per_pair = max(per_pair, spec.bias.shape[0]) * min(spec.bias.shape[1], num_heads)
+    blocked = call.dense or data_mask or spec.bias is not None
+    tiles = _position_tiles(*where, per_pair * q.element_size(), blocked)
+    covers = _covers(tiles, num_rows, k.shape[2])
+    return [_Problem(slice(0, num_sequences), intervals, tiles, data_mask, covers)]
+
+
+def _covers(tiles: tuple[Tile, ...], num_rows: int, num_keys: int) -> bool:
+    return len(tiles) == 1 and (tiles[0].r0, tiles[0].r1, tiles[0].k0, tiles[0].k1) == (
+        0,
+        num_rows,
+        0,
+        num_keys,
+    )
+
+
+def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[_Problem]:
+    """One problem for each stretch of sequences that are masked alike."""
+    problems, begin = [], 0
+    for b in range(1, len(own) + 1):
+        if (
+            b < len(own)
+            and torch.equal(own[b].lo, own[begin].lo)
+            and torch.equal(own[b].hi, own[begin].hi)
+        ):
+            continue
+        tiles = segments(own[begin], itemsize)
+        covers = _covers(tiles, len(own[begin].lo), num_keys)
+        problems.append(_Problem(slice(begin, b), own[begin], tiles, False, covers))
+        begin = b
+    return problems
+
+
+# Public functions
+
+
+def merge_partials(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys.
+
+    Args:
+        out, lse: [B, H, S, D] and [B, H, S], in ``stat_dtype``; lse is -inf where no key was seen.
+        out_i, lse_i: the same over the other keys; out_i in any dtype.
+
+    The weights are sigmoids of the difference of the lse, so they are in [0, 1] whatever the magnitude.
+    """
+    weight = torch.sigmoid(lse_i - lse).masked_fill_(lse_i == -torch.inf, 0)[..., None]
+    return torch.lerp(out, out_i.to(out.dtype), weight), torch.logaddexp(lse, lse_i)
+
+
+def _prepared(x: Tensor, width: int, dense: bool) -> Tensor:
+    """In the dtype that the tiles compute in, of width ``width``, with adjacent elements along it."""
+    if dense:
+        return x.to(stat_dtype(x.dtype))
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
+) -> _Call:
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    if (q.shape[2], k.shape[2]) != (runs_len(q_runs), runs_len(kv_runs)):
+        raise ValueError(
+            f"runs {q_runs}, {kv_runs} do not describe {q.shape[2]} queries, {k.shape[2]} keys"
+        )
+    if not 0 <= spec.dropout_p <= 1 or (spec.dropout_p > 0 and spec.seed is None):
+        raise ValueError(
+            f"dropout_p {spec.dropout_p} must be in [0, 1], and above 0 it needs a seed"
+        )
+    return _Call(
+        spec, q_runs, kv_runs, q.device.type != "cpu" or spec.dropout_p > 0 or not _HAS_CPU_FLASH
+    )
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to some keys.
+
+    Args:
+        q: [B, H, Sq, D], whose positions are ``q_runs``.
+        k, v: [B, Hk, Sk, D] and [B, Hk, Sk, Dv], whose ascending positions are ``kv_runs``. Query head h uses
+            key head h // (H // Hk).
+    Returns:
+        out [B, H, Sq, Dv] in q's dtype, and lse [B, H, Sq] (``stat_dtype``): log of the sum of exp(scores) over
+        the visible keys. A row that sees no key here has out 0 and lse -inf.
+    Raises:
+        ValueError: heads that do not divide, runs that do not fit the tensors, dropout without a seed.
+    """
+    call = _call(q, k, v, q_runs, kv_runs, spec)
+    dtype, width, value_width = q.dtype, max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    qkv = [_prepared(x, width, call.dense) for x in (q, k, v)]
+    problems = _problems(q, k, call)
+    if len(problems) == 1 and problems[0].covers:
+        out, lse = call.forward(problems[0], problems[0].tiles[0], *qkv)
+        return out[..., :value_width].to(dtype), lse
+    b, h, n, _ = q.shape
+    out = q.new_zeros(b, n, h, value_width).transpose(1, 2)
+    lse = q.new_full((b, h, n), -torch.inf, dtype=stat_dtype(dtype))
+    pending: tuple[Tensor, Tensor] | None = None
+    for problem in problems:
+        for i, tile in enumerate(problem.tiles):
+            rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
+            parts = [x[problem.batch, :, y] for x, y in zip(qkv, (rows, keys, keys), strict=True)]
+            o, s = call.forward(problem, tile, *parts)
+            if pending is not None:
+                o, s = merge_partials(*pending, o, s)
+                pending = None
+            if i + 1 < len(problem.tiles) and not problem.tiles[i + 1].first:
+                pending = o.to(s.dtype), s
+                continue
+            out[problem.batch, :, rows] = o[..., :value_width]
+            lse[problem.batch, :, rows] = s
+    return out, lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_runs: Runs,
+    kv_runs: Runs,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, in their dtypes, through these keys.
+
+    ``out`` and ``lse`` are those over *all* keys that the queries see, here or elsewhere; then dq is this subset's
+    share of the sum, dk and dv these queries' share.
+    """
+    call = _call(q, k, v, q_runs, kv_runs, spec)
+    width = max(q.shape[-1], v.shape[-1])
+    grad_out, out, q_, k_, v_ = (_prepared(x, width, call.dense) for x in (grad_out, out, q, k, v))
+    problems = _problems(q, k, call)
+    if len(problems) == 1 and problems[0].covers:
+        grads = call.backward(problems[0], problems[0].tiles[0], grad_out, q_, k_, v_, out, lse)
+    else:
+        exact = stat_dtype(q.dtype)
+        grads = tuple(  # in [B, S, H, D] order, as the values usually come
+            torch.zeros_like(
+                x.transpose(1, 2), dtype=exact, memory_format=torch.contiguous_format
+            ).transpose(1, 2)
+            for x in (q_, k_, v_)
+        )
+        for problem in problems:
+            for tile in problem.tiles:
+                b, rows, keys = problem.batch, slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
+                by_row = [x[b, :, rows] for x in (grad_out, q_, out, lse)]
+                g, q_i, o, s = by_row
+                dq, dk, dv = call.backward(
+                    problem, tile, g, q_i, k_[b, :, keys], v_[b, :, keys], o, s
+                )
+                grads[0][b, :, rows].add_(dq)
+                grads[1][b, :, keys].add_(dk)
+                grads[2][b, :, keys].add_(dv)
+    dq, dk, dv = (g[..., : x.shape[-1]].to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def bias_gradient(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_runs: Runs,
+    kv_runs: Runs,
+    spec: AttentionSpec,
+) -> Tensor:
+    """Gradient of a learned float ``spec.bias``, of its shape, through these queries and keys (as T5 needs)."""
+    assert spec.bias is not None
+    call = _Call(spec, q_runs, kv_runs, dense=True)
+    grad_out, out, q, k, v = (_prepared(x, 0, True) for x in (grad_out, out, q, k, v))
+    total = torch.zeros(spec.bias.shape, dtype=stat_dtype(q.dtype), device=q.device)
+    own_heads = spec.bias.shape[1] not in (1, q.shape[1])
+    heads = spec.head_ids.to(q.device) if own_heads and spec.head_ids is not None else None
+    for problem in _problems(q, k, call):
+        for tile in problem.tiles:
+            rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
+            q_i, mask = q[:, :, rows], call.mask(problem, tile, q)
+            _, ds = call.score_gradient(
+                problem,
+                tile,
+                grad_out[:, :, rows],
+                q_i,
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                mask,
+            )
+            for dim in range(4):
+                if total.shape[dim] == 1:
+                    ds = ds.sum(dim, keepdim=True)
+            places = [torch.arange(n, device=q.device) for n in ds.shape]
+            if heads is not None:
+                inside = heads < total.shape[1]  # heads past the end are padding
+                places[1], ds = heads[inside], ds[:, inside]
+            if total.shape[2] > 1:
+                places[2] = run_positions(q_runs, q.device)[rows]
+            if total.shape[3] > 1:
+                places[3] = run_positions(kv_runs, q.device)[keys]
+            index = [x.view([-1 if i == j else 1 for j in range(4)]) for i, x in enumerate(places)]
+            total.index_put_(tuple(index), ds, accumulate=True)
+    return total.to(spec.bias.dtype)

@@ -1,0 +1,339 @@
+"""Which keys each query sees: intervals by position, tiles that cover them, additive masks, dropout.
+
+Queries and keys are tensors of tokens whose global positions are known on the host as runs of
+(start, length). Keys lie in ascending order, so under the positional conditions (left, right, chunk, length)
+the keys a row sees are one interval [lo, hi) of key indices. Rows whose intervals move together form tiles
+that need no mask; a dense mask exists only for the tiles that are left, one block of rows at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Runs = tuple[tuple[int, int], ...]
+"""Contiguous stretches of global positions, (start, length) each, in the order a tensor holds them."""
+
+TILE_BYTES = 32 * 2**20
+"""Most memory for one tile of scores or of an additive mask."""
+
+FULL, DIAGONAL, MASKED = "full", "diagonal", "masked"
+"""A tile whose every pair is visible; whose row i sees keys 0..i of it; any other."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What turns scores into attention: mask, bias, scale, dropout. All positions are global."""
+
+    seq_len: int
+    """Positions >= seq_len are padding: no query sees them, and their own rows are 0."""
+    scale: float
+    left: int | None = None
+    """Keys behind the query that are visible; None for all."""
+    right: int | None = None
+    """Keys ahead of the query that are visible; None for all, 0 is causal."""
+    chunk: int | None = None
+    """Attention stays within chunks of this many positions."""
+    key_padding: Tensor | None = None
+    """[B, S] bool, True where a key may be seen."""
+    document_ids: Tensor | None = None
+    """[B, S] int, tokens see their own document only."""
+    bias: Tensor | None = None
+    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. H may be more than the query
+    has, then ``head_ids`` selects."""
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    """int64 []: with the global indices of a pair, all that its dropout depends on."""
+    head_ids: Tensor | None = None
+    """[H] int64, the global index of each query head; None for 0..H-1."""
+
+    def head_bias(self, num_heads: int) -> Tensor | None:
+        """The bias [B|1, H|1, S|1, S|1] of the query's own heads."""
+        bias = self.bias
+        if bias is None or bias.shape[1] in (1, num_heads):
+            return bias
+        if self.head_ids is None:
+            raise ValueError(
+                f"bias has {bias.shape[1]} heads, the query {num_heads}: give head_ids"
+            )
+        ids = self.head_ids.to(bias.device).clamp(
+            max=bias.shape[1] - 1
+        )  # heads past the end are padding
+        return bias.index_select(1, ids)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows [r0, r1) against keys [k0, k1), both indices into the local tensors."""
+
+    r0: int
+    r1: int
+    k0: int
+    k1: int
+    kind: str
+    first: bool = True
+    """No earlier tile of the plan holds these rows."""
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Row i sees the keys [lo[i], hi[i]); lo == hi == 0 for a row that sees none. [Sq] int64 on the CPU."""
+
+    lo: Tensor
+    hi: Tensor
+
+
+def run_positions(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
+    """Global positions [n] int64."""
+    return torch.cat([torch.arange(a, a + n, device=device) for a, n in runs])
+
+
+def _count_below(runs: Runs, x: Tensor) -> Tensor:
+    """How many positions of ``runs`` lie below each x."""
+    return sum(((x - start).clamp(0, n) for start, n in runs), torch.zeros_like(x))
+
+
+def _normalized(lo: Tensor, hi: Tensor) -> Intervals:
+    seen = hi > lo
+    return Intervals(lo * seen, hi * seen)
+
+
+@lru_cache(maxsize=32)
+def position_intervals(
+    q_runs: Runs,
+    kv_runs: Runs,
+    seq_len: int,
+    left: int | None,
+    right: int | None,
+    chunk: int | None,
+) -> Intervals:
+    """The keys visible by position alone. O(Sq) work on the host."""
+    assert all(a + n <= b for (a, n), (b, _) in zip(kv_runs, kv_runs[1:], strict=False)), kv_runs
+    x = run_positions(q_runs)
+    first, end = torch.zeros_like(x), torch.full_like(x, seq_len)
+    if left is not None:
+        first = torch.maximum(first, x - left)
+    if right is not None:
+        end = torch.minimum(end, x + right + 1)
+    if chunk is not None:
+        begin = x // chunk * chunk
+        first, end = torch.maximum(first, begin), torch.minimum(end, begin + chunk)
+    end = end * (x < seq_len)
+    return _normalized(_count_below(kv_runs, first), _count_below(kv_runs, end))
+
+
+def data_intervals(
+    by_position: Intervals, spec: AttentionSpec, batch: int, q_runs: Runs, kv_runs: Runs
+) -> Intervals | None:
+    """``by_position`` narrowed by one sequence's key padding and documents.
+
+    None when a row's keys are not one interval (holes in the padding, a document in two parts). Reads the
+    values, so only for tensors on the CPU.
+    """
+    lo, hi = by_position.lo, by_position.hi
+    keys = run_positions(kv_runs)
+    keys = keys[: int((keys < spec.seq_len).sum())]
+    if spec.key_padding is not None:
+        seen = spec.key_padding[batch][keys].nonzero().flatten()
+        if len(seen) == 0:
+            return Intervals(torch.zeros_like(lo), torch.zeros_like(hi))
+        a, b = int(seen[0]), int(seen[-1]) + 1
+        if b - a != len(seen):
+            return None
+        lo, hi = lo.clamp(min=a), hi.clamp(max=b)
+    if spec.document_ids is not None and len(keys):
+        rows = run_positions(q_runs).clamp(max=spec.seq_len - 1)
+        ids, counts = torch.unique_consecutive(spec.document_ids[batch][keys], return_counts=True)
+        ids, order = ids.sort()
+        if (ids[1:] == ids[:-1]).any():
+            return None
+        ends = counts.cumsum(0)
+        mine = spec.document_ids[batch][rows]
+        at = torch.searchsorted(ids, mine).clamp(max=len(ids) - 1)
+        found, at = ids[at] == mine, order[at]
+        lo, hi = torch.maximum(lo, (ends - counts)[at]), torch.minimum(hi, ends[at]) * found
+    return _normalized(lo, hi)
+
+
+def _stretches(values: Tensor) -> list[tuple[int, int, int]]:
+    """(begin, end, value) of the stretches of equal values of a vector [n]."""
+    if len(values) == 0:
+        return []
+    value, count = torch.unique_consecutive(values, return_counts=True)
+    ends = count.cumsum(0)
+    return list(zip((ends - count).tolist(), ends.tolist(), value.tolist(), strict=True))
+
+
+def row_blocks(intervals: Intervals, bytes_per_pair: int, most_rows: int) -> tuple[Tile, ...]:
+    """The visible rows in blocks, each against the hull of its keys, of at most ``TILE_BYTES`` where possible."""
+    lo, hi = intervals.lo, intervals.hi
+    tiles = []
+    for begin, end, seen in _stretches((hi > lo).long()):
+        r0 = begin
+        while seen and r0 < end:
+            rows = min(most_rows, end - r0)
+            while True:
+                a, b = lo[r0 : r0 + rows], hi[r0 : r0 + rows]
+                k0, k1 = int(a.min()), int(b.max())
+                if rows == 1 or rows * (k1 - k0) * bytes_per_pair <= TILE_BYTES:
+                    break
+                rows = max(1, min(rows // 2, TILE_BYTES // ((k1 - k0) * bytes_per_pair)))
+            full = bool((a == k0).all() and (b == k1).all())
+            tiles.append(Tile(r0, r0 + rows, k0, k1, FULL if full else MASKED))
+            r0 += rows
+    return tuple(tiles)
+
+
+_CONSTANT, _RISING, _OTHER, _BREAK = range(4)
+_MIN_ROWS = 32
+"""Fewer rows than this per tile on average: calls cost more than the mask that they save."""
+
+
+def segments(intervals: Intervals, bytes_per_pair: int) -> tuple[Tile, ...]:
+    """The fewest tiles without a mask: rows whose intervals stand still, or end one key later each.
+
+    Rows of a sliding window, whose both ends move, get blocks with a mask, as does everything when the
+    intervals change too often to be worth a call each.
+    """
+    lo, hi = intervals.lo, intervals.hi
+    d_lo, d_hi, seen = lo.diff(), hi.diff(), hi > lo
+    step = torch.full_like(d_lo, _OTHER)
+    step[(d_lo == 0) & (d_hi == 0)] = _CONSTANT
+    step[(d_lo == 0) & (d_hi == 1)] = _RISING
+    # Elsewhere than in a window, a jump separates rows that are alike.
+    step[((d_lo != 1) & (d_lo != 0)) | ((d_hi != 1) & (d_hi != 0)) | (seen[1:] != seen[:-1])] = (
+        _BREAK
+    )
+    tiles: list[Tile] = []
+    row, num_rows = 0, len(lo)
+    changes = _stretches(step)
+    if len(changes) > 2 * max(4, num_rows // _MIN_ROWS):
+        return row_blocks(intervals, bytes_per_pair, 512)
+    for begin, end, kind in changes + [(num_rows - 1, num_rows, _BREAK)]:
+        # Rows row..end are joined by equal steps; row may already be past begin.
+        if kind == _BREAK:
+            for single in range(max(row, begin), end):
+                tiles += _segment(intervals, single, single + 1, _CONSTANT, bytes_per_pair)
+            row = max(row, end)
+        elif end > row:
+            tiles += _segment(intervals, row, end + 1, kind, bytes_per_pair)
+            row = end + 1
+    return tuple(tiles)
+
+
+def _segment(intervals: Intervals, r0: int, r1: int, kind: int, bytes_per_pair: int) -> list[Tile]:
+    lo, hi = int(intervals.lo[r0]), int(intervals.hi[r0])
+    if hi <= lo:
+        return []
+    if kind == _CONSTANT:
+        return [Tile(r0, r1, lo, hi, FULL)]
+    if kind == _RISING:
+        diagonal = Tile(r0, r1, hi - 1, hi - 1 + r1 - r0, DIAGONAL, first=hi - 1 == lo)
+        return [diagonal] if diagonal.first else [Tile(r0, r1, lo, hi - 1, FULL), diagonal]
+    rows = Intervals(intervals.lo[r0:r1], intervals.hi[r0:r1])
+    width = int((rows.hi - rows.lo).max())
+    # Work per row grows with width + rows, and a call is slow on few rows: measured best near a quarter.
+    blocks = row_blocks(rows, bytes_per_pair, min(768, max(128, width // 4)))
+    return [Tile(t.r0 + r0, t.r1 + r0, t.k0, t.k1, t.kind) for t in blocks]
+
+
+def additive_mask(
+    spec: AttentionSpec,
+    tile: Tile,
+    intervals: Intervals,
+    batch: slice,
+    data_mask: bool,
+    q_runs: Runs,
+    kv_runs: Runs,
+    like: Tensor,
+) -> Tensor | None:
+    """What is added to the tile's scores, broadcast to [B, H, R, K], -inf where hidden; None for nothing.
+
+    Args:
+        batch: the sequences at hand.
+        data_mask: key padding and documents are not part of ``intervals``.
+        like: gives dtype, device and (dim 1) the number of heads.
+    """
+    device = like.device
+    visible = None
+    if tile.kind == MASKED:
+        lo, hi = (x[tile.r0 : tile.r1, None].to(device) for x in (intervals.lo, intervals.hi))
+        keys = torch.arange(tile.k0, tile.k1, device=device)
+        visible = ((keys >= lo) & (keys < hi))[None, None]
+    if data_mask and spec.key_padding is not None:
+        padding = select_runs(spec.key_padding[batch], 1, kv_runs, tile.k0, tile.k1)[:, None, None]
+        visible = padding if visible is None else visible & padding
+    if data_mask and spec.document_ids is not None:
+        ids = spec.document_ids[batch]
+        mine = select_runs(ids, 1, q_runs, tile.r0, tile.r1)[:, None, :, None]
+        same = mine == select_runs(ids, 1, kv_runs, tile.k0, tile.k1)[:, None, None]
+        visible = same if visible is None else visible & same
+    bias = spec.head_bias(like.shape[1])
+    if bias is not None:
+        if bias.shape[0] > 1:
+            bias = bias[batch]
+        bias = select_runs(bias, 2, q_runs, tile.r0, tile.r1)
+        bias = select_runs(bias, 3, kv_runs, tile.k0, tile.k1)
+        if bias.dtype == torch.bool:
+            visible = bias if visible is None else visible & bias
+            bias = None
+    if visible is None:
+        return None if bias is None else bias.to(like.dtype)
+    hidden = visible.logical_not()
+    if bias is None:
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=device).masked_fill_(
+            hidden, -torch.inf
+        )
+    return bias.to(like.dtype).masked_fill(hidden, -torch.inf)
+
+
+def select_runs(x: Tensor, dim: int, runs: Runs, begin: int, end: int) -> Tensor:
+    """The rows [begin, end) of the tokens that ``runs`` places, taken from global rows of ``x``; a view if it can be."""
+    if x.shape[dim] == 1:
+        return x  # broadcast
+    parts, offset = [], 0
+    for start, n in runs:
+        a, b = max(begin - offset, 0), min(end - offset, n)
+        if a < b:
+            parts.append(x.narrow(dim, start + a, b - a))
+        offset += n
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def runs_len(runs: Runs) -> int:
+    return sum(n for _, n in runs)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit integer hash, in place, of int64 values in [0, 2^32).
+
+    Two rounds of xor-shift and multiplication; the multiplier is below 2^31, so products fit int64.
+    """
+    for _ in range(2):
+        x.bitwise_xor_(x >> 16).mul_(0x45D9F3B).bitwise_and_(_WORD)
+    return x.bitwise_xor_(x >> 16)
+
+
+def dropout_keep(
+    spec: AttentionSpec, batch: slice, num_heads: int, q_positions: Tensor, k_positions: Tensor
+) -> Tensor:
+    """[B, H, R, K] bool, True where a probability is kept: a function of seed and global indices only.
+
+    So every strategy, number of ranks and tiling drops the same pairs, and backward draws them again.
+    """
+    device = q_positions.device
+    assert spec.seed is not None
+    seed = spec.seed.to(device)
+    heads = torch.arange(num_heads) if spec.head_ids is None else spec.head_ids
+    sequences = torch.arange(batch.start, batch.stop, device=device)
+    rows = _mix(_mix(seed & _WORD) ^ sequences)[:, None]
+    rows = _mix(rows ^ ((seed >> 32) & _WORD) ^ (heads.to(device) * 0x27D4EB2D & _WORD))[..., None]
+    rows = _mix(rows ^ q_positions)[..., None]
+    bits = rows ^ _mix((k_positions + 0x3C6EF372) & _WORD)
+    return _mix(bits) >= int(spec.dropout_p * 2**32)
