@@ -1,4 +1,4 @@
-"""ParaDySe: a torch.compile backend that picks a parallel strategy per block from the length at hand."""
+"""A torch.compile backend that picks a parallel strategy per block from the length at hand."""
 
 from __future__ import annotations
 

@@ -46,6 +46,8 @@ PRELOAD = [
 ]
 """Imported once, in the process that ranks are forked from."""
 
+START_S = 120.0
+"""How long imports and joining the group may take; not part of a call's own time."""
 GRACE_S = 5.0
 """How long the other ranks may take to finish after one has failed."""
 LOG_TAIL = 8_000
@@ -109,11 +111,11 @@ class RankPool:
         Raises:
             RankFailure: a rank raised, died, or did not return within ``timeout_s``.
         """
-        if not self._processes:
-            self._start()
-        task = (sys.path, WARNING_FILTERS, timeout_s, pickle.dumps((fn, args)))
         try:
-            return self._collect(task, timeout_s)
+            if not self._processes:
+                self._start()
+                self._call(_nothing, (), START_S)
+            return self._call(fn, args, timeout_s)
         except BaseException:  # an interrupt too leaves ranks in an unknown state
             self.kill()
             raise
@@ -158,7 +160,8 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(mine)
 
-    def _collect(self, task: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        task = (sys.path, WARNING_FILTERS, timeout_s, pickle.dumps((fn, args)))
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has died: reading says so below
                 pipe.send(task)
@@ -249,6 +252,10 @@ def run_ranks(
     """``fn(*args)`` on ``nproc`` fresh processes; arguments and errors as of ``RankPool``."""
     with RankPool(nproc, pg_timeout_s=pg_timeout_s, init=init) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s)
+
+
+def _nothing() -> None:
+    """The first call of every pool: it returns once all ranks are there."""
 
 
 def _list(ranks: list[int]) -> str:

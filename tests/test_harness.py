@@ -79,7 +79,7 @@ def test_an_exception_shows_the_rank_and_its_traceback(pool2: RankPool) -> None:
 
 
 def test_a_hang_fails_in_bounded_time_with_stacks(pool2: RankPool) -> None:
-    pool2.run(process_id)  # starting is not what is timed
+    pool2.run(process_id)  # starting is not what is measured
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         pool2.run(hang_on_first_rank, timeout_s=2.0)
@@ -115,6 +115,10 @@ def test_a_case_does_not_see_the_defaults_of_the_one_before(pool1: RankPool) -> 
     pool1.run(change_defaults)
     (after,) = pool1.run(first_random_number)
     assert after.dtype == torch.float32 and torch.equal(before, after)
+
+
+def test_starting_is_not_part_of_the_time_of_a_call() -> None:
+    assert len(run_ranks(process_id, 2, timeout_s=0.2)) == 2
 
 
 def test_fresh_ranks_can_leave_the_group_to_the_function() -> None:
