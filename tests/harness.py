@@ -285,6 +285,7 @@ def _serve(rank: int, size: int, pipe: Any, folder: str, pg_timeout_s: float, in
     faulthandler.register(signal.SIGUSR1, log, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported by now need not be searched by the collection before each call
     while message := _receive(pipe):
         path, filters, timeout_s, payload = pickle.loads(message)
         # The last resort, should the parent be gone.
