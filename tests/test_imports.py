@@ -35,7 +35,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
 Its value: the rows that it may import, besides itself."""
 
-PART_OF = {"token_ops": "comm"}
+PART_OF = {"token_ops": "comm", "solver": "planner"}
 """Modules that belong to a row of another name."""
 
 LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}
@@ -105,7 +105,7 @@ def violations(source: str, module: str, path: str) -> list[str]:
     mine = row_of(module)
     if mine not in ALLOWED:
         return [f"{path}: paradyse.{mine} has no row in the table of {Path(__file__).name}"]
-    for line, name in imports(source, module):
+    for line, name in sorted(set(imports(source, module))):
         top = name.split(".")[0]
         where = f"{path}:{line}: "
         if top == "paradyse":
