@@ -22,11 +22,17 @@ ALLOWED: dict[str, frozenset[str]] = {
     "sharding": frozenset({"types", "kernels"}),  # kernels: the rules of our own operators
     "cost": frozenset({"types"}),
     "machine": frozenset({"types", "mesh", "comm", "cost"}),  # measures what cost computes with
-    "strategies": frozenset({"types", "sharding", "comm", "kernels"}),
-    "passes": frozenset({"types", "mesh", "comm", "sharding", "strategies"}),
+    "lower": frozenset({"types"}),
+    "pieces": frozenset({"types", "sharding"}),  # a part of a graph at other sizes
+    "weights": frozenset({"types", "mesh", "comm"}),  # how a block takes its weights
+    "strategies": frozenset(
+        {"types", "mesh", "sharding", "comm", "kernels", "lower", "pieces", "weights"}
+    ),
+    "passes": frozenset(
+        {"types", "mesh", "comm", "sharding", "kernels", "pieces", "weights", "strategies"}
+    ),
     "solver": frozenset(),
     "planner": frozenset({"types", "config", "cost", "solver", "strategies"}),
-    "lower": frozenset({"types"}),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     **dict.fromkeys(
         ["__init__", "backend", "cli", "explain", "verify", "stats", "report"], EVERYTHING
@@ -35,7 +41,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
 Its value: the rows that it may import, besides itself."""
 
-PART_OF = {"token_ops": "comm", "solver": "planner"}
+PART_OF = {"token_ops": "comm"}
 """Modules that belong to a row of another name."""
 
 LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}
