@@ -25,6 +25,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "lower": frozenset({"types"}),
     "pieces": frozenset({"types", "sharding"}),  # a part of a graph at other sizes
     "weights": frozenset({"types", "mesh", "comm"}),  # how a block takes its weights
+    "deferred": frozenset({"types", "mesh", "comm"}),  # outputs gathered when first used
     "strategies": frozenset(
         {"types", "mesh", "sharding", "comm", "kernels", "lower", "pieces", "weights"}
     ),
