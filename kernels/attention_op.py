@@ -64,8 +64,14 @@ def make_spec(
 
 
 def token_major(x: Tensor) -> Tensor:
-    """[B, H, S, D] laid out as [B, S, H, D]: the layout of every output and gradient."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    """[B, H, S, D] laid out as [B, S, H, D], in memory of its own: how operators return tensors."""
+    y = x.transpose(1, 2)
+    alone = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    return (
+        x
+        if alone and y.is_contiguous()
+        else y.clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    )
 
 
 def empty_like_heads(x: Tensor, width: int | None = None) -> Tensor:
