@@ -1,0 +1,293 @@
+"""From a workload to a plan: a strategy for every block.
+
+``Planner.plan`` is a pure function of the workload and of state that all ranks share (options,
+blocks, agreed machine rates, the workloads before), so ranks agree without a word; a workload seen
+before is one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from paradyse.config import AUTO, Options, PlanByKind, parse_plan
+from paradyse.cost import BlockCost, Machine, canonical_strategy, peak_bytes, prior_cost
+from paradyse.solver import Choice, Group, fastest, smallest
+from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
+
+log = logging.getLogger(__name__)
+
+Costs = tuple[dict[str, BlockCost], ...]
+"""Per block, the cost of every strategy that can compute it."""
+
+
+def format_bytes(n: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(n) >= 1024 and len(units) > 1:
+        n /= 1024
+        units.pop(0)
+    return f"{n:.0f} B" if units[0] == "B" else f"{n:.1f} {units[0]}"
+
+
+def describe_workload(w: Workload) -> str:
+    mode = "training" if w.training else "inference"
+    dtype = str(w.dtype).removeprefix("torch.")
+    return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
+
+
+class Planner:
+    """Chooses plans for the blocks of one captured graph.
+
+    Args:
+        options: checked options; ``plan``, ``strategies``, ``memory_limit``, ``smoothing`` used.
+        blocks: in the order of computation.
+        num_ranks: size p of the sequence axis. With one rank every block is ``replicated``.
+        machine: gives the rates of a rank for a dtype, equal on all ranks; called when a choice is
+            to be made or explained, on every rank, so it may issue collectives.
+        static_bytes: weights, gradients and optimizer state of a rank: what every plan needs.
+        sharded: weights at rest are 1/p on each rank.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        blocks: Sequence[BlockSpec],
+        num_ranks: int,
+        machine: Callable[[torch.dtype], Machine],
+        static_bytes: int = 0,
+        sharded: bool = False,
+    ) -> None:
+        self.options = options
+        self.blocks = tuple(blocks)
+        self.num_ranks = num_ranks
+        self.machine = machine
+        self.static_bytes = static_bytes
+        self.sharded = sharded
+        self._function = options.plan if callable(options.plan) else None
+        self._signatures = tuple(self._signature(b) for b in self.blocks)
+        self._plans: dict[Workload, Plan] = {}
+        self._auto: dict[tuple[tuple[str, ...], Workload], Plan] = {}
+        self._named: dict[Hashable, tuple[str, ...]] = {}
+        self._previous: Plan | None = None
+
+    def plan(self, workload: Workload) -> Plan:
+        """The plan for ``workload``: one strategy per block.
+
+        A function given as the ``plan`` option is called every time; it must give equal answers on
+        all ranks. Everything else is decided once per workload.
+
+        Raises:
+            ValueError: the plan does not fit the model (number of names, a strategy that cannot
+                compute its block), the workload is empty, or nothing fits ``memory_limit``.
+        """
+        if self._function is not None:
+            plan = self._decide(self._function(workload), workload)
+        elif (found := self._plans.get(workload)) is not None:
+            plan = found
+        else:
+            plan = self._plans[workload] = self._decide(self.options.plan, workload)
+        self._previous = plan
+        return plan
+
+    def variants(self, plan: Plan) -> tuple[str, ...]:
+        """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
+        return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
+
+    def costs(self, workload: Workload) -> Costs:
+        """Predicted cost of every feasible strategy of every block."""
+        machine = self.machine(workload.dtype)
+        known: dict[Hashable, dict[str, BlockCost]] = {}
+        for block, signature in zip(self.blocks, self._signatures):
+            if signature not in known:
+                known[signature] = {
+                    s: prior_cost(block, s, workload, machine, self.sharded)
+                    for s in block.feasible()
+                }
+        return tuple(known[s] for s in self._signatures)
+
+    def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
+        """Predicted (seconds, peak bytes) of one step of all blocks under ``plan``."""
+        chosen = [c[s] for c, s in zip(self.costs(workload), plan.strategies)]
+        peak = peak_bytes(chosen, self.static_bytes, self.machine(workload.dtype))
+        return sum(c.time_s for c in chosen), peak
+
+    def memory_limit(self, dtype: torch.dtype) -> float:
+        """Bytes a plan may need on a rank: the option, else the capacity, else infinite."""
+        if self.options.memory_limit is not None:
+            return self.options.memory_limit
+        capacity = self.machine(dtype).capacity_bytes
+        return float("inf") if capacity is None else capacity
+
+    def candidates(self, block: BlockSpec) -> tuple[str, ...]:
+        """What "auto" may choose for ``block``: feasible, allowed, one name per variant."""
+        by_variant: dict[str, str] = {}
+        for s in self.options.strategies:
+            if s not in block.infeasible:
+                by_variant.setdefault(canonical_strategy(block.kind, s), s)
+        return tuple(by_variant.values())
+
+    def _signature(self, b: BlockSpec) -> Hashable:
+        """Blocks of equal signature cost the same and have the same choices."""
+        widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
+        weights = (b.num_weight_elements, b.num_split_weight_elements)
+        return b.kind, widths, weights, b.mask, tuple(sorted(b.infeasible))
+
+    def _decide(self, form: Any, workload: Workload) -> Plan:
+        if workload.batch < 1 or workload.seq_len < 1:
+            raise ValueError(
+                f"empty input: batch {workload.batch}, sequence length {workload.seq_len}; "
+                "both must be at least 1"
+            )
+        if workload.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"workload is for {workload.num_ranks} ranks, the mesh axis has {self.num_ranks}"
+            )
+        # What a function returns may be a list or a dict: read anew, as it cannot be looked up.
+        known = self._named.get(form) if isinstance(form, str | Plan) else None
+        names = known or self._names(form)
+        if isinstance(form, str | Plan):
+            self._named[form] = names
+        if self.num_ranks == 1:
+            return Plan((REPLICATED,) * len(self.blocks))
+        if AUTO not in names:
+            return Plan(names)
+        cached = self._auto.get((names, workload))
+        if cached is None:
+            cached = self._auto[names, workload] = self._choose(names, workload)
+        return cached
+
+    def _names(self, form: Any) -> tuple[str, ...]:
+        """A name (or "auto") for every block, from any form of the plan; feasibility checked."""
+        where = "option 'plan'" if self._function is None else "the function given as option 'plan'"
+        form = parse_plan(form, where)
+        if not self.blocks:
+            return ()
+        if callable(form):
+            raise ValueError(f"{where}: returned a function; return a Plan or names")
+        if isinstance(form, str):
+            names = (form,) * len(self.blocks)
+        elif isinstance(form, Plan):
+            if len(form.strategies) != len(self.blocks):
+                raise ValueError(
+                    f"{where}: {len(form.strategies)} strategies given, but the model has "
+                    f"{len(self.blocks)} blocks ({self._counts()})"
+                )
+            names = form.strategies
+        elif isinstance(form, PlanByKind):
+            names = self._by_kind(form, where)
+        else:
+            names = self._by_layer(form, where)
+        if self.num_ranks > 1:
+            self._check_feasible(names, where)
+        return names
+
+    def _num_blocks(self, kind: str) -> int:
+        return sum(b.kind == kind for b in self.blocks)
+
+    def _counts(self) -> str:
+        return f"{self._num_blocks('attention')} attention, {self._num_blocks('mlp')} mlp"
+
+    def _by_layer(self, names: tuple[str, ...], where: str) -> tuple[str, ...]:
+        counts = {n for n in (self._num_blocks("attention"), self._num_blocks("mlp")) if n}
+        if len(counts) > 1:
+            raise ValueError(
+                f"{where}: a list with one name per layer is ambiguous for a model whose blocks do "
+                f"not pair up ({self._counts()}); give {{'attention': [...], 'mlp': [...]}}"
+            )
+        if len(names) not in counts:
+            raise ValueError(
+                f"{where}: {len(names)} names given, but the model has {max(counts)} layers "
+                f"({self._counts()} blocks); give one name per layer"
+            )
+        return tuple(names[b.layer] for b in self.blocks)
+
+    def _by_kind(self, form: PlanByKind, where: str) -> tuple[str, ...]:
+        for kind, given in (("attention", form.attention), ("mlp", form.mlp)):
+            if not isinstance(given, str) and len(given) != self._num_blocks(kind):
+                raise ValueError(
+                    f"{where}[{kind!r}]: {len(given)} names given, but the model has "
+                    f"{self._num_blocks(kind)} {kind} blocks"
+                )
+        of = {"attention": form.attention, "mlp": form.mlp}
+        per_block = [(of[b.kind], b.layer) for b in self.blocks]
+        return tuple(g if isinstance(g, str) else g[i] for g, i in per_block)
+
+    def _check_feasible(self, names: tuple[str, ...], where: str) -> None:
+        for block, name in zip(self.blocks, names):
+            feasible = ", ".join(block.feasible()) or "none"
+            if name in block.infeasible:
+                raise ValueError(
+                    f"{where}: {name!r} cannot compute block '{block.name}': "
+                    f"{block.infeasible[name]}; feasible there: {feasible}"
+                )
+            if name == AUTO and not self.candidates(block):
+                reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in self.options.strategies)
+                raise ValueError(
+                    f"no strategy in option 'strategies' can compute block '{block.name}' "
+                    f"({reasons}); feasible there: {feasible}"
+                )
+
+    def _choose(self, names: tuple[str, ...], workload: Workload) -> Plan:
+        """The fastest plan that fits, with ``names`` fixed where they are not "auto"."""
+        costs = self.costs(workload)
+        members: dict[tuple[Hashable, tuple[str, ...]], list[int]] = {}
+        for i, (block, name) in enumerate(zip(self.blocks, names)):
+            choices = self.candidates(block) if name == AUTO else (name,)
+            members.setdefault((self._signatures[i], choices), []).append(i)
+        groups = []
+        for (_, choices), at in members.items():
+            of = [costs[at[0]][s] for s in choices]
+            options = tuple(Choice(c.time_s, c.saved_bytes, c.workspace_bytes) for c in of)
+            groups.append(Group(len(at), options))
+
+        limit = self.memory_limit(workload.dtype)
+        fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
+        counts = fastest(groups, limit - fixed)
+        if counts is None:
+            counts = self._over_the_limit(groups, fixed, limit, workload)
+        strategies = [""] * len(self.blocks)
+        for ((_, choices), at), row in zip(members.items(), counts):
+            taken = [s for s, n in zip(choices, row) for _ in range(n)]
+            for i, s in zip(at, taken):
+                strategies[i] = s
+        best = self._smooth(Plan(tuple(strategies)), names, costs, limit - fixed)
+        log.info("plan for %s: %s", describe_workload(workload), best.key)
+        return best
+
+    def _over_the_limit(
+        self, groups: list[Group], fixed: int, limit: float, workload: Workload
+    ) -> tuple[tuple[int, ...], ...]:
+        need, counts = smallest(groups)
+        text = (
+            f"no plan fits for {describe_workload(workload)}: the smallest needs "
+            f"{format_bytes(need + fixed)} a rank, {format_bytes(self.static_bytes)} of them "
+            "weights, gradients and optimizer state"
+        )
+        if self.options.memory_limit is not None:
+            allowed = ", ".join(self.options.strategies)
+            raise ValueError(
+                f"{text}, but option 'memory_limit' is {format_bytes(limit)}; raise it, use more "
+                f"ranks or shorter or fewer sequences, or allow more strategies (now: {allowed})"
+            )
+        # The capacity is the machine's word, not the user's, and the prediction is no measurement.
+        log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
+        return counts
+
+    def _smooth(self, best: Plan, names: tuple[str, ...], costs: Costs, budget: float) -> Plan:
+        """The previous plan instead, where it is legal, fits, and is nearly as fast."""
+        previous = self._previous
+        if previous is None or previous == best:
+            return best
+        for block, name, s in zip(self.blocks, names, previous.strategies):
+            if s != name and (name != AUTO or s not in self.candidates(block)):
+                return best
+        old = [c[s] for c, s in zip(costs, previous.strategies)]
+        new = [c[s] for c, s in zip(costs, best.strategies)]
+        saved = sum(c.saved_bytes for c in old) + max(c.workspace_bytes for c in old)
+        best_s = sum(c.time_s for c in new)
+        keep = sum(c.time_s for c in old) <= best_s * (1 + self.options.smoothing)
+        return previous if keep and saved <= budget else best
