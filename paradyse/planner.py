@@ -122,6 +122,11 @@ class Planner:
         capacity = self.machine(dtype).capacity_bytes
         return float("inf") if capacity is None else capacity
 
+    def asked_by_name(self, workload: Workload, block: int) -> bool:
+        """Whether the plan option names the strategy of the block at this index."""
+        form = self.options.plan if self._function is None else self._function(workload)
+        return bool(self._names(form)[block] != AUTO)
+
     def candidates(self, block: BlockSpec) -> tuple[str, ...]:
         """What "auto" may choose for ``block``: feasible, allowed, one name per variant."""
         by_variant: dict[str, str] = {}
