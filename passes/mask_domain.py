@@ -1,9 +1,10 @@
-"""Symbolic values of mask elements: what an attention mask holds at (batch, head, query, key), as a formula.
+"""What an attention mask holds at (batch, head, query, key), as a formula.
 
-The value of a tensor at an index is a formula over the index itself. Numbers are sums of atoms (``Lin``),
-truth values are and/or/not over comparisons with zero. Constructors simplify as they build, with facts that
-hold for every size (an index is >= 0), never with the size of the trace at hand: a formula found at one
-length stands for all. Order is kept from the program, so that every rank writes the same graph.
+The value of a tensor at an index is a formula over the index itself. Numbers are sums of atoms
+(``Lin``), truth values are and/or/not over comparisons with zero. Constructors simplify as they
+build, with facts that hold for every size (an index is >= 0), never with the size of the trace at
+hand: a formula found at one length stands for all. Order is kept from the program, so that every
+rank writes the same graph.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def where(condition: Bool, then: Lin, other: Lin) -> Lin:
 
 
 def _sign(value: Lin) -> int | None:
-    """1 when value > 0 for every index, -1 when value < 0, 0 when value <= 0, None when not known."""
+    """For every index: 1 when value > 0, -1 when < 0, 0 when <= 0, None when not known."""
     if any(not isinstance(t, Var) or t.dim < 0 for t, _ in value.terms):
         return None
     coefficients = [c for _, c in value.terms]

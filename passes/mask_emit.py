@@ -34,7 +34,8 @@ aten = torch.ops.aten
 class Emitter:
     """Writes nodes before ``place``, each with its fake value.
 
-    Formulas are over (b, index along the sequence); nodes have shape [B | 1, S | 1] until they are returned.
+    Formulas are over (b, index along the sequence); nodes have shape [B | 1, S | 1] until they are
+    returned.
     """
 
     def __init__(self, graph: fx.Graph, place: fx.Node) -> None:
@@ -75,13 +76,14 @@ class Emitter:
         return node
 
     def documents(self, values: tuple[Lin, ...], batch: int, length: int) -> fx.Node:
-        """Int64 [B, S], equal at two places of a sequence exactly where all ``values`` are equal."""
+        """Int64 [B, S], equal at two places of a sequence where all ``values`` are."""
         tables = [self.table(v, batch, length) for v in values]
         if len(tables) == 1:
             return tables[0]
 
         def rank(x: fx.Node) -> fx.Node:
-            # The place among the sorted values: the same for equal ones, below S, so pairs fit an int64.
+            # The place among the sorted values: the same for equal ones, below S, so pairs fit an
+            # int64.
             ordered = self.call(aten.sort.default, (x,))
             ordered = self.call(operator.getitem, (ordered, 0))
             return self.call(aten.searchsorted.Tensor, (ordered, x))

@@ -1,10 +1,13 @@
-"""From the formula of a mask to its meaning: windows, chunks, key padding, documents; or the reason why not."""
+"""From the formula of a mask to its meaning, or the reason why it has none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from paradyse.passes.mask_domain import (
+    FALSE,
     ONE,
     TRUE,
     ZERO,
@@ -12,16 +15,19 @@ from paradyse.passes.mask_domain import (
     Atom,
     Bool,
     Eq0,
+    Expr,
     FloorDiv,
     Le0,
     Lin,
     Load,
     Var,
+    Where,
     add,
     as_bool,
     as_number,
     atom,
     atoms_of,
+    choose,
     conj,
     dims_of,
     eq0,
@@ -36,7 +42,7 @@ from paradyse.passes.mask_values import MaskValues
 
 BATCH, HEAD, QUERY, KEY = 0, 1, 2, 3
 _OFFSET = Var(-1)
-"""What a document's positions are ahead of its indices: unknown, but one number for a whole document."""
+"""How far positions are ahead of indices: unknown, but one number for a whole document."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +73,36 @@ class Unrecoverable(Exception):
     """The mask says something that ``Recovered`` cannot; the message says what."""
 
 
+def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
+    """Where a mask lets a key be seen, and whether the hidden ones get less than minus infinity.
+
+    A bool mask is itself. A float mask must be 0 or hidden: minus infinity, or (flag True) the most
+    negative number of its type, which acts alike in every row that sees at least one key.
+    """
+    if not isinstance(value, Lin):
+        return value, False
+    if value.is_const:
+        if value.const == 0:
+            return TRUE, False
+        if value.const == float("-inf"):
+            return FALSE, False
+        lowest = dtype.is_floating_point and value.const <= torch.finfo(dtype).min * 0.99
+        return (FALSE, True) if lowest else None
+    w = value.single()
+    if not isinstance(w, Where):
+        return None
+    then, other = visible(w.then, dtype), visible(w.other, dtype)
+    if then is None or other is None:
+        return None
+    return choose(w.condition, then[0], other[0]), then[1] or other[1]
+
+
 def classify(mask: Bool, values: MaskValues) -> Recovered:
     """The meaning of ``mask``, a formula over (batch, head, query, key).
 
     Raises:
-        Unrecoverable: some condition has no field. Nothing is ever dropped: all or none is recovered.
+        Unrecoverable: some condition has no field. Nothing is ever dropped: all or none is
+        recovered.
     """
     parts = list(mask.parts) if isinstance(mask, And) else [mask]
     spec, left_over = Recovered(), []
@@ -104,7 +135,7 @@ def classify(mask: Bool, values: MaskValues) -> Recovered:
 
 
 def _relation(part: Bool, spec: Recovered) -> Recovered | None:
-    """``spec`` with one more condition between query and key, or None when it has no field for it."""
+    """``spec`` with one more condition on query and key, or None without a field for it."""
     if Var(-1) in atoms_of(part):
         return None
     match part:
@@ -124,7 +155,8 @@ def _relation(part: Bool, spec: Recovered) -> Recovered | None:
 
 
 def _equality(lin: Lin, spec: Recovered) -> Recovered | None:
-    """f(b, i) == f(b, j): a chunk when f is index // size, the diagonal when f is the index, else documents."""
+    """f(b, i) == f(b, j): a chunk when f is index // size, the diagonal when f is the index,
+    otherwise documents."""
     ours, theirs = Lin(lin.const), Lin(0)
     for t, c in lin.terms:
         dims = dims_of(atom(t))
@@ -154,11 +186,11 @@ def _equality(lin: Lin, spec: Recovered) -> Recovered | None:
 def _by_index(part: Bool, spec: Recovered, values: MaskValues) -> Bool:
     """``part`` with positions replaced by indices, where the documents make that exact.
 
-    Packed sequences compare positions P[b, j] <= P[b, i], not indices. Let the documents be
-    D = cumsum(P[b, t] != P[b, t-1] + 1). D never falls, so D[b, i] == D[b, j] for j < i says that no t in
-    j+1..i starts a document, hence P rises by exactly 1 at each of them: P[b, i] - P[b, j] == i - j. So
-    within a document P[b, t] is t plus a number of that document, and ``part``, which only matters
-    where the documents agree, may be read with that.
+    Packed sequences compare positions P[b, j] <= P[b, i], not indices. Let the documents be D =
+    cumsum(P[b, t] != P[b, t-1] + 1). D never falls, so D[b, i] == D[b, j] for j < i says that no t
+    in j+1..i starts a document, hence P rises by exactly 1 at each of them: P[b, i] - P[b, j] == i
+    - j. So within a document P[b, t] is t plus a number of that document, and ``part``, which only
+    matters where the documents agree, may be read with that.
     """
     exchange: dict[Atom, Lin] = {}
     for load in atoms_of(part):

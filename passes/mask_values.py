@@ -1,4 +1,4 @@
-"""What each node of a mask computation holds at an index: from ATen nodes to the formulas of ``mask_domain``."""
+"""What each node of a mask computation holds at an index: ATen to formulas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 import torch.fx as fx
 
 from paradyse.passes.mask_domain import (
-    FALSE,
     ONE,
-    TRUE,
     ZERO,
     Bool,
     Expr,
@@ -41,16 +39,7 @@ from paradyse.passes.mask_domain import (
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32)
-_COPIES = (
-    "alias",
-    "clone",
-    "contiguous",
-    "detach",
-    "lift_fresh",
-    "lift_fresh_copy",
-    "view_as",
-    "detach_copy",
-)
+_COPIES = ("alias", "clone", "contiguous", "detach", "lift_fresh", "lift_fresh_copy")
 _CASTS = ("to", "_to_copy", "type_as")
 _FILLS = ("zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones")
 _VALUE_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
@@ -83,31 +72,50 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 class MaskValues:
     """Formulas of the nodes of one graph, each computed once.
 
-    ``value(node)`` is the node's element at index (Var(0), Var(1), ...). Bool tensors have a ``Bool``,
-    others a ``Lin``. Where a node is not understood its elements are ``Load``s of itself, so a small
-    tensor of unknown content is still usable and only what it feeds decides.
+    ``value(node)`` is the node's element at index (Var(0), Var(1), ...). Bool tensors have a
+    ``Bool``, others a ``Lin``. Where a node is not understood its elements are ``Load``s of itself,
+    so a small tensor of unknown content is still usable and only what it feeds decides. Nodes that
+    compute the same count as one, the first (HuggingFace makes the document ids once for each kind
+    of layer).
     """
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, Expr] = {}
+        self._twins: dict[fx.Node, fx.Node] = {}
+        self._first: dict[Any, fx.Node] = {}
 
     def value(self, node: fx.Node) -> Expr:
         if node not in self._known:
             shape = shape_of(node)
+            twin = self._twin(node)
             try:
                 found = self._interpret(node)
             except NotUnderstood:
-                found = _unknown(node, shape)
+                found = _unknown(twin, shape)
             found = substitute(found, {d: ZERO for d, s in enumerate(shape) if s == 1})
             self._known[node] = as_bool(found) if _is_bool(node) else as_number(found)
         return self._known[node]
 
+    def _twin(self, node: fx.Node) -> fx.Node:
+        """The first node seen that computes the same as ``node``, from the same values."""
+        if node not in self._twins:
+            self._twins[node] = self._find_twin(node)
+        return self._twins[node]
+
+    def _find_twin(self, node: fx.Node) -> fx.Node:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            return node
+        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        if random or node.target._schema.is_mutable or "empty" in node.target._schema.name:
+            return node
+        inputs = fx.map_arg((node.args, node.kwargs), self._twin)
+        return self._first.setdefault((node.target, repr(inputs)), node)
+
     def cumulative(self, node: fx.Node) -> Bool | None:
-        """What ``node`` counts: the formula of x when it is ``cumsum(x, last dim)`` of truth values."""
-        if node.target is not aten.cumsum.default or _argument(node, 1, "dim") not in (
-            -1,
-            len(shape_of(node)) - 1,
-        ):
+        """The formula of x when ``node`` is ``cumsum(x, last dim)`` of truth values."""
+        if node.target is not aten.cumsum.default or node.meta["val"].dtype not in _INTEGERS:
+            return None
+        if _argument(node, 1, "dim") not in (-1, len(shape_of(node)) - 1):
             return None
         counted = self.value(node.args[0])
         return counted if not isinstance(counted, Lin) else None
@@ -311,14 +319,14 @@ class MaskValues:
         return self._triangle(node, lambda x: le0(scale(x, -1)))
 
     def _cast(self, node: fx.Node) -> Expr:
-        """Exact conversions only: to bool, from bool, and between integers that hold every position."""
+        """Exact conversions only: to and from bool, to int64, constants to floats."""
         value = self.value(node.args[0])
         source, target = node.args[0].meta["val"].dtype, node.meta["val"].dtype
         if source == target or torch.bool in (source, target):
             return value
-        if source in (*_INTEGERS, torch.int16, torch.int8, torch.uint8) and target == torch.int64:
+        if target == torch.int64 and not source.is_floating_point and not source.is_complex:
             return value
-        if isinstance(value, Lin) and _choices_of_constants(value):
+        if target.is_floating_point and isinstance(value, Lin) and _choices_of_constants(value):
             return value
         raise NotUnderstood
 
@@ -366,6 +374,8 @@ class MaskValues:
 
     def _squeezed(self, node: fx.Node) -> Expr:
         """Also view and reshape, where they only add or remove dims of size 1."""
+        if node.args[1:] and isinstance(node.args[1], torch.dtype):
+            raise NotUnderstood
         source, target = shape_of(node.args[0]), shape_of(node)
         kept = [d for d, s in enumerate(source) if s != 1]
         places = [d for d, s in enumerate(target) if s != 1]
@@ -406,17 +416,21 @@ class MaskValues:
         start, step = _argument(node, 2, "start", None) or 0, _argument(node, 4, "step", 1)
         if type(start) is not int or type(step) is not int:
             raise NotUnderstood
-        size = shape_of(x)[dim]
-        start = min(max(start + size if start < 0 else start, 0), size)
+        if (
+            start < 0
+        ):  # counted from the end, it is good for this length alone, unless it is the start
+            if start + shape_of(x)[dim] > 0:
+                raise NotUnderstood
+            start = 0
         return self._moved(x, {dim: add(Lin(start), var(dim), step)})
 
     def _op_select(self, node: fx.Node) -> Expr:
         x, dim, index = node.args
         n = len(shape_of(x))
         dim %= n
-        if type(index) is not int:
+        if type(index) is not int or index < 0:
             raise NotUnderstood
-        chosen = {dim: Lin(index % shape_of(x)[dim])}
+        chosen = {dim: Lin(index)}
         return self._moved(x, chosen | {d: var(d - (d > dim)) for d in range(n) if d != dim})
 
     def _op_pad(self, node: fx.Node) -> Expr:
@@ -480,27 +494,3 @@ def _argument(node: fx.Node, place: int, name: str, default: Any = ...) -> Any:
     if found is ...:
         raise NotUnderstood
     return found
-
-
-def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
-    """Where a mask lets a key be seen, and whether the hidden ones get less than minus infinity.
-
-    A bool mask is itself. A float mask must be 0 or hidden: minus infinity, or (flag True) the most
-    negative number of its type, which acts alike in every row that sees at least one key.
-    """
-    if not isinstance(value, Lin):
-        return value, False
-    if value.is_const:
-        if value.const == 0:
-            return TRUE, False
-        if value.const == float("-inf"):
-            return FALSE, False
-        lowest = dtype.is_floating_point and value.const <= torch.finfo(dtype).min * 0.99
-        return (FALSE, True) if lowest else None
-    w = value.single()
-    if not isinstance(w, Where):
-        return None
-    then, other = visible(w.then, dtype), visible(w.other, dtype)
-    if then is None or other is None:
-        return None
-    return choose(w.condition, then[0], other[0]), then[1] or other[1]

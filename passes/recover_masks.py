@@ -1,4 +1,4 @@
-"""Recover masks: attention under a dense mask becomes attention under a meaning, and the dense mask goes."""
+"""Recover masks: attention under a dense mask becomes attention that knows what it means."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.fx as fx
 
 from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
 from paradyse.passes.mask_emit import Emitter
-from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify
-from paradyse.passes.mask_values import MaskValues, shape_of, visible
+from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visible
+from paradyse.passes.mask_values import MaskValues, shape_of
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -32,10 +32,12 @@ class Notes(Protocol):
 def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
     """Replace SDPA by ``paradyse::attention``, which knows its mask by position, not by element.
 
-    before: m = and(le(arange[kv], arange[q]), index(attention_mask, [b, kv])); sdpa(q, repeat_kv(k), v, m)
-    after:  p = ne(attention_mask, 0); attention(q, k, v, key_padding=p, document_ids=None, right=0)[0]
-    Refuses, with a note: more or fewer queries than keys, other than 4 dims, a mask that is learned (SDPA
-    stays); a mask that is not understood goes along whole, as a dense bias.
+    before: m = and(le(arange[kv], arange[q]), index(attention_mask, [b, kv]))
+            o = sdpa(q, repeat_kv(k), repeat_kv(v), m)
+    after:  p = ne(attention_mask, 0)
+            o = attention(q, k, v, key_padding=p, right=0)[0]
+    Refuses, with a note: more or fewer queries than keys, other than 4 dims, a mask that is learned
+    (SDPA stays); a mask that is not understood goes along whole, as a dense bias.
     """
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is _SDPA]
     if not nodes:
@@ -50,7 +52,7 @@ def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
 
 
 class _Recovery:
-    """State over the attentions of one graph: masks are shared, so what was found for one serves all."""
+    """State over the attentions of one graph: they share masks, so each is understood once."""
 
     def __init__(self, gm: fx.GraphModule, reasons: dict[str, list[str]]) -> None:
         self.graph, self.reasons = gm.graph, reasons
@@ -77,10 +79,10 @@ class _Recovery:
             None,
         )
         if mask is not None:
-            found = self._recover(mask, shape_of(q))
+            found = self._recover(mask)
             if isinstance(found, str):
                 self.reasons[f"dense mask kept, it {found}"].append(_label(node))
-                bias = self._dense(mask, emit, shape_of(q))
+                bias = self._dense(mask, emit)
             else:
                 if call["is_causal"]:
                     found = replace(found, right=0)
@@ -121,7 +123,7 @@ class _Recovery:
             return f"the mask `{mask.name}` is learned"
         return None
 
-    def _recover(self, mask: fx.Node, q: tuple[int, ...]) -> Recovered | str:
+    def _recover(self, mask: fx.Node) -> Recovered | str:
         if mask not in self.found:
             try:
                 self.found[mask] = self._understand(mask)
@@ -155,14 +157,12 @@ class _Recovery:
                 self.emitted[parts] = emit.table(parts[0], batch, length)
         return self.emitted[parts]
 
-    def _dense(self, mask: fx.Node, emit: Emitter, q: tuple[int, ...]) -> fx.Node:
-        """The mask as [B | 1, H | 1, S, S], a view of what the model made."""
+    def _dense(self, mask: fx.Node, emit: Emitter) -> fx.Node:
+        """The mask as [B | 1, H | 1, S | 1, S | 1], a view of what the model made."""
         if mask not in self.biases:
             bias = mask
             while len(shape_of(bias)) < 4:
                 bias = emit.call(aten.unsqueeze.default, (bias, 0))
-            if shape_of(bias)[2:] != (q[2], q[2]):
-                bias = emit.call(aten.expand.default, (bias, [-1, -1, q[2], q[2]]))
             self.biases[mask] = bias
         return self.biases[mask]
 
@@ -176,9 +176,10 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _without_repeat(x: fx.Node) -> fx.Node:
-    """Keys or values [B, Hk, S, D] before each head was repeated for its group of query heads, else ``x``.
+    """Keys or values [B, Hk, S, D] before heads were repeated for their query heads, else ``x``.
 
-    Only repeats that put query head h on KV head h // group: [B, Hk, group, S, D] read as [B, H, S, D].
+    Only repeats that put query head h on KV head h // group: [B, Hk, group, S, D] read as [B, H, S,
+    D].
     """
     repeated, out = shape_of(x), x
     while out.target in _COPIES:
