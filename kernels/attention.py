@@ -94,9 +94,7 @@ def _softmax_tile(
     q: Tensor, k: Tensor, mask: Tensor | None, scale: float, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Probabilities [B, H, R, K] of a tile and their log-sum-exp (or ``lse``, if the whole row's is given)."""
-    b, h, r, d = q.shape
-    grouped = q.reshape(b, k.shape[1], -1, d)  # a group's heads share K: fold them into the rows
-    p = torch.matmul(grouped, k.transpose(-1, -2)).view(b, h, r, -1).mul_(scale)
+    p = times_keys(q, k).mul_(scale)
     if mask is not None:
         p.add_(mask)
     if lse is None:
@@ -108,18 +106,26 @@ def _softmax_tile(
     return p.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp_(), lse
 
 
-def _times_values(p: Tensor, v: Tensor) -> Tensor:
+def _by_group(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, R, D] to [B, Hk, G R, D]: the heads of a group share K and V, so they become rows."""
+    b, h, r, d = x.shape
+    return x.reshape(b, kv_heads, h // kv_heads * r, d)
+
+
+def times_keys(q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, R, D] x [B, Hk, K, D] -> [B, H, R, K]."""
+    product = torch.matmul(_by_group(q, k.shape[1]), k.transpose(-1, -2))
+    return product.view(*q.shape[:3], k.shape[2])
+
+
+def times_values(p: Tensor, v: Tensor) -> Tensor:
     """[B, H, R, K] x [B, Hk, K, D] -> [B, H, R, D]."""
-    b, h, r, n = p.shape
-    return torch.matmul(p.reshape(b, v.shape[1], -1, n), v).view(b, h, r, -1)
+    return torch.matmul(_by_group(p, v.shape[1]), v).view(*p.shape[:3], v.shape[3])
 
 
-def _times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, R, K] (transposed) x [B, H, R, D], summed over the heads of a group -> [B, Hk, K, D]."""
-    b, _, _, n = p.shape
-    return torch.matmul(
-        p.reshape(b, kv_heads, -1, n).transpose(-1, -2), x.reshape(b, kv_heads, -1, x.shape[-1])
-    )
+def times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, R, K] (transposed) x [B, H, R, D], summed over a group's heads -> [B, Hk, K, D]."""
+    return torch.matmul(_by_group(p, kv_heads).transpose(-1, -2), _by_group(x, kv_heads))
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class _Call:
         if self.dense:
             p, lse = _softmax_tile(q, k, mask, self.spec.scale, None)
             keep = self.dropout(problem, tile, q)
-            return _times_values(p if keep is None else p.mul_(keep), v), lse
+            return times_values(p if keep is None else p.mul_(keep), v), lse
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, tile.kind == DIAGONAL, attn_mask=mask, scale=self.spec.scale
         )
@@ -194,9 +200,9 @@ class _Call:
         mask = self.mask(problem, tile, q)
         if self.dense:
             p, ds = self.score_gradient(problem, tile, grad, q, k, v, out, lse, mask)
-            dq = _times_values(ds, k).mul_(self.spec.scale)
-            dk = _times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
-            return dq, dk, _times_rows(p, grad, v.shape[1])
+            dq = times_values(ds, k).mul_(self.spec.scale)
+            dk = times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
+            return dq, dk, times_rows(p, grad, v.shape[1])
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s - inf) = 0
         b, kv_heads, n, _ = k.shape
         group = q.shape[1] // kv_heads
@@ -235,7 +241,7 @@ class _Call:
     ) -> tuple[Tensor, Tensor]:
         """Probabilities after dropout, and the gradient of the scores after scale and bias."""
         p, _ = _softmax_tile(q, k, mask, self.spec.scale, lse)
-        ds = _times_values(grad, v.transpose(-1, -2))
+        ds = times_keys(grad, v)
         keep = self.dropout(problem, tile, q)
         if keep is not None:
             ds.mul_(keep)

@@ -1,7 +1,6 @@
 """``paradyse::attention``: exact attention of a whole sequence on one rank, as an operator.
 
-Also the shell that the operators of ``paradyse.strategies`` share: every one of them is
-``op(q, k, v, *rest) -> (out, lse)`` with a backward ``op(grad_out, q, k, v, out, lse, *rest, bias_grad)``.
+Also the shell that the operators of ``paradyse.strategies`` share: spec, layout, fake, gradient.
 """
 
 from __future__ import annotations
@@ -86,46 +85,66 @@ def fake_forward(
     return empty_like_heads(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=stat_dtype(q.dtype))
 
 
-def register_gradient(forward: Any, backward: Any) -> None:
-    """Make ``backward`` the gradient of ``forward``; both are custom ops of the shape told above."""
-    names = [a.name for a in forward._opoverload._schema.arguments][3:]
-    bias_at = names.index("bias")
+def fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
+    *_, d_bias = rest
+    return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v), d_bias
 
-    def fake_backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-    ) -> Grads:
-        *rest_, bias_grad = rest
-        bias = rest_[bias_at]
+
+def _keep_all(q: Tensor, k: Tensor, v: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return q, k, v, *outputs
+
+
+def register_gradient(
+    forward: Any,
+    backward: Any,
+    fake_forward: Any = fake_forward,
+    fake_backward: Any = fake_backward,
+    keep: Any = _keep_all,
+) -> None:
+    """Make ``backward`` the gradient of ``forward``, both custom ops.
+
+    Args:
+        forward: ``op(q, k, v, *rest) -> (out, ...)``; only ``out`` is differentiable.
+        backward: ``op(grad_out, *kept, *rest, bias_grad) -> Grads``.
+        fake_backward: has an empty gradient of the bias in place of ``bias_grad``.
+        keep: ``(q, k, v, outputs) -> kept``, the tensors and numbers that backward needs.
+    """
+    bias_at = [a.name for a in forward._opoverload._schema.arguments].index("bias") - 3
+
+    def fake(grad_out: Tensor, *args: Any) -> Grads:
+        *args_, bias_grad = args
+        bias = args_[bias_at - num_rest]
         d_bias = (
             torch.empty_like(bias, memory_format=torch.contiguous_format)
             if bias_grad
-            else q.new_empty(0)
+            else grad_out.new_empty(0)
         )
-        return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v), d_bias
+        return fake_backward(grad_out, *args_, d_bias)
+
+    num_rest = len(forward._opoverload._schema.arguments) - 3
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         q, k, v, *rest = inputs
-        bias = rest[bias_at]
-        ctx.bias_grad = bias is not None and bias.requires_grad
-        ctx.is_tensor = [isinstance(x, Tensor) for x in rest]
-        ctx.others = [None if isinstance(x, Tensor) else x for x in rest]
-        ctx.save_for_backward(q, k, v, *output, *(x for x in rest if isinstance(x, Tensor)))
-        ctx.mark_non_differentiable(output[1])
+        ctx.bias_grad = rest[bias_at] is not None and rest[bias_at].requires_grad
+        args = (*keep(q, k, v, output), *rest)
+        ctx.is_tensor = [isinstance(x, Tensor) for x in args]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in args]
+        ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)))
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
-    def gradient(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
-        none = [None] * len(ctx.others)
+    def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        none: list[Any] = [None] * num_rest
         if grad_out is None:
             return (None, None, None, *none)
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        tensors = iter(tensors)
-        rest = [next(tensors) if t else x for t, x in zip(ctx.is_tensor, ctx.others, strict=True)]
-        dq, dk, dv, d_bias = backward(grad_out, q, k, v, out, lse, *rest, ctx.bias_grad)
+        tensors = iter(ctx.saved_tensors)
+        args = [next(tensors) if t else x for t, x in zip(ctx.is_tensor, ctx.others, strict=True)]
+        dq, dk, dv, d_bias = backward(grad_out, *args, ctx.bias_grad)
         none[bias_at] = d_bias if ctx.bias_grad else None
         return (dq, dk, dv, *none)
 
-    backward.register_fake(fake_backward)
     forward.register_fake(fake_forward)
+    backward.register_fake(fake)
     forward.register_autograd(gradient, setup_context=setup_context)
 
 

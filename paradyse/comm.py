@@ -22,6 +22,10 @@ from torch import Tensor
 
 from paradyse.mesh import Axis
 
+# torch 2.13 renamed both and deprecates the former names.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 TIMEOUT_VARIABLE = "PARADYSE_COLLECTIVE_TIMEOUT_S"
 """Environment variable: seconds after which a rank that waits in a collective gives up. Default 300."""
 
@@ -132,7 +136,7 @@ def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     out = x.new_empty((axis.size, *x.shape))
 
     def launch() -> Any:
-        return dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=axis.group, async_op=True)
+        return _ALL_GATHER(out.view(-1), x.view(-1), group=axis.group, async_op=True)
 
     return _start("all_gather", axis, block_id, num_bytes, launch, out, x).wait()
 
@@ -146,7 +150,7 @@ def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     out = torch.empty_like(x[0])
 
     def launch() -> Any:
-        return dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=axis.group, async_op=True)
+        return _REDUCE_SCATTER(out.view(-1), x.view(-1), group=axis.group, async_op=True)
 
     return _start("reduce_scatter", axis, block_id, num_bytes, launch, out, x).wait()
 

@@ -26,7 +26,7 @@ _UNITS |= {f"{c}IB": 1024**i for i, c in enumerate("KMGTP", 1)}
 
 @dataclass(frozen=True)
 class PlanByKind:
-    """The plan option ``{"attention": ..., "mlp": ...}``: a name for each kind, or one per block."""
+    """The plan option ``{"attention": ..., "mlp": ...}``: one name for each kind, or a list."""
 
     attention: str | tuple[str, ...] = AUTO
     """A strategy name, "auto", or one of these for every attention block."""

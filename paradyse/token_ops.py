@@ -16,19 +16,23 @@ from paradyse import comm
 from paradyse.mesh import Axis, TokenLayout, axis_named
 
 
-def take_rows(x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: float | bool = 0) -> Tensor:
-    """The rows of ``x`` [.., S or S', ..] that ``rank`` holds, [.., s, ..]; rows past the end are ``fill``."""
+def take_rows(x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: int | None = None) -> Tensor:
+    """The rows of ``x`` [.., S, ..] that ``rank`` holds, [.., s, ..].
+
+    Rows past the end are copies of the last row, so that whatever is computed from them stays finite,
+    or ``fill``.
+    """
     if layout.num_ranks == 1:
         return x
     parts = []
     for start, n in layout.runs(rank):
-        stop = min(start + n, x.shape[dim])
-        part = x.narrow(dim, start, stop - start) if stop > start else x.narrow(dim, 0, 0)
-        if part.shape[dim] < n:
-            shape = list(x.shape)
-            shape[dim] = n - part.shape[dim]
-            part = torch.cat([part, x.new_full(shape, fill)], dim)
-        parts.append(part)
+        have = max(0, min(n, layout.seq_len - start))
+        if have:
+            parts.append(x.narrow(dim, start, have))
+        if have < n:
+            last = x.narrow(dim, layout.seq_len - 1, 1)
+            shape = [*x.shape[:dim], n - have, *x.shape[dim + 1 :]]
+            parts.append(last.expand(shape) if fill is None else x.new_full(shape, fill))
     return torch.cat(parts, dim)
 
 
@@ -39,12 +43,14 @@ def natural_order(stacked: Tensor, dim: int) -> Tensor:
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
 
 
-def rank_order(x: Tensor, num_ranks: int, dim: int) -> Tensor:
-    """The inverse of ``natural_order``: [.., p s, ..] to [p, .., s, ..]."""
-    chunks = x.chunk(2 * num_ranks, dim)
-    return torch.stack(
-        [torch.cat([chunks[r], chunks[2 * num_ranks - 1 - r]], dim) for r in range(num_ranks)]
-    )
+def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
+    """[.., S, ..] in sequence order to [p, .., s, ..], every rank's rows; rows past the end are 0."""
+    short = layout.padded_len - x.shape[dim]
+    if short:
+        x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, short])
+    p = layout.num_ranks
+    chunks = x.chunk(2 * p, dim)
+    return torch.stack([torch.cat([chunks[r], chunks[2 * p - 1 - r]], dim) for r in range(p)])
 
 
 def gather_whole(x: Tensor, axis: Axis, block_id: int, dim: int) -> Tensor:
@@ -53,43 +59,47 @@ def gather_whole(x: Tensor, axis: Axis, block_id: int, dim: int) -> Tensor:
 
 
 @torch.library.custom_op("paradyse::gather_tokens", mutates_args=())
-def gather_tokens(x: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
-    """[.., s, ..] of this rank to [.., p s, ..] in sequence order. Backward: reduce-scatter."""
-    return gather_whole(x, axis_named(axis), int(info[1]), dim)
+def gather_tokens(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
+    """[.., s, ..] of this rank to the whole [.., S, ..] in sequence order. Backward: reduce-scatter.
+
+    Args:
+        local: the rank's positions [s], whole: all positions [S]; only their lengths are read.
+        info: int64 [2] on the CPU: sequence length S, block id.
+    """
+    gathered = gather_whole(x, axis_named(axis), int(info[1]), dim)
+    return gathered.narrow(dim, 0, whole.shape[0]).contiguous()
 
 
 @gather_tokens.register_fake
-def _(x: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = shape[dim] * axis_named(axis).size
-    return x.new_empty(shape)
+def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
+    return x.new_empty([*x.shape[:dim], whole.shape[0], *x.shape[dim + 1 :]])
 
 
 @torch.library.custom_op("paradyse::reduce_scatter_tokens", mutates_args=())
-def reduce_scatter_tokens(x: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
-    """Sum over ranks of partial [.., p s, ..], this rank's rows [.., s, ..]. Backward: all-gather."""
+def reduce_scatter_tokens(
+    x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
+) -> Tensor:
+    """Sum over ranks of partial [.., S, ..], this rank's rows [.., s, ..]. Backward: all-gather."""
     a = axis_named(axis)
-    return comm.reduce_scatter(rank_order(x, a.size, dim), a, int(info[1]))
+    return comm.reduce_scatter(rank_order(x, a.layout(x.shape[dim]), dim), a, int(info[1]))
 
 
 @reduce_scatter_tokens.register_fake
-def _(x: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = shape[dim] // axis_named(axis).size
-    return x.new_empty(shape)
+def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
+    return x.new_empty([*x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, info, ctx.dim, ctx.axis = inputs
-    ctx.save_for_backward(info)
+    _, local, whole, info, ctx.dim, ctx.axis = inputs
+    ctx.save_for_backward(local, whole, info)
 
 
 gather_tokens.register_autograd(
-    lambda ctx, g: (reduce_scatter_tokens(g, ctx.saved_tensors[0], ctx.dim, ctx.axis), None, None, None),
+    lambda ctx, g: (reduce_scatter_tokens(g, *ctx.saved_tensors, ctx.dim, ctx.axis), *[None] * 5),
     setup_context=_save,
 )
 reduce_scatter_tokens.register_autograd(
-    lambda ctx, g: (gather_tokens(g, ctx.saved_tensors[0], ctx.dim, ctx.axis), None, None, None),
+    lambda ctx, g: (gather_tokens(g, *ctx.saved_tensors, ctx.dim, ctx.axis), *[None] * 5),
     setup_context=_save,
 )
 
@@ -98,14 +108,16 @@ class SplitTokens(torch.autograd.Function):
     """Replicated [.., S, ..] to this rank's rows [.., s, ..]: a local slice; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, axis: Axis, block_id: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, axis: Axis, block_id: int, fill: int | None = None
+    ) -> Tensor:
         ctx.where = (dim, axis, block_id, x.shape[dim])
-        return take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim).clone()
+        return take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim, fill)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         dim, axis, block_id, seq_len = ctx.where
-        return gather_whole(grad, axis, block_id, dim).narrow(dim, 0, seq_len), None, None, None
+        return gather_whole(grad, axis, block_id, dim).narrow(dim, 0, seq_len), None, None, None, None
 
 
 class GatherTokens(torch.autograd.Function):
@@ -119,7 +131,8 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         dim, axis, seq_len = ctx.where
-        return take_rows(grad, axis.layout(seq_len), axis.rank, dim), None, None, None, None
+        rows = rank_order(grad, axis.layout(seq_len), dim)[axis.rank]
+        return rows, None, None, None, None
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -132,3 +145,16 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None, None
+
+
+class ReduceGrad(torch.autograd.Function):
+    """A replicated value used for a part of the work: itself; backward sums the parts of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, block_id: int) -> Tensor:
+        ctx.where = (axis, block_id)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return comm.all_reduce(grad, *ctx.where), None, None

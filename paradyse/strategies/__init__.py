@@ -1,1 +1,29 @@
 """One file for each strategy: how one block is computed in parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+import paradyse.strategies.ops  # noqa: F401  registers the attention operators
+from paradyse.pieces import Piece
+from paradyse.strategies.variant import Scope
+from paradyse.strategies.zero import ZeroVariant
+from paradyse.types import REPLICATED
+
+Z_STRATEGIES = ("megatron_cz", "ulysses_z", "colossal_z")
+
+
+def canonical_variant(kind: str, strategy: str) -> str:
+    """The variant that computes ``strategy``: for an MLP the three Z strategies are one."""
+    return "megatron_cz" if kind == "mlp" and strategy in Z_STRATEGIES else strategy
+
+
+def build_variant(scope: Scope, block: Any, piece: Piece, strategy: str) -> Any:
+    """The callable that computes ``block`` by ``strategy`` (it compiles on first use)."""
+    attention: fx.Node | None = block.attention
+    strategy = canonical_variant(block.kind, strategy)
+    if strategy == REPLICATED or strategy in Z_STRATEGIES:
+        return ZeroVariant(scope, piece, attention, strategy)
+    raise NotImplementedError(f"strategy {strategy}")

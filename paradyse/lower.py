@@ -1,0 +1,111 @@
+"""Lower: compile a function of tensors once for all lengths, by the inner compiler through AOTAutograd.
+
+Sizes that vary between calls are named ("B", "S", "s"); they become symbols of a shape environment of our
+own, so nothing here adds a guard to Dynamo's. What the compiler assumed about the symbols is kept and
+checked against each new combination of sizes.
+
+Uses ``torch._guards`` and ``torch.fx.experimental.symbolic_shapes``, which are not public; tried on torch
+2.13 (``tests/test_lower.py`` compiles, runs and differentiates at several sizes).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import lookup_backend
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+log = logging.getLogger(__name__)
+
+SIZE_HINTS = {"B": 4, "S": 2048, "s": 1024}
+"""Sizes the inner compiler tunes for; results hold for all."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor argument of a compiled function."""
+
+    dims: tuple[tuple[str | int, ...], ...]
+    """Per dim its factors: names of varying sizes, and numbers."""
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass
+class Compiled:
+    """A compiled function and the sizes it holds for."""
+
+    fn: Callable[..., Any]
+    guards: list[Any]
+    symbols: dict[str, Any]
+    static: dict[str, int]
+    graph: fx.GraphModule
+    compile_s: float
+    _known: dict[tuple[int, ...], bool] = field(default_factory=dict)
+
+    def holds_for(self, sizes: Mapping[str, int]) -> bool:
+        """Whether what the compiler assumed holds at ``sizes``."""
+        key = tuple(sizes.values())
+        if key not in self._known:
+            fixed = all(sizes.get(name, n) == n for name, n in self.static.items())
+            at = {sym: sizes[name] for name, sym in self.symbols.items()}
+            large = all(n > 1 for n in at.values())
+            self._known[key] = fixed and large and all(bool(g.xreplace(at)) for g in self.guards)
+        return self._known[key]
+
+
+def compile_function(
+    fn: Callable[..., tuple[Any, ...]],
+    specs: Sequence[Spec],
+    inner: str,
+    static_sizes: Mapping[str, int] | None = None,
+) -> Compiled:
+    """Trace ``fn`` on fake tensors shaped like ``specs`` and compile the graph with ``inner``.
+
+    Args:
+        fn: takes one tensor per spec, returns a tuple; may call operators of ours.
+        inner: "inductor", "aot_eager", "eager" or another registered backend.
+        static_sizes: named sizes to fix at a value (those that are 1, or where guards fail).
+    """
+    start = time.perf_counter()
+    static = dict(static_sizes or {})
+    shape_env = ShapeEnv(duck_shape=False)
+    fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    names = {f for s in specs for d in s.dims for f in d if isinstance(f, str)}
+    sizes: dict[str, Any] = {name: static[name] for name in names if name in static}
+    symbols = {}
+    for name in sorted(names - set(static)):
+        hint = SIZE_HINTS.get(name, 64)
+        source = ConstantSource(f"__paradyse_{name}")
+        symbols[name] = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, constraint_dim=None)
+        sizes[name] = shape_env.create_symintnode(symbols[name], hint=hint, source=source)
+
+    def example(spec: Spec) -> Tensor:
+        shape = [math.prod((sizes[f] if isinstance(f, str) else f for f in d), start=1) for d in spec.dims]
+        out = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        return out.requires_grad_(spec.requires_grad)
+
+    with fake_mode:  # also while tracing: operators without tensor inputs (arange) find it no other way
+        fakes = [example(s) for s in specs]
+        graph = make_fx(fn, pre_dispatch=True)(*fakes)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    with tracing(TracingContext(fake_mode)):
+        compiled = graph if inner == "eager" else lookup_backend(inner)(graph, fakes)
+    guards = [g.expr for g in shape_env.guards]
+    took = time.perf_counter() - start
+    log.debug("%s", graph.graph)
+    log.debug("compiled %d nodes with %s in %.2f s, guards %s", len(graph.graph.nodes), inner, took, guards)
+    return Compiled(compiled, guards, symbols, static, graph, took)

@@ -1,0 +1,192 @@
+"""Names for dimensions: every dim of every value is a list of factors, found by unification.
+
+In the manner of Shardy's factors. A rule (``sharding_rules``) says how one operator treats the factors of
+its inputs; views split and merge factors, contractions and elementwise operators unify them. What an
+operator mixes (reduces over, slices, normalizes over) cannot be split there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Factor:
+    """A dimension, or a part of one: unknown until unified with others or split by a view."""
+
+    __slots__ = ("size", "_same_as", "_parts")
+
+    def __init__(self, size: int):
+        self.size = size
+        self._same_as: Factor | None = None
+        self._parts: tuple[Factor, ...] | None = None
+
+    def resolve(self) -> tuple[Factor, ...]:
+        """The factors this one stands for, outermost first."""
+        if self._same_as is not None:
+            return self._same_as.resolve()
+        if self._parts is not None:
+            return tuple(f for part in self._parts for f in part.resolve())
+        return (self,)
+
+    def __repr__(self) -> str:
+        return f"{self.size}@{id(self) % 9973}"
+
+
+Dim = tuple[Factor, ...]
+"""Factors of one dim, outermost first; () for size 1."""
+
+
+def resolve(dim: Iterable[Factor]) -> Dim:
+    return tuple(f for factor in dim for f in factor.resolve())
+
+
+def size_of(dim: Iterable[Factor], sizes: dict[Factor, Any]) -> Any:
+    """Product of the factors' sizes, with ``sizes`` in place of those it names."""
+    return math.prod((sizes.get(f, f.size) for f in resolve(dim)), start=1)
+
+
+@dataclass
+class Names:
+    """Names of all dims of a graph's values, and what each operator mixes."""
+
+    dims: dict[fx.Node, Any] = field(default_factory=dict)
+    """Node -> list of Dim, or list of such lists where the node has several results."""
+    _mixed: dict[fx.Node, list[Factor]] = field(default_factory=dict)
+    unnamed: dict[fx.Node, str] = field(default_factory=dict)
+    """Operators without a rule, and why."""
+
+    def of(self, node: fx.Node) -> list[Dim]:
+        """Factors of each dim of ``node``, resolved."""
+        return [resolve(d) for d in self.dims[node]]
+
+    def mixed(self, node: fx.Node) -> set[Factor]:
+        return set(resolve(self._mixed.get(node, ())))
+
+    def mix(self, node: fx.Node, *dims: Iterable[Factor]) -> None:
+        for dim in dims:
+            self._mixed.setdefault(node, []).extend(dim)
+
+    def fresh(self, shape: Sequence[int]) -> list[Dim]:
+        return [() if n == 1 else (Factor(int(n)),) for n in shape]
+
+    def unify(self, a: Iterable[Factor], b: Iterable[Factor]) -> bool:
+        """Make two dims of equal size the same, splitting factors as needed.
+
+        Returns False, and unifies nothing more, where they are split in ways that do not nest.
+        """
+        left, right = list(resolve(a))[::-1], list(resolve(b))[::-1]
+        while left and right:
+            x, y = left.pop(), right.pop()
+            if x is y:
+                continue
+            if x.size == y.size:
+                y._same_as = x
+            elif x.size > y.size and x.size % y.size == 0:
+                rest = Factor(x.size // y.size)
+                x._parts = (y, rest)
+                left.append(rest)
+            elif y.size % x.size == 0:
+                rest = Factor(y.size // x.size)
+                y._parts = (x, rest)
+                right.append(rest)
+            else:
+                return False
+            left = [f for g in left[::-1] for f in g.resolve()][::-1]
+            right = [f for g in right[::-1] for f in g.resolve()][::-1]
+        return True
+
+    def broadcast(self, node: fx.Node, inputs: Iterable[fx.Node], shape: Sequence[int]) -> list[Dim]:
+        """Dims of an elementwise result of ``inputs``; inputs' dims are unified from the right."""
+        out: list[Dim] = [()] * len(shape)
+        for arg in inputs:
+            dims = self.of(arg)
+            for i, dim in enumerate(dims):
+                at = len(shape) - len(dims) + i
+                if not dim:
+                    continue
+                if out[at] and not self.unify(out[at], dim):
+                    self.mix(node, out[at], dim)
+                out[at] = dim
+        return [d if d or n == 1 else self.fresh([n])[0] for d, n in zip(out, shape, strict=True)]
+
+    def reshape(self, node: fx.Node, dims: list[Dim], shape: Sequence[int]) -> list[Dim]:
+        """Dims after a view to ``shape``: factors are split and merged where sizes allow."""
+        flat = [f for d in dims for f in resolve(d)][::-1]
+        out: list[Dim] = []
+        for n in shape:
+            part: list[Factor] = []
+            left = int(n)
+            while left > 1:
+                if not flat:
+                    raise AssertionError(f"reshape of {node} does not preserve the number of elements")
+                f = flat.pop()
+                if left % f.size == 0:
+                    part.append(f)
+                    left //= f.size
+                elif f.size % left == 0:
+                    outer, inner = Factor(left), Factor(f.size // left)
+                    f._parts = (outer, inner)
+                    part.append(outer)
+                    flat.append(inner)
+                    left = 1
+                else:  # [6, 4] seen as [4, 6]: neither nests in the other
+                    everything = [g for d in dims for g in resolve(d)]
+                    self.mix(node, everything)
+                    return self.fresh(shape)
+            out.append(tuple(part))
+        return out
+
+
+Rule = Callable[[Names, fx.Node], Any]
+"""Gives the dims of a node from the dims of its inputs, unifying and marking what is mixed."""
+
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Register the rule of some operators; a second rule for an operator raises."""
+
+    def register(fn: Rule) -> Rule:
+        for target in targets:
+            if target in RULES:
+                raise ValueError(f"operator {target} has a rule already")
+            RULES[target] = fn
+        return fn
+
+    return register
+
+
+def opaque(names: Names, node: fx.Node, reason: str) -> Any:
+    """Dims of an operator that nothing is known about: all factors of its inputs are mixed."""
+    names.unnamed[node] = reason
+    for arg in node.all_input_nodes:
+        if arg in names.dims and isinstance(arg.meta.get("val"), torch.Tensor):
+            names.mix(node, *names.dims[arg])
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return names.fresh(val.shape)
+    if isinstance(val, tuple | list):
+        return [names.fresh(v.shape) if isinstance(v, torch.Tensor) else [] for v in val]
+    return []
+
+
+def infer_names(graph: fx.Graph) -> Names:
+    """Name every dim of every value of ``graph`` (nodes carry fake values in ``meta['val']``)."""
+    from paradyse import sharding_rules  # noqa: F401  registers the rules
+
+    names = Names()
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr"):
+            names.dims[node] = names.fresh(val.shape) if isinstance(val, torch.Tensor) else []
+        elif node.op == "call_function":
+            fn = RULES.get(node.target)
+            dims = fn(names, node) if fn else None
+            names.dims[node] = opaque(names, node, f"no rule for {node.target}") if dims is None else dims
+    return names

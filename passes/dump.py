@@ -1,0 +1,45 @@
+"""Graphs as text for people: one line a node, with named dims, placement and block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def readable(gm: fx.GraphModule, ctx: Any) -> str:
+    """``gm`` as text. Dims show B, S for batch and sequence; ``/p`` marks what is split over ranks."""
+    letters = {f: name for f, name in ((ctx.seq, "S"), (ctx.batch, "B")) if f is not None}
+    block_of = {n: b.label for b in ctx.blocks for n in b.nodes}
+    lines = []
+    previous = None
+    for node in gm.graph.nodes:
+        block = block_of.get(node)
+        if block != previous:
+            lines.append(f"# {block or 'between blocks'}")
+            previous = block
+        lines.append(_line(node, ctx, letters))
+    return "\n".join(lines) + "\n"
+
+
+def _line(node: fx.Node, ctx: Any, letters: dict[Any, str]) -> str:
+    val = node.meta.get("val")
+    shape = ""
+    if isinstance(val, torch.Tensor):
+        dims = [str(n) for n in val.shape]
+        if node in ctx.names.dims and letters:
+            dims = [
+                "*".join(letters.get(f, str(f.size)) for f in d) or "1" for d in ctx.names.of(node)
+            ]
+        if node in ctx.split and ctx.axis.size > 1:
+            dims = [d.replace("S", f"S/{ctx.axis.size}") for d in dims]
+        shape = f": {str(val.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
+    if node.op == "placeholder":
+        return f"{node.name}{shape} = {'weight' if node.meta.get('weight') else 'input'} {node.target}"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    target = getattr(node.target, "__name__", str(node.target))
+    args = ", ".join([*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())])
+    module = node.meta.get("module", "")
+    return f"    {node.name}{shape} = {target}({args})" + (f"  # {module}" if module else "")

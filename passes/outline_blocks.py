@@ -1,0 +1,248 @@
+"""Outline blocks: find each attention and each MLP with its norm and residual, by dataflow alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Block:
+    """One switchable block: nodes in graph order, from the residual stream to the residual stream."""
+
+    kind: str
+    layer: int
+    up: list[fx.Node]
+    """The linears that read the block's normalized input: QKV, or the MLP's first ones."""
+    region: list[fx.Node]
+    """Between ``up`` and ``down``: rotary embedding, attention, activation, gating."""
+    down: fx.Node
+    """The linear that writes the block's contribution."""
+    attention: fx.Node | None = None
+    pre: list[fx.Node] = field(default_factory=list)
+    post: list[fx.Node] = field(default_factory=list)
+    label: str = ""
+
+    @property
+    def core(self) -> list[fx.Node]:
+        return [*self.up, *self.region, self.down]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [*self.pre, *self.core, *self.post]
+
+    @property
+    def output(self) -> fx.Node:
+        return self.post[-1] if self.post else self.down
+
+
+def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
+    """Group nodes into blocks; the graph itself is unchanged.
+
+    before: h = norm(x); q, k, v = linear(h, ..); o = attention(..); y = linear(o, ..); z = add(x, y)
+    after:  ctx.blocks = [Block(pre=[norm], up=[linear x3], region=[.., attention, ..], down, post=[add]), ..]
+    Refuses attention whose core is read from elsewhere (shared keys and values), with a note.
+    """
+    finder = _Finder(gm.graph, ctx)
+    ctx.blocks = finder.find()
+    return len(ctx.blocks)
+
+
+class _Finder:
+    def __init__(self, graph: fx.Graph, ctx: Any):
+        self.ctx = ctx
+        self.nodes = list(graph.nodes)
+        self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.split = ctx.split
+        self.taken: dict[fx.Node, Block] = {}
+
+    def find(self) -> list[Block]:
+        attention = torch.ops.paradyse.attention.default
+        blocks = [self._attention(n) for n in self.nodes if n.target == attention and n in self.split]
+        blocks += [self._mlp(n) for n in self.nodes if n.target == aten.linear.default and n not in self.taken]
+        found = sorted((b for b in blocks if b), key=lambda b: self.order[b.down])
+        for block in found:
+            block.pre = self._pre(block)
+        self._grow_posts(found)
+        counts = {"attention": 0, "mlp": 0}
+        for block in found:
+            block.layer = counts[block.kind]
+            counts[block.kind] += 1
+            block.label = self._label(block)
+        return found
+
+    def _label(self, block: Block) -> str:
+        module = block.down.meta.get("module", "")
+        layer = next((part for part in module.replace("]", "").replace("[", ".").split(".") if part.isdigit()), None)
+        return f"layers.{layer if layer is not None else block.layer}.{block.kind}"
+
+    def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(set(nodes), key=self.order.__getitem__)
+
+    def _back_to_linears(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Linears that feed ``starts``, and the split nodes between that depend on one of them."""
+        linears: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        stack = [n for n in starts]
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in self.split or node in self.taken:
+                continue
+            if node.target == aten.linear.default:
+                linears.add(node)
+                continue
+            seen.add(node)
+            stack += node.all_input_nodes
+        depends = set(linears)
+        for node in self._sorted(seen):
+            if any(a in depends for a in node.all_input_nodes):
+                depends.add(node)
+        return self._sorted(linears), [n for n in self._sorted(seen) if n in depends]
+
+    def _claim(self, block: Block) -> Block | None:
+        """The block, unless something outside reads its inside; graph outputs may."""
+        inside = set(block.core)
+        for node in block.core:
+            if node is block.down:
+                continue
+            strangers = [u for u in node.users if u not in inside and u.op != "output"]
+            if strangers:
+                self.ctx.note(
+                    f"{block.kind} around {block.down} is not switchable: {node} is also read by {strangers[0]}"
+                )
+                return None
+        for node in inside:
+            self.taken[node] = block
+        return block
+
+    def _attention(self, node: fx.Node) -> Block | None:
+        up, before = self._back_to_linears(node.args[:3])  # type: ignore[arg-type]
+        after: list[fx.Node] = []
+        frontier = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None)
+        while frontier is not None and frontier.target != aten.linear.default:
+            after.append(frontier)
+            users = [u for u in frontier.users if u.op != "output"]
+            if len(users) != 1 or users[0] not in self.split:
+                frontier = None
+            else:
+                frontier = users[0]
+                after += [n for n in self._back_to_linears([frontier])[1] if n not in after and n is not frontier
+                          and n not in before and n is not node] if frontier.target != aten.linear.default else []
+        if frontier is None or not up:
+            self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
+            return None
+        region = self._sorted([*before, node, *after])
+        return self._claim(Block("attention", 0, up, region, frontier, attention=node))
+
+    def _mlp(self, down: fx.Node) -> Block | None:
+        x = down.args[0]
+        if down not in self.split or down in self.taken or not isinstance(x, fx.Node):
+            return None
+        up, region = self._back_to_linears([x])
+        if not up or not region or len({u.args[0] for u in up}) != 1 or any(u in self.taken for u in up):
+            return None
+        columns = {f for f in self.ctx.names.of(down.args[1])[1]}
+        for node in region:
+            if columns & self.ctx.names.mixed(node):
+                return None
+            if any(a in self.split and a not in up and a not in region for a in node.all_input_nodes):
+                return None
+        if self.order[up[0]] > self.order[down]:
+            return None
+        return self._claim(Block("mlp", 0, up, region, down))
+
+    def _pre(self, block: Block) -> list[fx.Node]:
+        inside = set(block.core)
+        pre: list[fx.Node] = []
+        candidates = [a for n in block.core for a in n.all_input_nodes]
+        while candidates:
+            node = max(candidates, key=self.order.__getitem__)
+            candidates = [c for c in candidates if c is not node]
+            if node in inside or node not in self.split or node in self.taken or node.op != "call_function":
+                continue
+            if all(u in inside for u in node.users):
+                inside.add(node)
+                pre.append(node)
+                candidates += node.all_input_nodes
+        for node in pre:
+            self.taken[node] = block
+        return self._sorted(pre)
+
+    def _grow_posts(self, blocks: list[Block]) -> None:
+        """Give each block what follows it up to the residual stream, alike for blocks alike in their core."""
+        growths = {id(b): self._growth(b) for b in blocks}
+        groups: dict[str, list[Block]] = {}
+        for block in blocks:
+            groups.setdefault(self._shape_key(block), []).append(block)
+        for group in groups.values():
+            cut = self._common_cut([growths[id(b)] for b in group])
+            for block in group:
+                nodes, cuts = growths[id(block)]
+                block.post = nodes[: cuts[cut]] if cut >= 0 else []
+                for node in block.post:
+                    self.taken[node] = block
+
+    def _shape_key(self, block: Block) -> str:
+        return "|".join(f"{n.target} {tuple(n.meta['val'].shape) if hasattr(n.meta['val'], 'shape') else ''}"
+                        for n in [*block.pre, *block.core])
+
+    def _growth(self, block: Block) -> tuple[list[fx.Node], list[int]]:
+        """Nodes that may follow ``block``, and the lengths at which a single value leaves them."""
+        available = set(block.nodes)
+        start = self.order[block.core[0]]
+        absorbed: list[fx.Node] = []
+        cuts: list[int] = []
+        active = [block.down]
+        while True:
+            users = self._sorted(u for a in active for u in a.users if u not in available)
+            if not users or any(u.op == "output" for u in users):
+                return absorbed, cuts
+            node = users[0]
+            if node.op != "call_function" or node not in self.split or node in self.taken:
+                return absorbed, cuts
+            for arg in node.all_input_nodes:
+                outside = arg not in available and arg in self.split
+                if outside and (self.order[arg] > start and not self._done_before(arg, block)):
+                    return absorbed, cuts
+            available.add(node)
+            absorbed.append(node)
+            active = [a for a in [*active, node] if any(u not in available for u in a.users) or not a.users]
+            if active == [node]:
+                cuts.append(len(absorbed))
+
+    def _done_before(self, node: fx.Node, block: Block) -> bool:
+        owner = self.taken.get(node)
+        return owner is not None and owner is not block and self.order[owner.down] < self.order[block.down] and (
+            node is owner.down
+        )
+
+    def _common_cut(self, growths: list[tuple[list[fx.Node], list[int]]]) -> int:
+        """Index of the longest cut at which all growths look alike; -1 for none."""
+        best = -1
+        for i in range(min(len(cuts) for _, cuts in growths)):
+            texts = {self._text(nodes[: cuts[i]]) for nodes, cuts in growths}
+            if len(texts) != 1:
+                break
+            best = i
+        if len(growths) == 1 and best >= 0:  # nothing to compare with: stop at the residual
+            nodes, cuts = growths[0]
+            for i, cut in enumerate(cuts):
+                last = nodes[cut - 1]
+                if last.target == aten.add.Tensor and len([a for a in last.all_input_nodes if a in self.split]) == 2:
+                    return i
+            return -1
+        return best
+
+    def _text(self, nodes: list[fx.Node]) -> str:
+        index = {n: i for i, n in enumerate(nodes)}
+        return "\n".join(
+            f"{n.target} {fx.map_arg((n.args, n.kwargs), lambda a: f'%{index[a]}' if a in index else '%')!r}"
+            for n in nodes
+        )

@@ -1,0 +1,95 @@
+"""The passes in their order, and what runs them: lint, timing, dumps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from paradyse.mesh import Axis
+from paradyse.passes.dump import readable
+from paradyse.passes.name_dims import name_dims
+from paradyse.passes.outline_blocks import Block, outline_blocks
+from paradyse.passes.place_tokens import place_tokens
+from paradyse.passes.recover_masks import recover_masks
+from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
+from paradyse.passes.simplify import drop_no_ops, unify_linears
+from paradyse.sharding import Factor, Names
+
+log = logging.getLogger(__name__)
+
+PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
+    drop_grad_mode,
+    remove_mutation,
+    make_autocast_explicit,
+    drop_no_ops,
+    unify_linears,
+    recover_masks,
+    name_dims,
+    place_tokens,
+    outline_blocks,
+)
+"""All passes, in the order they run. ``passes_off`` takes them out by their function's name."""
+
+OPTIONAL = frozenset({"drop_no_ops", "unify_linears", "recover_masks", "outline_blocks"})
+"""Passes that may be switched off: without them the result is slower, not wrong."""
+
+
+@dataclass
+class CaptureContext:
+    """What passes share about one captured graph."""
+
+    options: Any
+    axis: Axis
+    notes: list[str] = field(default_factory=list)
+    names: Names = field(default_factory=Names)
+    seq: Factor | None = None
+    batch: Factor | None = None
+    split: set[fx.Node] = field(default_factory=set)
+    """Values split along the sequence when there is more than one rank."""
+    partial: set[fx.Node] = field(default_factory=set)
+    """Split values that are partial sums: their whole is the sum over ranks."""
+    fills: dict[fx.Node, int] = field(default_factory=dict)
+    """Replicated value -> what its rows past the end are when it is split (labels: the ignored index)."""
+    gathered: list[tuple[fx.Node, str]] = field(default_factory=list)
+    """Operators computed on gathered tensors, and why."""
+    blocks: list[Block] = field(default_factory=list)
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+
+    def note(self, message: str) -> None:
+        """Keep ``message`` for ``explain`` and log it."""
+        if message not in self.notes:
+            self.notes.append(message)
+            log.info("%s", message)
+
+
+def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None) -> None:
+    """Run ``PASSES`` on ``gm`` in place.
+
+    Args:
+        dump: folder for the graph before the first and after every pass.
+    """
+    off = set(ctx.options.passes_off)
+    folder = Path(dump) if dump else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "00_retrace.txt").write_text(readable(gm, ctx))
+    for i, fn in enumerate(PASSES, 1):
+        name = fn.__name__
+        if name in off:
+            continue
+        start = time.perf_counter()
+        count = fn(gm, ctx)
+        gm.graph.lint()
+        gm.recompile()
+        ctx.pass_seconds[name] = time.perf_counter() - start
+        log.debug("pass %s: %d rewrites in %.3f s", name, count, ctx.pass_seconds[name])
+        if folder is not None:
+            (folder / f"{i:02d}_{name}.txt").write_text(f"# {count} rewrites\n{readable(gm, ctx)}")
+    for note in dict.fromkeys(f"{node.target} runs on gathered tensors: {why}" for node, why in ctx.gathered):
+        ctx.note(note)

@@ -1,0 +1,118 @@
+"""Place tokens: which values are split along the sequence, and the loss over split tokens."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from paradyse.sharding import Factor, Names
+
+aten = torch.ops.aten
+
+MEAN, SUM = 1, 2
+
+
+def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """(sum of cross entropies, number of labels that count) over the rows at hand, [2] in logits' dtype."""
+    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index)
+    return torch.stack([total, (labels != ignore_index).sum().to(logits.dtype)])
+
+
+def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
+    """Decide for every value whether it is replicated or split along the sequence.
+
+    before: x = embedding(w, ids); ..; loss = cross_entropy_loss(logits, labels)
+    after:  ctx.split = {x, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
+            where ctx.partial = {sums} is to be summed over ranks
+    Refuses to split what mixes tokens without a rule: that runs on gathered tensors, or, with
+    on_unsupported="error", raises NotImplementedError naming the operator.
+    """
+    ctx.split, ctx.partial, ctx.fills, ctx.gathered = set(), set(), {}, []
+    if ctx.seq is None:
+        return 0
+    for node in list(gm.graph.nodes):
+        if node.op == "placeholder":
+            if _is_token_input(node, ctx):
+                ctx.split.add(node)
+            continue
+        if node.op != "call_function":
+            continue
+        if node.target == aten.cross_entropy_loss.default and _split_loss(gm, node, ctx):
+            continue
+        if any(a in ctx.split for a in node.all_input_nodes) or node.target == aten.embedding.default:
+            if node.target is operator.getitem or can_split(ctx.names, node, ctx.seq, ctx.split):
+                if node.target is not operator.getitem or node.args[0] in ctx.split:
+                    ctx.split.add(node)
+            elif node.target != aten.embedding.default:
+                _gather(node, ctx)
+    return len(ctx.split)
+
+
+def _gather(node: fx.Node, ctx: Any) -> None:
+    reason = ctx.names.unnamed.get(node, f"{node.target} mixes tokens")
+    ctx.gathered.append((node, reason))
+    if ctx.options.on_unsupported == "error" and ctx.axis.size > 1:
+        raise NotImplementedError(
+            f"cannot split {node.target} ({node.meta.get('module', 'top level')}) along the sequence: {reason}. "
+            'on_unsupported="gather" computes it on gathered tensors instead, exactly but slowly.'
+        )
+
+
+def _is_token_input(node: fx.Node, ctx: Any) -> bool:
+    """A floating-point input [B, S, ..], such as inputs_embeds."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or node.meta.get("weight") or not val.is_floating_point():
+        return False
+    return val.ndim >= 3 and _times(ctx.names.of(node), ctx.seq) == 1
+
+
+def _times(dims: list[Any], factor: Factor) -> int:
+    return sum(f is factor for d in dims for f in d)
+
+
+def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> bool:
+    """Whether each rank can compute its rows of ``node`` from its rows of the inputs."""
+    attention = node.target == torch.ops.paradyse.attention.default
+    if attention:
+        return all(a in split for a in node.args[:3])
+    if seq in names.mixed(node):
+        return False
+    val = node.meta["val"]
+    outputs = names.dims[node] if isinstance(val, tuple | list) else [names.dims[node]]
+    for dims in outputs:
+        if _times([[g for f in d for g in f.resolve()] for d in dims], seq) != 1:
+            return False
+    return all(
+        _times(names.of(a), seq) <= 1 for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)
+    )
+
+
+def _split_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> bool:
+    """Rewrite a cross entropy over split logits; False where it has weights or smoothing."""
+    args = [*node.args, *(None, MEAN, -100, 0.0)[len(node.args) - 2 :]]
+    logits, labels, weight, reduction, ignore_index, smoothing = args
+    if logits not in ctx.split or weight is not None or smoothing or reduction not in (MEAN, SUM):
+        return False
+    if labels in ctx.split or labels.meta["val"].is_floating_point() or ctx.names.of(node.args[0])[-1:] == []:
+        return False
+    names, val = ctx.names, node.meta["val"]
+    with gm.graph.inserting_before(node):
+        sums = gm.graph.call_function(loss_sums, (logits, labels, ignore_index))
+        total = gm.graph.call_function(aten.select.int, (sums, 0, 0))
+        loss = total
+        if reduction == MEAN:
+            count = gm.graph.call_function(aten.select.int, (sums, 0, 1))
+            loss = gm.graph.call_function(aten.div.Tensor, (total, count))
+    for new in (sums, total, *([count, loss] if reduction == MEAN else [])):
+        new.meta = {**node.meta, "val": val.new_empty(2) if new is sums else val}
+        names.dims[new] = names.fresh(new.meta["val"].shape)
+    node.replace_all_uses_with(loss)
+    gm.graph.erase_node(node)
+    ctx.split.add(sums)
+    ctx.partial.add(sums)
+    ctx.fills[labels] = ignore_index
+    return True

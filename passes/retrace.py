@@ -1,0 +1,192 @@
+"""Retrace: the Dynamo graph as pre-dispatch ATen, with plain integer sizes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+aten = torch.ops.aten
+
+
+class Untraceable(NotImplementedError):
+    """The graph has something the passes cannot carry (for example a write into a view)."""
+
+
+def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+    """Trace ``gm`` on fake tensors with the sizes of ``inputs`` into pre-dispatch ATen.
+
+    ``aten.linear``, ``aten.scaled_dot_product_attention``, ``aten.layer_norm`` stay whole and the result
+    is differentiable. Sizes become plain integers; later passes name them again. Tensors that the graph
+    holds as constants become attributes of the new module.
+
+    Args:
+        gm: the graph Dynamo hands to a backend.
+        inputs: one value per placeholder: tensors (their storage is not read) or Python numbers.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return out.requires_grad_(x.requires_grad)
+
+    with fake_mode, preserve_node_meta():
+        fakes = [fake(x) for x in inputs]
+        traced = make_fx(lambda *args: fx.Interpreter(gm).run(*args), pre_dispatch=True)(*fakes)
+    for node in traced.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["module"] = list(stack.values())[-1][0]
+    return traced
+
+
+def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:
+    """Replace grad-mode switches by detaching what enters a no-grad region.
+
+    before: _set_grad_enabled(False); y = mul(x, w); _set_grad_enabled(True)
+    after:  y = mul(detach(x), detach(w))
+    Refuses nothing; values that carry no gradient are left alone.
+    """
+    count, enabled = 0, True
+    inside: set[fx.Node] = set()
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+            gm.graph.erase_node(node)
+            count += 1
+        elif not enabled and node.op == "call_function":
+            inside.add(node)
+            for arg in node.all_input_nodes:
+                val = arg.meta.get("val")
+                if arg not in inside and isinstance(val, torch.Tensor) and val.requires_grad:
+                    with gm.graph.inserting_before(node):
+                        cut = gm.graph.call_function(aten.detach.default, (arg,))
+                    cut.meta = {**arg.meta, "val": val.detach()}
+                    node.replace_input_with(arg, cut)
+    return count
+
+
+def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
+    """Replace in-place operators by their functional forms.
+
+    before: y = add_(a, b); z = mul(a, c)
+    after:  y = add(a, b);  z = mul(y, c)
+    Refuses (Untraceable) a write into a graph input or into a view that is read again through its base.
+    """
+    count = 0
+    views: dict[fx.Node, fx.Node] = {}
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema = node.target._schema
+        info = schema.arguments[0].alias_info if schema.arguments else None
+        if info is not None and not info.is_write and isinstance(node.args[0], fx.Node):
+            views[node] = node.args[0]
+        if not schema.is_mutable:
+            continue
+        name = schema.name.split("::")[1]
+        packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+        self_arg = node.args[0]
+        if packet is None or not isinstance(self_arg, fx.Node) or node.target.namespace != "aten":
+            raise Untraceable(f"operator {node.target} writes to its input and has no functional form here")
+        later_base = self_arg in views and any(order[u] > order[node] for u in views[self_arg].users)
+        later_view = any(
+            v is not node and views[v] is self_arg and any(order[u] > order[node] for u in v.users)
+            for v in views
+        )
+        if self_arg.op == "placeholder" or later_base or later_view:
+            raise Untraceable(f"{node.target} writes into {self_arg}, which is an input or shares memory")
+        node.target = getattr(packet, schema.overload_name or "default")
+        for user in list(self_arg.users):
+            if user is not node and order[user] > order[node]:
+                user.replace_input_with(self_arg, node)
+        views.pop(node, None)
+        count += 1
+    return count
+
+
+_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
+    """Write the casts that autocast makes into the graph, so that pieces run without it.
+
+    before: y[bf16] = linear(x[f32], w[f32])           under autocast
+    after:  y[bf16] = linear(to(x, bf16), to(w, bf16))
+    Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
+    """
+    count = 0
+    casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _AUTOCAST:
+            for user in list(node.users):
+                gm.graph.erase_node(user)
+            gm.graph.erase_node(node)
+            count += 1
+            continue
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        dtype = val.dtype
+        floats = [
+            a
+            for a in node.all_input_nodes
+            if isinstance(a.meta.get("val"), torch.Tensor) and a.meta["val"].is_floating_point()
+        ]
+        if not dtype.is_floating_point or not floats or _runs_to(node, dtype, None):
+            continue
+        if not _runs_to(node, dtype, dtype):
+            raise Untraceable(f"under autocast {node.target} gives {dtype}, which no input cast explains")
+        for arg in floats:
+            if arg.meta["val"].dtype == dtype:
+                continue
+            if (arg, dtype) not in casts:
+                with gm.graph.inserting_after(arg):
+                    cast = gm.graph.call_function(aten.to.dtype, (arg, dtype))
+                cast.meta = {**arg.meta, "val": arg.meta["val"].to(dtype)}
+                casts[arg, dtype] = cast
+            node.replace_input_with(arg, casts[arg, dtype])
+        count += 1
+    if casts:  # a cast of a placeholder may have landed between placeholders
+        _placeholders_first(gm)
+    return count
+
+
+def _runs_to(node: fx.Node, dtype: torch.dtype, cast: torch.dtype | None) -> bool:
+    """Whether the operator, without autocast and with its inputs cast, gives ``dtype``."""
+
+    def value(n: fx.Node) -> Any:
+        v = n.meta["val"]
+        return v.to(cast) if cast and isinstance(v, torch.Tensor) and v.is_floating_point() else v
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    device = node.meta["val"].device.type
+    try:
+        with torch.autocast(device, enabled=False), node.meta["val"].fake_mode:
+            out = node.target(*args, **kwargs)
+    except RuntimeError:
+        return False
+    return bool(out.dtype == dtype)
+
+
+def _placeholders_first(gm: fx.GraphModule) -> None:
+    nodes = list(gm.graph.nodes)
+    others = [n for n in nodes if n.op == "placeholder"]
+    first = next(n for n in nodes if n.op != "placeholder")
+    for node in others:
+        first.prepend(node)
+
+
+def getitem_of(node: fx.Node, index: int) -> fx.Node | None:
+    """The node that takes result ``index`` of a multi-output ``node``."""
+    return next((u for u in node.users if u.target is operator.getitem and u.args[1] == index), None)

@@ -1,0 +1,141 @@
+"""Simplify: fewer spellings of the same thing, so that later passes need fewer rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default}
+_TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
+
+
+def _val(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device)
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    source, out = _val(node.args[0] if node.args else None), _val(node)
+    if not isinstance(source, torch.Tensor) or not isinstance(out, torch.Tensor):
+        return False
+    if node.target in {aten.alias.default, aten.contiguous.default, aten.clone.default}:
+        return True
+    if node.target in _CASTS | {aten.reshape.default, aten.expand.default}:
+        return _same(source, out)
+    if node.target == aten.dropout.default:
+        return node.args[1] == 0 or not node.args[2]
+    return False
+
+
+def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
+    """Remove operators that change nothing, and spell every view as reshape.
+
+    before: a = to(x, float32); b = contiguous(a); c = view(b, [2, -1]); d = cat([empty, c])
+    after:  c = reshape(x, [2, -1])
+    Refuses casts, copies and dropouts that do something.
+    """
+    count = 0
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
+        if node.target == aten.detach_.default:
+            node.target = aten.detach.default
+        if node.target == aten.cat.default and len(node.args[0]) > 1:
+            # A new cache is an empty 1-D tensor, which cat ignores.
+            keep = [a for a in node.args[0] if _val(a).numel() or _val(a).ndim != 1]
+            if len(keep) == 1 and _same(_val(keep[0]), _val(node)):
+                node.replace_all_uses_with(keep[0])
+                gm.graph.erase_node(node)
+                count += 1
+                continue
+        if _is_no_op(node):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+            count += 1
+    return count
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """w when ``node`` is a 2-D w transposed."""
+    if isinstance(node, fx.Node) and node.target in _TRANSPOSES and _val(node).ndim == 2:
+        return node.args[0]
+    return None
+
+
+def unify_linears(gm: fx.GraphModule, ctx: Any) -> int:
+    """Spell every product of activations and a weight as linear on unflattened tokens.
+
+    before: y = reshape(addmm(b, reshape(x, [-1, h]), w), [B, S, o]);  z = matmul(x, t(v))
+    after:  y = linear(x, t(w), b);                                    z = linear(x, v)
+    Refuses products of two activations, and addmm with scaling.
+    """
+    count = 0
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in {aten.matmul.default, aten.mm.default}:
+            x, w = node.args
+            if _val(w).ndim == 2 and _is_weight(w):
+                count += _to_linear(gm, node, x, w, None)
+        elif node.target == aten.addmm.default and not node.kwargs:
+            bias, x, w = node.args
+            if _is_weight(w) and _val(bias).ndim == 1:
+                count += _to_linear(gm, node, x, w, bias)
+    for node in list(gm.graph.nodes):
+        if node.target == aten.linear.default:
+            count += _unflatten(gm, node)
+    return count
+
+
+def _is_weight(node: fx.Node) -> bool:
+    while node.op != "placeholder":
+        if node.target not in _TRANSPOSES | _CASTS:
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
+
+
+def _to_linear(gm: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None) -> int:
+    weight = _transposed(w)
+    with gm.graph.inserting_before(node):
+        if weight is None:
+            weight = gm.graph.call_function(aten.t.default, (w,))
+            weight.meta = {**node.meta, "val": _val(w).t()}
+        linear = gm.graph.call_function(
+            aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
+        )
+    linear.meta = dict(node.meta)
+    node.replace_all_uses_with(linear)
+    gm.graph.erase_node(node)
+    return 1
+
+
+def _unflatten(gm: fx.GraphModule, linear: fx.Node) -> int:
+    """Drop reshape([-1, h]) before and reshape([B, S, o]) after a linear."""
+    flat = linear.args[0]
+    if not isinstance(flat, fx.Node) or flat.target != aten.reshape.default or _val(flat).ndim != 2:
+        return 0
+    x = flat.args[0]
+    shape = _val(x).shape
+    if shape[-1] != _val(flat).shape[-1] or len(shape) < 3:
+        return 0
+    out = (*shape[:-1], _val(linear).shape[-1])
+    users = list(linear.users)
+    if any(u.target != aten.reshape.default or tuple(_val(u).shape) != tuple(out) for u in users):
+        return 0
+    linear.args = (x, *linear.args[1:])
+    linear.meta = dict(users[0].meta)
+    for user in users:
+        user.replace_all_uses_with(linear)
+        gm.graph.erase_node(user)
+    return 1
