@@ -24,6 +24,19 @@ Z_STRATEGIES = ("megatron_cz", "ulysses_z", "colossal_z")
 ATTENTION_BACKWARD = 2.5
 """Matmuls of flash attention, backward over forward: five against two (arXiv 2205.14135)."""
 
+PIECE_OPS = 35
+"""Python time of entering one compiled piece, in launches of a small operator: 0.1 ms in both
+directions (shared design, section 9: a nested compiled region costs about 0.2 ms a step)."""
+
+CORE_OPS, RING_STEP_OPS, EXCHANGE_OPS = 130, 40, 80
+"""The same of an attention operator, of each step of a ring in it, and of an all-to-all's moves.
+
+Thread time (``time.thread_time``) of ``attention_ring`` and ``attention_ulysses`` at 32 tokens on
+two gloo ranks: 580 and 620 us forward, 930 and 700 us backward; a small add takes 2.8 us."""
+
+GATHER_OPS = 40
+"""The same of gathering or scattering tokens: an operator and one message."""
+
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring_exchange")
 """Names that ``paradyse.comm`` books bytes under, and ``Machine.links`` is keyed by."""
 
@@ -143,13 +156,16 @@ def visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
 def heads_per_rank(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[int, int]:
     """Query and KV heads of one of p groups, padding included.
 
-    KV heads are padded to a multiple of p and queries follow at the same ratio; with fewer KV
-    heads than ranks, queries are padded and each rank holds the KV heads of its own.
+    KV heads are spread first and queries follow at the same ratio. A KV head may be replicated, its
+    queries shared out, where that leaves the busiest rank less work: as it must with fewer KV heads
+    than ranks.
     """
-    if num_kv_heads >= num_ranks:
-        kv = -(-num_kv_heads // num_ranks)
-        return kv * (num_heads // num_kv_heads), kv
-    return -(-num_heads // num_ranks), 1
+    ratio = num_heads // num_kv_heads
+    options = []
+    for replicas in range(1, min(ratio, num_ranks) + 1):
+        slots = -(-num_kv_heads * replicas // num_ranks)
+        options.append((slots * -(-ratio // replicas), slots))
+    return min(options)
 
 
 def _projections(
@@ -186,110 +202,157 @@ def _weights(t: _Tally, block: BlockSpec, strategy: str, w: Workload, sharded: b
         t.workspace_bytes += block.num_weight_elements * e
 
 
-def _attention(block: BlockSpec, strategy: str, w: Workload, sharded: bool) -> _Tally:
-    t = _Tally()
-    e, p, b = w.dtype.itemsize, w.num_ranks, w.batch
-    s_local = local_len(w.seq_len, p)
-    tokens, h, d = b * s_local, block.hidden, block.head_dim
-    heads, kv = block.num_heads, block.num_kv_heads
-    own, own_kv = heads_per_rank(heads, kv, p)
-    grouped, grouped_kv = (own * p, own_kv * p) if strategy != "megatron_cz" else (heads, kv)
-    back = 1 if w.training else 0
-    qkv_share = (heads + 2 * kv) / (2 * heads + 2 * kv)
-    weights = block.num_weight_elements
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of one block's values on one rank."""
 
-    # Projections, norm and residual. Padded heads are computed; metp recomputes q, k, v in
-    # backward.
-    pad = own * p / heads if strategy in ("megatron_ts", "metp") else 1.0
-    in_out = 2 * h + (2 * heads + 2 * kv) * d
-    recompute = qkv_share if strategy == "metp" else 0.0
+    block: BlockSpec
+    w: Workload
+
+    @property
+    def e(self) -> int:
+        return self.w.dtype.itemsize
+
+    @property
+    def p(self) -> int:
+        return self.w.num_ranks
+
+    @property
+    def back(self) -> int:
+        """1 when there is a backward pass."""
+        return int(self.w.training)
+
+    @property
+    def s(self) -> int:
+        return local_len(self.w.seq_len, self.p)
+
+    @property
+    def tokens(self) -> int:
+        return self.w.batch * self.s
+
+    @property
+    def x_bytes(self) -> int:
+        """Of the rank's tokens of the residual stream."""
+        return self.tokens * self.block.hidden * self.e
+
+    def heads_bytes(self, num_heads: float) -> float:
+        return self.tokens * num_heads * self.block.head_dim * self.e
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Query and KV heads of one of p groups."""
+        return heads_per_rank(self.block.num_heads, self.block.num_kv_heads, self.p)
+
+    def core_flops(self, num_heads: float, pairs: float) -> float:
+        """Scores and their product with V: two matmuls over the pairs, and backward."""
+        forward = 4.0 * self.w.batch * self.block.head_dim * num_heads * pairs
+        return forward * (1 + ATTENTION_BACKWARD * self.back)
+
+
+def _gather_and_scatter(t: _Tally, z: _Shape) -> None:
+    """megatron_ts around any block: all-gather in, reduce-scatter out; backward the reverse."""
+    passes = 1 + z.back
+    t.send("all_gather", (z.p - 1) * z.x_bytes * passes, passes)
+    t.send("reduce_scatter", (z.p - 1) * z.x_bytes * passes, passes)
+    t.moved_bytes += 8 * z.p * z.x_bytes * passes
+    t.num_ops += 2 * GATHER_OPS * passes
+    t.saved_bytes += (z.p - 1) * z.x_bytes  # the gathered input, for the weights' gradients
+    t.workspace_bytes += 2 * z.p * z.x_bytes
+
+
+def _ring(t: _Tally, z: _Shape, kv_bytes: float, num_heads: float, messages: int = 1) -> None:
+    """K and V once round; in backward again, their gradients with them and one hop home."""
+    t.send("ring_exchange", (z.p - 1) * kv_bytes, (z.p - 1) * messages)
+    if z.back:  # gradients travel in float32 at least
+        grads = kv_bytes * max(z.e, 4) / z.e
+        sent = (z.p - 1) * kv_bytes + z.p * grads
+        t.send("ring_exchange", sent, (2 * z.p - 1) * messages)
+    merged = z.tokens * num_heads * z.block.head_dim * 4
+    t.moved_bytes += 2 * z.p * merged * (1 + z.back)
+    t.num_ops += (CORE_OPS + z.p * RING_STEP_OPS) * (1 + z.back)
+    t.workspace_bytes += (2 + 2 * z.back) * kv_bytes + merged
+
+
+def _attention(block: BlockSpec, strategy: str, w: Workload) -> _Tally:
+    t, z = _Tally(), _Shape(block, w)
+    h, heads, kv = block.hidden, block.num_heads, block.num_kv_heads
+    own, own_kv = z.group
+    qkv_bytes, out_bytes = z.heads_bytes(heads + 2 * kv), z.heads_bytes(heads)
+    lse_bytes = z.tokens * heads * 4
+    pairs = visible_pairs(block.mask, w.seq_len)
+    in_out = 2 * h + (2 * heads + 2 * kv) * block.head_dim
+    weights, padded = block.num_weight_elements, block.num_weight_elements * own * z.p / heads
+
+    # Norm, rotary embedding, residual; the block is one compiled piece, metp one for each group.
+    t.moved_bytes += z.tokens * (6 * h + 4 * (heads + kv) * block.head_dim) * z.e * (1 + 2 * z.back)
+    t.num_ops += PIECE_OPS * (1 + z.back)
+    t.saved_bytes += 2 * z.x_bytes + out_bytes + lse_bytes
     if strategy == "megatron_ts":
-        _projections(t, tokens * p, weights * pad / p, in_out / p, e, 1 + 2 * back)
-    else:
-        _projections(t, tokens, weights * pad, in_out, e, 1 + back * (2 + recompute))
-    t.moved_bytes += tokens * (6 * h + 4 * (heads + kv) * d) * e * (1 + 2 * back)
-    t.num_ops += 12 * (1 + 2 * back)
+        _projections(t, z.tokens * z.p, padded / z.p, in_out / z.p, z.e, 1 + 2 * z.back)
+        _gather_and_scatter(t, z)
+        t.attention_flops += z.core_flops(own, pairs)
+        t.num_ops += CORE_OPS * (1 + z.back)
+        t.saved_bytes += qkv_bytes
+        t.workspace_bytes += qkv_bytes + out_bytes
+        return t
+    if strategy == "metp":  # recomputes q, k, v in backward
+        recompute = (heads + 2 * kv) / (2 * heads + 2 * kv)
+        _projections(t, z.tokens, padded, in_out, z.e, 1 + z.back * (2 + recompute))
+        t.num_ops += (z.p - 1) * PIECE_OPS * (1 + 2 * z.back)
+        for _ in range(z.p):
+            _ring(t, z, z.heads_bytes(2 * kv / z.p if own_kv * z.p == kv else 2 * own_kv), own)
+        t.workspace_bytes = t.workspace_bytes / z.p + qkv_bytes / z.p + out_bytes  # one at a time
+        t.attention_flops += z.core_flops(own, pairs)
+        return t
 
-    # The core. Causal work is balanced over ranks; rows of colossal_z are dense.
-    rows = 4.0 * b * d
-    if strategy in ("megatron_ts", "ulysses_z"):
-        core = rows * own * visible_pairs(block.mask, w.seq_len)
-    elif strategy == "colossal_z":
-        core = rows * heads * s_local * s_local * p
-    else:
-        core = rows * max(heads, pad * heads) * visible_pairs(block.mask, w.seq_len) / p
-    t.attention_flops += core * (1 + ATTENTION_BACKWARD * back)
-
-    kv_bytes = 2 * tokens * (grouped_kv if strategy == "metp" and own_kv * p == kv else kv) * d * e
-    out_bytes = tokens * heads * d * e
-    qkv_bytes = tokens * (heads + 2 * kv) * d * e
-    lse_bytes = tokens * heads * 4
-    x_bytes = tokens * h * e
-    t.saved_bytes += 2 * x_bytes + out_bytes + lse_bytes + (0 if strategy == "metp" else qkv_bytes)
-    if strategy == "megatron_ts":
-        t.send("all_gather", (p - 1) * x_bytes * (1 + back), 1 + back)
-        t.send("reduce_scatter", (p - 1) * x_bytes * (1 + back), 1 + back)
-        t.moved_bytes += 8 * p * x_bytes * (1 + back)
-        t.num_ops += 8 * (1 + back)
-        t.saved_bytes += (p - 1) * x_bytes  # the gathered input, for the weights' gradients
-        t.workspace_bytes += 2 * p * x_bytes + qkv_bytes + out_bytes
-    elif strategy == "ulysses_z":
-        moved = tokens * (2 * grouped + 2 * grouped_kv) * d * e
-        t.send("all_to_all", moved * (p - 1) / p * (1 + back), 4 * (1 + back))
-        t.moved_bytes += 4 * moved * (1 + back)
-        t.num_ops += 16 * (1 + back)
+    _projections(t, z.tokens, weights, in_out, z.e, 1 + 2 * z.back)
+    t.saved_bytes += qkv_bytes
+    if strategy == "ulysses_z":  # q, k, v in one message, the output in another
+        moved = z.heads_bytes((2 * own + 2 * own_kv) * z.p)
+        t.send("all_to_all", moved * (z.p - 1) / z.p * (1 + z.back), 2 * (1 + z.back))
+        t.attention_flops += z.core_flops(own, pairs)
+        t.moved_bytes += 4 * moved * (1 + z.back)
+        t.num_ops += (CORE_OPS + EXCHANGE_OPS) * (1 + z.back)
+        t.saved_bytes += out_bytes  # own heads and own tokens, for the core and the projection
         t.workspace_bytes += 2 * moved
-    else:
-        groups = p if strategy == "metp" else 1
-        hops = (2 if strategy == "colossal_z" else 1) * groups
-        t.send("ring_exchange", (p - 1) * kv_bytes, (p - 1) * hops)
-        if back:  # keys and values go round again, their gradients with them, and one hop home
-            t.send("ring_exchange", (2 * p - 1) * kv_bytes, p * hops)
-        t.moved_bytes += groups * p * 2 * tokens * heads / groups * d * 4 * (1 + back)
-        t.num_ops += groups * p * (10 + 14 * back)
-        if strategy == "metp":
-            t.num_ops += groups * 8 * (1 + 2 * back)
-        t.workspace_bytes += (qkv_bytes if groups > 1 else 0) / groups + (
-            2 + 2 * back
-        ) * kv_bytes / groups
-        t.workspace_bytes += out_bytes + 4 * tokens * heads / groups * d
-        if strategy == "colossal_z":
-            scores = 4.0 * b * heads * s_local * s_local * p
-            t.moved_bytes += scores * (4 + 6 * back)
-            t.workspace_bytes += scores * (2 + back) + kv_bytes
+    elif strategy == "megatron_cz":
+        _ring(t, z, z.heads_bytes(2 * kv), heads)
+        t.attention_flops += z.core_flops(heads, pairs / z.p)
+        t.workspace_bytes += out_bytes
+    else:  # colossal_z: K goes round, then V; rows [s, p s] of the scores are dense, in float32
+        _ring(t, z, z.heads_bytes(2 * kv), heads, messages=2)
+        t.attention_flops += z.core_flops(heads, z.s * z.s * z.p)
+        scores = 4.0 * w.batch * heads * z.s * z.s * z.p
+        t.moved_bytes += scores * (4 + 6 * z.back)
+        t.workspace_bytes += scores * (2 + z.back) + out_bytes
     return t
 
 
-def _mlp(block: BlockSpec, strategy: str, w: Workload, sharded: bool) -> _Tally:
-    t = _Tally()
-    e, p = w.dtype.itemsize, w.num_ranks
-    tokens, h = w.batch * local_len(w.seq_len, p), block.hidden
-    width, weights = block.intermediate, block.num_weight_elements
-    back = 1 if w.training else 0
-    inputs = max(1, round(weights / max(1, h * width)) - 1)  # 2 when gated, else 1
-    values = (inputs + 1) * width
-    x_bytes, mid_bytes = tokens * h * e, tokens * values * e
+def _mlp(block: BlockSpec, strategy: str, w: Workload) -> _Tally:
+    t, z = _Tally(), _Shape(block, w)
+    h, weights = block.hidden, block.num_weight_elements
+    inputs = max(1, round(weights / max(1, h * block.intermediate)) - 1)  # 2 when gated, else 1
+    values = (inputs + 1) * block.intermediate
+    mid_bytes = z.tokens * values * z.e
 
+    t.moved_bytes += z.tokens * (6 * h + 2 * values) * z.e * (1 + 2 * z.back)
+    t.num_ops += PIECE_OPS * (1 + z.back)
+    t.saved_bytes += 2 * z.x_bytes
     if strategy == "megatron_ts":
-        _projections(t, tokens * p, weights / p, (2 * h + values) / p, e, 1 + 2 * back)
-        t.send("all_gather", (p - 1) * x_bytes * (1 + back), 1 + back)
-        t.send("reduce_scatter", (p - 1) * x_bytes * (1 + back), 1 + back)
-        t.moved_bytes += 8 * p * x_bytes * (1 + back)
-        t.num_ops += 8 * (1 + back)
-        t.saved_bytes += (p + 1) * x_bytes + mid_bytes
-        t.workspace_bytes += 2 * p * x_bytes + mid_bytes
-    elif strategy == "metp":
-        recompute = inputs / (inputs + 1)
-        _projections(t, tokens, weights, 2 * h * p + values, e, 1 + back * (2 + recompute))
-        t.num_ops += p * 6 * (1 + 2 * back)
-        t.saved_bytes += 2 * x_bytes
-        t.workspace_bytes += x_bytes + mid_bytes / p * (1 + back)
-    else:
-        _projections(t, tokens, weights, 2 * h + values, e, 1 + 2 * back)
-        t.saved_bytes += 2 * x_bytes + mid_bytes
+        in_out = (2 * h + values) / z.p
+        _projections(t, z.tokens * z.p, weights / z.p, in_out, z.e, 1 + 2 * z.back)
+        _gather_and_scatter(t, z)
+        t.saved_bytes += mid_bytes
         t.workspace_bytes += mid_bytes
-    t.moved_bytes += tokens * (6 * h + 2 * values) * e * (1 + 2 * back)
-    t.num_ops += 6 * (1 + 2 * back)
+    elif strategy == "metp":  # recomputes the intermediate columns in backward
+        recompute, in_out = inputs / (inputs + 1), 2 * h * z.p + values
+        _projections(t, z.tokens, weights, in_out, z.e, 1 + z.back * (2 + recompute))
+        t.num_ops += (z.p - 1) * PIECE_OPS * (1 + 2 * z.back)
+        t.workspace_bytes += z.x_bytes + mid_bytes / z.p * (1 + z.back)
+    else:
+        _projections(t, z.tokens, weights, 2 * h + values, z.e, 1 + 2 * z.back)
+        t.saved_bytes += mid_bytes
+        t.workspace_bytes += mid_bytes
     return t
 
 
@@ -312,7 +375,7 @@ def prior_cost(
     """
     if strategy not in ATTENTION_STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; legal: {', '.join(ATTENTION_STRATEGIES)}")
-    t = (_attention if block.kind == "attention" else _mlp)(block, strategy, workload, sharded)
+    t = (_attention if block.kind == "attention" else _mlp)(block, strategy, workload)
     _weights(t, block, strategy, workload, sharded)
     return BlockCost(
         time_s=t.time_s(machine),

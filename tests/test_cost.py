@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import RankPool
 
+import paradyse.strategies.ring_attention
+import paradyse.strategies.ulysses_attention  # noqa: F401
+from paradyse import comm
 from paradyse.cost import (
     BlockCost,
     Link,
@@ -20,7 +24,8 @@ from paradyse.cost import (
     prior_cost,
     visible_pairs,
 )
-from paradyse.mesh import TokenLayout
+from paradyse.mesh import TokenLayout, resolve_axis
+from paradyse.strategies.ulysses_attention import head_slots
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
 
 CAUSAL = MaskSpec(right=0)
@@ -118,6 +123,16 @@ def test_heads_are_padded_kv_first() -> None:
     assert heads_per_rank(9, 3, 2) == (6, 2)
     assert heads_per_rank(8, 2, 4) == (2, 1)
     assert heads_per_rank(7, 1, 4) == (2, 1)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (9, 3), (7, 1), (12, 2), (71, 1), (16, 16)])
+@pytest.mark.parametrize("p", [2, 3, 4, 8, 32])
+def test_heads_per_rank_are_those_of_the_exchange(heads: tuple[int, int], p: int) -> None:
+    slots = head_slots(*heads, p)
+    assert heads_per_rank(*heads, p) == (
+        slots.slots_per_rank * slots.heads_per_slot,
+        slots.slots_per_rank,
+    )
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
@@ -237,7 +252,7 @@ def test_a_window_is_cheaper_than_a_causal_mask() -> None:
     for s in ("megatron_ts", "megatron_cz", "ulysses_z", "metp"):
         times = [prior_cost(b, s, w, GPU).time_s for b in (window, attention(), full)]
         assert times == sorted(times)
-        assert times[0] < 0.5 * times[1]
+        assert times[0] < 0.7 * times[1]
 
 
 def test_the_z_names_are_one_variant_of_an_mlp() -> None:
@@ -260,3 +275,39 @@ def test_peak_is_static_plus_saved_plus_the_largest_workspace_plus_communicators
 def test_unknown_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown strategy 'ring'; legal: megatron_ts,"):
         prior_cost(attention(), "ring", work(8), GPU)
+
+
+def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype) -> list[int]:
+    """Bytes this rank sent in a forward, and in a forward and a backward."""
+    axis = resolve_axis()
+    local = axis.layout(s).local_len
+    q, k, v = (
+        torch.randn(2, n, local, 16, dtype=dtype, requires_grad=True)
+        for n in (heads[0], heads[1], heads[1])
+    )
+    block_id = comm.register_block("block")
+    info = torch.tensor([s, block_id])
+    masks = (None, None, None, None, -1, 0, -1)
+    out = getattr(torch.ops.paradyse, op)(q, k, v, info, *masks, 0.25, 0.0, axis.name)[0]
+    sent = comm.traffic(block_id).sent_bytes
+    forward = sum(sent.values())
+    out.sum().backward()
+    return [forward, sum(sent.values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("op", "strategy"), [("attention_ring", "megatron_cz"), ("attention_ulysses", "ulysses_z")]
+)
+def test_predicted_bytes_of_the_core_are_those_that_are_counted(
+    pool3: RankPool, op: str, strategy: str, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    block = replace(
+        attention(heads[0] * 16, *heads), num_weight_elements=0, num_split_weight_elements=0
+    )
+    predicted = [
+        prior_cost(block, strategy, Workload(2, 41, dtype, training, 3), GPU).comm_bytes
+        for training in (False, True)
+    ]
+    assert pool3.run(sent_by_operator, op, heads, 41, dtype) == [predicted] * 3
