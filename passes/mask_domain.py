@@ -183,9 +183,21 @@ def absolute(a: Lin) -> Lin:
 
 
 def where(condition: Bool, then: Lin, other: Lin) -> Lin:
+    then, other = _given(condition, then), _given(negate(condition), other)
     if condition == TRUE or then == other:
         return then
     return other if condition == FALSE else atom(Where(condition, then, other))
+
+
+def _given(condition: Bool, value: Lin) -> Lin:
+    """``value`` where ``condition`` holds: a choice by the same condition is made."""
+    w = value.single()
+    if isinstance(w, Where):
+        if w.condition == condition:
+            return w.then
+        if w.condition == negate(condition):
+            return w.other
+    return value
 
 
 def _sign(value: Lin) -> int | None:

@@ -119,7 +119,7 @@ class _Recovery:
         if not q[0] == k[0] == v[0]:
             return "batches differ"
         mask = call["attn_mask"]
-        if mask is not None and mask.meta["val"].requires_grad:
+        if mask is not None and _is_learned(mask):
             return f"the mask `{mask.name}` is learned"
         return None
 
@@ -178,44 +178,37 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _without_repeat(x: fx.Node) -> fx.Node:
     """Keys or values [B, Hk, S, D] before heads were repeated for their query heads, else ``x``.
 
-    Only repeats that put query head h on KV head h // group: [B, Hk, group, S, D] read as [B, H, S,
-    D].
+    Only repeats that put query head h on KV head h // group: [B, Hk, group, S, D] read as
+    [B, H, S, D]. A cast after the repeat is left out, the caller casts anyway.
     """
-    repeated, out = shape_of(x), x
-    while out.target in _COPIES:
-        out = out.args[0]
-    if out.target is aten.repeat_interleave.self_int:
-        source, count, dim = (*out.args, *[None] * 3)[:3]
-        dim = out.kwargs.get("dim", dim)
-        return source if dim in (1, -3) and len(shape_of(source)) == 4 else x
-    if out.target is aten.expand.default:
-        source = out.args[0]
-        same = len(shape_of(source)) == 4 and _but(shape_of(source), 1) == _but(repeated, 1)
-        return source if same and shape_of(source)[1] == 1 else x
-    if out.target not in _MERGES:
+    merged = _below_copies(x)
+    b, h, s, d = shape_of(x)
+    if merged.target is aten.repeat_interleave.self_int:
+        return merged.args[0] if _arguments(merged)["dim"] in (1, -3) else x
+    if merged.target is aten.expand.default:  # one KV head for all
+        source = merged.args[0]
+        return source if shape_of(source) == (b, 1, s, d) else x
+    if merged.target not in _MERGES:
         return x
-    grouped = out.args[0]
-    while grouped.target in _COPIES:
-        grouped = grouped.args[0]
-    if grouped.target is not aten.expand.default:
+    grouped = _below_copies(merged.args[0])
+    if grouped.target is not aten.expand.default or len(shape_of(grouped)) != 5:
         return x
     one = grouped.args[0]
     if one.target is not aten.unsqueeze.default or one.args[1] not in (2, -3):
         return x
     source = one.args[0]
-    b, h, s, d = repeated
-    shape = shape_of(source)
-    if (
-        len(shape) != 4
-        or _but(shape, 1) != (b, s, d)
-        or shape_of(grouped) != (b, shape[1], h // shape[1], s, d)
-    ):
-        return x
-    return source
+    kv_heads = shape_of(source)[1]
+    whole = shape_of(source) == (b, kv_heads, s, d)
+    return source if whole and shape_of(grouped) == (b, kv_heads, h // kv_heads, s, d) else x
 
 
-def _but(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
+def _below_copies(x: fx.Node) -> fx.Node:
+    def real(n: fx.Node) -> bool:
+        return bool(n.meta["val"].dtype.is_floating_point)
+
+    while x.target in _COPIES or (x.target is aten.to.dtype and real(x) and real(x.args[0])):
+        x = x.args[0]
+    return x
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
@@ -226,6 +219,11 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
                 seen.add(n)
                 stack.append(n)
     return seen
+
+
+def _is_learned(mask: fx.Node) -> bool:
+    # Fake values in a graph are detached; what tracing noted beside them still knows.
+    return any(getattr(mask.meta.get(m), "requires_grad", False) for m in ("tensor_meta", "val"))
 
 
 def _root(node: fx.Node) -> fx.Node:
