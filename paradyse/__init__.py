@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import Any as _Any
 
 __version__ = "0.1.0"
 
@@ -12,3 +14,21 @@ _here = _Path(__file__).resolve().parent
 if (_here.parent / "pyproject.toml").is_file() and not (_here / "passes").is_dir():
     __path__.append(str(_here.parent))
 del _here
+_API = {
+    "explain": "paradyse.backend",
+    "stats": "paradyse.backend",
+    "verify": "paradyse.verification",
+    "PlanReport": "paradyse.report",
+    "Stats": "paradyse.report",
+    "VerifyReport": "paradyse.report",
+    "Plan": "paradyse.types",
+    "Workload": "paradyse.types",
+}
+__all__ = [*_API, "__version__"]
+
+
+def __getattr__(name: str) -> _Any:
+    """The public functions, imported on first use: naming the backend must stay cheap."""
+    if name not in _API:
+        raise AttributeError(f"module 'paradyse' has no attribute {name!r}")
+    return getattr(_import_module(_API[name]), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from paradyse.config import Options
 from paradyse.mesh import Axis
 from paradyse.passes.pipeline import CaptureContext, run_passes
-from paradyse.passes.retrace import retrace
+from paradyse.passes.retrace import InputLike, retrace
 from paradyse.program import Program
 from paradyse.strategies.variant import SPLIT, WHOLE, Scope, VariantCache
 
@@ -41,13 +41,105 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
     return "_parameters_" in name or "_buffers_" in name or hasattr(example, "_dynamo_static_input_type")
 
 
+_PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
+
+
+def _as_input(example: Any, meta: Any, values: Mapping[Any, int]) -> Any:
+    """``example`` as an ``InputLike``, with symbolic sizes replaced by ``values``."""
+    if not isinstance(example, Tensor):
+        return example
+    shape = meta.shape if isinstance(meta, Tensor) else example.shape
+    sizes = tuple(_number(n, values) for n in shape)
+    return InputLike(sizes, example.dtype, example.device, example.requires_grad)
+
+
+def _number(n: Any, values: Mapping[Any, int]) -> int:
+    return int(n.node.expr.xreplace(values)) if isinstance(n, torch.SymInt) else int(n)
+
+
+@dataclass(frozen=True)
+class TraceInputs:
+    """What to trace a capture with, and what of a call must equal the trace."""
+
+    values: tuple[Any, ...]
+    """Per placeholder an ``InputLike`` or a number."""
+    scalars: tuple[int, ...]
+    """Placeholders that are numbers, not sizes: a call with others needs a program of its own."""
+    symbols: Mapping[tuple[int, int], Any]
+    """(placeholder, dim) -> the symbolic size there."""
+
+
+def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
+    """Sizes and numbers to trace with. Symbolic sizes get values that no weight has, where guards allow."""
+    metas = [n.meta.get("example_value") for n in placeholders]
+    symbols: dict[tuple[int, int], Any] = {}
+    for i, meta in enumerate(metas):
+        for d, n in enumerate(meta.shape if isinstance(meta, Tensor) else ()):
+            if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
+                symbols[i, d] = n
+    values = _choose_sizes(list(symbols.values()), metas)
+    sizes = {n.node.expr for n in symbols.values()}
+    inputs: list[Any] = []
+    scalars: list[int] = []
+    for i, (node, example, meta) in enumerate(zip(placeholders, examples, metas, strict=True)):
+        value = _as_input(example, meta, values)
+        if isinstance(meta, torch.SymInt):
+            if meta.node.expr in sizes:
+                value = _number(meta, values)
+            else:
+                scalars.append(i)
+                value = int(meta.node.hint) if isinstance(example, torch.SymInt) else example
+        elif isinstance(example, int | float | torch.SymFloat):
+            scalars.append(i)
+            value = float(example) if isinstance(example, torch.SymFloat) else example
+        elif _is_number(node, example):
+            scalars.append(i)
+            value = example.item()
+        inputs.append(value)
+    return TraceInputs(tuple(inputs), tuple(scalars), symbols)
+
+
+def _is_number(node: fx.Node, example: Any) -> bool:
+    """A Python float that Dynamo passes as a scalar tensor (``dynamic=True``)."""
+    items = [u.op == "call_method" and u.target == "item" for u in node.users]
+    return isinstance(example, Tensor) and example.ndim == 0 and bool(items) and all(items)
+
+
+def _choose_sizes(sizes: Sequence[torch.SymInt], metas: Sequence[Any]) -> dict[Any, int]:
+    taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
+    values: dict[Any, int] = {}
+    for size in sizes:
+        for symbol in size.node.expr.free_symbols - set(values):
+            env = size.node.shape_env
+            hint = int(env.var_to_val[symbol]) if hasattr(env, "var_to_val") else int(size.node.hint)
+            for value in (hint, *_PRIMES):
+                trial = {**values, symbol: value}
+                if value not in taken and _allowed(env, trial):
+                    break
+            else:
+                trial = {**values, symbol: hint}
+            values = trial
+            taken.add(values[symbol])
+    return values
+
+
+def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
+    """Whether Dynamo's guards, as far as they speak of ``values`` alone, hold for them."""
+    for symbol, value in values.items():
+        bounds = env.var_to_range.get(symbol)
+        if bounds is not None and not (bounds.lower <= value and bool(value <= bounds.upper)):
+            return False
+    expressions = [g.expr for g in env.guards if g.expr.free_symbols <= set(values)]
+    return all(bool(e.xreplace(values)) for e in expressions)
+
+
 def build_program(
     gm: fx.GraphModule, inputs: Sequence[Any], weights: Sequence[bool], options: Options, axis: Axis
 ) -> tuple[Program | None, CaptureContext]:
     """Run the passes on ``gm`` at the sizes of ``inputs``; None where there is nothing to switch.
 
     Args:
-        inputs: per placeholder a tensor of the sizes to trace at, or a number.
+        inputs: per placeholder an ``InputLike`` or a number, see ``trace_inputs``.
         weights: per placeholder whether it is a parameter or a buffer.
     """
     ctx = CaptureContext(options, axis)

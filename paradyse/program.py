@@ -67,6 +67,8 @@ class StepConstants:
     strategies: tuple[str, ...]
     whole: Tensor
     local: Tensor
+    batch: Tensor
+    """[B], for its length alone."""
     infos: tuple[Tensor, ...]
     """Per block, and last for the pieces between blocks: int64 [2] = (S, block id)."""
 
@@ -104,7 +106,8 @@ class Program:
             if node.op != "call_function" or node in owner:
                 continue
             if node.all_input_nodes and all(a in weight_only for a in node.all_input_nodes):
-                weight_only.add(node)  # part of whatever piece reads it
+                if not (ctx.seq in (f for d in _flat_dims(ctx, node) for f in d)):
+                    weight_only.add(node)  # part of whatever piece reads it
             at = (0, 0)
             split = node in ctx.split
             for a in node.all_input_nodes:
@@ -188,7 +191,8 @@ class Program:
         local = local_positions(layout, self.axis.rank, self.device) if self.axis.size > 1 else whole
         ids = [*(s.block_id for s in self.block_steps), self.between_id]
         infos = tuple(torch.tensor([sizes[WHOLE], i]) for i in ids)
-        return StepConstants(sizes, strategies, whole, local, infos)
+        batch = torch.empty(sizes.get("B", 1), device=self.device)
+        return StepConstants(sizes, strategies, whole, local, batch, infos)
 
     def variant(self, step: BlockStep, strategy: str) -> Any:
         found = step.variants.get(strategy)
@@ -205,6 +209,10 @@ class Program:
                 frame.run_piece(step)
             frame.free(self._last_use[i])
         return fx.map_arg(self.output, frame.result)
+
+
+def _flat_dims(ctx: CaptureContext, node: fx.Node) -> Sequence[Any]:
+    return ctx.names.of(node) if is_tensor(node) else ()
 
 
 def _live(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -244,7 +252,7 @@ class Frame:
     def _at(self, index: int, block_id: int) -> None:
         c = self.constants
         self.step_id = block_id
-        self.common = (c.whole, c.local, c.infos[index], self.seeds[index])
+        self.common = (c.whole, c.local, c.batch, c.infos[index], self.seeds[index])
 
     def free(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:

@@ -33,6 +33,8 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
             ctx.batch = next(iter(batches))[0]
     elif not anchors:
         ctx.note("no scaled_dot_product_attention in the graph: nothing says what the sequence is")
+    elif seqs == {()}:
+        ctx.note("a sequence of one token: computed whole on every rank")
     else:
         ctx.note(f"attention layers disagree on the sequence dim ({len(seqs)} kinds): nothing is split")
     return len(ctx.names.dims)

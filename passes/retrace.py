@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ class Untraceable(NotImplementedError):
     """The graph has something the passes cannot carry (for example a write into a view)."""
 
 
+@dataclass(frozen=True)
+class InputLike:
+    """A tensor input as the trace sees it: everything but its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Trace ``gm`` on fake tensors with the sizes of ``inputs`` into pre-dispatch ATen.
 
@@ -27,14 +38,16 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
 
     Args:
         gm: the graph Dynamo hands to a backend.
-        inputs: one value per placeholder: tensors (their storage is not read) or Python numbers.
+        inputs: one value per placeholder: an ``InputLike``, or a Python number. A number where the graph
+            has a scalar tensor stands for what ``item()`` gives.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    gm = _numbers_for_items(gm, inputs)
 
     def fake(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, InputLike):
             return x
-        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return out.requires_grad_(x.requires_grad)
 
     with fake_mode, preserve_node_meta():
@@ -45,6 +58,22 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         if stack:
             node.meta["module"] = list(stack.values())[-1][0]
     return traced
+
+
+def _numbers_for_items(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+    """A copy of ``gm`` in which inputs given as numbers are used as such, not through ``item()``."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(value, int | float):
+            for user in list(node.users):
+                if user.op == "call_method" and user.target == "item":
+                    user.replace_all_uses_with(node)
+                    graph.erase_node(user)
+    copy.recompile()
+    return copy
 
 
 def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:

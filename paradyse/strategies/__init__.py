@@ -27,3 +27,8 @@ def build_variant(scope: Scope, block: Any, piece: Piece, strategy: str) -> Any:
     if strategy == REPLICATED or strategy in Z_STRATEGIES:
         return ZeroVariant(scope, piece, attention, strategy)
     raise NotImplementedError(f"strategy {strategy}")
+
+
+def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
+    """Strategy -> why it cannot compute ``block``."""
+    return {}

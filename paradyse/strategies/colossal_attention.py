@@ -1,8 +1,8 @@
 """``paradyse::attention_colossal``: ring self-attention, which forms its rows of the scores whole.
 
-Sequence parallelism (arXiv 2105.13120, section 3.2.2): keys go round the ring and fill [B, H, s, S] scores, any
-mask or bias is added at once, then values go round and meet the probabilities. One softmax over a whole row and no
-merging of partial results; the price is that block of memory.
+Sequence parallelism (arXiv 2105.13120, section 3.2.2): keys go round the ring and fill [B, H, s, S]
+scores, any mask or bias is added at once, then values go round and meet the probabilities. One
+softmax over a whole row and no merging of partial results; the price is that block of memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradyse import comm
-from paradyse.kernels.attention import stat_dtype, times_keys, times_values
+from paradyse.kernels.attention_core import stat_dtype, times_keys, times_values
 from paradyse.kernels.attention_mask import (
     MASKED,
     AttentionSpec,
@@ -41,7 +41,7 @@ def _colossal_forward(
     rows = sum(
         max(0, min(n, seq_len - start)) for start, n in own
     )  # the rest is padding, at the end
-    q_real = q[:, :, :rows].to(exact)
+    q_real = q[:, :, :rows].to(exact) * spec.scale
     scores = q.new_empty((b, h, rows, seq_len), dtype=exact)
 
     def ring(x: Tensor, visit: Callable[[Tensor, slice], None]) -> None:
@@ -61,7 +61,6 @@ def _colossal_forward(
         scores[..., columns] = times_keys(q_real, keys)
 
     ring(k, multiply_keys)
-    scores.mul_(spec.scale)
     everyone, whole = slice(0, b), ((0, seq_len),)
     if rows:
         where = (own, whole, seq_len, spec.left, spec.right, spec.chunk)
@@ -71,18 +70,22 @@ def _colossal_forward(
         )
         assert mask is not None
         scores += mask
-    lse = scores.logsumexp(-1)
-    scores.sub_(lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+    highest = scores.amax(-1)  # in place from here on: the block is what the strategy costs
+    scores.sub_(highest.masked_fill(highest == -torch.inf, 0)[..., None]).exp_()
+    total = scores.sum(-1)
+    lse = highest + total.log()
     if spec.dropout_p > 0:
         q_at, k_at = run_positions(own, q.device)[:rows], run_positions(whole, q.device)
         scores.mul_(dropout_keep(spec, everyone, h, q_at, k_at))
         scores.mul_(1 / (1 - spec.dropout_p) if spec.dropout_p < 1 else 0)
     out = q.new_zeros((b, h, s, v.shape[3]), dtype=exact)
+    real = out[:, :, :rows]
 
     def multiply_values(values: Tensor, columns: slice) -> None:
-        out[:, :, :rows] += times_values(scores[..., columns], values)
+        real.add_(times_values(scores[..., columns], values))
 
     ring(v, multiply_values)
+    real.div_(total.masked_fill(total == 0, 1)[..., None])
     padding = lse.new_full((b, h, s - rows), -torch.inf)
     return out.to(q.dtype), torch.cat([lse, padding], -1)
 
@@ -107,8 +110,8 @@ def attention_colossal(
 ) -> tuple[Tensor, Tensor]:
     """``paradyse::attention_ring``'s arguments and results, by whole rows of scores.
 
-    Scores and probabilities share one [B, H, s, S] tensor, gone when forward ends: backward recomputes them
-    from lse while keys and values go round, as ``ring_backward`` does.
+    Scores and probabilities share one [B, H, s, S] tensor, gone when forward ends: backward
+    recomputes them from lse while keys and values go round, as ``ring_backward`` does.
     """
     spec = make_spec(
         int(info[0]),

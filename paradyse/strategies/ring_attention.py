@@ -1,7 +1,9 @@
-"""``paradyse::attention_ring``: every rank keeps its queries while keys and values go round the ring.
+"""``paradyse::attention_ring``: every rank keeps its queries while keys and values go round the
+ring.
 
-Ring attention (arXiv 2310.01889) with log-sum-exp merging, in the balanced token order (chunks r and 2p-1-r), so
-that causal work is equal on all ranks. Used by ``megatron_cz``, and by ``metp`` for each group of heads.
+Ring attention (arXiv 2310.01889) with log-sum-exp merging, in the balanced token order (chunks r
+and 2p-1-r), so that causal work is equal on all ranks. Used by ``megatron_cz``, and by ``metp`` for
+each group of heads.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from paradyse.kernels.attention import (
     attention_forward,
     bias_gradient,
     merge_partials,
-    stat_dtype,
 )
+from paradyse.kernels.attention_core import stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.attention_op import make_spec, register_gradient, token_major
 from paradyse.mesh import Axis, axis_named
@@ -35,7 +37,9 @@ def _unpack(message: Tensor, *like: Tensor) -> list[Tensor]:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, axis: Axis, block_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries [B, H, s, D] to the keys of all ranks: out [B, H, s, Dv], lse [B, H, s]."""
+    """Attention of this rank's queries [B, H, s, D] to the keys of all ranks: out [B, H, s, Dv],
+    lse [B, H, s].
+    """
     layout, p = axis.layout(spec.seq_len), axis.size
     own = layout.runs(axis.rank)
     out: Tensor | None = None
@@ -69,10 +73,11 @@ def ring_backward(
     block_id: int,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k, v, and of the bias (whole, on every rank; no elements unless asked for).
+    """Gradients of this rank's q, k, v, and of the bias (whole, on every rank; no elements unless
+    asked for).
 
-    Keys and values go round once more. Their gradients follow one hop behind, each rank adding its share, and
-    take one more hop home. They are summed in ``stat_dtype``.
+    Keys and values go round once more. Their gradients follow one hop behind, each rank adding its
+    share, and take one more hop home. They are summed in ``stat_dtype``.
     """
     layout, p, exact = axis.layout(spec.seq_len), axis.size, stat_dtype(q.dtype)
     own = layout.runs(axis.rank)
@@ -131,8 +136,8 @@ def attention_ring(
         q, k, v: this rank's tokens, [B, H, s, D], [B, Hk, s, D], [B, Hk, s, Dv], in the order of
             ``TokenLayout.runs``.
         info: int64 [2] on the CPU: the sequence's length S, the block id.
-        key_padding, document_ids, bias: of the whole sequence, equal on all ranks. A learned bias gets its whole
-            gradient on every rank.
+        key_padding, document_ids, bias: of the whole sequence, equal on all ranks. A learned bias
+            gets its whole gradient on every rank.
         axis: the name for ``axis_named``.
     Returns:
         this rank's out [B, H, s, Dv] and lse [B, H, s]; rows of padding tokens are 0.

@@ -1,8 +1,10 @@
-"""``paradyse::attention_ulysses``: an all-to-all turns the split of the sequence into a split of the heads.
+"""``paradyse::attention_ulysses``: an all-to-all turns the split of the sequence into a split of
+the heads.
 
-DeepSpeed-Ulysses (arXiv 2309.14509), for any numbers of heads and ranks: every rank takes the same number of
-*slots*, a slot being one KV head with (a part of) its query heads. KV heads are replicated where that spreads
-the work better, as it must where p exceeds them; what is left over is padding, sent but not computed.
+DeepSpeed-Ulysses (arXiv 2309.14509), for any numbers of heads and ranks: every rank takes the same
+number of *slots*, a slot being one KV head with (a part of) its query heads. KV heads are
+replicated where that spreads the work better, as it must where p exceeds them; what is left over is
+padding, sent but not computed.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def head_slots(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:
 
 
 def _heads_from_tokens(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """[B, s, p, W], slots for every rank, to [B, p s, W]: the whole sequence of this rank's slots."""
+    """[B, s, p, W], slots for every rank, to [B, p s, W]: the whole sequence of this rank's
+    slots.
+    """
     if axis.size == 1:
         return x[:, :, 0].contiguous()
     y = comm.all_to_all(x.movedim(2, 0), axis, block_id)  # [p, B, s, W]
@@ -146,7 +150,9 @@ def _pad_heads(x: Tensor, num_heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of the work: slots, widths of the message [.., n (g D + D + Dv)], spec with own heads."""
+    """One rank's part of the work: slots, widths of the message [.., n (g D + D + Dv)], spec with
+    own heads.
+    """
 
     axis: Axis
     slots: HeadSlots
@@ -208,13 +214,14 @@ def attention_ulysses(
     """``paradyse::attention_ring``'s arguments and first result.
 
     Returns:
-        this rank's out [B, H, s, Dv]; then, of its own heads over the whole sequence of N = p s tokens, lse [B, h, N], out
-        [B, h, N, Dv] and the message [B, N, n (g D + D + Dv)] that brought q, k, v: for backward, which so has
-        only gradients to send.
+        this rank's out [B, H, s, Dv]; then, of its own heads over the whole sequence of N = p s
+        tokens, lse [B, h, N], out [B, h, N, Dv] and the message [B, N, n (g D + D + Dv)] that
+        brought q, k, v: for backward, which so has only gradients to send.
     """
     ax, block_id = axis_named(axis), int(info[1])
     args = (
-        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p, head_ids
+        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p,
+        head_ids
     )  # fmt: skip
     part = _part(q.shape[1], k.shape[1], q.shape[3], v.shape[3], ax, args)
     slots = part.slots
@@ -262,7 +269,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ax, block_id = axis_named(axis), int(info[1])
     args = (
-        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p, head_ids
+        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p,
+        head_ids
     )  # fmt: skip
     _, num_heads, _, value_width = grad_out.shape
     part = _part(num_heads, num_kv_heads, key_width, value_width, ax, args)

@@ -27,8 +27,9 @@ class Values(Protocol):
 
     sizes: Mapping[str, int]
     """Sizes at hand: "B", "S" and "s"."""
-    common: tuple[Tensor, Tensor, Tensor, Tensor]
-    """All positions [S], the rank's positions [s], info [2] = (S, block id), the block's seed []."""
+    common: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    """All positions [S], the rank's positions [s], a marker of the batch size [B], info [2] = (S, block id),
+    the block's seed []."""
 
     def get(self, node: fx.Node, layout: str) -> Tensor: ...
 
@@ -111,12 +112,14 @@ class LoweredPiece:
         return compiled.fn(*tensors)
 
 
-COMMON_DIMS: tuple[tuple[tuple[str | int, ...], ...], ...] = (((WHOLE,),), ((SPLIT,),), ((2,),), ())
+NUM_COMMON = 5
 
 
-def common_dims(axis: Axis) -> tuple[tuple[tuple[str | int, ...], ...], ...]:
+def common_dims(scope: Scope) -> tuple[tuple[tuple[str | int, ...], ...], ...]:
     """Dims of ``Values.common``; on one rank the two positions are the same."""
-    return COMMON_DIMS if axis.size > 1 else (((WHOLE,),), ((WHOLE,),), ((2,),), ())
+    split = SPLIT if scope.axis.size > 1 else WHOLE
+    batch: tuple[str | int, ...] = ("B",) if scope.batch is not None else (1,)
+    return (((WHOLE,),), ((split,),), (batch,), ((2,),), ())
 
 
 def spec_dims(scope: Scope, node: fx.Node, layout: str) -> tuple[tuple[str | int, ...], ...]:
@@ -163,7 +166,7 @@ def dropout_overrides(
     scope: Scope, nodes: Sequence[fx.Node], layout: str, sizes: Mapping[str, Any], common: Sequence[Tensor]
 ) -> dict[fx.Node, Override]:
     """Dropout by place: the same mask on one rank and on many."""
-    whole, local, _, seed = common
+    whole, local, _, _, seed = common
     positions = local if layout == SPLIT else whole
     out: dict[fx.Node, Override] = {}
     drops = [n for n in nodes if n.target == aten.dropout.default]

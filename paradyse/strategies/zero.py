@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from paradyse.pieces import Override, Piece, run
 from paradyse.strategies.variant import (
+    NUM_COMMON,
     SPLIT,
     WHOLE,
     LoweredPiece,
@@ -46,7 +47,7 @@ def masks_of(attention: fx.Node | None) -> set[fx.Node]:
 
 def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
     """The attention operator of ``strategy``, called with the arguments of ``paradyse::attention``."""
-    _, _, info, seed = common
+    *_, info, seed = common
 
     def local(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         kp, docs, bias, _, *numbers = _filled(rest)
@@ -82,14 +83,14 @@ class LocalPiece:
         whole = masks_of(attention)
         self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
         order = [*self.inputs, *self.weight_nodes]
-        dims = [*common_dims(scope.axis)]
+        dims = [*common_dims(scope)]
         dims += [spec_dims(scope, n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
         dims += [spec_dims(scope, n, layout) for n in self.weight_nodes]
         place = [order.index(n) for n in piece.inputs]
 
         def fn(*tensors: Tensor) -> tuple[Any, ...]:
             sizes = bind_sizes(dims, tensors)
-            common, rest = tensors[:4], tensors[4:]
+            common, rest = tensors[:NUM_COMMON], tensors[NUM_COMMON:]
             overrides = dropout_overrides(scope, piece.nodes, layout, sizes, common)
             if attention is not None:
                 overrides[attention] = attention_override(scope, strategy, common)
@@ -108,6 +109,7 @@ class ZeroVariant:
 
     def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str):
         layout = SPLIT if scope.axis.size > 1 else WHOLE
+        self.name = strategy
         self.body = LocalPiece(scope, piece, layout, strategy, attention)
         self.forms = [None] * len(self.body.weight_nodes)
 

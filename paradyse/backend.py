@@ -1,0 +1,268 @@
+"""The backend that ``torch.compile(model, backend="paradyse")`` finds by its entry point."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import lookup_backend
+
+from paradyse import comm
+from paradyse.capture import (
+    VARIANTS,
+    build_program,
+    find_sizes,
+    is_model_state,
+    sizes_of,
+    trace_inputs,
+)
+from paradyse.config import Options, parse_options
+from paradyse.describe import describe_blocks, describe_masks
+from paradyse.machine import measure_machine
+from paradyse.mesh import Axis, resolve_axis
+from paradyse.planner import Planner
+from paradyse.program import Program, StepConstants
+from paradyse.report import PlanReport, Stats, explain_plan
+from paradyse.strategies.variant import WHOLE
+from paradyse.switch import Guard, check_agreement
+from paradyse.types import Plan, Workload
+
+log = logging.getLogger(__name__)
+
+_CAPTURES: list[weakref.ref[Capture]] = []
+
+
+def paradyse(gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None) -> Any:
+    """Compile one graph of Dynamo's. See the README for the options.
+
+    Raises:
+        ValueError: an option that is unknown or has a wrong value; a plan that does not fit the model.
+        NotImplementedError: an operator that cannot be split, with ``on_unsupported="error"``.
+    """
+    parsed = parse_options(options)
+    capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
+    _CAPTURES.append(weakref.ref(capture))
+    return capture.run if capture.fallback is None else capture.fallback
+
+
+class Capture:
+    """One graph: its program (one for each set of scalar arguments), its planner and its guard."""
+
+    def __init__(self, gm: fx.GraphModule, examples: list[Any], options: Options, axis: Axis):
+        self.gm, self.options, self.axis = gm, options, axis
+        self.placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.is_weight = [is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)]
+        self.parameters = [weakref.ref(e) for e in examples if isinstance(e, torch.nn.Parameter)]
+        self.fallback: Any = None
+        self.num_steps = 0
+        self.notes: list[str] = []
+        self.graphs: dict[tuple[Any, ...], _Graph] = {}
+        problem = _empty_input(self.placeholders, examples)
+        if problem:
+            self.fallback = _raiser(problem)
+            return
+        self.trace = trace_inputs(self.placeholders, examples)
+        self.keyed_dims: tuple[tuple[int, int], ...] = ()
+        graph = self._graph(self.trace.values)
+        if graph is None:
+            if options.on_unsupported == "error" and axis.size > 1:
+                raise NotImplementedError(f"nothing in this graph can be split: {'; '.join(self.notes)}")
+            self.fallback = lookup_backend(options.inner)(gm, examples) if options.inner != "eager" else gm.forward
+
+    def _graph(self, inputs: Sequence[Any]) -> _Graph | None:
+        program, ctx = build_program(self.gm, inputs, self.is_weight, self.options, self.axis)
+        self.notes = ctx.notes
+        for note in ctx.notes:
+            log.info("%s", note)
+        if program is None:
+            return None
+        graph = _Graph(program, self)
+        named = {program.scope.seq, program.scope.batch}
+        self.keyed_dims = tuple(
+            (i, d)
+            for i, d in self.trace.symbols
+            if not set(program.scope.names.of(program.placeholders[i])[d]) <= named
+        )
+        shapes = tuple(inputs[i].shape[d] for i, d in self.keyed_dims)
+        self.graphs[tuple(inputs[i] for i in self.trace.scalars) + shapes] = graph
+        return graph
+
+    def run(self, *args: Any) -> Any:
+        """One call of the graph."""
+        key: tuple[Any, ...] = ()
+        if self.trace.scalars or self.keyed_dims:
+            key = tuple(_scalar(args[i]) for i in self.trace.scalars)
+            key += tuple(args[i].shape[d] for i, d in self.keyed_dims)
+        graph = self.graphs.get(key)
+        if graph is None:
+            graph = self._graph(self._inputs_like(args))
+            assert graph is not None, "a graph that could be split at other numbers"
+        self.num_steps += 1
+        return graph(args)
+
+    def _inputs_like(self, args: Sequence[Any]) -> list[Any]:
+        """The trace's inputs with the numbers and sizes of this call where they may not differ."""
+        inputs = list(self.trace.values)
+        for i in self.trace.scalars:
+            inputs[i] = _scalar(args[i])
+        for i, d in self.keyed_dims:
+            shape = list(inputs[i].shape)
+            shape[d] = args[i].shape[d]
+            inputs[i] = replace(inputs[i], shape=tuple(shape))
+        return inputs
+
+
+def _scalar(x: Any) -> Any:
+    return x.item() if isinstance(x, Tensor) else x
+
+
+class _Graph:
+    """A program with the guard that chooses its plan."""
+
+    def __init__(self, program: Program, capture: Capture):
+        self.program, self.capture = program, capture
+        self.sizes = find_sizes(program)
+        if self.sizes is None:
+            raise NotImplementedError(
+                "no tensor argument of the graph shows the batch size and sequence length; pass input_ids or "
+                "inputs_embeds as tensors"
+            )
+        axis, options = capture.axis, capture.options
+        self.axis = axis
+        self.blocks = describe_blocks(program)
+        weights = [p() for p in capture.parameters]
+        static = sum(4 * w.numel() * w.element_size() for w in weights if w is not None)
+        self.planner = Planner(
+            options, self.blocks, axis.size, lambda dtype: measure_machine(axis, dtype), static
+        )
+        self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
+        like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
+        self.guard = Guard(self.planner.plan, not callable(options.plan), like)
+        self.data = [
+            i
+            for i, n in enumerate(program.placeholders)
+            if not n.meta.get("weight") and isinstance(n.meta.get("val"), Tensor)
+        ]
+        self._constants: dict[Any, StepConstants] = {}
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        assert self.sizes is not None
+        sizes = sizes_of(self.sizes, args, self.axis)
+
+        def make(plan: Plan) -> StepConstants:
+            return self._make(sizes, plan)
+
+        constants = self.guard(sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled(), make)
+        if self.axis.size > 1:
+            args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+            self._agree(args, sizes, constants)
+        return self.program(args, constants)
+
+    def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
+        key = (*sizes.values(), plan.strategies)
+        found = self._constants.get(key)
+        if found is None:
+            if len(self._constants) >= 512:
+                self._constants.pop(next(iter(self._constants)))
+            found = self.program.constants_for(sizes, plan.strategies)
+            self._constants[key] = found
+        return found
+
+    def _agree(self, args: Sequence[Any], sizes: Mapping[str, int], constants: StepConstants) -> None:
+        numbers = {"the sequence length": sizes[WHOLE], "the batch size": sizes.get("B", 1)}
+        if self.program.has_dropout:
+            numbers["the random state"] = _checksum_of_rng()
+        tensors = [args[i] for i in self.data]
+        check_agreement(self.axis, tensors, numbers, ",".join(constants.strategies))
+
+
+def _checksum_of_rng() -> int:
+    state = torch.get_rng_state().to(torch.int64)
+    return int((state * torch.arange(1, state.numel() + 1)).sum())
+
+
+def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
+    for node, example in zip(placeholders, examples, strict=True):
+        if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
+            name = str(node.target).removeprefix("L_").removesuffix("_")
+            return (
+                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be at least 1; "
+                "drop empty batches before calling the model"
+            )
+    return None
+
+
+def _raiser(message: str) -> Any:
+    def fail(*args: Any) -> Any:
+        raise ValueError(message)
+
+    return fail
+
+
+def captures_of(model: Any) -> Iterator[Capture]:
+    """The captures made so far of graphs with ``model``'s parameters."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"give the compiled model, not {type(model).__name__}")
+    mine = {id(p) for p in model.parameters()}
+    for ref in list(_CAPTURES):
+        capture = ref()
+        if capture is None:
+            _CAPTURES.remove(ref)
+        elif any(id(p()) in mine for p in capture.parameters if p() is not None):
+            yield capture
+
+
+def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
+    """Why each block gets its strategy at this workload. Call it on every rank.
+
+    Raises:
+        ValueError: the model has not run yet, so no graph of it is known; a size below 1.
+    """
+    graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
+    if not graphs:
+        raise ValueError("no graph of this model is known yet: run one step of the compiled model first")
+    capture, graph = graphs[-1]
+    like = Workload(
+        batch_size, seq_len, graph.dtype, torch.is_grad_enabled(), capture.axis.size, describe_masks(graph.blocks)
+    )
+    return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes))
+
+
+def stats(compiled_model: Any) -> Stats:
+    """What has happened so far with ``compiled_model`` on this rank."""
+    sent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    per_block: dict[str, int] = {}
+    plans: dict[int, str] = {}
+    variants: set[tuple[str, str]] = set()
+    captures = switches = steps = 0
+    for capture in captures_of(compiled_model):
+        captures += 1
+        steps += capture.num_steps
+        for graph in capture.graphs.values():
+            switches += graph.guard.num_switches
+            for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
+                variants |= {(block.structure, v.name) for v in step.variants.values()}
+            plans.update(graph.guard.plan_of)
+            for block_id in (*(s.block_id for s in graph.program.block_steps), graph.program.between_id):
+                traffic = comm.traffic(block_id)
+                sent.update(traffic.sent_bytes)
+                calls.update(traffic.calls)
+                per_block[traffic.name] = per_block.get(traffic.name, 0) + sum(traffic.sent_bytes.values())
+    return Stats(
+        captures=captures,
+        variants_compiled=len(variants),
+        pieces_compiled=VARIANTS.num_compiled,
+        steps=steps,
+        plan_switches=switches,
+        plan_per_length=plans,
+        bytes_per_collective=dict(sent),
+        calls_per_collective=dict(calls),
+        bytes_per_block=per_block,
+    )

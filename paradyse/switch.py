@@ -1,0 +1,98 @@
+"""The guard at the entry of a program, and the check that all ranks hold the same batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse import comm
+from paradyse.mesh import Axis
+from paradyse.types import Plan, Workload
+
+CHECKED_STEPS = 5
+"""Steps at the start of a program's life on an axis whose batches are compared across ranks."""
+
+_CHECKS: dict[str, int] = {}
+"""Axis name -> checks done so far: equal on all ranks, since every step runs on every rank."""
+
+
+class Guard:
+    """Maps a workload to what runs: a dictionary look-up for one seen before."""
+
+    def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, describe: Workload, capacity: int = 512):
+        self._plan, self._fixed, self._like, self._capacity = plan, fixed, describe, capacity
+        self._known: dict[tuple[int, int, bool], Any] = {}
+        self.num_switches = 0
+        self.plan_of: dict[int, str] = {}
+        self._last: Any = None
+
+    def __call__(
+        self, batch: int, seq_len: int, training: bool, make: Callable[[Plan], Any]
+    ) -> Any:
+        """What ``make(plan)`` gave for this workload; the plan is asked for anew only if it may change."""
+        key = (batch, seq_len, training)
+        found = self._known.get(key) if self._fixed else None
+        if found is None:
+            like = self._like
+            workload = Workload(batch, seq_len, like.dtype, training, like.num_ranks, like.mask)
+            plan = self._plan(workload)
+            found = (plan, make(plan))
+            if self._fixed:
+                if len(self._known) >= self._capacity:
+                    self._known.pop(next(iter(self._known)))
+                self._known[key] = found
+            self.plan_of[seq_len] = plan.key
+        plan, made = found
+        if plan is not self._last:
+            if self._last is not None and plan != self._last:
+                self.num_switches += 1
+            self._last = plan
+        return made
+
+
+def check_agreement(axis: Axis, tensors: Sequence[Tensor], numbers: Mapping[str, int], plan_key: str) -> None:
+    """Compare batch, sizes, plan and random state across ranks, on the first steps.
+
+    Raises:
+        ValueError: on every rank, naming what differs and which ranks hold what.
+    """
+    done = _CHECKS.get(axis.name, 0)
+    if axis.size == 1 or done >= CHECKED_STEPS:
+        return
+    _CHECKS[axis.name] = done + 1
+    named = {
+        **numbers,
+        "the batch (checksum)": _checksum(tensors),
+        "the plan (checksum)": zlib.crc32(plan_key.encode()),
+    }
+    mine = torch.tensor(list(named.values()), dtype=torch.int64)
+    device = "cpu" if torch.distributed.get_backend(axis.group) == "gloo" else tensors[0].device
+    everyone = comm.all_gather(mine.to(device), axis, comm.AGREEMENT).cpu()
+    for i, name in enumerate(named):
+        values = everyone[:, i].tolist()
+        if len(set(values)) > 1:
+            held = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
+            way_out = (
+                "call torch.manual_seed with the same seed on every rank of the group (dropout draws from it)"
+                if name == "the random state"
+                else "every rank of a sequence-parallel group must be given the same global batch; split data "
+                "only across data-parallel replicas"
+            )
+            raise ValueError(f"ranks of one group disagree on {name}: {held}. {way_out}.")
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    total = 0
+    for i, t in enumerate(tensors):
+        with torch.no_grad():
+            bits = t.detach().contiguous().view(torch.uint8) if t.is_floating_point() else t.detach()
+            flat = bits.reshape(-1).to(torch.int64)
+            weights = torch.arange(1, flat.numel() + 1, device=flat.device) * (2 * i + 1)
+            total = (total * 31 + int((flat * weights).sum())) % (2**62)
+    return total
+
+

@@ -1,0 +1,111 @@
+"""Does every strategy give what one device gives? On the user's own model and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.backend import captures_of
+from paradyse.mesh import resolve_axis
+from paradyse.report import VerifyReport, VerifyRow
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Workload
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Relative norms, from the rounding of sums in another order; half precisions get 5e-2."""
+
+
+def verify(
+    model: torch.nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> VerifyReport:
+    """Compare loss and every gradient of every feasible strategy, and of a mixture, with eager.
+
+    Runs ``model`` eagerly, whole, on every rank, then under the backend with each plan; dropout is off.
+    Gradients and the training flag are restored. Call it on every rank with the same batch.
+
+    Args:
+        model: an uncompiled module whose output has ``.loss``.
+        batch: keyword arguments of one call, labels included; [B, S] tensors.
+        options: options of the backend other than ``plan``.
+    Raises:
+        ValueError: the output has no loss.
+    """
+    axis = resolve_axis((options or {}).get("mesh"))
+    kept = {n: p.grad for n, p in model.named_parameters()}
+    training = model.training
+    model.eval()
+    try:
+        loss, grads = _step(model, model, batch)
+        def plan(workload: Workload) -> Any:
+            return current[0]
+
+        compiled = torch.compile(model, backend="paradyse", options={**(options or {}), "plan": plan})
+        _step(compiled, model, batch)
+        graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
+        blocks = graphs[-1].blocks if graphs else ()
+        rows = []
+        plans = _plans(blocks) if axis.size > 1 and blocks else {"auto": "auto"}
+        tolerance = TOLERANCES.get(next(model.parameters()).dtype, 5e-2)
+        for name, given in plans.items():
+            if isinstance(given, str) and given != "auto":
+                rows.append(VerifyRow(name, infeasible=given, tolerance=tolerance))
+                continue
+            current[0] = given
+            got, got_grads = _step(compiled, model, batch)
+            worst, error = _worst(grads, got_grads)
+            loss_error = abs(got - loss) / max(abs(loss), 1e-30)
+            rows.append(VerifyRow(name if axis.size > 1 else REPLICATED, loss_error, worst, error, "", tolerance))
+        first = next(v for v in batch.values() if isinstance(v, Tensor))
+        text = f"{type(model).__name__}, batch {list(first.shape)}, {axis.size} rank{'s' * (axis.size > 1)}"
+        return VerifyReport(tuple(rows), text)
+    finally:
+        model.train(training)
+        for n, p in model.named_parameters():
+            p.grad = kept[n]
+
+
+def _plans(blocks: Any) -> dict[str, Any]:
+    """Plan name -> plan, or why it is infeasible as text."""
+    plans: dict[str, Any] = {}
+    for s in ATTENTION_STRATEGIES:
+        reasons = [f"{b.name}: {b.infeasible[s]}" for b in blocks if s in b.infeasible]
+        plans[s] = reasons[0] if len(reasons) == len(blocks) else Plan(
+            tuple(s if s not in b.infeasible else b.feasible()[0] for b in blocks)
+        )
+        if reasons and len(reasons) < len(blocks):
+            plans[f"{s} where feasible"] = plans.pop(s)
+    plans["mixed"] = Plan(tuple(b.feasible()[i % len(b.feasible())] for i, b in enumerate(blocks)))
+    return plans
+
+
+def _step(call: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    out = call(**batch)
+    loss = out.loss if hasattr(out, "loss") else None
+    if loss is None:
+        raise ValueError("the model returned no loss; put labels into the batch")
+    loss.backward()
+    grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), grads
+
+
+def _worst(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The parameter whose gradient differs most, in relative norm.
+
+    A gradient that is mathematically zero (a key bias) is held against the norm of the whole gradient.
+    """
+    if want.keys() != got.keys():
+        missing = sorted(want.keys() ^ got.keys())
+        return f"{missing[0]} (in one only)", float("inf")
+    whole = torch.stack([g.double().norm() for g in want.values()]).norm().item()
+    worst, error = "", 0.0
+    for name, g in want.items():
+        scale = g.double().norm().item()
+        if scale < 1e-6 * whole:
+            scale = whole
+        e = (got[name].double() - g.double()).norm().item() / max(scale, 1e-30)
+        if not e <= error:
+            worst, error = name, e
+    return worst, error
