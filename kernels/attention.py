@@ -1,30 +1,28 @@
 """Exact attention between queries and keys whose global positions are known, forward and backward.
 
-Order of this file: reference, tile cores (dense and flash), public functions.
+Order: the reference, which tiles to compute (``attention_core`` computes one), public functions.
 
-No value of Sq x Sk elements exists. ``attention_backward`` takes the *final* output and log-sum-exp, so a
-ring calls it once per visiting K/V shard and sums: P = exp(scores - lse) is then right for any subset of keys
-(FlashAttention-2, arXiv 2307.08691, section 3.1; blockwise ring, arXiv 2310.01889).
-On a CPU most work goes to PyTorch's flash kernel, which is exact in float64, float32, bfloat16 and float16.
+No value of Sq x Sk elements exists. ``attention_backward`` takes the *final* output and
+log-sum-exp, so a ring calls it once per visiting K/V shard and sums: P = exp(scores - lse) is then
+right for any subset of keys (FlashAttention-2, arXiv 2307.08691, section 3.1; blockwise ring, arXiv
+2310.01889). On a CPU most work goes to PyTorch's flash kernel, which is exact in float64, float32,
+bfloat16 and float16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paradyse.kernels.attention_core import Call, Problem, stat_dtype
 from paradyse.kernels.attention_mask import (
-    DIAGONAL,
-    MASKED,
     AttentionSpec,
     Intervals,
     Runs,
     Tile,
-    additive_mask,
     data_intervals,
     dropout_keep,
     position_intervals,
@@ -35,11 +33,6 @@ from paradyse.kernels.attention_mask import (
 )
 
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-
-
-def stat_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and of accumulation: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # Reference
@@ -83,170 +76,8 @@ def attention_reference(
     ).exp()
     if spec.dropout_p > 0:
         keep = dropout_keep(spec, slice(0, q.shape[0]), q.shape[1], i[:, 0], j)
-        p = p * keep / (1 - spec.dropout_p)
+        p = p * keep / max(1 - spec.dropout_p, 1e-9)
     return p.to(q.dtype) @ v, lse
-
-
-# Dense tiles: plain PyTorch, any device, dropout
-
-
-def _softmax_tile(
-    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, lse: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Probabilities [B, H, R, K] of a tile and their log-sum-exp (or ``lse``, if the whole row's is given)."""
-    p = times_keys(q, k).mul_(scale)
-    if mask is not None:
-        p.add_(mask)
-    if lse is None:
-        highest = p.amax(-1)
-        p.sub_(highest.masked_fill(highest == -torch.inf, 0)[..., None]).exp_()
-        total = p.sum(-1)
-        p.div_(total.masked_fill(total == 0, 1)[..., None])
-        return p, highest + total.log()
-    return p.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp_(), lse
-
-
-def _by_group(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, R, D] to [B, Hk, G R, D]: the heads of a group share K and V, so they become rows."""
-    b, h, r, d = x.shape
-    return x.reshape(b, kv_heads, h // kv_heads * r, d)
-
-
-def times_keys(q: Tensor, k: Tensor) -> Tensor:
-    """[B, H, R, D] x [B, Hk, K, D] -> [B, H, R, K]."""
-    product = torch.matmul(_by_group(q, k.shape[1]), k.transpose(-1, -2))
-    return product.view(*q.shape[:3], k.shape[2])
-
-
-def times_values(p: Tensor, v: Tensor) -> Tensor:
-    """[B, H, R, K] x [B, Hk, K, D] -> [B, H, R, D]."""
-    return torch.matmul(_by_group(p, v.shape[1]), v).view(*p.shape[:3], v.shape[3])
-
-
-def times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, R, K] (transposed) x [B, H, R, D], summed over a group's heads -> [B, Hk, K, D]."""
-    return torch.matmul(_by_group(p, kv_heads).transpose(-1, -2), _by_group(x, kv_heads))
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """One plan: sequences ``batch`` whose visible keys are the same."""
-
-    batch: slice
-    intervals: Intervals
-    tiles: tuple[Tile, ...]
-    data_mask: bool
-    """Key padding and documents are not part of the intervals."""
-    covers: bool
-    """The plan is one tile that holds every row and key."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments that all tiles of one call share."""
-
-    spec: AttentionSpec
-    q_runs: Runs
-    kv_runs: Runs
-    dense: bool
-
-    def mask(self, problem: _Problem, tile: Tile, like: Tensor) -> Tensor | None:
-        if tile.kind != MASKED and not problem.data_mask and self.spec.bias is None:
-            return None
-        where = (tile, problem.intervals, problem.batch, problem.data_mask)
-        mask = additive_mask(self.spec, *where, self.q_runs, self.kv_runs, like)
-        if mask is None or mask.shape[-1] == tile.k1 - tile.k0 and mask.stride(-1) == 1:
-            return mask
-        return mask.expand(*mask.shape[:3], tile.k1 - tile.k0).contiguous()
-
-    def dropout(self, problem: _Problem, tile: Tile, like: Tensor) -> Tensor | None:
-        """Keep mask [B, H, R, K] scaled by 1/(1-p); None without dropout."""
-        p = self.spec.dropout_p
-        if p == 0:
-            return None
-        rows = run_positions(self.q_runs, like.device)[tile.r0 : tile.r1]
-        keys = run_positions(self.kv_runs, like.device)[tile.k0 : tile.k1]
-        keep = dropout_keep(self.spec, problem.batch, like.shape[1], rows, keys)
-        return keep.to(like.dtype).mul_(1 / (1 - p) if p < 1 else 0)
-
-    def forward(
-        self, problem: _Problem, tile: Tile, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, R, Dv] and lse [B, H, R] of one tile; arguments already cut to it."""
-        mask = self.mask(problem, tile, q)
-        if self.dense:
-            p, lse = _softmax_tile(q, k, mask, self.spec.scale, None)
-            keep = self.dropout(problem, tile, q)
-            return times_values(p if keep is None else p.mul_(keep), v), lse
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.kind == DIAGONAL, attn_mask=mask, scale=self.spec.scale
-        )
-        if mask is not None:  # the kernel says 0 for a row that sees nothing
-            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
-        return out, lse
-
-    def backward(
-        self,
-        problem: _Problem,
-        tile: Tile,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of dq, dk, dv."""
-        mask = self.mask(problem, tile, q)
-        if self.dense:
-            p, ds = self.score_gradient(problem, tile, grad, q, k, v, out, lse, mask)
-            dq = times_values(ds, k).mul_(self.spec.scale)
-            dk = times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
-            return dq, dk, times_rows(p, grad, v.shape[1])
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s - inf) = 0
-        b, kv_heads, n, _ = k.shape
-        group = q.shape[1] // kv_heads
-        expand = (
-            group > 1 and b * kv_heads < torch.get_num_threads()
-        )  # the kernel splits work by KV head
-        if expand:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            0.0,
-            tile.kind == DIAGONAL,
-            attn_mask=mask,
-            scale=self.spec.scale,
-        )
-        if expand:
-            dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
-        return dq, dk, dv
-
-    def score_gradient(
-        self,
-        problem: _Problem,
-        tile: Tile,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Probabilities after dropout, and the gradient of the scores after scale and bias."""
-        p, _ = _softmax_tile(q, k, mask, self.spec.scale, lse)
-        ds = times_keys(grad, v)
-        keep = self.dropout(problem, tile, q)
-        if keep is not None:
-            ds.mul_(keep)
-        ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
-        return p if keep is None else p.mul_(keep), ds
 
 
 # Which tiles
@@ -276,7 +107,7 @@ def _position_tiles(
     )
 
 
-def _problems(q: Tensor, k: Tensor, call: _Call) -> list[_Problem]:
+def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
     spec, (num_sequences, num_heads, num_rows, _) = call.spec, q.shape
     where = (call.q_runs, call.kv_runs, spec.seq_len, spec.left, spec.right, spec.chunk)
     intervals = position_intervals(*where)
@@ -298,7 +129,7 @@ def _problems(q: Tensor, k: Tensor, call: _Call) -> list[_Problem]:
     blocked = call.dense or data_mask or spec.bias is not None
     tiles = _position_tiles(*where, per_pair * q.element_size(), blocked)
     covers = _covers(tiles, num_rows, k.shape[2])
-    return [_Problem(slice(0, num_sequences), intervals, tiles, data_mask, covers)]
+    return [Problem(slice(0, num_sequences), intervals, tiles, data_mask, covers)]
 
 
 def _covers(tiles: tuple[Tile, ...], num_rows: int, num_keys: int) -> bool:
@@ -310,7 +141,7 @@ def _covers(tiles: tuple[Tile, ...], num_rows: int, num_keys: int) -> bool:
     )
 
 
-def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[_Problem]:
+def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[Problem]:
     """One problem for each stretch of sequences that are masked alike."""
     problems, begin = [], 0
     for b in range(1, len(own) + 1):
@@ -322,7 +153,7 @@ def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[_Pr
             continue
         tiles = segments(own[begin], itemsize)
         covers = _covers(tiles, len(own[begin].lo), num_keys)
-        problems.append(_Problem(slice(begin, b), own[begin], tiles, False, covers))
+        problems.append(Problem(slice(begin, b), own[begin], tiles, False, covers))
         begin = b
     return problems
 
@@ -337,14 +168,17 @@ def merge_partials(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> tu
         out, lse: [B, H, S, D] and [B, H, S], in ``stat_dtype``; lse is -inf where no key was seen.
         out_i, lse_i: the same over the other keys; out_i in any dtype.
 
-    The weights are sigmoids of the difference of the lse, so they are in [0, 1] whatever the magnitude.
+    The weights are sigmoids of the difference of the lse, so they are in [0, 1] whatever the
+    magnitude.
     """
     weight = torch.sigmoid(lse_i - lse).masked_fill_(lse_i == -torch.inf, 0)[..., None]
     return torch.lerp(out, out_i.to(out.dtype), weight), torch.logaddexp(lse, lse_i)
 
 
 def _prepared(x: Tensor, width: int, dense: bool) -> Tensor:
-    """In the dtype that the tiles compute in, of width ``width``, with adjacent elements along it."""
+    """In the dtype that the tiles compute in, of width ``width``, with adjacent elements along
+    it.
+    """
     if dense:
         return x.to(stat_dtype(x.dtype))
     if x.shape[-1] < width:
@@ -354,9 +188,11 @@ def _prepared(x: Tensor, width: int, dense: bool) -> Tensor:
 
 def _call(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
-) -> _Call:
+) -> Call:
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype, not {q.dtype}, {k.dtype}, {v.dtype}")
     if (q.shape[2], k.shape[2]) != (runs_len(q_runs), runs_len(kv_runs)):
         raise ValueError(
             f"runs {q_runs}, {kv_runs} do not describe {q.shape[2]} queries, {k.shape[2]} keys"
@@ -365,7 +201,7 @@ def _call(
         raise ValueError(
             f"dropout_p {spec.dropout_p} must be in [0, 1], and above 0 it needs a seed"
         )
-    return _Call(
+    return Call(
         spec, q_runs, kv_runs, q.device.type != "cpu" or spec.dropout_p > 0 or not _HAS_CPU_FLASH
     )
 
@@ -377,13 +213,14 @@ def attention_forward(
 
     Args:
         q: [B, H, Sq, D], whose positions are ``q_runs``.
-        k, v: [B, Hk, Sk, D] and [B, Hk, Sk, Dv], whose ascending positions are ``kv_runs``. Query head h uses
-            key head h // (H // Hk).
+        k, v: [B, Hk, Sk, D] and [B, Hk, Sk, Dv], whose ascending positions are ``kv_runs``. Query
+            head h uses key head h // (H // Hk).
     Returns:
-        out [B, H, Sq, Dv] in q's dtype, and lse [B, H, Sq] (``stat_dtype``): log of the sum of exp(scores) over
-        the visible keys. A row that sees no key here has out 0 and lse -inf.
+        out [B, H, Sq, Dv] in q's dtype, and lse [B, H, Sq] (``stat_dtype``): log of the sum of
+        exp(scores) over the visible keys. A row that sees no key here has out 0 and lse -inf.
     Raises:
-        ValueError: heads that do not divide, runs that do not fit the tensors, dropout without a seed.
+        ValueError: heads that do not divide, runs that do not fit the tensors, dropout without a
+            seed.
     """
     call = _call(q, k, v, q_runs, kv_runs, spec)
     dtype, width, value_width = q.dtype, max(q.shape[-1], v.shape[-1]), v.shape[-1]
@@ -425,8 +262,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, in their dtypes, through these keys.
 
-    ``out`` and ``lse`` are those over *all* keys that the queries see, here or elsewhere; then dq is this subset's
-    share of the sum, dk and dv these queries' share.
+    ``out`` and ``lse`` are those over *all* keys that the queries see, here or elsewhere; then dq
+    is this subset's share of the sum, dk and dv these queries' share.
     """
     call = _call(q, k, v, q_runs, kv_runs, spec)
     width = max(q.shape[-1], v.shape[-1])
@@ -468,9 +305,11 @@ def bias_gradient(
     kv_runs: Runs,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Gradient of a learned float ``spec.bias``, of its shape, through these queries and keys (as T5 needs)."""
+    """Gradient of a learned float ``spec.bias``, of its shape, through these queries and keys (as
+    T5 needs).
+    """
     assert spec.bias is not None
-    call = _Call(spec, q_runs, kv_runs, dense=True)
+    call = Call(spec, q_runs, kv_runs, dense=True)
     grad_out, out, q, k, v = (_prepared(x, 0, True) for x in (grad_out, out, q, k, v))
     total = torch.zeros(spec.bias.shape, dtype=stat_dtype(q.dtype), device=q.device)
     own_heads = spec.bias.shape[1] not in (1, q.shape[1])

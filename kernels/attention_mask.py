@@ -1,9 +1,11 @@
-"""Which keys each query sees: intervals by position, tiles that cover them, additive masks, dropout.
+"""Which keys each query sees: intervals by position, tiles that cover them, additive masks,
+dropout.
 
 Queries and keys are tensors of tokens whose global positions are known on the host as runs of
-(start, length). Keys lie in ascending order, so under the positional conditions (left, right, chunk, length)
-the keys a row sees are one interval [lo, hi) of key indices. Rows whose intervals move together form tiles
-that need no mask; a dense mask exists only for the tiles that are left, one block of rows at a time.
+(start, length). Keys lie in ascending order, so under the positional conditions (left, right,
+chunk, length) the keys a row sees are one interval [lo, hi) of key indices. Rows whose intervals
+move together form tiles that need no mask; a dense mask exists only for the tiles that are left,
+one block of rows at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor
 
 Runs = tuple[tuple[int, int], ...]
-"""Contiguous stretches of global positions, (start, length) each, in the order a tensor holds them."""
+"""Contiguous stretches of global positions, (start, length) each, in the order a tensor holds
+them.
+"""
 
 TILE_BYTES = 32 * 2**20
 """Most memory for one tile of scores or of an additive mask."""
@@ -42,8 +46,8 @@ class AttentionSpec:
     document_ids: Tensor | None = None
     """[B, S] int, tokens see their own document only."""
     bias: Tensor | None = None
-    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. H may be more than the query
-    has, then ``head_ids`` selects."""
+    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. H may be more than
+    the query has, then ``head_ids`` selects."""
     dropout_p: float = 0.0
     seed: Tensor | None = None
     """int64 []: with the global indices of a pair, all that its dropout depends on."""
@@ -80,10 +84,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Row i sees the keys [lo[i], hi[i]); lo == hi == 0 for a row that sees none. [Sq] int64 on the CPU."""
+    """Row i sees the keys [lo[i], hi[i]); lo == hi == 0 for a row that sees none. [Sq] int64 on the
+    CPU.
+    """
 
     lo: Tensor
     hi: Tensor
+
+    def relative_to(self, tile: Tile) -> Tensor:
+        """[3, R]: first and end key of the tile's rows, counted from its first key, and the number
+        of its keys.
+        """
+        lo, hi = (x[tile.r0 : tile.r1] - tile.k0 for x in (self.lo, self.hi))
+        return torch.stack([lo, hi, torch.full_like(lo, tile.k1 - tile.k0)])
 
 
 def run_positions(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
@@ -130,8 +143,8 @@ def data_intervals(
 ) -> Intervals | None:
     """``by_position`` narrowed by one sequence's key padding and documents.
 
-    None when a row's keys are not one interval (holes in the padding, a document in two parts). Reads the
-    values, so only for tensors on the CPU.
+    None when a row's keys are not one interval (holes in the padding, a document in two parts).
+    Reads the values, so only for tensors on the CPU.
     """
     lo, hi = by_position.lo, by_position.hi
     keys = run_positions(kv_runs)
@@ -168,7 +181,9 @@ def _stretches(values: Tensor) -> list[tuple[int, int, int]]:
 
 
 def row_blocks(intervals: Intervals, bytes_per_pair: int, most_rows: int) -> tuple[Tile, ...]:
-    """The visible rows in blocks, each against the hull of its keys, of at most ``TILE_BYTES`` where possible."""
+    """The visible rows in blocks, each against the hull of its keys, of at most ``TILE_BYTES``
+    where possible.
+    """
     lo, hi = intervals.lo, intervals.hi
     tiles = []
     for begin, end, seen in _stretches((hi > lo).long()):
@@ -195,8 +210,8 @@ _MIN_ROWS = 32
 def segments(intervals: Intervals, bytes_per_pair: int) -> tuple[Tile, ...]:
     """The fewest tiles without a mask: rows whose intervals stand still, or end one key later each.
 
-    Rows of a sliding window, whose both ends move, get blocks with a mask, as does everything when the
-    intervals change too often to be worth a call each.
+    Rows of a sliding window, whose both ends move, get blocks with a mask, as does everything when
+    the intervals change too often to be worth a call each.
     """
     lo, hi = intervals.lo, intervals.hi
     d_lo, d_hi, seen = lo.diff(), hi.diff(), hi > lo
@@ -235,8 +250,9 @@ def _segment(intervals: Intervals, r0: int, r1: int, kind: int, bytes_per_pair: 
         return [diagonal] if diagonal.first else [Tile(r0, r1, lo, hi - 1, FULL), diagonal]
     rows = Intervals(intervals.lo[r0:r1], intervals.hi[r0:r1])
     width = int((rows.hi - rows.lo).max())
-    # Work per row grows with width + rows, and a call is slow on few rows: measured best near a quarter.
-    blocks = row_blocks(rows, bytes_per_pair, min(768, max(128, width // 4)))
+    # Work grows with width + rows, calls with 1 / rows. Measured flat between these, for widths 64
+    # to 2048.
+    blocks = row_blocks(rows, bytes_per_pair, max(64, min(128, width // 8)))
     return [Tile(t.r0 + r0, t.r1 + r0, t.k0, t.k1, t.kind) for t in blocks]
 
 
@@ -250,7 +266,8 @@ def additive_mask(
     kv_runs: Runs,
     like: Tensor,
 ) -> Tensor | None:
-    """What is added to the tile's scores, broadcast to [B, H, R, K], -inf where hidden; None for nothing.
+    """What is added to the tile's scores, broadcast to [B, H, R, K], -inf where hidden; None for
+    nothing.
 
     Args:
         batch: the sequences at hand.
@@ -291,7 +308,9 @@ def additive_mask(
 
 
 def select_runs(x: Tensor, dim: int, runs: Runs, begin: int, end: int) -> Tensor:
-    """The rows [begin, end) of the tokens that ``runs`` places, taken from global rows of ``x``; a view if it can be."""
+    """The rows [begin, end) of the tokens that ``runs`` places, taken from global rows of ``x``; a
+    view if it can be.
+    """
     if x.shape[dim] == 1:
         return x  # broadcast
     parts, offset = [], 0
@@ -323,9 +342,11 @@ def _mix(x: Tensor) -> Tensor:
 def dropout_keep(
     spec: AttentionSpec, batch: slice, num_heads: int, q_positions: Tensor, k_positions: Tensor
 ) -> Tensor:
-    """[B, H, R, K] bool, True where a probability is kept: a function of seed and global indices only.
+    """[B, H, R, K] bool, True where a probability is kept: a function of seed and global indices
+    only.
 
-    So every strategy, number of ranks and tiling drops the same pairs, and backward draws them again.
+    So every strategy, number of ranks and tiling drops the same pairs, and backward draws them
+    again.
     """
     device = q_positions.device
     assert spec.seed is not None

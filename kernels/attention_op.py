@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.kernels.attention import (
-    attention_backward,
-    attention_forward,
-    bias_gradient,
-    stat_dtype,
-)
+from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
+from paradyse.kernels.attention_core import stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec, Runs
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -175,14 +171,16 @@ def attention(
     Args:
         q: [B, H, N, D]. k: [B, Hk, N, D]. v: [B, Hk, N, Dv]; H is a multiple of Hk.
         key_padding: [B, S] bool, True where a key may be seen. document_ids: [B, S] int.
-        bias: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores; differentiable).
+        bias: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores;
+            differentiable).
         seed: int64 [], needed with dropout.
         left, right, chunk: see ``paradyse.types.MaskSpec``; -1 for unset.
-        head_ids: int64 [H], the global indices of the query heads, where they are a part of all heads.
+        head_ids: int64 [H], the global indices of the query heads, where they are a part of all
+            heads.
         info: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
     Returns:
-        out [B, H, N, Dv], laid out as [B, N, H, Dv], and lse [B, H, N], float32 (float64 for float64), not
-        differentiable. A row that sees nothing has out 0, lse -inf and gradient 0.
+        out [B, H, N, Dv], laid out as [B, N, H, Dv], and lse [B, H, N], float32 (float64 for
+        float64), not differentiable. A row that sees nothing has out 0, lse -inf and gradient 0.
     """
     seq_len, runs = _one_rank(q, info)
     spec = make_spec(

@@ -17,12 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paradyse import comm
-from paradyse.kernels.attention import (
-    attention_backward,
-    attention_forward,
-    bias_gradient,
-    stat_dtype,
-)
+from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
+from paradyse.kernels.attention_core import stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.attention_op import (
     Grads,

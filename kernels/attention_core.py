@@ -1,0 +1,199 @@
+"""One tile of attention: some rows against some keys, by plain PyTorch or by its flash kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paradyse.kernels.attention_mask import (
+    DIAGONAL,
+    MASKED,
+    AttentionSpec,
+    Intervals,
+    Runs,
+    Tile,
+    additive_mask,
+    dropout_keep,
+    run_positions,
+)
+
+
+def stat_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps and of accumulation: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# Dense tiles: plain PyTorch, any device, dropout
+
+
+def _softmax_tile(
+    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Probabilities [B, H, R, K] of a tile and their log-sum-exp (or ``lse``, if the whole row's is
+    given).
+    """
+    p = times_keys(q, k).mul_(scale)
+    if mask is not None:
+        p.add_(mask)
+    if lse is None:
+        highest = p.amax(-1)
+        p.sub_(highest.masked_fill(highest == -torch.inf, 0)[..., None]).exp_()
+        total = p.sum(-1)
+        p.div_(total.masked_fill(total == 0, 1)[..., None])
+        return p, highest + total.log()
+    return p.sub_(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp_(), lse
+
+
+def _by_group(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, R, D] to [B, Hk, G R, D]: the heads of a group share K and V, so they become rows."""
+    b, h, r, d = x.shape
+    return x.reshape(b, kv_heads, h // kv_heads * r, d)
+
+
+def times_keys(q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, R, D] x [B, Hk, K, D] -> [B, H, R, K]."""
+    product = torch.matmul(_by_group(q, k.shape[1]), k.transpose(-1, -2))
+    return product.view(*q.shape[:3], k.shape[2])
+
+
+def times_values(p: Tensor, v: Tensor) -> Tensor:
+    """[B, H, R, K] x [B, Hk, K, D] -> [B, H, R, D]."""
+    return torch.matmul(_by_group(p, v.shape[1]), v).view(*p.shape[:3], v.shape[3])
+
+
+def times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, R, K] (transposed) x [B, H, R, D], summed over a group's heads -> [B, Hk, K, D]."""
+    return torch.matmul(_by_group(p, kv_heads).transpose(-1, -2), _by_group(x, kv_heads))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One plan: sequences ``batch`` whose visible keys are the same."""
+
+    batch: slice
+    intervals: Intervals
+    tiles: tuple[Tile, ...]
+    data_mask: bool
+    """Key padding and documents are not part of the intervals."""
+    covers: bool
+    """The plan is one tile that holds every row and key."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments that all tiles of one call share."""
+
+    spec: AttentionSpec
+    q_runs: Runs
+    kv_runs: Runs
+    dense: bool
+    last_mask: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """The latest mask that depends on positions alone, and the bounds of its rows."""
+
+    def mask(self, problem: Problem, tile: Tile, like: Tensor) -> Tensor | None:
+        plain = not problem.data_mask and self.spec.bias is None
+        if plain and tile.kind != MASKED:
+            return None
+        if plain:  # the blocks of a sliding window have one mask between them
+            bounds = problem.intervals.relative_to(tile)
+            for known, mask in self.last_mask:
+                if torch.equal(known, bounds):
+                    return mask
+        where = (tile, problem.intervals, problem.batch, problem.data_mask)
+        mask = additive_mask(self.spec, *where, self.q_runs, self.kv_runs, like)
+        if mask is not None and (mask.shape[-1] < tile.k1 - tile.k0 or mask.stride(-1) != 1):
+            mask = mask.expand(*mask.shape[:3], tile.k1 - tile.k0).contiguous()
+        if plain and mask is not None:
+            self.last_mask[:] = [(bounds, mask)]
+        return mask
+
+    def dropout(self, problem: Problem, tile: Tile, like: Tensor) -> Tensor | None:
+        """Keep mask [B, H, R, K] scaled by 1/(1-p); None without dropout."""
+        p = self.spec.dropout_p
+        if p == 0:
+            return None
+        rows = run_positions(self.q_runs, like.device)[tile.r0 : tile.r1]
+        keys = run_positions(self.kv_runs, like.device)[tile.k0 : tile.k1]
+        keep = dropout_keep(self.spec, problem.batch, like.shape[1], rows, keys)
+        return keep.to(like.dtype).mul_(1 / (1 - p) if p < 1 else 0)
+
+    def forward(
+        self, problem: Problem, tile: Tile, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, H, R, Dv] and lse [B, H, R] of one tile; arguments already cut to it."""
+        mask = self.mask(problem, tile, q)
+        if self.dense:
+            p, lse = _softmax_tile(q, k, mask, self.spec.scale, None)
+            keep = self.dropout(problem, tile, q)
+            return times_values(p if keep is None else p.mul_(keep), v), lse
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.kind == DIAGONAL, attn_mask=mask, scale=self.spec.scale
+        )
+        if mask is not None:  # the kernel says 0 for a row that sees nothing
+            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        return out, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        tile: Tile,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tile's share of dq, dk, dv."""
+        mask = self.mask(problem, tile, q)
+        if self.dense:
+            p, ds = self.score_gradient(problem, tile, grad, q, k, v, out, lse, mask)
+            dq = times_values(ds, k).mul_(self.spec.scale)
+            dk = times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
+            return dq, dk, times_rows(p, grad, v.shape[1])
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s - inf) = 0
+        b, kv_heads, n, _ = k.shape
+        group = q.shape[1] // kv_heads
+        expand = (
+            group > 1 and b * kv_heads < torch.get_num_threads()
+        )  # the kernel splits work by KV head
+        if expand:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            0.0,
+            tile.kind == DIAGONAL,
+            attn_mask=mask,
+            scale=self.spec.scale,
+        )
+        if expand:
+            dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
+        return dq, dk, dv
+
+    def score_gradient(
+        self,
+        problem: Problem,
+        tile: Tile,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Probabilities after dropout, and the gradient of the scores after scale and bias."""
+        p, _ = _softmax_tile(q, k, mask, self.spec.scale, lse)
+        ds = times_keys(grad, v)
+        keep = self.dropout(problem, tile, q)
+        if keep is not None:
+            ds.mul_(keep)
+        ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(p)
+        return p if keep is None else p.mul_(keep), ds
