@@ -283,7 +283,7 @@ def _backward(
     elif bias_grad and bias is not None:
         d_bias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
     dq, dk, dv = part.split(_tokens_from_heads(d_qkv, ax, block_id))
-    if bias_grad:
+    if bias_grad and ax.size > 1:
         d_bias = comm.all_reduce(d_bias, ax, block_id)
     grads = (
         slots.collect_queries(dq, key_width),
