@@ -335,7 +335,8 @@ def bias_gradient(
             places = [torch.arange(n, device=q.device) for n in ds.shape]
             if heads is not None:
                 inside = heads < total.shape[1]  # heads past the end are padding
-                places[1], ds = heads[inside], ds[:, inside]
+                places[1] = heads.clamp(max=total.shape[1] - 1)
+                ds = ds * inside[:, None, None]
             if total.shape[2] > 1:
                 places[2] = run_positions(q_runs, q.device)[rows]
             if total.shape[3] > 1:
