@@ -10,7 +10,6 @@ from paradyse.passes.mask_domain import (
     FALSE,
     ONE,
     TRUE,
-    ZERO,
     And,
     Atom,
     Bool,
@@ -213,15 +212,16 @@ def _restarts(document: Lin, positions: Lin, values: MaskValues) -> bool:
     counted = document.single()
     if not isinstance(counted, Load) or counted.index[-1:] != (var(1),):
         return False
+    if any(1 in dims_of(i) for i in counted.index[:-1]):
+        return False
     summed = values.cumulative(counted.node)
     if summed is None:
         return False
-    if counted.index[:-1] != (var(0),):
-        summed = substitute(summed, {0: ZERO})
     # The first place does not matter: look at the one after t, where no first place is left.
     later = add(var(1), ONE)
     step = sub(as_number(substitute(positions, {1: later})), positions)
-    return as_bool(substitute(summed, {1: later})) == negate(eq0(sub(step, ONE)))
+    at = {**dict(enumerate(counted.index)), len(counted.index) - 1: later}
+    return as_bool(substitute(summed, at)) == negate(eq0(sub(step, ONE)))
 
 
 def _names(part: Bool) -> str:

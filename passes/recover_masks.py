@@ -169,7 +169,7 @@ class _Recovery:
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments of an operator by name, defaults filled in."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     out = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
     out.update({a.name: x for a, x in zip(schema.arguments, node.args, strict=False)})
     return out | node.kwargs

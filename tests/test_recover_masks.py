@@ -27,7 +27,7 @@ def trace(fn: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
         return make_fx(fn, pre_dispatch=True)(*fakes)
 
 
-# Masks built by hand. Each is a function of (attention_mask, documents, positions), all int64 [B, S].
+# Masks built by hand: functions of (attention_mask, documents, positions), all int64 [B, S].
 
 ATTENTION_MASK = torch.ones(B, S, dtype=torch.int64)
 ATTENTION_MASK[0, :4] = 0

@@ -1,4 +1,4 @@
-"""Recover masks on HuggingFace models: meanings found, nothing of S x S, equal loss and gradients."""
+"""Recover masks on HuggingFace models: meanings, nothing of S x S, equal loss and gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import transformers
 from mask_graphs import TOLERANCE, Notes, calls, dense_values, spec
 from torch import Tensor, fx
 
+from paradyse.capture import trace_inputs
 from paradyse.passes.recover_masks import recover_masks
-from paradyse.passes.retrace import retrace
+from paradyse.passes.retrace import make_autocast_explicit, retrace
 
 B, S = 2, 13
 SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1}
@@ -95,6 +96,11 @@ def _restarting(cuts: Tensor) -> Tensor:
     return index - torch.where(cuts, index, 0).cummax(-1).values
 
 
+def retraced(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return retrace(gm, list(trace_inputs(placeholders, inputs).values))
+
+
 CASES = [
     (family, how)
     for family in FAMILIES
@@ -137,7 +143,7 @@ def test_model(family: str, how: str) -> None:
     graphs: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-        graphs.append(retrace(gm, list(inputs)))
+        graphs.append(retraced(gm, inputs))
         notes = Notes()
         assert recover_masks(graphs[-1], notes) == len(calls(graphs[-1]))
         assert notes.notes == []
@@ -151,6 +157,33 @@ def test_model(family: str, how: str) -> None:
     assert [spec(n) for n in calls(graph)] == [{**e, **extra} for e in expected]
     assert dense_values(graph, S) == []
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:var_to_val is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["plain", "padded left", "packed"])
+def test_symbolic_capture_under_autocast(how: str) -> None:
+    """Sizes of the trace are not those of the call, casts stand between repeat_kv and attention."""
+    torch._dynamo.reset()
+    cls = transformers.MistralForCausalLM
+    model = cls(cls.config_class(**GROUPED, sliding_window=5))
+    batch = _batch(how, 0) | {"use_cache": False}
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+        graphs.append(retraced(gm, inputs))
+        for p in (make_autocast_explicit, recover_masks):
+            p(graphs[-1], Notes())
+        return gm
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        torch.compile(model, backend=backend, dynamic=True)(**batch)
+    (node,) = calls(graphs[0])
+    extra = {"padded": {"key_padding": True}, "packed": {"document_ids": True}}
+    assert spec(node) == {"left": 4, "right": 0, **extra.get(how.split()[0], {})}
+    q, k, v = (x.meta["val"] for x in node.args[:3])
+    assert (q.shape[1], k.shape[1], v.shape[1]) == (4, 2, 2)
+    assert (q.dtype, k.dtype, v.dtype) == (torch.bfloat16,) * 3
+    assert dense_values(graphs[0], q.shape[2]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -169,7 +202,7 @@ def test_custom_mask_of_a_model_is_exact(dtype: torch.dtype) -> None:
     notes = Notes()
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-        graph = retrace(gm, list(inputs))
+        graph = retraced(gm, inputs)
         recover_masks(graph, notes)
         assert [spec(n) for n in calls(graph)] == [{"bias": True}]
         assert len(dense_values(graph, S)) == 1  # the input itself
