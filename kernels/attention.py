@@ -197,6 +197,10 @@ def _call(
         raise ValueError(
             f"runs {q_runs}, {kv_runs} do not describe {q.shape[2]} queries, {k.shape[2]} keys"
         )
+    for name in ("key_padding", "document_ids", "bias"):
+        x = getattr(spec, name)
+        if x is not None and x.shape[0] not in (1, q.shape[0]):
+            raise ValueError(f"{name} is {list(x.shape)}, but there are {q.shape[0]} sequences")
     if not 0 <= spec.dropout_p <= 1 or (spec.dropout_p > 0 and spec.seed is None):
         raise ValueError(
             f"dropout_p {spec.dropout_p} must be in [0, 1], and above 0 it needs a seed"

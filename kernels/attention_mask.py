@@ -42,9 +42,9 @@ class AttentionSpec:
     chunk: int | None = None
     """Attention stays within chunks of this many positions."""
     key_padding: Tensor | None = None
-    """[B, S] bool, True where a key may be seen."""
+    """[B|1, S] bool, True where a key may be seen."""
     document_ids: Tensor | None = None
-    """[B, S] int, tokens see their own document only."""
+    """[B|1, S] int, tokens see their own document only."""
     bias: Tensor | None = None
     """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. H may be more than
     the query has, then ``head_ids`` selects."""
@@ -138,6 +138,14 @@ def position_intervals(
     return _normalized(_count_below(kv_runs, first), _count_below(kv_runs, end))
 
 
+def _of_batch(x: Tensor, batch: slice) -> Tensor:
+    return x if x.shape[0] == 1 else x[batch]
+
+
+def _of_sequence(x: Tensor, sequence: int) -> Tensor:
+    return x[0 if x.shape[0] == 1 else sequence]
+
+
 def data_intervals(
     by_position: Intervals, spec: AttentionSpec, batch: int, q_runs: Runs, kv_runs: Runs
 ) -> Intervals | None:
@@ -150,7 +158,7 @@ def data_intervals(
     keys = run_positions(kv_runs)
     keys = keys[: int((keys < spec.seq_len).sum())]
     if spec.key_padding is not None:
-        seen = spec.key_padding[batch][keys].nonzero().flatten()
+        seen = _of_sequence(spec.key_padding, batch)[keys].nonzero().flatten()
         if len(seen) == 0:
             return Intervals(torch.zeros_like(lo), torch.zeros_like(hi))
         a, b = int(seen[0]), int(seen[-1]) + 1
@@ -158,13 +166,14 @@ def data_intervals(
             return None
         lo, hi = lo.clamp(min=a), hi.clamp(max=b)
     if spec.document_ids is not None and len(keys):
+        documents = _of_sequence(spec.document_ids, batch)
         rows = run_positions(q_runs).clamp(max=spec.seq_len - 1)
-        ids, counts = torch.unique_consecutive(spec.document_ids[batch][keys], return_counts=True)
+        ids, counts = torch.unique_consecutive(documents[keys], return_counts=True)
         ids, order = ids.sort()
         if (ids[1:] == ids[:-1]).any():
             return None
         ends = counts.cumsum(0)
-        mine = spec.document_ids[batch][rows]
+        mine = documents[rows]
         at = torch.searchsorted(ids, mine).clamp(max=len(ids) - 1)
         found, at = ids[at] == mine, order[at]
         lo, hi = torch.maximum(lo, (ends - counts)[at]), torch.minimum(hi, ends[at]) * found
@@ -281,18 +290,18 @@ def additive_mask(
         keys = torch.arange(tile.k0, tile.k1, device=device)
         visible = ((keys >= lo) & (keys < hi))[None, None]
     if data_mask and spec.key_padding is not None:
-        padding = select_runs(spec.key_padding[batch], 1, kv_runs, tile.k0, tile.k1)[:, None, None]
+        padding = select_runs(_of_batch(spec.key_padding, batch), 1, kv_runs, tile.k0, tile.k1)[
+            :, None, None
+        ]
         visible = padding if visible is None else visible & padding
     if data_mask and spec.document_ids is not None:
-        ids = spec.document_ids[batch]
+        ids = _of_batch(spec.document_ids, batch)
         mine = select_runs(ids, 1, q_runs, tile.r0, tile.r1)[:, None, :, None]
         same = mine == select_runs(ids, 1, kv_runs, tile.k0, tile.k1)[:, None, None]
         visible = same if visible is None else visible & same
     bias = spec.head_bias(like.shape[1])
     if bias is not None:
-        if bias.shape[0] > 1:
-            bias = bias[batch]
-        bias = select_runs(bias, 2, q_runs, tile.r0, tile.r1)
+        bias = select_runs(_of_batch(bias, batch), 2, q_runs, tile.r0, tile.r1)
         bias = select_runs(bias, 3, kv_runs, tile.k0, tile.k1)
         if bias.dtype == torch.bool:
             visible = bias if visible is None else visible & bias

@@ -170,7 +170,7 @@ def attention(
 
     Args:
         q: [B, H, N, D]. k: [B, Hk, N, D]. v: [B, Hk, N, Dv]; H is a multiple of Hk.
-        key_padding: [B, S] bool, True where a key may be seen. document_ids: [B, S] int.
+        key_padding: [B|1, S] bool, True where a key may be seen. document_ids: [B|1, S] int.
         bias: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores;
             differentiable).
         seed: int64 [], needed with dropout.

@@ -69,6 +69,10 @@ def data(name: str, b: int, s: int) -> dict[str, Tensor]:
         "packed": {"document_ids": (torch.rand(b, s) < 0.04).cumsum(1)},
         "packed alike": {"document_ids": (torch.rand(1, s) < 0.04).cumsum(1).expand(b, s)},
         "mixed documents": {"document_ids": torch.randint(0, 3, (b, s))},
+        "one row for all": {
+            "key_padding": at[None] >= s // 4,
+            "document_ids": (torch.rand(1, s) < 0.04).cumsum(1),
+        },
         "packed, padded": {
             "document_ids": (torch.rand(b, s) < 0.04).cumsum(1),
             "key_padding": at >= torch.randint(0, s, (b, 1)),
@@ -86,6 +90,7 @@ DATA = [
     "packed alike",
     "mixed documents",
     "packed, padded",
+    "one row for all",
 ]
 
 
@@ -421,6 +426,8 @@ def test_errors_name_the_value() -> None:
         op(q, k, v, torch.ones(2, 30, dtype=torch.bool), None, None, None, *plain)
     with pytest.raises(ValueError, match=r"bias is \[1, 1, 29, 28\]"):
         op(q, k, v, None, None, torch.zeros(1, 1, 29, 28), None, *plain)
+    with pytest.raises(ValueError, match=r"key_padding is \[3, 29\], but there are 2 sequences"):
+        op(q, k, v, torch.ones(3, 29, dtype=torch.bool), None, None, None, *plain)
     with pytest.raises(ValueError, match="needs a seed"):
         op(q, k, v, None, None, None, None, -1, 0, -1, 0.3, 0.5)
     with pytest.raises(ValueError, match="one dtype"):
