@@ -35,6 +35,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "solver": frozenset(),
     "planner": frozenset({"types", "config", "cost", "solver", "strategies"}),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
+    "corpus": frozenset(),  # text for the command line
+    "launch": frozenset(),  # its local ranks
+    "integrations": frozenset(),  # its models
     **dict.fromkeys(
         ["__init__", "backend", "cli", "explain", "verify", "stats", "report"], EVERYTHING
     ),

@@ -1,0 +1,376 @@
+"""The command ``paradyse``: its flags, and which module runs what.
+
+Nothing of torch is imported before a command is chosen, so that ``--help`` is immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MIN_CAP = 16
+INNER = ("inductor", "aot_eager", "eager")
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+def _at_least(low: int, unit: str = "") -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{value} is too small; give at least {low}{unit}")
+        return value
+
+    return parse
+
+
+def _lengths(text: str) -> list[int]:
+    parse = _at_least(1, " token")
+    return [parse(part) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    return float(_at_least(1, " second")(text))
+
+
+def _strategy(text: str, auto: bool = True) -> str:
+    from paradyse.config import check_strategy
+
+    try:
+        return check_strategy(text, "it", auto)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e).removeprefix("it: ")) from None
+
+
+def _strategies(text: str) -> list[str]:
+    return [_strategy(part, auto=False) for part in text.split(",")]
+
+
+def _bytes(text: str) -> int:
+    from paradyse.config import parse_bytes
+
+    try:
+        return parse_bytes(text, "it")
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e).removeprefix("it: ")) from None
+
+
+def _add_running(parser: argparse.ArgumentParser, ranks: int = 2) -> None:
+    group = parser.add_argument_group("where it runs")
+    group.add_argument(
+        "--ranks",
+        type=_at_least(1),
+        default=ranks,
+        metavar="N",
+        help="local ranks to start (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs where there is one for every rank, else CPUs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=1800.0,
+        metavar="S",
+        help="give up after this many seconds (default: %(default).0f)",
+    )
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="let rank 0 write its own output (with TORCH_LOGS, its logs)",
+    )
+
+
+def _add_inner(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--inner",
+        choices=INNER,
+        default=default,
+        help="compiler of the pieces (default: %(default)s)",
+    )
+
+
+def _add_llama(parser: argparse.ArgumentParser, layers: int, hidden: int) -> None:
+    group = parser.add_argument_group("the model, a HuggingFace Llama")
+    group.add_argument(
+        "--layers", type=_at_least(1), default=layers, metavar="N", help="default: %(default)s"
+    )
+    group.add_argument(
+        "--hidden",
+        type=_at_least(2),
+        default=hidden,
+        metavar="N",
+        help="width of the residual stream (default: %(default)s)",
+    )
+    group.add_argument("--heads", type=_at_least(1), metavar="N", help="default: hidden / 32")
+    group.add_argument("--kv-heads", type=_at_least(1), metavar="N", help="default: half the heads")
+    group.add_argument(
+        "--intermediate",
+        type=_at_least(1),
+        metavar="N",
+        help="width of the MLP (default: 8/3 of hidden)",
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="CONFIG.json",
+        help="configuration of a HuggingFace model; weights are random",
+    )
+    parser.add_argument(
+        "--layers", type=_at_least(1), metavar="N", help="fewer layers than the configuration says"
+    )
+    parser.add_argument(
+        "--batch",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="sequences (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)"
+    )
+
+
+def _add_trace(parser: argparse.ArgumentParser, steps: int, what: str) -> None:
+    parser.add_argument(
+        "--steps",
+        type=_at_least(1),
+        default=steps,
+        metavar="N",
+        help=f"{what} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cap",
+        type=_at_least(MIN_CAP, " tokens"),
+        default=4096,
+        metavar="N",
+        help="longest file, in bytes, one byte a token (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    _add_trace(parser, 40, "training steps, one file each")
+    parser.add_argument(
+        "--text",
+        metavar="FOLDER",
+        help="text files to train on (default: Python's standard library)",
+    )
+    parser.add_argument(
+        "--plan",
+        type=_strategy,
+        default="auto",
+        help="auto, or a strategy for all blocks (default: %(default)s)",
+    )
+    _add_inner(parser, "inductor")
+    parser.add_argument(
+        "--rounds",
+        type=_at_least(0),
+        default=3,
+        metavar="N",
+        help="times each file is replayed under each strategy; 0 leaves the "
+        "comparison out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--per-range",
+        type=_at_least(1),
+        default=2,
+        metavar="N",
+        help="files replayed of each range of lengths (default: %(default)s)",
+    )
+    _add_llama(parser, 2, 256)
+    _add_running(parser)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--seq-len",
+        type=_at_least(1),
+        default=53,
+        metavar="N",
+        help="tokens a sequence (default: %(default)s, which divides by nothing)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    _add_inner(parser, "aot_eager")
+    _add_running(parser)
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=[128, 1024, 8192],
+        metavar="N,N,...",
+        help="sequence lengths to plan for (default: 128,1024,8192)",
+    )
+    parser.add_argument(
+        "--plan",
+        type=_strategy,
+        default="auto",
+        help="auto, or a strategy to be explained (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=_bytes,
+        metavar="BYTES",
+        help="what a rank may need, such as 80GiB (default: what it has)",
+    )
+    _add_running(parser)
+
+
+def _profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="default: float32"
+    )
+    parser.add_argument("--out", metavar="FILE", help="append the rates here, as JSON lines")
+    _add_running(parser)
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    _add_trace(parser, 12, "lengths, drawn from the standard library's files")
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="N,N,...",
+        help="the trace itself, instead of --steps, --cap and --seed",
+    )
+    parser.add_argument(
+        "--strategies",
+        type=_strategies,
+        metavar="NAME,NAME,...",
+        help="what to compare auto with (default: all)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_at_least(1),
+        default=5,
+        metavar="N",
+        help="runs of each length under each choice (default: %(default)s)",
+    )
+    parser.add_argument("--csv", metavar="FILE", help="write the time of every run here")
+    _add_inner(parser, "inductor")
+    _add_llama(parser, 4, 256)
+    _add_running(parser)
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    """It has no flags."""
+
+
+COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
+    (
+        "demo",
+        "train a Llama on real text over ranks, and compare its plans",
+        "paradyse demo --ranks 2 --steps 40 --cap 4096",
+        _demo,
+    ),
+    (
+        "verify",
+        "every strategy against one device, on your model: loss and every gradient",
+        "paradyse verify --model config.json --ranks 2 --layers 2",
+        _verify,
+    ),
+    (
+        "profile",
+        "measure the machine's rates that plans are predicted from",
+        "paradyse profile --ranks 2 --out rates.jsonl",
+        _profile,
+    ),
+    (
+        "plan",
+        "show the plan for each length, and why the other strategies lost",
+        "paradyse plan --model config.json --ranks 4 --lengths 512,8192",
+        _plan,
+    ),
+    (
+        "bench",
+        "time a trace of lengths under auto and each static strategy",
+        "paradyse bench --ranks 2 --lengths 128,512,2048 --csv times.csv",
+        _bench,
+    ),
+    ("doctor", "check that everything needed is there", "paradyse doctor", _doctor),
+)
+"""Name, what it does, an example, its flags."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    names = "\n".join(f"  {example}" for _, _, example, _ in COMMANDS)
+    parser = argparse.ArgumentParser(
+        prog="paradyse",
+        description="Train transformers over ranks, the parallel strategy chosen by length.",
+        epilog=f"examples:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    from paradyse import __version__
+
+    parser.add_argument("--version", action="version", version=f"paradyse {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, text, example, add_flags in COMMANDS:
+        add_flags(
+            commands.add_parser(
+                name,
+                help=text,
+                description=f"{text[0].upper()}{text[1:]}.",
+                epilog=f"example:\n  {example}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    run: Callable[[Any], int]
+    if args.command in ("demo", "bench"):
+        from paradyse import cli_demo
+
+        run = {"demo": cli_demo.run_demo, "bench": cli_demo.run_bench}[args.command]
+    elif args.command == "doctor":
+        from paradyse import cli_doctor
+
+        run = cli_doctor.run_doctor
+    else:
+        from paradyse import cli_model
+
+        run = {
+            "verify": cli_model.run_verify,
+            "plan": cli_model.run_plan,
+            "profile": cli_model.run_profile,
+        }[args.command]
+    return run(args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns 0: well, 1: something failed, 2: a flag is wrong, 130: Ctrl-C."""
+    args = make_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("interrupted; the ranks have been ended", file=sys.stderr)
+        return 130
+    except ValueError as e:
+        print(f"paradyse {args.command}: {e}", file=sys.stderr)
+        return 2
+    except RuntimeError as e:
+        from paradyse.launch import RanksFailed
+
+        if not isinstance(e, RanksFailed):
+            raise
+        print(f"paradyse {args.command}: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

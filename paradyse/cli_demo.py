@@ -1,0 +1,314 @@
+"""``paradyse demo`` and ``paradyse bench``: a model over ranks, its plans, and what they are worth.
+
+The demo trains on real text, replays some of it under each static strategy, and trains once more
+in one process, eagerly: the losses of both trainings have to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from paradyse import launch
+from paradyse.cli_ranks import AUTO, Infeasible, Phase, Replayed, StepDone
+from paradyse.cli_screen import Screen, make_console, show_table
+from paradyse.corpus import LengthRange, TextFile, draw_files, length_ranges
+from paradyse.integrations import LlamaSize, require_transformers
+from paradyse.planner import format_bytes
+from paradyse.report import format_seconds, short_key
+from paradyse.types import ATTENTION_STRATEGIES
+
+TOLERANCE = 1e-4
+"""Of a loss, relative, in float32: sums over ranks are rounded in another order."""
+
+
+@dataclass
+class Record:
+    """What the ranks have reported."""
+
+    steps: list[StepDone] = field(default_factory=list)
+    replayed: list[Replayed] = field(default_factory=list)
+    infeasible: list[Infeasible] = field(default_factory=list)
+
+    def hear(self, screen: Screen, value: Any) -> None:
+        if isinstance(value, StepDone):
+            self.steps.append(value)
+            screen.step(value)
+        elif isinstance(value, Replayed):
+            self.replayed.append(value)
+            screen.tick()
+        elif isinstance(value, Infeasible):
+            self.infeasible.append(value)
+        elif isinstance(value, Phase):
+            screen.phase(value.text, value.steps)
+
+    def median_s(self, choice: str, index: int) -> float | None:
+        times = [r.time_s for r in self.replayed if r.choice == choice and r.index == index]
+        return statistics.median(times) if times else None
+
+
+def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
+    """The model that the flags describe; heads are 32 wide unless they say otherwise."""
+    heads = args.heads or max(1, args.hidden // 32)
+    kv_heads = args.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
+    # 8/3 of the hidden width, as in Llama, to the next multiple of 8.
+    intermediate = args.intermediate or -(-args.hidden * 8 // 3 // 8) * 8
+    return LlamaSize(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        max_tokens=max_tokens,
+    )
+
+
+def setting_of(args: argparse.Namespace, device: str) -> launch.Setting:
+    return launch.Setting(device=device, timeout_s=args.timeout, verbose=args.verbose)
+
+
+def pick_files(
+    files: Sequence[TextFile], ranges: Sequence[LengthRange], per_range: int
+) -> list[int]:
+    """Indices of up to ``per_range`` files of each range, spread over its lengths."""
+    picked = []
+    for r in ranges:
+        known: dict[int, int] = {}
+        for i, f in enumerate(files):
+            if f.num_tokens in r:
+                known.setdefault(f.num_tokens, i)
+        inside = [known[n] for n in sorted(known)]
+        k = min(per_range, len(inside))
+        # The middle of each of k equal parts: neither the shortest nor the longest alone.
+        picked += [inside[(2 * j + 1) * len(inside) // (2 * k)] for j in range(k)]
+    return picked
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Trains, replays, checks; the exit code."""
+    require_transformers()
+    console = make_console()
+    began = time.monotonic()
+    device = launch.choose_device(args.device, args.ranks)
+    size = llama_size(args, args.cap)
+    files = draw_files(args.steps, args.cap, args.seed, args.text)
+    ranges = length_ranges(args.cap)
+    strategies = ATTENTION_STRATEGIES if args.ranks > 1 else ()
+    picked = pick_files(files, ranges, args.per_range)
+    _introduce(console, args, device, size, files)
+
+    record = Record()
+    with Screen(console, args.steps) as screen:
+        screen.phase(f"starting {args.ranks} ranks")
+        results = launch.run_ranks(
+            "paradyse.cli_ranks:train",
+            args.ranks,
+            {
+                "size": size,
+                "files": files,
+                "seed": args.seed,
+                "options": {"inner": args.inner, "plan": args.plan},
+                "replay_at": picked,
+                "rounds": args.rounds,
+                "strategies": strategies,
+            },
+            setting_of(args, device),
+            lambda rank, value: record.hear(screen, value),
+        )
+        alone: list[StepDone] = []
+
+        def hear_alone(value: StepDone) -> None:
+            alone.append(value)
+            screen.tick()
+
+        screen.phase("the same training in one process, eager", args.steps)
+        launch.run_ranks(
+            "paradyse.cli_ranks:train_alone",
+            1,
+            {"size": size, "files": files, "seed": args.seed},
+            setting_of(args, device),
+            lambda rank, value: hear_alone(value),
+        )
+    _summarize(console, args, ranges, files, record, results)
+    ok = _check_losses(console, args, record.steps, alone)
+    console.print(f"{time.monotonic() - began:.0f} s in all", highlight=False)
+    return 0 if ok else 1
+
+
+def _introduce(
+    console: Console,
+    args: argparse.Namespace,
+    device: str,
+    size: LlamaSize,
+    files: Sequence[TextFile],
+) -> None:
+    where = "GPUs, NCCL" if device == "cuda" else f"CPUs, gloo, {launch.num_cores()} cores"
+    lengths = sorted(f.num_tokens for f in files)
+    source = "the Python standard library" if args.text is None else args.text
+    console.print(
+        f"HuggingFace {size}\n"
+        f"{args.ranks} rank{'s' * (args.ranks > 1)} on {where}; plan: {args.plan}; "
+        f"inner compiler: {args.inner}\n"
+        f"{len(files)} files of {source}, bytes as tokens: {lengths[0]} to {lengths[-1]}, "
+        f"median {lengths[len(lengths) // 2]}",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _summarize(
+    console: Console,
+    args: argparse.Namespace,
+    ranges: Sequence[LengthRange],
+    files: Sequence[TextFile],
+    record: Record,
+    results: list[dict[str, Any]],
+) -> None:
+    choices = [c for c in dict.fromkeys(r.choice for r in record.replayed) if c != AUTO]
+    rows = []
+    for r in ranges:
+        steps = [s for s in record.steps if s.num_tokens in r]
+        if not steps:
+            continue
+        plans = Counter(short_key(s.plan) for s in steps)
+        plan = "; ".join(p if len(plans) == 1 else f"{p} ({n})" for p, n in plans.most_common())
+        at = sorted({x.index for x in record.replayed if x.num_tokens in r})
+        rows.append(
+            (str(r), str(len(steps)), plan, str(len(at)), *_times(record, choices, at, args.plan))
+        )
+    header = ("length", "steps", "plan used", "files", args.plan, *choices)
+    console.print()
+    if record.replayed:
+        everything = sorted({x.index for x in record.replayed})
+        total = _times(record, choices, everything, args.plan)
+        rows.append(("all", str(len(record.steps)), "", str(len(everything)), *total))
+        title = (
+            f"forward and backward of the same files under each plan: median of {args.rounds} "
+            f"warm runs, interleaved; * fastest"
+        )
+        show_table(console, title, header, rows)
+    else:
+        show_table(console, "plans by length", header[:3], [r[:3] for r in rows])
+    for i in record.infeasible:
+        console.print(f"{i.choice}: {i.why}", markup=False, highlight=False)
+    stats = results[0]["stats"]
+    peaks = ", ".join(format_bytes(r["peak_bytes"]) for r in results)
+    console.print(
+        f"training: {stats.captures} captures, {stats.variants_compiled} variants of blocks "
+        f"compiled, {stats.plan_switches} plan switches; "
+        f"{format_bytes(sum(stats.bytes_per_collective.values()))} sent by rank 0; "
+        f"peak memory by rank: {peaks}",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _times(
+    record: Record, choices: Sequence[str], at: Sequence[int], plan_name: str
+) -> tuple[str, ...]:
+    """Time of the files ``at`` under the plan and under each choice, the latter as a ratio too."""
+    totals = {}
+    for c in (AUTO, *choices):
+        times = [record.median_s(c, i) for i in at]
+        totals[c] = sum(t for t in times if t is not None) if times else None
+    best = min((t for t in totals.values() if t is not None), default=0.0)
+    cells = []
+    for c, t in totals.items():
+        if t is None:
+            cells.append("-")
+            continue
+        ratio = "" if c == AUTO else f" ({t / (totals[AUTO] or t):.2f}x)"
+        cells.append(f"{format_seconds(t)}{ratio}{' *' if t == best else ''}")
+    return tuple(cells)
+
+
+def _check_losses(
+    console: Console, args: argparse.Namespace, ours: Sequence[StepDone], alone: Sequence[StepDone]
+) -> bool:
+    """Prints and returns whether every loss of the ranks is the one-process loss."""
+    errors = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours, alone)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    ok = len(ours) == len(alone) == args.steps and all(e <= TOLERANCE for e in errors)
+    many = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    console.print(
+        f"{'ok' if ok else 'FAILED'}: losses of {many} against one process, eager: max relative "
+        f"difference {errors[worst]:.1e} over {len(errors)} steps (step {worst + 1}: "
+        f"{ours[worst].loss:.6f} and {alone[worst].loss:.6f}); tolerance {TOLERANCE:.0e}",
+        style="green" if ok else "bold red",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    ours_s, alone_s = (sum(s.time_s for s in steps) for steps in (ours, alone))
+    console.print(
+        f"loss {ours[0].loss:.3f} at the first step, {ours[-1].loss:.3f} at the last; training "
+        f"took {ours_s:.1f} s with compilation, one process eager {alone_s:.1f} s",
+        markup=False,
+        highlight=False,
+    )
+    return ok
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Replays a trace of lengths under auto and every strategy; the exit code."""
+    require_transformers()
+    console = make_console()
+    device = launch.choose_device(args.device, args.ranks)
+    lengths = args.lengths
+    if lengths is None:
+        lengths = [f.num_tokens for f in draw_files(args.steps, args.cap, args.seed)]
+    strategies = args.strategies or (ATTENTION_STRATEGIES if args.ranks > 1 else ())
+    size = llama_size(args, max(lengths))
+    console.print(
+        f"{size}; {args.ranks} ranks on {device}; inner compiler: {args.inner}; trace of "
+        f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)}",
+        markup=False,
+        highlight=False,
+    )
+    record = Record()
+    with Screen(console, 0) as screen:
+        screen.phase("starting")
+        launch.run_ranks(
+            "paradyse.cli_ranks:bench",
+            args.ranks,
+            {
+                "size": size,
+                "lengths": lengths,
+                "seed": args.seed,
+                "options": {"inner": args.inner},
+                "rounds": args.rounds,
+                "strategies": strategies,
+            },
+            setting_of(args, device),
+            lambda rank, value: record.hear(screen, value),
+        )
+    choices = [c for c in dict.fromkeys(r.choice for r in record.replayed) if c != AUTO]
+    plans = {r.index: short_key(r.plan) for r in record.replayed if r.choice == AUTO}
+    rows = []
+    for i in sorted(plans, key=lambda i: lengths[i]):
+        rows.append((str(lengths[i]), plans[i], *_times(record, choices, [i], AUTO)))
+    rows.append(("all", "", *_times(record, choices, sorted(plans), AUTO)))
+    title = f"forward and backward: median of {args.rounds} warm runs, interleaved; * fastest"
+    show_table(console, title, ("length", "plan of auto", AUTO, *choices), rows)
+    for infeasible in record.infeasible:
+        console.print(f"{infeasible.choice}: {infeasible.why}", markup=False, highlight=False)
+    if args.csv:
+        _write_csv(args.csv, record.replayed)
+        console.print(f"every run is in {args.csv}", markup=False, highlight=False)
+    return 0
+
+
+def _write_csv(path: str, replayed: Sequence[Replayed]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("index", "num_tokens", "choice", "plan", "time_s"))
+        for r in replayed:
+            writer.writerow((r.index, r.num_tokens, r.choice, r.plan, f"{r.time_s:.6f}"))

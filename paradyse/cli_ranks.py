@@ -1,0 +1,361 @@
+"""What the command line's ranks do: train, replay under each strategy, plan, verify, measure.
+
+Every function here runs on all ranks, started by ``paradyse.launch``; rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paradyse import integrations
+from paradyse.corpus import TextFile
+from paradyse.integrations import LlamaSize
+from paradyse.launch import Rank
+from paradyse.report import PlanReport, VerifyReport
+from paradyse.types import Plan, Workload
+
+AUTO = "auto"
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
+"""Plain SGD: its steps are linear in the gradient, so rounding errors stay rounding errors, where
+Adam's division would raise those of near-zero gradients to full steps."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One training step."""
+
+    step: int
+    name: str
+    """Of the file."""
+    num_tokens: int
+    plan: str
+    """Its key."""
+    loss: float
+    time_s: float
+    peak_bytes: int
+    """Of the process, or of the device's memory on CUDA, during this step."""
+    compiled: int
+    """Compilations so far, of pieces and variants."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One forward and backward of a file under a choice, everything compiled before."""
+
+    choice: str
+    index: int
+    """Of the file in the trace."""
+    num_tokens: int
+    plan: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What the ranks are at, for people."""
+
+    text: str
+    steps: int = 0
+    """Reports that will follow; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """A strategy that cannot be the plan of this model."""
+
+    choice: str
+    why: str
+
+
+class Peak:
+    """Peak memory of one step at a time: of the device, or the process's resident set on CPUs."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # not Linux, or not allowed: the peak is then that of the whole run
+            pass
+
+    def read_bytes(self) -> int:
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        try:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _batch(file: TextFile, device: str) -> dict[str, Tensor]:
+    ids = torch.tensor([file.tokens()], device=device)  # [1, S]
+    return {"input_ids": ids, "labels": ids}
+
+
+def _wait(rank: Rank) -> None:
+    """All ranks, and the device, have come here."""
+    if rank.device == "cuda":
+        torch.cuda.synchronize()
+    if rank.size > 1:
+        dist.barrier()
+
+
+def train(
+    rank: Rank,
+    size: LlamaSize,
+    files: Sequence[TextFile],
+    seed: int,
+    options: Mapping[str, Any],
+    replay_at: Sequence[int] = (),
+    rounds: int = 0,
+    strategies: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Trains on ``files``, one a step, with the plan left to the backend; then replays some.
+
+    Args:
+        options: of the backend.
+        replay_at: indices of files to run again under each of ``strategies`` and the plans that
+            training used, ``rounds`` times, interleaved.
+    Returns:
+        Peak bytes of this rank, and its counters.
+    """
+    import paradyse
+
+    model = integrations.make_llama(size, seed).to(rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    compiled = torch.compile(model, backend="paradyse", options=dict(options))
+    peak, highest, plans = Peak(rank.device), 0, []
+    if rank.rank == 0:
+        rank.send(Phase("training; a plan used for the first time is compiled first", len(files)))
+    with integrations.whole_graphs():
+        for i, file in enumerate(files):
+            batch = _batch(file, rank.device)
+            peak.reset()
+            start = time.perf_counter()
+            loss = compiled(**batch).loss
+            loss.backward()
+            _clip(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = float(loss.detach())
+            _wait(rank)
+            time_s = time.perf_counter() - start
+            now = paradyse.stats(compiled)
+            plans.append(now.plan_per_length.get(file.num_tokens, ""))
+            highest = max(highest, peak.read_bytes())
+            done = StepDone(
+                i,
+                file.name,
+                file.num_tokens,
+                plans[-1],
+                value,
+                time_s,
+                peak.read_bytes(),
+                now.pieces_compiled,
+            )
+            if rank.rank == 0:
+                rank.send(done)
+        counters = paradyse.stats(compiled)
+        if replay_at and rounds:
+            trace = [(i, _batch(files[i], rank.device), plans[i]) for i in replay_at]
+            _replay(rank, model, trace, strategies, rounds, options)
+    return {"peak_bytes": highest, "stats": counters}
+
+
+def _clip(model: torch.nn.Module) -> None:
+    """Gradients to norm 1 at most: a plain recipe that keeps a small model on a steady course."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def train_alone(
+    rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int
+) -> dict[str, Any]:
+    """The same training in one process and eagerly: what ``train`` has to reproduce."""
+    model = integrations.make_llama(size, seed).to(rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    losses = []
+    for i, file in enumerate(files):
+        start = time.perf_counter()
+        loss = model(**_batch(file, rank.device)).loss
+        loss.backward()
+        _clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        time_s = time.perf_counter() - start
+        rank.send(StepDone(i, file.name, file.num_tokens, "eager", losses[-1], time_s, 0, 0))
+    return {"losses": losses}
+
+
+Trace = Sequence[tuple[int, dict[str, Tensor], str]]
+"""Index of the file, its batch, and the key of the plan that ``auto`` means for it ("": ask)."""
+
+
+def _replay(
+    rank: Rank,
+    model: torch.nn.Module,
+    trace: Trace,
+    strategies: Sequence[str],
+    rounds: int,
+    options: Mapping[str, Any],
+) -> None:
+    """Forward and backward of ``trace`` under every choice, after all of them are compiled.
+
+    One compiled model for all choices: its plan option is a function that says the current one.
+    """
+    current: list[Any] = [AUTO]
+
+    def plan(workload: Workload) -> Any:
+        return current[0]
+
+    compiled = torch.compile(model, backend="paradyse", options={**options, "plan": plan})
+
+    def run(choice: str, batch: dict[str, Tensor], known: str) -> float:
+        current[0] = Plan(tuple(known.split(","))) if choice == AUTO and known else choice
+        _wait(rank)
+        start = time.perf_counter()
+        compiled(**batch).loss.backward()
+        _wait(rank)
+        time_s = time.perf_counter() - start
+        model.zero_grad()
+        return time_s
+
+    import paradyse
+
+    by_length = sorted(trace, key=lambda t: t[1]["input_ids"].shape[1])
+    choices = []
+    for choice in (AUTO, *strategies):
+        if rank.rank == 0:
+            rank.send(Phase(f"compiling {choice}"))
+        try:
+            # Its own plans on all of the trace for auto; else a short and a long one, which brings
+            # the variants and the graph of any length.
+            ends = by_length if choice == AUTO else [by_length[0], by_length[-1]]
+            for _, batch, known in ends:
+                run(choice, batch, known)
+        except (ValueError, NotImplementedError) as e:  # on every rank alike
+            if rank.rank == 0:
+                rank.send(Infeasible(choice, str(e)))
+            continue
+        choices.append(choice)
+    if rank.rank == 0:
+        rank.send(Phase("timing", rounds * len(trace) * len(choices)))
+    gc.collect()
+    for r in range(rounds):
+        for index, batch, known in trace:
+            n = batch["input_ids"].shape[1]
+            # Another one goes first each time: what follows a neighbour's garbage is slower.
+            order = choices[r % len(choices) :] + choices[: r % len(choices)]
+            for choice in order:
+                time_s = run(choice, batch, known)
+                key = choice
+                if choice == AUTO:
+                    key = known or paradyse.stats(compiled).plan_per_length.get(n, "")
+                if rank.rank == 0:
+                    rank.send(Replayed(choice, index, n, key, time_s))
+
+
+def bench(
+    rank: Rank,
+    size: LlamaSize,
+    lengths: Sequence[int],
+    seed: int,
+    options: Mapping[str, Any],
+    rounds: int,
+    strategies: Sequence[str],
+) -> None:
+    """Replays a trace of lengths with random tokens; nothing is trained."""
+    model = integrations.make_llama(size, seed).to(rank.device)
+    trace = []
+    for i, n in enumerate(lengths):
+        ids = torch.randint(size.vocabulary, (1, n)).to(rank.device)
+        trace.append((i, {"input_ids": ids, "labels": ids}, ""))
+    with integrations.whole_graphs():
+        _replay(rank, model, trace, strategies, rounds, options)
+
+
+def _random_batch(model: torch.nn.Module, batch: int, seq_len: int, device: str) -> dict[str, Any]:
+    ids = torch.randint(integrations.vocabulary_of(model), (batch, seq_len)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def plan(
+    rank: Rank,
+    config: dict[str, Any],
+    layers: int | None,
+    dtype: str,
+    batch: int,
+    lengths: Sequence[int],
+    options: Mapping[str, Any],
+) -> list[PlanReport]:
+    """A report for each length. One forward of few tokens makes the graph known."""
+    import paradyse
+
+    model = integrations.make_model(config, layers, dtype=dtype).to(rank.device)
+    model.train()
+    compiled = torch.compile(model, backend="paradyse", options=dict(options))
+    reports = []
+    with integrations.whole_graphs():
+        compiled(**_random_batch(model, batch, 16, rank.device))
+        for n in lengths:
+            reports.append(paradyse.explain(compiled, batch, n))
+    return reports
+
+
+def verify(
+    rank: Rank,
+    config: dict[str, Any],
+    layers: int | None,
+    dtype: str,
+    batch: int,
+    seq_len: int,
+    seed: int,
+    options: Mapping[str, Any],
+) -> VerifyReport:
+    """``paradyse.verify`` on a batch of random tokens."""
+    import paradyse
+
+    model = integrations.make_model(config, layers, seed, dtype).to(rank.device)
+    with integrations.whole_graphs():
+        report: VerifyReport = paradyse.verify(
+            model, _random_batch(model, batch, seq_len, rank.device), dict(options)
+        )
+    return report
+
+
+def profile(rank: Rank, dtypes: Sequence[str]) -> list[dict[str, Any]]:
+    """The machine's rates for each dtype, agreed between the ranks."""
+    from paradyse.machine import measure_machine
+    from paradyse.mesh import resolve_axis
+
+    rows = []
+    for name in dtypes:
+        machine = measure_machine(resolve_axis(), getattr(torch, name), torch.device(rank.device))
+        rows.append({"dtype": name, "ranks": rank.size, "device": rank.device, **asdict(machine)})
+    return rows
+
+
+def sum_of_ranks(rank: Rank) -> float:
+    """A collective of the smallest kind, to see whether the ranks reach each other."""
+    total = torch.ones(1, device=rank.device) * rank.rank
+    if rank.size > 1:
+        dist.all_reduce(total)
+    return float(total)

@@ -1,0 +1,107 @@
+"""Real text that every machine has: the Python standard library's source files, byte by byte.
+
+Files come whole, in a shuffled order, with the lengths that they have; those longer than the cap
+are left out. Their lengths spread over orders of magnitude, which is what a plan has to follow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCABULARY = 256
+"""Tokens are bytes."""
+MIN_TOKENS = 16
+"""Shorter files say nothing; also the smallest cap."""
+SUFFIXES = (".py", ".txt", ".md", ".rst")
+NOT_TEXT_OF_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of the corpus; one training step."""
+
+    path: str
+    """Absolute."""
+    name: str
+    """For people: relative to the corpus's folder."""
+    num_tokens: int
+
+    def tokens(self) -> list[int]:
+        """The file's bytes, ``num_tokens`` integers below ``VOCABULARY``.
+
+        Raises:
+            ValueError: the file is shorter than when the corpus was drawn.
+        """
+        data = Path(self.path).read_bytes()
+        if len(data) < self.num_tokens:
+            raise ValueError(f"{self.path} has changed: {len(data)} bytes, not {self.num_tokens}")
+        return list(data[: self.num_tokens])
+
+
+def standard_library() -> Path:
+    """Folder of the standard library's source files."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def draw_files(
+    num_files: int, cap: int, seed: int = 0, folder: str | os.PathLike[str] | None = None
+) -> list[TextFile]:
+    """``num_files`` text files of ``MIN_TOKENS`` to ``cap`` bytes, equal for equal arguments.
+
+    No file comes twice before every one has come once.
+
+    Args:
+        cap: the most tokens a file may have.
+        folder: where to look, below it too; None: the standard library.
+    Raises:
+        ValueError: ``cap`` is too small, the folder does not exist, or it has no such file.
+    """
+    if cap < MIN_TOKENS:
+        raise ValueError(f"a cap of {cap} tokens leaves no text; give at least {MIN_TOKENS}")
+    root = standard_library() if folder is None else Path(folder)
+    if not root.is_dir():
+        raise ValueError(f"no folder {root}; name another one with text files in it")
+    suffixes = (".py",) if folder is None else SUFFIXES
+    found = []
+    for path in sorted(root.rglob("*")):
+        if path.suffix not in suffixes or not path.is_file():
+            continue
+        name = path.relative_to(root)
+        size = path.stat().st_size
+        if MIN_TOKENS <= size <= cap and not set(NOT_TEXT_OF_THE_LIBRARY) & set(name.parts):
+            found.append(TextFile(str(path.resolve()), name.as_posix(), size))
+    if not found:
+        raise ValueError(
+            f"no text file of {MIN_TOKENS} to {cap} bytes below {root}; raise the cap, or name "
+            f"another folder (files ending in {', '.join(suffixes)} are read)"
+        )
+    shuffle = random.Random(seed).shuffle
+    files: list[TextFile] = []
+    while len(files) < num_files:
+        shuffle(found)
+        files += found[: num_files - len(files)]
+    return files
+
+
+@dataclass(frozen=True)
+class LengthRange:
+    """Lengths from ``low`` to ``high``, both included."""
+
+    low: int
+    high: int
+
+    def __contains__(self, length: int) -> bool:
+        return self.low <= length <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.low}-{self.high}"
+
+
+def length_ranges(cap: int, count: int = 5) -> list[LengthRange]:
+    """Ranges that double up to ``cap``; the first starts at 1."""
+    ends = sorted({max(1, cap >> i) for i in range(count)})
+    return [LengthRange(low + 1, high) for low, high in zip([0, *ends], ends)]

@@ -1,0 +1,151 @@
+"""Models of HuggingFace transformers for the command line. The only file that imports it.
+
+The library itself needs nothing of this: it is given a model and never asks where it is from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class LlamaSize:
+    """Sizes of a Llama to be made with random weights."""
+
+    layers: int = 2
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    intermediate: int = 688
+    vocabulary: int = 256
+    max_tokens: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or self.hidden // self.heads % 2:
+            raise ValueError(
+                f"hidden {self.hidden} over {self.heads} heads leaves no even head width; choose "
+                f"hidden as a multiple of {2 * self.heads}, or other heads"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly; "
+                "choose KV heads that divide the heads"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"Llama, {self.layers} layers, hidden {self.hidden}, {self.heads} heads "
+            f"({self.kv_heads} KV), intermediate {self.intermediate}"
+        )
+
+
+def require_transformers() -> None:
+    """Raises ValueError with the way out where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            "this command makes a HuggingFace model, and transformers is not installed: "
+            "pip install 'transformers>=5.17', or run make setup in the checkout"
+        )
+
+
+def make_llama(size: LlamaSize, seed: int = 0) -> torch.nn.Module:
+    """HuggingFace's own Llama, unmodified, with random float32 weights that ``seed`` fixes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=size.max_tokens,
+        use_cache=False,  # training reads no KV cache
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A model's ``config.json`` (or the folder that has it).
+
+    Raises:
+        ValueError: there is no such file, or it is no configuration of a known model.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"no file {file}; give the path of a HuggingFace config.json")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON: {e}") from e
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(
+            f"{file} has no 'model_type'; give the config.json of a HuggingFace model, or at least "
+            '{"model_type": "llama", "num_hidden_layers": 2, ...}'
+        )
+    return config
+
+
+def make_model(
+    config: dict[str, Any], layers: int | None = None, seed: int = 0, dtype: str = "float32"
+) -> torch.nn.Module:
+    """The model of a configuration, with random weights that ``seed`` fixes.
+
+    Args:
+        config: as ``read_config`` gives it. Its first architecture is made, else a causal LM.
+        layers: fewer layers than the configuration says; equal layers are checked and planned
+            alike.
+        dtype: name of the weights' dtype.
+    Raises:
+        ValueError: transformers does not know the model, or cannot make it.
+    """
+    import transformers
+
+    keys = dict(config)
+    kind = keys.pop("model_type")
+    try:
+        parsed = transformers.AutoConfig.for_model(kind, **keys)
+    except Exception as e:
+        raise ValueError(f"transformers {transformers.__version__}: {e}") from e
+    if layers is not None:
+        parsed.num_hidden_layers = layers
+        if getattr(parsed, "layer_types", None):
+            parsed.layer_types = parsed.layer_types[:layers]
+    names = [n for n in parsed.architectures or () if hasattr(transformers, n)]
+    torch.manual_seed(seed)
+    if names:
+        model = getattr(transformers, names[0])._from_config(parsed)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(parsed)
+    return model.to(getattr(torch, dtype))
+
+
+def vocabulary_of(model: torch.nn.Module) -> int:
+    """Number of tokens that the model's embedding knows."""
+    return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def whole_graphs() -> Iterator[None]:
+    """Dynamo passes over the warnings that some models log once, which otherwise break the graph.
+
+    A setting of the process: for the command line's own ranks, where no one else compiles.
+    """
+    name = "ignore_logging_functions"
+    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it
+    known = getattr(torch._dynamo.config, name)
+    with torch._dynamo.config.patch({name: {*known, once} if once else known}):
+        yield
