@@ -89,6 +89,7 @@ class Program:
         )
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
         self.between_id = comm.register_block("between blocks")
+        self.tails: dict[fx.Node, Piece] = {}
         self.steps = self._make_steps(nodes)
         self.block_steps = [s for s in self.steps if isinstance(s, BlockStep)]
         self.outer_weights = list(
@@ -121,6 +122,8 @@ class Program:
             level[node] = at
             loose.setdefault((*at, split), []).append(node)
         self._weight_only = weight_only
+        if self.axis.size > 1:
+            self._set_aside_tails(loose)
         read_by: dict[fx.Node, set[Any]] = {}
         unit = {n: ("block", i) for n, i in owner.items()} | {
             n: ("piece", k) for k, group in loose.items() for n in group
@@ -143,6 +146,16 @@ class Program:
             step = BlockStep(i, block, piece, comm.register_block(block.label), sides)
             steps.append(((i, 1, 0), step))
         return [s for _, s in sorted(steps, key=lambda item: item[0])]
+
+    def _set_aside_tails(self, loose: dict[tuple[int, int, bool], list[fx.Node]]) -> None:
+        """Take out of the pieces what only a deferred output needs."""
+        tails = self.ctx.tails
+        for group in loose.values():
+            group[:] = [n for n in group if n not in tails]
+        ordered = [n for n in self.placeholders[0].graph.nodes if n in tails]
+        for node in self.output_nodes():
+            if node in tails:
+                self.tails[node] = make_piece("tail", _live(ordered, [node]), [node])
 
     def _closed_piece(self, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
         """The piece of ``nodes`` and of what they read that is computed from weights alone."""
@@ -173,7 +186,7 @@ class Program:
         for i, step in enumerate(self.steps):
             for node in step.piece.inputs:
                 last[node] = i
-        returned = set(self.output_nodes())
+        returned = {*self.output_nodes(), *(n for piece in self.tails.values() for n in piece.inputs)}
         dead: list[list[fx.Node]] = [[] for _ in self.steps]
         for node, i in last.items():
             if node not in returned and node.op == "call_function":
@@ -372,6 +385,22 @@ class Frame:
 
         return self._deferred(node, compute)
 
+    def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:
+        """An output made from the inside of blocks, on whole values, if it is ever read."""
+        values = [self.env[n] for n in piece.inputs]
+
+        def compute() -> Tensor:
+            whole = [
+                self._gather(n, v)
+                if n in self.ctx.split and not isinstance(v, DeferredTensor)
+                else v
+                for n, v in zip(piece.inputs, values, strict=True)
+            ]
+            (out,) = self._interpret(piece, whole, WHOLE)
+            return out
+
+        return self._deferred(node, compute)
+
     def _deferred(self, node: fx.Node, compute: Callable[[], Tensor]) -> DeferredTensor:
         val = node.meta["val"]
         shape = tuple(
@@ -383,6 +412,8 @@ class Frame:
 
     def result(self, node: fx.Node) -> Any:
         """``node`` as an output of the program."""
+        if node in self.program.tails:
+            return self._tail(node, self.program.tails[node])
         value = self.env[node]
         if self.axis.size == 1 or node not in self.ctx.split or isinstance(value, DeferredTensor):
             return value

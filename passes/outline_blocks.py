@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.passes.place_tokens import place_tokens
+
 aten = torch.ops.aten
+
+_HEAVY = {aten.linear.default, aten.matmul.default, torch.ops.paradyse.attention.default}
+"""Operators that no tail of a cache has."""
 
 
 @dataclass
@@ -50,9 +55,16 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
     after:  ctx.blocks = [Block(pre=[norm], up=[linear x3], region=[.., attention, ..], down, post=[add]), ..]
     Refuses attention whose core is read from elsewhere (shared keys and values), with a note.
     """
-    finder = _Finder(gm.graph, ctx)
-    ctx.blocks = finder.find()
-    return len(ctx.blocks)
+    while True:
+        ctx.tails = set()
+        ctx.blocks = _Finder(gm.graph, ctx).find()
+        inside = {n for b in ctx.blocks for n in b.nodes}
+        attention = torch.ops.paradyse.attention.default
+        loose = {n for n in gm.graph.nodes if n.target == attention and n in ctx.split and n not in inside}
+        if not loose:
+            return len(ctx.blocks)
+        ctx.whole_attention |= loose  # no strategy computes them: they run on gathered tensors
+        place_tokens(gm, ctx)
 
 
 class _Finder:
@@ -112,7 +124,7 @@ class _Finder:
         for node in block.core:
             if node is block.down:
                 continue
-            strangers = [u for u in node.users if u not in inside and u.op != "output"]
+            strangers = [u for u in node.users if u not in inside and not self._is_tail(u)]
             if strangers:
                 self.ctx.note(
                     f"{block.kind} around {block.down} is not switchable: {node} is also read by {strangers[0]}"
@@ -121,6 +133,23 @@ class _Finder:
         for node in inside:
             self.taken[node] = block
         return block
+
+    def _is_tail(self, node: fx.Node) -> bool:
+        """Whether nothing but outputs of the graph comes of ``node``: a cache being filled."""
+        if node.op == "output" or node in self.ctx.tails:
+            return True
+        tail: list[fx.Node] = []
+        stack = [node]
+        while stack:
+            n = stack.pop()
+            if n.op == "output" or n in tail:
+                continue
+            if n.target in _HEAVY or len(tail) > 8:
+                return False
+            tail.append(n)
+            stack += n.users
+        self.ctx.tails.update(tail)
+        return True
 
     def _attention(self, node: fx.Node) -> Block | None:
         up, before = self._back_to_linears(node.args[:3])  # type: ignore[arg-type]
@@ -201,7 +230,7 @@ class _Finder:
         cuts: list[int] = []
         active = [block.down]
         while True:
-            users = self._sorted(u for a in active for u in a.users if u not in available)
+            users = self._sorted(u for a in active for u in a.users if u not in available and u not in self.ctx.tails)
             if not users or any(u.op == "output" for u in users):
                 return absorbed, cuts
             node = users[0]

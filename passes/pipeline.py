@@ -58,7 +58,11 @@ class CaptureContext:
     """Replicated value -> what its rows past the end are when it is split (labels: the ignored index)."""
     gathered: list[tuple[fx.Node, str]] = field(default_factory=list)
     """Operators computed on gathered tensors, and why."""
+    whole_attention: set[fx.Node] = field(default_factory=set)
+    """Attention that no block could be made of: computed on gathered tensors."""
     blocks: list[Block] = field(default_factory=list)
+    tails: set[fx.Node] = field(default_factory=set)
+    """Operators between the inside of a block and the graph's outputs: run when the output is read."""
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def note(self, message: str) -> None:
@@ -91,5 +95,16 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
         log.debug("pass %s: %d rewrites in %.3f s", name, count, ctx.pass_seconds[name])
         if folder is not None:
             (folder / f"{i:02d}_{name}.txt").write_text(f"# {count} rewrites\n{readable(gm, ctx)}")
-    for note in dict.fromkeys(f"{node.target} runs on gathered tensors: {why}" for node, why in ctx.gathered):
-        ctx.note(note)
+    _report_gathered(ctx)
+
+
+def _report_gathered(ctx: CaptureContext) -> None:
+    gathered = [(node, why) for node, why in ctx.gathered if node not in ctx.tails]
+    for node, why in gathered:
+        if ctx.options.on_unsupported == "error" and ctx.axis.size > 1:
+            where = node.meta.get("module", "top level")
+            raise NotImplementedError(
+                f"cannot split {node.target} ({where}) along the sequence: {why}. "
+                'on_unsupported="gather" computes it on gathered tensors instead, exactly but slowly.'
+            )
+        ctx.note(f"{node.target} runs on gathered tensors: {why}")

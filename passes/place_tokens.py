@@ -28,38 +28,37 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     before: x = embedding(w, ids); ..; loss = cross_entropy_loss(logits, labels)
     after:  ctx.split = {x, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
             where ctx.partial = {sums} is to be summed over ranks
-    Refuses to split what mixes tokens without a rule: that runs on gathered tensors, or, with
-    on_unsupported="error", raises NotImplementedError naming the operator.
+    Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on gathered tensors.
     """
-    ctx.split, ctx.partial, ctx.fills, ctx.gathered = set(), set(), {}, []
+    ctx.split, ctx.partial, ctx.gathered = set(), set(), []
     if ctx.seq is None:
         return 0
     for node in list(gm.graph.nodes):
         if node.op == "placeholder":
             if _is_token_input(node, ctx):
                 ctx.split.add(node)
-            continue
-        if node.op != "call_function":
-            continue
-        if node.target == aten.cross_entropy_loss.default and _split_loss(gm, node, ctx):
-            continue
-        if any(a in ctx.split for a in node.all_input_nodes) or node.target == aten.embedding.default:
-            if node.target is operator.getitem or can_split(ctx.names, node, ctx.seq, ctx.split):
-                if node.target is not operator.getitem or node.args[0] in ctx.split:
-                    ctx.split.add(node)
-            elif node.target != aten.embedding.default:
-                _gather(node, ctx)
+        elif node.op == "call_function":
+            if node.target == aten.cross_entropy_loss.default:
+                node = _rewrite_loss(gm, node, ctx)
+            _place(node, ctx)
     return len(ctx.split)
 
 
-def _gather(node: fx.Node, ctx: Any) -> None:
-    reason = ctx.names.unnamed.get(node, f"{node.target} mixes tokens")
-    ctx.gathered.append((node, reason))
-    if ctx.options.on_unsupported == "error" and ctx.axis.size > 1:
-        raise NotImplementedError(
-            f"cannot split {node.target} ({node.meta.get('module', 'top level')}) along the sequence: {reason}. "
-            'on_unsupported="gather" computes it on gathered tensors instead, exactly but slowly.'
-        )
+def _place(node: fx.Node, ctx: Any) -> None:
+    if node.target is loss_sums:
+        if node.args[0] in ctx.split:
+            ctx.split.add(node)
+            ctx.partial.add(node)
+    elif node.target is operator.getitem:
+        if node.args[0] in ctx.split:
+            ctx.split.add(node)
+    elif node.target == aten.embedding.default or any(a in ctx.split for a in node.all_input_nodes):
+        if any(a in ctx.partial for a in node.all_input_nodes):
+            return
+        if node not in ctx.whole_attention and can_split(ctx.names, node, ctx.seq, ctx.split):
+            ctx.split.add(node)
+        elif node.target != aten.embedding.default:
+            ctx.gathered.append((node, ctx.names.unnamed.get(node, f"{node.target} mixes tokens")))
 
 
 def _is_token_input(node: fx.Node, ctx: Any) -> bool:
@@ -91,28 +90,31 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> 
     )
 
 
-def _split_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> bool:
-    """Rewrite a cross entropy over split logits; False where it has weights or smoothing."""
+def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
+    """The first node of the loss as sums and counts; ``node`` itself where it has weights or smoothing."""
     args = [*node.args, *(None, MEAN, -100, 0.0)[len(node.args) - 2 :]]
     logits, labels, weight, reduction, ignore_index, smoothing = args
     if logits not in ctx.split or weight is not None or smoothing or reduction not in (MEAN, SUM):
-        return False
-    if labels in ctx.split or labels.meta["val"].is_floating_point() or ctx.names.of(node.args[0])[-1:] == []:
-        return False
+        return node
+    if labels in ctx.split or labels.meta["val"].is_floating_point():
+        return node
+    if ctx.seq not in ctx.names.of(logits)[0] or len(ctx.names.of(logits)) != 2:
+        return node
     names, val = ctx.names, node.meta["val"]
     with gm.graph.inserting_before(node):
         sums = gm.graph.call_function(loss_sums, (logits, labels, ignore_index))
-        total = gm.graph.call_function(aten.select.int, (sums, 0, 0))
-        loss = total
+        loss = total = gm.graph.call_function(aten.select.int, (sums, 0, 0))
+        new = [sums, total]
         if reduction == MEAN:
             count = gm.graph.call_function(aten.select.int, (sums, 0, 1))
             loss = gm.graph.call_function(aten.div.Tensor, (total, count))
-    for new in (sums, total, *([count, loss] if reduction == MEAN else [])):
-        new.meta = {**node.meta, "val": val.new_empty(2) if new is sums else val}
-        names.dims[new] = names.fresh(new.meta["val"].shape)
+            new += [count, loss]
+    for n in new:
+        n.meta = {**node.meta, "val": val.new_empty(2) if n is sums else val}
+        names.dims[n] = names.fresh(n.meta["val"].shape)
     node.replace_all_uses_with(loss)
     gm.graph.erase_node(node)
-    ctx.split.add(sums)
-    ctx.partial.add(sums)
     ctx.fills[labels] = ignore_index
-    return True
+    for n in new[1:]:
+        _place(n, ctx)
+    return sums

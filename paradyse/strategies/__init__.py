@@ -8,6 +8,8 @@ from torch import fx
 
 import paradyse.strategies.ops  # noqa: F401  registers the attention operators
 from paradyse.pieces import Piece
+from paradyse.strategies.head_groups import Unsplittable, analyse
+from paradyse.strategies.tensor_parallel import TensorParallelVariant
 from paradyse.strategies.variant import Scope
 from paradyse.strategies.zero import ZeroVariant
 from paradyse.types import REPLICATED
@@ -26,9 +28,15 @@ def build_variant(scope: Scope, block: Any, piece: Piece, strategy: str) -> Any:
     strategy = canonical_variant(block.kind, strategy)
     if strategy == REPLICATED or strategy in Z_STRATEGIES:
         return ZeroVariant(scope, piece, attention, strategy)
+    if strategy == "megatron_ts":
+        return TensorParallelVariant(scope, block, piece)
     raise NotImplementedError(f"strategy {strategy}")
 
 
 def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
     """Strategy -> why it cannot compute ``block``."""
+    try:
+        analyse(scope, block)
+    except Unsplittable as e:
+        return {"megatron_ts": str(e), "metp": str(e)}
     return {}

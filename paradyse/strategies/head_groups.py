@@ -1,0 +1,519 @@
+"""Blocks as sums over groups of heads or columns: ``post(sum_g f(x, W_g))``.
+
+``analyse`` finds, from names and data movement alone, which rows of each weight belong to which head (or
+intermediate column), so any layout of a fused projection is handled alike: the rows of group g are taken
+from the weights and everything between the projections runs at the group's sizes. A block that mixes heads
+before its last projection is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from paradyse.pieces import Piece, is_weight, make_piece, run
+from paradyse.sharding import Factor, resolve, size_of
+from paradyse.strategies.variant import Scope, is_tensor
+from paradyse.weights import Form, Rows
+
+aten = torch.ops.aten
+
+_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.alias.default}
+_FLIPS = {aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default}
+_MOVES = {
+    getattr(aten, name).default
+    for name in "reshape permute t squeeze unsqueeze narrow numpy_T clone contiguous alias".split()
+    if hasattr(getattr(aten, name), "default")
+} | {
+    aten.transpose.int,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.squeeze.dim,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.index.Tensor,
+    operator.getitem,
+}
+"""Operators that move elements and change none."""
+
+_SPREADS = {aten.expand.default, aten.broadcast_to.default}
+_FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default}
+
+
+class Unsplittable(NotImplementedError):
+    """A block cannot be computed group by group; the text says why."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which heads each group computes: KV heads first, each with a part of its query heads.
+
+    All groups are of equal size; -1 stands for a head that is missing. Columns of an MLP are KV heads with
+    one query head each.
+    """
+
+    num_kv: int
+    ratio: int
+    """Query heads of one KV head."""
+    kv: tuple[tuple[int, ...], ...]
+    """Per group the KV head of each slot."""
+    q: tuple[tuple[int, ...], ...]
+    """Per group the query heads, ``q_sub`` of each slot in turn."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.kv[0])
+
+    @property
+    def q_sub(self) -> int:
+        return len(self.q[0]) // len(self.kv[0])
+
+
+@lru_cache(maxsize=64)
+def head_slots(num_kv: int, ratio: int, num_groups: int) -> Slots:
+    """Share ``num_kv`` KV heads of ``ratio`` query heads each out to groups.
+
+    A KV head is replicated where that makes the groups smaller, as it must where there are fewer of them
+    than groups; its query heads are then divided among the replicas.
+    """
+
+    def load(replicas: int) -> tuple[int, int]:
+        slots = -(-num_kv * replicas // num_groups)
+        return slots * -(-ratio // replicas) + slots, replicas
+
+    replicas = min(range(1, min(ratio, num_groups) + 1), key=load)
+    n, q_sub = -(-num_kv * replicas // num_groups), -(-ratio // replicas)
+    kv, q = [], []
+    for g in range(num_groups):
+        kvs: list[int] = []
+        qs: list[int] = []
+        for slot in range(g * n, (g + 1) * n):
+            head, part = divmod(slot, replicas)
+            real = head < num_kv
+            places = range(part * q_sub, (part + 1) * q_sub)
+            mine = [head * ratio + i if real and i < ratio else -1 for i in places]
+            kvs.append(head if max(mine) >= 0 else -1)
+            qs += mine
+        kv.append(tuple(kvs))
+        q.append(tuple(qs))
+    return Slots(num_kv, ratio, tuple(kv), tuple(q))
+
+
+@lru_cache(maxsize=512)
+def _shared(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """One object for equal tables: a deep model has many blocks alike."""
+    return groups
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as one linear takes it."""
+
+    node: fx.Node
+    """The parameter."""
+    form: Form
+    chain: tuple[fx.Node, ...] = ()
+    """Casts and transposes between the parameter and the linear."""
+
+    def apply(self, value: Tensor) -> Tensor:
+        """The linear's argument, from the parameter or its rows."""
+        for node in self.chain:
+            value = node.target(value, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        return value
+
+    def shape(self) -> list[int]:
+        """Of the parameter in ``form``."""
+        shape = list(self.node.meta["val"].shape)
+        if self.form is not None:
+            shape[self.form.dim] = len(self.form.groups[0])
+        return shape
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value that is a part of an up projection's output, rearranged."""
+
+    node: fx.Node
+    start: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Up:
+    """An up projection restricted to a group: one linear, then its leaves."""
+
+    node: fx.Node
+    weight: Weight
+    bias: Weight | None
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A block as ``post(sum_g f(x, W_g))``. See ``analyse``."""
+
+    block: Any
+    slots: Slots
+    sizes: dict[Factor, int]
+    """Sizes of the factors of heads (or columns) within a group."""
+    x: fx.Node
+    """The input of all up projections."""
+    ups: tuple[Up, ...]
+    core: Piece
+    """From the leaves to the input of ``block.down``."""
+    region_weights: dict[fx.Node, Form]
+    """Weights that ``core`` reads: by rows where they have a dim of heads, else whole."""
+    slices: dict[fx.Node, Rows]
+    """Other inputs of ``core`` that have a dim of heads."""
+    down: Weight
+    down_bias: Weight | None
+
+    def text(self) -> str:
+        """What distinguishes two analyses of pieces of one structure."""
+        rows = [[(leaf.start, leaf.num_rows) for leaf in up.leaves] for up in self.ups]
+        return f"slots {self.slots.num_slots} x {self.slots.q_sub}, leaves {rows}"
+
+
+def analyse(scope: Scope, block: Any) -> Groups:
+    """Find the groups of ``block``, one for each rank of the scope's axis.
+
+    Raises:
+        Unsplittable: with the reason.
+    """
+    with unset_fake_temporarily():
+        return _Analysis(scope, block).result()
+
+
+def local_shape(
+    scope: Scope, node: fx.Node, heads: dict[Factor, int], letters: dict[Factor, Any]
+) -> tuple[tuple[Any, ...], ...]:
+    """Dims of ``node`` within a group, as ``Spec`` wants them."""
+    return tuple(
+        tuple(letters.get(f, heads.get(f, f.size)) for f in dim) for dim in scope.names.of(node)
+    )
+
+
+def weight_only(node: fx.Node, scope: Scope, known: dict[fx.Node, bool]) -> bool:
+    """Whether ``node`` is a weight or computed from weights alone."""
+    if node not in known:
+        known[node] = is_weight(node) or (
+            node.op == "call_function"
+            and bool(node.all_input_nodes)
+            and scope.seq not in factors_of(scope, node)
+            and all(weight_only(a, scope, known) for a in node.all_input_nodes)
+        )
+    return known[node]
+
+
+def factors_of(scope: Scope, node: fx.Node) -> set[Factor]:
+    """All factors in the dims of ``node``, or of its several results."""
+    dims = scope.names.dims.get(node, [])
+    if isinstance(node.meta.get("val"), tuple | list):
+        dims = [d for part in dims for d in part]
+    return {f for d in dims for f in resolve(d)}
+
+
+def closure(
+    scope: Scope, outputs: Iterable[fx.Node], members: Iterable[fx.Node], stops: Iterable[fx.Node] = ()
+) -> list[fx.Node]:
+    """What ``outputs`` need of ``members`` and of what is computed from weights alone, in graph order."""
+    inside, halt = set(members), set(stops)
+    known: dict[fx.Node, bool] = {}
+    found: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in halt or node in found or node.op != "call_function":
+            continue
+        if node in inside or weight_only(node, scope, known):
+            found.add(node)
+            stack += node.all_input_nodes
+    if not found:
+        return []
+    return [n for n in next(iter(found)).graph.nodes if n in found]
+
+
+class _Analysis:
+    def __init__(self, scope: Scope, block: Any):
+        self.scope, self.block = scope, block
+        self.names = scope.names
+        self.outer, self.inner = self._split_factors()
+        self.heads = {f for f in (self.outer, self.inner) if f is not None}
+        num_kv = self.outer.size if self.outer is not None else 1
+        self.slots = head_slots(num_kv, self.inner.size if self.inner is not None else 1, scope.axis.size)
+        self.members = set(block.region)
+        self.below = self._descendants()
+
+    def _what(self) -> str:
+        return "heads" if self.block.kind == "attention" else "intermediate columns"
+
+    def _split_factors(self) -> tuple[Factor | None, Factor | None]:
+        """(KV heads, query heads for each); the first alone without GQA, the second alone with one KV head."""
+        if self.block.kind == "mlp":
+            columns = self.names.of(self.block.down.args[0])[-1]
+            if not columns:
+                raise Unsplittable("it has one intermediate column")
+            return max(columns, key=lambda f: f.size), None
+        node = self.block.attention
+        q, k = self.names.of(node.args[0])[1], self.names.of(node.args[1])[1]
+        if len(q) > 2:
+            raise Unsplittable(f"its query heads are of {len(q)} factors {[f.size for f in q]}")
+        if not q:
+            raise Unsplittable("it has one head")
+        if len(q) == 2:
+            if k not in (q, q[:1]):
+                raise Unsplittable(f"KV heads {[f.size for f in k]} do not divide query heads {[f.size for f in q]}")
+            return q
+        if not k and node.args[1].meta["val"].shape[1] == 1:
+            return None, q[0]
+        if k != q:
+            raise Unsplittable("query and KV heads are named differently")
+        return q[0], None
+
+    def _descendants(self) -> dict[fx.Node, list[fx.Node]]:
+        """Per node of the block's core those of the region that depend on it."""
+        below: dict[fx.Node, list[fx.Node]] = {}
+        for node in reversed([*self.block.up, *self.block.region]):
+            found: dict[fx.Node, None] = {}
+            for user in node.users:
+                if user in self.members:
+                    found[user] = None
+                    found.update(dict.fromkeys(below.get(user, ())))
+            below[node] = list(found)
+        return below
+
+    def _spoils(self, node: fx.Node) -> str:
+        """Why ``node`` cannot run on a group's part; "" where it can."""
+        if node is self.block.attention or (
+            node.target is operator.getitem and node.args[0] is self.block.attention
+        ):
+            return ""
+        where = node.meta.get("module", "").removeprefix("L['self'].")
+        at = f"{node.target}" + (f" in {where}" if where else "")
+        if node.target == aten.dropout.default:
+            return f"dropout between the projections ({at})"
+        if self.heads & self.names.mixed(node):
+            return f"{at} mixes all {self._what()}"
+        read = {f for a in node.all_input_nodes for f in factors_of(self.scope, a)}
+        if (self.heads & factors_of(self.scope, node)) - read and node.target not in _SPREADS | _FILLS:
+            return f"{at} makes {self._what()} of something else"
+        return ""
+
+    def result(self) -> Groups:
+        block, names = self.block, self.names
+        x = self._common_input()
+        ups = tuple(self._up(node) for node in block.up)
+        leaves = [leaf.node for up in ups for leaf in up.leaves]
+        h = block.down.args[0]
+        core = make_piece("core", closure(self.scope, [h], self.members, leaves), [h])
+        for node in core.nodes:
+            if reason := self._spoils(node):
+                raise Unsplittable(reason)
+        region_weights: dict[fx.Node, Form] = {}
+        slices: dict[fx.Node, Rows] = {}
+        for node in core.inputs:
+            if node in leaves or not self.heads & factors_of(self.scope, node):
+                if is_weight(node):
+                    region_weights[node] = None
+                continue
+            rows = self._head_rows(node)
+            if is_weight(node):
+                region_weights[node] = rows
+            elif node in block.pre or may_be_split(node):
+                raise Unsplittable(f"{node} carries {self._what()} from outside its projections")
+            else:
+                slices[node] = rows
+        columns = names.of(h)[-1]
+        if not self.heads <= set(columns):
+            raise Unsplittable(f"the input of {block.down} is not made of {self._what()}")
+        index = torch.arange(h.meta["val"].shape[-1])
+        down = self._weight(block.down.args[1], 1, self._rows(index, columns, pad=True))
+        bias = block.down.args[2] if len(block.down.args) > 2 else None
+        down_bias = self._weight(bias, 0, None) if bias is not None else None
+        sizes = {f: n for f, n in ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub)) if f}
+        return Groups(block, self.slots, sizes, x, ups, core, region_weights, slices, down, down_bias)
+
+    def _common_input(self) -> fx.Node:
+        inputs = list(dict.fromkeys(u.args[0] for u in self.block.up))
+        spelled = {(n.target, str(n.args), str(n.kwargs)) for n in inputs}  # a cast may be spelled twice
+        if len(inputs) > 1 and (len(spelled) > 1 or inputs[0].op != "call_function"):
+            raise Unsplittable(f"its projections read different values ({inputs[0]}, {inputs[1]})")
+        x: fx.Node = inputs[0]
+        if self.scope.seq not in factors_of(self.scope, x):
+            raise Unsplittable(f"{x} has no sequence dim")
+        return x
+
+    # ---- up projections
+
+    def _up(self, node: fx.Node) -> Up:
+        leaves = self._leaves(node)
+        moved = closure(self.scope, leaves, self.members, [node])
+        num_rows = node.meta["val"].shape[-1]
+        tokens = {f: 1 for f in (self.scope.seq, self.scope.batch) if f is not None}
+        index = torch.arange(num_rows).view([1] * (node.meta["val"].ndim - 1) + [-1])
+        piece = make_piece("movement", [n for n in moved if n is not node], leaves)
+        values = [index if n is node else self._constant(n) for n in piece.inputs]
+        found = run(piece, values, self.names, tokens) if leaves != [node] else (index,)
+        groups: list[tuple[int, ...]] = [()] * self.scope.axis.size
+        out = []
+        for leaf, rows in zip(leaves, found, strict=True):
+            factors = [f for d in self.names.of(leaf) for f in d if f not in tokens]
+            self._check_order(leaf, tokens)
+            part = self._rows(rows, factors, pad=False)
+            out.append(Leaf(leaf, len(groups[0]), len(part[0])))
+            groups = [a + b for a, b in zip(groups, part, strict=True)]
+        table = _shared(tuple(groups))
+        bias = node.args[2] if len(node.args) > 2 else None
+        return Up(
+            node,
+            self._weight(node.args[1], 0, table),
+            self._weight(bias, 0, table) if bias is not None else None,
+            tuple(out),
+        )
+
+    def _leaves(self, node: fx.Node) -> list[fx.Node]:
+        """The first values on each way from ``node`` that stay whole heads from there on."""
+        out: dict[fx.Node, None] = {}
+
+        def visit(at: fx.Node) -> None:
+            spoiled = next((r for n in self.below[at] if (r := self._spoils(n))), "")
+            if is_tensor(at) and not spoiled:
+                out[at] = None
+                return
+            for user in at.users:
+                if user not in self.members:
+                    continue
+                if user.target not in _MOVES:
+                    raise Unsplittable(spoiled)
+                visit(user)
+
+        visit(node)
+        return list(out)
+
+    def _check_order(self, leaf: fx.Node, tokens: dict[Factor, int]) -> None:
+        for dim in self.names.of(leaf):
+            kinds = [f in tokens for f in dim]
+            if kinds != sorted(kinds, reverse=True):
+                raise Unsplittable(f"{leaf} merges {self._what()} and tokens into one dim")
+
+    def _constant(self, node: fx.Node) -> Any:
+        """The value of an index that the graph holds."""
+        piece = make_piece("constant", closure(self.scope, [node], ()), [node])
+        roots = piece.inputs if piece.nodes else (node,)
+        module: Any = node.graph.owning_module
+        if module is None or any(n.op != "get_attr" for n in roots):
+            raise Unsplittable(f"its projections are taken apart by the computed index {node}")
+        values = [getattr(module, str(n.target)).cpu() for n in roots]
+        return run(piece, values, self.names, {})[0] if piece.nodes else values[0]
+
+    # ---- rows
+
+    def _rows(self, index: Tensor, factors: Sequence[Factor], pad: bool) -> tuple[tuple[int, ...], ...]:
+        """Per group the elements of ``index`` that are its heads', in the order of ``factors``.
+
+        Args:
+            pad: -1 for what belongs to a missing head; else a head that exists stands in for it, so that
+                all that is computed from it is finite.
+        """
+        grid = index.reshape([f.size for f in factors])
+        along = [factors.index(f) for f in (self.outer, self.inner) if f in factors]
+        rest = [d for d in range(grid.ndim) if d not in along]
+        has_outer, has_inner = self.outer in factors, self.inner in factors
+        if has_inner and not has_outer and self.slots.num_kv > 1:
+            raise Unsplittable("query heads stand apart from their KV heads")
+        if len(set(factors)) < len(factors):
+            raise Unsplittable("a factor occurs twice in one value")
+        flat = grid.permute(*along, *rest).flatten(0, len(along) - 1) if along else grid[None]
+        groups = []
+        for kv, q in zip(self.slots.kv, self.slots.q, strict=True):
+            heads = torch.tensor(q if has_inner else kv if has_outer else [0])
+            rows = flat[heads.clamp(min=0)]
+            if pad:
+                rows = torch.where((heads >= 0).view([-1] + [1] * (rows.ndim - 1)), rows, -1)
+            if len(along) == 2:
+                rows = rows.unflatten(0, (len(kv), self.slots.q_sub))
+            if along:
+                rows = rows.permute([[*along, *rest].index(d) for d in range(grid.ndim)])
+            groups.append(tuple(rows.flatten().tolist()))
+        return _shared(tuple(groups))
+
+    def _head_rows(self, node: fx.Node) -> Rows:
+        """The slice of ``node`` along its dim of heads."""
+        dims = self.names.of(node)
+        at = [i for i, d in enumerate(dims) if self.heads & set(d)]
+        if len(at) != 1:
+            raise Unsplittable(f"{node} has several dims of {self._what()}")
+        dim = dims[at[0]]
+        if any(f in (self.scope.seq, self.scope.batch) for f in dim):
+            raise Unsplittable(f"{node} merges {self._what()} and tokens into one dim")
+        return Rows(at[0], self._rows(torch.arange(node.meta["val"].shape[at[0]]), dim, pad=False))
+
+    def _weight(self, arg: fx.Node, dim: int, rows: tuple[tuple[int, ...], ...] | None) -> Weight:
+        """Follow a linear's weight (or bias) back to the parameter; rows along ``dim`` of the argument."""
+        chain: list[fx.Node] = []
+        node = arg
+        while not is_weight(node):
+            if node.op != "call_function" or node.target not in _CASTS | _FLIPS or len(node.all_input_nodes) != 1:
+                raise Unsplittable(f"a projection's weight is computed ({node.target}), not a parameter")
+            if node.target in _FLIPS:
+                if node.meta["val"].ndim != 2:
+                    raise Unsplittable(f"a projection's weight is taken from one of {node.meta['val'].ndim} dims")
+                dim = 1 - dim
+            chain.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+        return Weight(node, Rows(dim, rows) if rows is not None else None, tuple(reversed(chain)))
+
+
+def may_be_split(node: fx.Node) -> bool:
+    """Whether ``node`` may lie split between blocks: what no hidden state has gone into is replicated."""
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        val = at.meta.get("val")
+        if at.target == aten.embedding.default or (
+            at.op == "placeholder"
+            and not is_weight(at)
+            and isinstance(val, Tensor)
+            and val.is_floating_point()
+            and val.ndim >= 3
+        ):
+            return True
+        stack += at.all_input_nodes
+    return False
+
+
+def shape_leaf(
+    scope: Scope, groups: Groups, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, Any]
+) -> Tensor:
+    """The leaf's value within a group, from the output [.., rows] of the group's linear.
+
+    Args:
+        sizes: of the factors that differ from the traced ones: tokens, heads.
+    """
+    part = y if len(up.leaves) == 1 else y.narrow(-1, leaf.start, leaf.num_rows)
+    dims, source = scope.names.of(leaf.node), scope.names.of(up.node)
+    if dims[:-1] == source[:-1]:
+        return part
+    tokens = [f for d in source[:-1] for f in d]
+    place = {f: i for i, f in enumerate(tokens)}
+    rest = [[f for f in d if f not in place] for d in dims]
+    apart = part.reshape([size_of([f], sizes) for f in tokens] + [size_of(d, sizes) for d in rest])
+    order = []
+    for i, d in enumerate(dims):
+        order += [place[f] for f in d if f in place] + [len(tokens) + i]
+    return apart.permute(order).reshape([size_of(d, sizes) for d in dims])
