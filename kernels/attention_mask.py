@@ -261,7 +261,7 @@ def _segment(intervals: Intervals, r0: int, r1: int, kind: int, bytes_per_pair: 
     width = int((rows.hi - rows.lo).max())
     # Work grows with width + rows, calls with 1 / rows. Measured flat between these, for widths 64
     # to 2048.
-    blocks = row_blocks(rows, bytes_per_pair, max(64, min(128, width // 8)))
+    blocks = row_blocks(rows, bytes_per_pair, max(64, min(128, width // 4)))
     return [Tile(t.r0 + r0, t.r1 + r0, t.k0, t.k1, t.kind) for t in blocks]
 
 
