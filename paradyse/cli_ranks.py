@@ -24,6 +24,8 @@ from paradyse.report import PlanReport, VerifyReport
 from paradyse.types import Plan, Workload
 
 AUTO = "auto"
+GIVEN = "the function given as option 'plan': "
+"""How errors about a plan begin here; the function is ours, so it tells people nothing."""
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 """Plain SGD: its steps are linear in the gradient, so rounding errors stay rounding errors, where
 Adam's division would raise those of near-zero gradients to full steps."""
@@ -253,7 +255,7 @@ def _replay(
                 run(choice, batch, known)
         except (ValueError, NotImplementedError) as e:  # on every rank alike
             if rank.rank == 0:
-                rank.send(Infeasible(choice, str(e)))
+                rank.send(Infeasible(choice, str(e).removeprefix(GIVEN)))
             continue
         choices.append(choice)
     if rank.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -118,7 +119,7 @@ class Screen:
 
 
 def show_table(
-    console: Console, title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]
+    console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
     """A table: drawn on a terminal, aligned text elsewhere."""
     if not console.is_terminal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ VOCABULARY = 256
 MIN_TOKENS = 16
 """Shorter files say nothing; also the smallest cap."""
 SUFFIXES = (".py", ".txt", ".md", ".rst")
-NOT_TEXT_OF_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+SKIPPED = ("site-packages", "dist-packages", "__pycache__")
+"""Folders inside the standard library's that are not of it."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,12 @@ def draw_files(
         raise ValueError(f"no folder {root}; name another one with text files in it")
     suffixes = (".py",) if folder is None else SUFFIXES
     found = []
-    for path in sorted(root.rglob("*")):
-        if path.suffix not in suffixes or not path.is_file():
-            continue
-        name = path.relative_to(root)
-        size = path.stat().st_size
-        if MIN_TOKENS <= size <= cap and not set(NOT_TEXT_OF_THE_LIBRARY) & set(name.parts):
-            found.append(TextFile(str(path.resolve()), name.as_posix(), size))
+    for path in _walk(root):
+        if path.suffix in suffixes and path.is_file():
+            size = path.stat().st_size
+            if MIN_TOKENS <= size <= cap:
+                name = path.relative_to(root).as_posix()
+                found.append(TextFile(str(path.resolve()), name, size))
     if not found:
         raise ValueError(
             f"no text file of {MIN_TOKENS} to {cap} bytes below {root}; raise the cap, or name "
@@ -85,6 +86,14 @@ def draw_files(
         shuffle(found)
         files += found[: num_files - len(files)]
     return files
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Files below ``root`` in one order on every machine."""
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(set(below) - set(SKIPPED))
+        for name in sorted(names):
+            yield Path(folder, name)
 
 
 @dataclass(frozen=True)

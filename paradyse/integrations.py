@@ -43,7 +43,7 @@ class LlamaSize:
 
     def __str__(self) -> str:
         return (
-            f"Llama, {self.layers} layers, hidden {self.hidden}, {self.heads} heads "
+            f"Llama, {self.layers} layer{'s' * (self.layers > 1)}, hidden {self.hidden}, {self.heads} heads "
             f"({self.kv_heads} KV), intermediate {self.intermediate}"
         )
 
@@ -135,7 +135,7 @@ def make_model(
 
 def vocabulary_of(model: torch.nn.Module) -> int:
     """Number of tokens that the model's embedding knows."""
-    return int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 @contextlib.contextmanager

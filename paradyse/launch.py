@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import importlib
 import multiprocessing.connection
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -283,9 +283,7 @@ def _main(fd: int, device: str, store: str) -> int:
         threading.Thread(target=_leave_with_the_parent, args=(pipe,), daemon=True).start()
         place = Rank(rank, size, device, lambda value: send("report", value))
         _join(rank, size, device, store)
-        module, _, name = target.partition(":")
-        result = getattr(importlib.import_module(module), name)(place, **arguments)
-        send("result", result)
+        send("result", pkgutil.resolve_name(target)(place, **arguments))
     except BaseException:
         with contextlib.suppress(OSError):
             send("failure", f"failed:\n{traceback.format_exc().rstrip()}")
