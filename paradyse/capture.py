@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from paradyse.config import Options
 from paradyse.mesh import Axis
 from paradyse.passes.pipeline import CaptureContext, run_passes
-from paradyse.passes.retrace import InputLike, retrace
+from paradyse.passes.retrace import InputLike, Untraceable, retrace
 from paradyse.program import Program
 from paradyse.strategies.variant import SPLIT, WHOLE, Scope, VariantCache
 
@@ -106,21 +106,21 @@ def _is_number(node: fx.Node, example: Any) -> bool:
 
 
 def _choose_sizes(sizes: Sequence[torch.SymInt], metas: Sequence[Any]) -> dict[Any, int]:
+    """Symbol -> the value to trace with. Symbols equal in this call stay equal in the trace."""
     taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
-    values: dict[Any, int] = {}
+    hints: dict[Any, int] = {}
+    env: Any = None
     for size in sizes:
-        for symbol in size.node.expr.free_symbols - set(values):
-            env = size.node.shape_env
-            hint = int(env.var_to_val[symbol]) if hasattr(env, "var_to_val") else int(size.node.hint)
-            for value in (hint, *_PRIMES):
-                trial = {**values, symbol: value}
-                if value not in taken and _allowed(env, trial):
-                    break
-            else:
-                trial = {**values, symbol: hint}
-            values = trial
-            taken.add(values[symbol])
-    return values
+        env = size.node.shape_env
+        known = getattr(env, "backed_var_to_val", None) or env.var_to_val  # renamed in torch 2.12
+        hints.update({symbol: int(known[symbol]) for symbol in size.node.expr.free_symbols})
+    instead: dict[int, int] = {}
+    for hint in dict.fromkeys(hints.values()):
+        choices = (v for v in (hint, *_PRIMES) if v not in taken)
+        instead[hint] = next(choices, hint)
+        taken.add(instead[hint])
+    values = {symbol: instead[hint] for symbol, hint in hints.items()}
+    return values if not hints or _allowed(env, values) else hints
 
 
 def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
@@ -143,14 +143,22 @@ def build_program(
         weights: per placeholder whether it is a parameter or a buffer.
     """
     ctx = CaptureContext(options, axis)
-    traced = retrace(gm, list(inputs))
-    for node, weight in zip((n for n in traced.graph.nodes if n.op == "placeholder"), weights, strict=True):
-        node.meta["weight"] = weight
-    run_passes(traced, ctx, options.dump)
+    try:
+        traced = retrace(gm, list(inputs))
+        _run(traced, ctx, weights)
+    except Untraceable as e:
+        ctx.note(str(e))
+        return None, ctx
     if ctx.seq is None:
         return None, ctx
     scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, VARIANTS)
     return Program(traced, ctx, scope), ctx
+
+
+def _run(traced: fx.GraphModule, ctx: CaptureContext, weights: Sequence[bool]) -> None:
+    for node, weight in zip((n for n in traced.graph.nodes if n.op == "placeholder"), weights, strict=True):
+        node.meta["weight"] = weight
+    run_passes(traced, ctx, ctx.options.dump)
 
 
 def find_sizes(program: Program) -> SizeSource | None:

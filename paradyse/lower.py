@@ -11,7 +11,6 @@ Uses ``torch._guards`` and ``torch.fx.experimental.symbolic_shapes``, which are 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,12 +31,26 @@ SIZE_HINTS = {"B": 4, "S": 2048, "s": 1024}
 """Sizes the inner compiler tunes for; results hold for all."""
 
 
+Size = str | int | tuple[str, int]
+"""One factor of a dim: a number, the name of a varying size, or (name, k) for k more than that size."""
+
+Dims = tuple[tuple[Size, ...], ...]
+"""Per dim of a tensor its factors."""
+
+
+def dim_size(dim: tuple[Size, ...], sizes: Mapping[str, Any]) -> Any:
+    """Product of a dim's factors."""
+    total: Any = 1
+    for f in dim:
+        total = total * (f if isinstance(f, int) else sizes[f] if isinstance(f, str) else sizes[f[0]] + f[1])
+    return total
+
+
 @dataclass(frozen=True)
 class Spec:
     """One tensor argument of a compiled function."""
 
-    dims: tuple[tuple[str | int, ...], ...]
-    """Per dim its factors: names of varying sizes, and numbers."""
+    dims: Dims
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -83,7 +96,8 @@ def compile_function(
     static = dict(static_sizes or {})
     shape_env = ShapeEnv(duck_shape=False)
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
-    names = {f for s in specs for d in s.dims for f in d if isinstance(f, str)}
+    factors = {f for s in specs for d in s.dims for f in d if not isinstance(f, int)}
+    names = {f if isinstance(f, str) else f[0] for f in factors}
     sizes: dict[str, Any] = {name: static[name] for name in names if name in static}
     symbols = {}
     for name in sorted(names - set(static)):
@@ -93,7 +107,7 @@ def compile_function(
         sizes[name] = shape_env.create_symintnode(symbols[name], hint=hint, source=source)
 
     def example(spec: Spec) -> Tensor:
-        shape = [math.prod((sizes[f] if isinstance(f, str) else f for f in d), start=1) for d in spec.dims]
+        shape = [dim_size(d, sizes) for d in spec.dims]
         out = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         return out.requires_grad_(spec.requires_grad)
 

@@ -95,7 +95,7 @@ def run(
         return size_of(dim, sizes)
 
     def varies(dim: Dim) -> bool:
-        return any(f in sizes for f in dim)
+        return any(f.origin()[0] in sizes for f in dim)
 
     env: dict[fx.Node, Any] = dict(zip(piece.inputs, values, strict=True))
     for node in piece.nodes:
@@ -116,15 +116,16 @@ class Labels:
         parts: list[str] = []
         const = 1
         for f in resolve(dim):
-            if f in self.of:
-                parts += [str(const)] * (const > 1) + [self.of[f]]
+            base, k = f.origin()
+            if base in self.of:
+                parts += [str(const)] * (const > 1) + [f"({self.of[base]}{k:+d})" if k else self.of[base]]
                 const = 1
             else:
                 const *= f.size
         return "*".join(parts + [str(const)] * (const > 1)) or "1"
 
     def varies(self, dim: Dim) -> bool:
-        return any(f in self.of for f in resolve(dim))
+        return any(f.origin()[0] in self.of for f in resolve(dim))
 
     def dims(self, dims: Sequence[Dim]) -> str:
         return "[" + ", ".join(self.dim(d) for d in dims) + "]"
@@ -148,8 +149,7 @@ def structure(piece: Piece, names: Names, labels: Labels) -> str:
         tensor = isinstance(val, torch.Tensor)
         args = _with_sizes(node, names, labels.dim, labels.varies) if tensor else node.args
         text = fx.map_arg((args, node.kwargs), lambda n: _Ref(index[n]))
-        shape = labels.dims(names.of(node)) if tensor else ""
-        lines.append(f"n{i} = {node.target}{text!r} {shape}")
+        lines.append(f"n{i} = {node.target}{text!r}")
     lines.append("return " + ", ".join(index[n] for n in piece.outputs))
     return "\n".join(lines)
 

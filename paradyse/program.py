@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, fx
 
 from paradyse import comm
 from paradyse.deferred import DeferredTensor
+from paradyse.lower import Dims, dim_size
 from paradyse.mesh import Axis, local_positions
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.pipeline import CaptureContext
@@ -214,6 +214,12 @@ class Program:
         return found
 
     def __call__(self, args: Sequence[Any], constants: StepConstants) -> Any:
+        if torch.is_autocast_enabled(self.device.type):  # its casts are in the graph already
+            with torch.autocast(self.device.type, enabled=False):
+                return self._run(args, constants)
+        return self._run(args, constants)
+
+    def _run(self, args: Sequence[Any], constants: StepConstants) -> Any:
         frame = Frame(self, args, constants)
         for i, step in enumerate(self.steps):
             if isinstance(step, BlockStep):
@@ -403,10 +409,7 @@ class Frame:
 
     def _deferred(self, node: fx.Node, compute: Callable[[], Tensor]) -> DeferredTensor:
         val = node.meta["val"]
-        shape = tuple(
-            math.prod((self.sizes.get(f, f) if isinstance(f, str) else f for f in d), start=1)
-            for d in spec_dims(self.program.scope, node, WHOLE)
-        )
+        shape = tuple(dim_size(d, self.sizes) for d in spec_dims(self.program.scope, node, WHOLE))
         out: DeferredTensor = DeferredTensor(compute, shape, val.dtype, val.device)
         return out
 
@@ -446,7 +449,7 @@ def _zero(device: torch.device) -> Tensor:
 
 def _on_sequence(
     x: Tensor,
-    dims: Sequence[tuple[str | int, ...]],
+    dims: Dims,
     sizes: Mapping[str, int],
     fn: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
@@ -458,7 +461,7 @@ def _on_sequence(
     at = next(i for i, d in enumerate(dims) if WHOLE in d)
     if len(dims[at]) == 1:
         return fn(x, at)
-    inner = [sizes[f] if isinstance(f, str) else f for f in dims[at]]
+    inner = [dim_size((f,), sizes) for f in dims[at]]
     apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
     out = fn(apart, at + dims[at].index(WHOLE))
     return out.reshape([*x.shape[:at], -1, *x.shape[at + 1 :]])

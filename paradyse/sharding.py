@@ -8,7 +8,7 @@ operator mixes (reduces over, slices, normalizes over) cannot be split there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,13 @@ from torch import fx
 class Factor:
     """A dimension, or a part of one: unknown until unified with others or split by a view."""
 
-    __slots__ = ("size", "_same_as", "_parts")
+    __slots__ = ("size", "base", "_same_as", "_parts", "_shifts")
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, base: tuple[Factor, int] | None = None):
         self.size = size
+        self.base = base
+        """(f, k) for a dim of k more elements than f has: what padding and shifting make."""
+        self._shifts: dict[int, Factor] = {}
         self._same_as: Factor | None = None
         self._parts: tuple[Factor, ...] | None = None
 
@@ -33,6 +36,22 @@ class Factor:
         if self._parts is not None:
             return tuple(f for part in self._parts for f in part.resolve())
         return (self,)
+
+    def shifted(self, k: int) -> Factor:
+        """The factor of k more elements; shifting back gives this one again."""
+        base, offset = self.base or (self, 0)
+        if offset + k == 0:
+            return base
+        if offset + k not in base._shifts:
+            base._shifts[offset + k] = Factor(base.size + offset + k, (base, offset + k))
+        return base._shifts[offset + k]
+
+    def origin(self) -> tuple[Factor, int]:
+        """(f, k): this factor has k more elements than f, as unified by now."""
+        if self.base is None:
+            return self, 0
+        found = self.base[0].resolve()
+        return (found[0], self.base[1]) if len(found) == 1 else (self, 0)
 
     def __repr__(self) -> str:
         return f"{self.size}@{id(self) % 9973}"
@@ -46,9 +65,14 @@ def resolve(dim: Iterable[Factor]) -> Dim:
     return tuple(f for factor in dim for f in factor.resolve())
 
 
-def size_of(dim: Iterable[Factor], sizes: dict[Factor, Any]) -> Any:
+def size_of(dim: Iterable[Factor], sizes: Mapping[Factor, Any]) -> Any:
     """Product of the factors' sizes, with ``sizes`` in place of those it names."""
-    return math.prod((sizes.get(f, f.size) for f in resolve(dim)), start=1)
+    return math.prod((_size(f, sizes) for f in resolve(dim)), start=1)
+
+
+def _size(factor: Factor, sizes: Mapping[Factor, Any]) -> Any:
+    f, k = factor.origin()
+    return sizes[f] + k if f in sizes else factor.size
 
 
 @dataclass
@@ -86,6 +110,10 @@ class Names:
             if x is y:
                 continue
             if x.size == y.size:
+                if y.base and not x.base:
+                    x, y = y, x
+                elif x.base and y.base and x.base[1] == y.base[1]:
+                    self.unify([x.base[0]], [y.base[0]])
                 y._same_as = x
             elif x.size > y.size and x.size % y.size == 0:
                 rest = Factor(x.size // y.size)

@@ -173,10 +173,27 @@ def expand(names: Names, node: fx.Node) -> Any:
 def slice_(names: Names, node: fx.Node) -> Any:
     dims = names.of(node.args[0])
     d = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
-    if _shape(node)[d] != _shape(node.args[0])[d]:
+    before, after = _shape(node.args[0])[d], _shape(node)[d]
+    if before != after:
         names.mix(node, dims[d])
-        dims[d] = names.fresh([_shape(node)[d]])[0]
+        dims[d] = _shifted(names, dims[d], after) if _cuts_ends(node) else names.fresh([after])[0]
     return dims
+
+
+def _cuts_ends(node: fx.Node) -> bool:
+    """Whether a slice leaves out a fixed number of elements at the start or the end."""
+    if node.target != aten.slice.Tensor or len(node.args) > 4:
+        return False
+    start, end = _argument(node, "start") or 0, _argument(node, "end")
+    to_end = end is None or end > 2**62
+    return start >= 0 and (to_end or end < 0)
+
+
+def _shifted(names: Names, dim: Dim, size: int) -> Dim:
+    """The dim after elements are added or cut at an end."""
+    if size == 1 or len(dim) != 1:
+        return names.fresh([size])[0]
+    return dim[0].shifted(size - dim[0].size).resolve()
 
 
 @rule(aten.select.int)
@@ -242,7 +259,7 @@ def pad(names: Names, node: fx.Node) -> Any:
     for d, (n, m) in enumerate(zip(_shape(node), _shape(node.args[0]), strict=True)):
         if n != m:
             names.mix(node, dims[d])
-            dims[d] = names.fresh([n])[0]
+            dims[d] = _shifted(names, dims[d], n)
     return dims
 
 

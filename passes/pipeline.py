@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch._logging import trace_structured
 
 from paradyse.mesh import Axis
 from paradyse.passes.dump import readable
@@ -18,7 +19,7 @@ from paradyse.passes.outline_blocks import Block, outline_blocks
 from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
-from paradyse.passes.simplify import drop_no_ops, unify_linears
+from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
 from paradyse.sharding import Factor, Names
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     make_autocast_explicit,
     drop_no_ops,
     unify_linears,
+    merge_equals,
     recover_masks,
     name_dims,
     place_tokens,
@@ -36,7 +38,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
 )
 """All passes, in the order they run. ``passes_off`` takes them out by their function's name."""
 
-OPTIONAL = frozenset({"drop_no_ops", "unify_linears", "recover_masks", "outline_blocks"})
+OPTIONAL = frozenset({"drop_no_ops", "unify_linears", "merge_equals", "recover_masks", "outline_blocks"})
 """Passes that may be switched off: without them the result is slower, not wrong."""
 
 
@@ -93,8 +95,12 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
         gm.recompile()
         ctx.pass_seconds[name] = time.perf_counter() - start
         log.debug("pass %s: %d rewrites in %.3f s", name, count, ctx.pass_seconds[name])
-        if folder is not None:
-            (folder / f"{i:02d}_{name}.txt").write_text(f"# {count} rewrites\n{readable(gm, ctx)}")
+        if folder is not None or log.isEnabledFor(logging.DEBUG):
+            text = f"# {count} rewrites\n{readable(gm, ctx)}"
+            artifact = {"name": f"paradyse_{i:02d}_{name}", "encoding": "string"}
+            trace_structured("artifact", lambda a=artifact: a, payload_fn=lambda t=text: t)
+            if folder is not None:
+                (folder / f"{i:02d}_{name}.txt").write_text(text)
     _report_gathered(ctx)
 
 

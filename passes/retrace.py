@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -36,11 +37,18 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     is differentiable. Sizes become plain integers; later passes name them again. Tensors that the graph
     holds as constants become attributes of the new module.
 
+    Raises:
+        Untraceable: the graph has an operator with a body of its own (a custom autograd function, activation
+            checkpointing).
+
     Args:
         gm: the graph Dynamo hands to a backend.
         inputs: one value per placeholder: an ``InputLike``, or a Python number. A number where the graph
             has a scalar tensor stands for what ``item()`` gives.
     """
+    higher = next((n.target for n in gm.graph.nodes if isinstance(n.target, HigherOrderOperator)), None)
+    if higher is not None:
+        raise Untraceable(f"the graph contains {higher}, whose body and gradient the passes do not see into")
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gm = _numbers_for_items(gm, inputs)
 
@@ -93,8 +101,8 @@ def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:
         elif not enabled and node.op == "call_function":
             inside.add(node)
             for arg in node.all_input_nodes:
-                val = arg.meta.get("val")
-                if arg not in inside and isinstance(val, torch.Tensor) and val.requires_grad:
+                val, meta = arg.meta.get("val"), arg.meta.get("tensor_meta")
+                if arg not in inside and getattr(meta, "requires_grad", False):
                     with gm.graph.inserting_before(node):
                         cut = gm.graph.call_function(aten.detach.default, (arg,))
                     cut.meta = {**arg.meta, "val": val.detach()}
@@ -142,6 +150,17 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
+_PRODUCTS = {
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.scaled_dot_product_attention.default,
+}
+"""Operators that take inputs of one dtype; fake tensors do not hold them to it."""
+
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
 
@@ -153,6 +172,10 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
     """
     count = 0
+    device = next(n.meta["val"].device.type for n in gm.graph.nodes if hasattr(n.meta.get("val"), "device"))
+    entered = any(n.target in _AUTOCAST for n in gm.graph.nodes)
+    if not entered and not torch.is_autocast_enabled(device):
+        return 0
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
@@ -172,7 +195,10 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
             for a in node.all_input_nodes
             if isinstance(a.meta.get("val"), torch.Tensor) and a.meta["val"].is_floating_point()
         ]
-        if not dtype.is_floating_point or not floats or _runs_to(node, dtype, None):
+        if not dtype.is_floating_point or not floats:
+            continue
+        mixed = node.target in _PRODUCTS and any(a.meta["val"].dtype != dtype for a in floats)
+        if not mixed and _runs_to(node, dtype, None):
             continue
         if not _runs_to(node, dtype, dtype):
             raise Untraceable(f"under autocast {node.target} gives {dtype}, which no input cast explains")

@@ -65,6 +65,42 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
+_RANDOM = {aten.dropout.default, aten.bernoulli.default, aten.rand_like.default, aten.randn_like.default}
+
+
+def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
+    """Compute once what is written twice.
+
+    before: a = unsqueeze(cos, 1); ..; b = unsqueeze(cos, 1)
+    after:  a = unsqueeze(cos, 1); ..
+    Refuses random operators, and what has no hashable arguments.
+    """
+    count = 0
+    seen: dict[Any, fx.Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target in _RANDOM:
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            gm.graph.erase_node(node)
+            count += 1
+        else:
+            seen[key] = node
+    return count
+
+
+def _frozen(x: Any) -> Any:
+    """``x`` hashable; 1 and 1.0 and True stay apart."""
+    if isinstance(x, tuple | list):
+        return tuple(_frozen(y) for y in x)
+    if isinstance(x, dict):
+        return tuple((k, _frozen(v)) for k, v in x.items())
+    return x if isinstance(x, fx.Node) else (type(x), str(x))
+
+
 def _transposed(node: Any) -> fx.Node | None:
     """w when ``node`` is a 2-D w transposed."""
     if isinstance(node, fx.Node) and node.target in _TRANSPOSES and _val(node).ndim == 2:

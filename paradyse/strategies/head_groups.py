@@ -25,8 +25,20 @@ from paradyse.weights import Form, Rows
 
 aten = torch.ops.aten
 
-_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.alias.default}
-_FLIPS = {aten.t.default, aten.numpy_T.default, aten.mT.default, aten.transpose.int, aten.permute.default}
+_CASTS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten._to_copy.default,
+    aten.alias.default,
+}
+_FLIPS = {
+    aten.t.default,
+    aten.numpy_T.default,
+    aten.mT.default,
+    aten.transpose.int,
+    aten.permute.default,
+}
 _MOVES = {
     getattr(aten, name).default
     for name in "reshape permute t squeeze unsqueeze narrow numpy_T clone contiguous alias".split()
@@ -225,7 +237,10 @@ def factors_of(scope: Scope, node: fx.Node) -> set[Factor]:
 
 
 def closure(
-    scope: Scope, outputs: Iterable[fx.Node], members: Iterable[fx.Node], stops: Iterable[fx.Node] = ()
+    scope: Scope,
+    outputs: Iterable[fx.Node],
+    members: Iterable[fx.Node],
+    stops: Iterable[fx.Node] = (),
 ) -> list[fx.Node]:
     """What ``outputs`` need of ``members`` and of what is computed from weights alone, in graph order."""
     inside, halt = set(members), set(stops)
@@ -251,7 +266,9 @@ class _Analysis:
         self.outer, self.inner = self._split_factors()
         self.heads = {f for f in (self.outer, self.inner) if f is not None}
         num_kv = self.outer.size if self.outer is not None else 1
-        self.slots = head_slots(num_kv, self.inner.size if self.inner is not None else 1, scope.axis.size)
+        self.slots = head_slots(
+            num_kv, self.inner.size if self.inner is not None else 1, scope.axis.size
+        )
         self.members = set(block.region)
         self.below = self._descendants()
 
@@ -273,7 +290,9 @@ class _Analysis:
             raise Unsplittable("it has one head")
         if len(q) == 2:
             if k not in (q, q[:1]):
-                raise Unsplittable(f"KV heads {[f.size for f in k]} do not divide query heads {[f.size for f in q]}")
+                raise Unsplittable(
+                    f"KV heads {[f.size for f in k]} do not divide query heads {[f.size for f in q]}"
+                )
             return q
         if not k and node.args[1].meta["val"].shape[1] == 1:
             return None, q[0]
@@ -306,7 +325,9 @@ class _Analysis:
         if self.heads & self.names.mixed(node):
             return f"{at} mixes all {self._what()}"
         read = {f for a in node.all_input_nodes for f in factors_of(self.scope, a)}
-        if (self.heads & factors_of(self.scope, node)) - read and node.target not in _SPREADS | _FILLS:
+        if (
+            self.heads & factors_of(self.scope, node)
+        ) - read and node.target not in _SPREADS | _FILLS:
             return f"{at} makes {self._what()} of something else"
         return ""
 
@@ -341,12 +362,20 @@ class _Analysis:
         down = self._weight(block.down.args[1], 1, self._rows(index, columns, pad=True))
         bias = block.down.args[2] if len(block.down.args) > 2 else None
         down_bias = self._weight(bias, 0, None) if bias is not None else None
-        sizes = {f: n for f, n in ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub)) if f}
-        return Groups(block, self.slots, sizes, x, ups, core, region_weights, slices, down, down_bias)
+        sizes = {
+            f: n
+            for f, n in ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub))
+            if f
+        }
+        return Groups(
+            block, self.slots, sizes, x, ups, core, region_weights, slices, down, down_bias
+        )
 
     def _common_input(self) -> fx.Node:
         inputs = list(dict.fromkeys(u.args[0] for u in self.block.up))
-        spelled = {(n.target, str(n.args), str(n.kwargs)) for n in inputs}  # a cast may be spelled twice
+        spelled = {
+            (n.target, str(n.args), str(n.kwargs)) for n in inputs
+        }  # a cast may be spelled twice
         if len(inputs) > 1 and (len(spelled) > 1 or inputs[0].op != "call_function"):
             raise Unsplittable(f"its projections read different values ({inputs[0]}, {inputs[1]})")
         x: fx.Node = inputs[0]
@@ -419,7 +448,9 @@ class _Analysis:
 
     # ---- rows
 
-    def _rows(self, index: Tensor, factors: Sequence[Factor], pad: bool) -> tuple[tuple[int, ...], ...]:
+    def _rows(
+        self, index: Tensor, factors: Sequence[Factor], pad: bool
+    ) -> tuple[tuple[int, ...], ...]:
         """Per group the elements of ``index`` that are its heads', in the order of ``factors``.
 
         Args:
@@ -464,11 +495,19 @@ class _Analysis:
         chain: list[fx.Node] = []
         node = arg
         while not is_weight(node):
-            if node.op != "call_function" or node.target not in _CASTS | _FLIPS or len(node.all_input_nodes) != 1:
-                raise Unsplittable(f"a projection's weight is computed ({node.target}), not a parameter")
+            if (
+                node.op != "call_function"
+                or node.target not in _CASTS | _FLIPS
+                or len(node.all_input_nodes) != 1
+            ):
+                raise Unsplittable(
+                    f"a projection's weight is computed ({node.target}), not a parameter"
+                )
             if node.target in _FLIPS:
                 if node.meta["val"].ndim != 2:
-                    raise Unsplittable(f"a projection's weight is taken from one of {node.meta['val'].ndim} dims")
+                    raise Unsplittable(
+                        f"a projection's weight is taken from one of {node.meta['val'].ndim} dims"
+                    )
                 dim = 1 - dim
             chain.append(node)
             node = node.args[0]  # type: ignore[assignment]

@@ -127,7 +127,9 @@ class TensorParallelVariant:
         self.nodes = [w.node for w in self.weights]
         self.forms = [w.form for w in self.weights]
         self.heads: Tensor | None = None
-        self.needs_heads = block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
+        self.needs_heads = (
+            block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
+        )
         whole = scope.labels(WHOLE).of
         dims = [*common_dims(scope)]
         dims += [((len(groups.slots.q[0]),),)] * self.needs_heads
@@ -167,7 +169,9 @@ class TensorParallelVariant:
             return torch.ops.paradyse.gather_tokens(x, local, whole, info, dim, scope.axis.name)
 
         def scatter(x: Tensor, dim: int) -> Tensor:
-            return torch.ops.paradyse.reduce_scatter_tokens(x, local, whole, info, dim, scope.axis.name)
+            return torch.ops.paradyse.reduce_scatter_tokens(
+                x, local, whole, info, dim, scope.axis.name
+            )
 
         evaluate(segments.pre, env, here)
         for node in segments.gathered:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.kernels.dropout import hashed_dropout
-from paradyse.lower import Compiled, Spec, compile_function
+from paradyse.lower import Compiled, Dims, Size, Spec, compile_function
 from paradyse.mesh import Axis
 from paradyse.pieces import Labels, Override, Piece, is_weight, structure
 from paradyse.sharding import Factor, Names
@@ -94,7 +94,7 @@ class LoweredPiece:
     scope: Scope
     key: str
     fn: Callable[..., tuple[Any, ...]]
-    dims: Sequence[tuple[tuple[str | int, ...], ...]]
+    dims: Sequence[Dims]
     _modes: dict[Any, Compiled] = field(default_factory=dict)
 
     def __call__(self, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> Any:
@@ -115,20 +115,26 @@ class LoweredPiece:
 NUM_COMMON = 5
 
 
-def common_dims(scope: Scope) -> tuple[tuple[tuple[str | int, ...], ...], ...]:
+def common_dims(scope: Scope) -> tuple[Dims, ...]:
     """Dims of ``Values.common``; on one rank the two positions are the same."""
     split = SPLIT if scope.axis.size > 1 else WHOLE
-    batch: tuple[str | int, ...] = ("B",) if scope.batch is not None else (1,)
+    batch: tuple[Size, ...] = ("B",) if scope.batch is not None else (1,)
     return (((WHOLE,),), ((split,),), (batch,), ((2,),), ())
 
 
-def spec_dims(scope: Scope, node: fx.Node, layout: str) -> tuple[tuple[str | int, ...], ...]:
+def spec_dims(scope: Scope, node: fx.Node, layout: str) -> Dims:
     """Dims of an input of a piece, with the sizes that vary as letters."""
     labels = scope.labels(layout).of
-    return tuple(tuple(labels.get(f, f.size) for f in dim) for dim in scope.names.of(node))
+
+    def size(f: Factor) -> Size:
+        base, k = f.origin()
+        letter = labels.get(base)
+        return f.size if letter is None else (letter, k) if k else letter
+
+    return tuple(tuple(size(f) for f in dim) for dim in scope.names.of(node))
 
 
-def bind_sizes(dims: Sequence[tuple[tuple[str | int, ...], ...]], tensors: Sequence[Tensor]) -> dict[str, Any]:
+def bind_sizes(dims: Sequence[Dims], tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Letter -> size, read off the tensors (symbolic while tracing)."""
     found: dict[str, Any] = {}
     for spec, tensor in zip(dims, tensors, strict=True):
