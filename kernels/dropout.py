@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Constants of the splitmix64 finalizer (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit integers.
+# Constants of the splitmix64 finalizer (Steele, Lea, Flood, OOPSLA 2014), as signed 64-bit
+# integers.
 _MIX_1 = -0x40A7B892E31B1A47
 _MIX_2 = -0x6B2FB644ECCEEE15
 _GOLDEN = -0x61C8864680B583EB
@@ -30,7 +31,8 @@ def hashed_dropout(x: Tensor, p: float, seed: Tensor, index: Tensor) -> Tensor:
     """Zero elements with probability ``p``, scale the rest by 1 / (1 - p).
 
     Args:
-        seed: int64 scalar tensor. index: int64, broadcastable to x: the element's place in the whole tensor.
+        seed: int64 scalar tensor. index: int64, broadcastable to x: the element's place in the
+            whole tensor.
     """
     if p >= 1:
         return x * 0

@@ -38,11 +38,14 @@ log = logging.getLogger(__name__)
 _CAPTURES: list[weakref.ref[Capture]] = []
 
 
-def paradyse(gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None) -> Any:
+def paradyse(
+    gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Any:
     """Compile one graph of Dynamo's. See the README for the options.
 
     Raises:
-        ValueError: an option that is unknown or has a wrong value; a plan that does not fit the model.
+        ValueError: an option that is unknown or has a wrong value; a plan that does not fit the
+            model.
         NotImplementedError: an operator that cannot be split, with ``on_unsupported="error"``.
     """
     parsed = parse_options(options)
@@ -57,7 +60,9 @@ class Capture:
     def __init__(self, gm: fx.GraphModule, examples: list[Any], options: Options, axis: Axis):
         self.gm, self.options, self.axis = gm, options, axis
         self.placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        self.is_weight = [is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)]
+        self.is_weight = [
+            is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
+        ]
         self.parameters = [weakref.ref(e) for e in examples if isinstance(e, torch.nn.Parameter)]
         self.fallback: Any = None
         self.num_steps = 0
@@ -72,8 +77,14 @@ class Capture:
         graph = self._graph(self.trace.values)
         if graph is None:
             if options.on_unsupported == "error" and axis.size > 1:
-                raise NotImplementedError(f"nothing in this graph can be split: {'; '.join(self.notes)}")
-            self.fallback = lookup_backend(options.inner)(gm, examples) if options.inner != "eager" else gm.forward
+                raise NotImplementedError(
+                    f"nothing in this graph can be split: {'; '.join(self.notes)}"
+                )
+            self.fallback = (
+                lookup_backend(options.inner)(gm, examples)
+                if options.inner != "eager"
+                else gm.forward
+            )
 
     def _graph(self, inputs: Sequence[Any]) -> _Graph | None:
         program, ctx = build_program(self.gm, inputs, self.is_weight, self.options, self.axis)
@@ -130,8 +141,8 @@ class _Graph:
         self.sizes = find_sizes(program)
         if self.sizes is None:
             raise NotImplementedError(
-                "no tensor argument of the graph shows the batch size and sequence length; pass input_ids or "
-                "inputs_embeds as tensors"
+                "no tensor argument of the graph shows the batch size and sequence length; pass "
+                "input_ids or inputs_embeds as tensors"
             )
         axis, options = capture.axis, capture.options
         self.axis = axis
@@ -174,7 +185,9 @@ class _Graph:
             self._constants[key] = found
         return found
 
-    def _agree(self, args: Sequence[Any], sizes: Mapping[str, int], constants: StepConstants) -> None:
+    def _agree(
+        self, args: Sequence[Any], sizes: Mapping[str, int], constants: StepConstants
+    ) -> None:
         numbers = {"the sequence length": sizes[WHOLE], "the batch size": sizes.get("B", 1)}
         if self.program.has_dropout:
             numbers["the random state"] = _checksum_of_rng()
@@ -192,8 +205,8 @@ def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> st
         if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
             name = str(node.target).removeprefix("L_").removesuffix("_")
             return (
-                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be at least 1; "
-                "drop empty batches before calling the model"
+                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be at "
+                "least 1; drop empty batches before calling the model"
             )
     return None
 
@@ -226,10 +239,17 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
     """
     graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
     if not graphs:
-        raise ValueError("no graph of this model is known yet: run one step of the compiled model first")
+        raise ValueError(
+            "no graph of this model is known yet: run one step of the compiled model first"
+        )
     capture, graph = graphs[-1]
     like = Workload(
-        batch_size, seq_len, graph.dtype, torch.is_grad_enabled(), capture.axis.size, describe_masks(graph.blocks)
+        batch_size,
+        seq_len,
+        graph.dtype,
+        torch.is_grad_enabled(),
+        capture.axis.size,
+        describe_masks(graph.blocks),
     )
     return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes))
 
@@ -250,11 +270,16 @@ def stats(compiled_model: Any) -> Stats:
             for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
                 variants |= {(block.structure, v.name) for v in step.variants.values()}
             plans.update(graph.guard.plan_of)
-            for block_id in (*(s.block_id for s in graph.program.block_steps), graph.program.between_id):
+            for block_id in (
+                *(s.block_id for s in graph.program.block_steps),
+                graph.program.between_id,
+            ):
                 traffic = comm.traffic(block_id)
                 sent.update(traffic.sent_bytes)
                 calls.update(traffic.calls)
-                per_block[traffic.name] = per_block.get(traffic.name, 0) + sum(traffic.sent_bytes.values())
+                per_block[traffic.name] = per_block.get(traffic.name, 0) + sum(
+                    traffic.sent_bytes.values()
+                )
     return Stats(
         captures=captures,
         variants_compiled=len(variants),

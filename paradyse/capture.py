@@ -1,4 +1,6 @@
-"""From the graph that Dynamo hands to a backend to a program, for static and for symbolic captures."""
+"""From the graph that Dynamo hands to a backend to a program, for static and for symbolic
+captures.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from paradyse.strategies.variant import SPLIT, WHOLE, Scope, VariantCache
 log = logging.getLogger(__name__)
 
 VARIANTS = VariantCache()
-"""Registry of everything compiled in this process: a second capture finds what the first compiled."""
+"""Registry of everything compiled in this process: a second capture finds what the first
+compiled.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,11 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
     if not isinstance(example, Tensor):
         return False
     name = str(node.target)
-    return "_parameters_" in name or "_buffers_" in name or hasattr(example, "_dynamo_static_input_type")
+    return (
+        "_parameters_" in name
+        or "_buffers_" in name
+        or hasattr(example, "_dynamo_static_input_type")
+    )
 
 
 _PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
@@ -70,7 +78,9 @@ class TraceInputs:
 
 
 def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
-    """Sizes and numbers to trace with. Symbolic sizes get values that no weight has, where guards allow."""
+    """Sizes and numbers to trace with. Symbolic sizes get values that no weight has, where guards
+    allow.
+    """
     metas = [n.meta.get("example_value") for n in placeholders]
     symbols: dict[tuple[int, int], Any] = {}
     for i, meta in enumerate(metas):
@@ -156,7 +166,9 @@ def build_program(
 
 
 def _run(traced: fx.GraphModule, ctx: CaptureContext, weights: Sequence[bool]) -> None:
-    for node, weight in zip((n for n in traced.graph.nodes if n.op == "placeholder"), weights, strict=True):
+    for node, weight in zip(
+        (n for n in traced.graph.nodes if n.op == "placeholder"), weights, strict=True
+    ):
         node.meta["weight"] = weight
     run_passes(traced, ctx, ctx.options.dump)
 

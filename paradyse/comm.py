@@ -1,10 +1,11 @@
-"""Collectives over one mesh axis: counted, named when they fail, bounded in time. Not differentiable.
+"""Collectives over one mesh axis: counted, named when they fail, bounded in time. Not
+differentiable.
 
-Every function takes the id of the block it works for (``register_block``), so that bytes are booked to
-the block and a failure can say which block and which collective it was.
+Every function takes the id of the block it works for (``register_block``), so that bytes are
+booked to the block and a failure can say which block and which collective it was.
 
-On gloo everything is built on all-to-all. Measured on two ranks of a two-core machine, 16 MiB: all-gather
-70 ms, reduce-scatter 39 ms, all-reduce 12 ms, all-to-all 4.5 ms.
+On gloo everything is built on all-to-all. Measured on two ranks of a two-core machine, 16 MiB:
+all-gather 70 ms, reduce-scatter 39 ms, all-reduce 12 ms, all-to-all 4.5 ms.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 TIMEOUT_VARIABLE = "PARADYSE_COLLECTIVE_TIMEOUT_S"
-"""Environment variable: seconds after which a rank that waits in a collective gives up. Default 300."""
+"""Environment variable: seconds after which a rank that waits in a collective gives up. Default
+300.
+"""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed or timed out; the message names it, the block, and the rank that noticed."""
+    """A collective failed or timed out; the message names it, the block, and the rank that
+    noticed.
+    """
 
 
 @dataclass
@@ -67,8 +72,8 @@ def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveE
     block = _BLOCKS[block_id]
     strategy = f" (strategy {block.strategy})" if block.strategy else ""
     return CollectiveError(
-        f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not complete: another "
-        f"rank died, stalled or left the program ({error}). Look at the other ranks' output first; "
+        f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not complete: "
+        f"another rank died, stalled or left the program ({error}). Look at the other ranks' output first; "
         f"{TIMEOUT_VARIABLE} (now {_timeout().total_seconds():g} s) sets how long a rank waits."
     )
 
@@ -76,7 +81,9 @@ def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveE
 class Pending:
     """A collective under way. ``wait`` returns its result."""
 
-    def __init__(self, works: Sequence[Any], result: Any, what: str, axis: Axis, block_id: int, keep: Any):
+    def __init__(
+        self, works: Sequence[Any], result: Any, what: str, axis: Axis, block_id: int, keep: Any
+    ):
         self._works, self._result, self._context = works, result, (what, axis, block_id)
         self._keep = keep  # send buffers must outlive the transfer
 
@@ -91,7 +98,9 @@ class Pending:
         return self._result
 
 
-def _start(what: str, axis: Axis, block_id: int, num_bytes: int, launch: Any, result: Any, keep: Any) -> Pending:
+def _start(
+    what: str, axis: Axis, block_id: int, num_bytes: int, launch: Any, result: Any, keep: Any
+) -> Pending:
     block = _BLOCKS[block_id]
     block.sent_bytes[what] += num_bytes
     block.calls[what] += 1
@@ -99,7 +108,9 @@ def _start(what: str, axis: Axis, block_id: int, num_bytes: int, launch: Any, re
         works = launch()
     except RuntimeError as e:
         raise _fail(what, axis, block_id, e) from e
-    return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, keep)
+    return Pending(
+        works if isinstance(works, list) else [works], result, what, axis, block_id, keep
+    )
 
 
 def _nbytes(x: Tensor) -> int:

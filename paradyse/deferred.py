@@ -1,4 +1,6 @@
-"""Outputs that are computed when first used: logits and caches that a training loop rarely reads."""
+"""Outputs that are computed when first used: logits and caches that a training loop rarely
+reads.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _METADATA = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.shape.__get__,
+    Tensor.dtype.__get__,
+    Tensor.device.__get__,
+    Tensor.ndim.__get__,
+    Tensor.layout.__get__,
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
@@ -30,8 +32,8 @@ _METADATA = {
 class DeferredTensor(torch.Tensor):
     """A tensor whose value is made by ``compute`` at first use; shape and dtype are known before.
 
-    The computation is collective where the value is split over ranks, so every rank must use it, as every
-    line of the program is run by every rank. Gradients flow through it.
+    The computation is collective where the value is split over ranks, so every rank must use it,
+    as every line of the program is run by every rank. Gradients flow through it.
     """
 
     _compute: Callable[[], Tensor] | None
@@ -45,7 +47,7 @@ class DeferredTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Any:
-        out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         out._compute = compute
         out._value = None
         return out

@@ -28,7 +28,10 @@ def describe_masks(blocks: Sequence[BlockSpec]) -> str:
 
 def mask_of(attention: fx.Node) -> MaskSpec | None:
     """The mask of an attention node; None where it is a dense bias."""
-    args: list[Any] = [*attention.args, *(None, None, None, None, -1, -1, -1)[len(attention.args) - 3 :]]
+    args: list[Any] = [
+        *attention.args,
+        *(None, None, None, None, -1, -1, -1)[len(attention.args) - 3 :],
+    ]
     padding, documents, bias, _, left, right, chunk = args[3:10]
     if bias is not None:
         return None
@@ -39,10 +42,10 @@ def mask_of(attention: fx.Node) -> MaskSpec | None:
 def _describe(program: Program, step: BlockStep) -> BlockSpec:
     block, scope = step.block, program.scope
     weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
-    split = [n.args[1].meta["val"] for n in (*block.up, block.down)]  # type: ignore[union-attr]
+    split = [n.args[1].meta["val"] for n in (*block.up, block.down)]
     heads = kv_heads = head_dim = intermediate = 0
     if block.attention is not None:
-        q, k = (a.meta["val"].shape for a in block.attention.args[:2])  # type: ignore[union-attr]
+        q, k = (a.meta["val"].shape for a in block.attention.args[:2])
         heads, kv_heads, head_dim = q[1], k[1], q[3]
     else:
         intermediate = split[-1].shape[1]

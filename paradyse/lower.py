@@ -1,11 +1,12 @@
-"""Lower: compile a function of tensors once for all lengths, by the inner compiler through AOTAutograd.
+"""Lower: compile a function of tensors once for all lengths, by the inner compiler through
+AOTAutograd.
 
-Sizes that vary between calls are named ("B", "S", "s"); they become symbols of a shape environment of our
-own, so nothing here adds a guard to Dynamo's. What the compiler assumed about the symbols is kept and
-checked against each new combination of sizes.
+Sizes that vary between calls are named ("B", "S", "s"); they become symbols of a shape environment
+of our own, so nothing here adds a guard to Dynamo's. What the compiler assumed about the symbols
+is kept and checked against each new combination of sizes.
 
-Uses ``torch._guards`` and ``torch.fx.experimental.symbolic_shapes``, which are not public; tried on torch
-2.13 (``tests/test_lower.py`` compiles, runs and differentiates at several sizes).
+Uses ``torch._guards`` and ``torch.fx.experimental.symbolic_shapes``, which are not public; tried
+on torch 2.13 (``tests/test_lower.py`` compiles, runs and differentiates at several sizes).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ SIZE_HINTS = {"B": 4, "S": 2048, "s": 1024}
 
 
 Size = str | int | tuple[str, int]
-"""One factor of a dim: a number, the name of a varying size, or (name, k) for k more than that size."""
+"""One factor of a dim: a number, the name of a varying size, or (name, k) for k more than that
+size.
+"""
 
 Dims = tuple[tuple[Size, ...], ...]
 """Per dim of a tensor its factors."""
@@ -42,7 +45,9 @@ def dim_size(dim: tuple[Size, ...], sizes: Mapping[str, Any]) -> Any:
     """Product of a dim's factors."""
     total: Any = 1
     for f in dim:
-        total = total * (f if isinstance(f, int) else sizes[f] if isinstance(f, str) else sizes[f[0]] + f[1])
+        total = total * (
+            f if isinstance(f, int) else sizes[f] if isinstance(f, str) else sizes[f[0]] + f[1]
+        )
     return total
 
 
@@ -103,7 +108,9 @@ def compile_function(
     for name in sorted(names - set(static)):
         hint = SIZE_HINTS.get(name, 64)
         source = ConstantSource(f"__paradyse_{name}")
-        symbols[name] = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC, constraint_dim=None)
+        symbols[name] = shape_env.create_symbol(
+            hint, source, DimDynamic.DYNAMIC, constraint_dim=None
+        )
         sizes[name] = shape_env.create_symintnode(symbols[name], hint=hint, source=source)
 
     def example(spec: Spec) -> Tensor:
@@ -111,7 +118,9 @@ def compile_function(
         out = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         return out.requires_grad_(spec.requires_grad)
 
-    with fake_mode:  # also while tracing: operators without tensor inputs (arange) find it no other way
+    with (
+        fake_mode
+    ):  # also while tracing: operators without tensor inputs (arange) find it no other way
         fakes = [example(s) for s in specs]
         graph = make_fx(fn, pre_dispatch=True)(*fakes)
     graph.graph.eliminate_dead_code()
@@ -121,5 +130,11 @@ def compile_function(
     guards = [g.expr for g in shape_env.guards]
     took = time.perf_counter() - start
     log.debug("%s", graph.graph)
-    log.debug("compiled %d nodes with %s in %.2f s, guards %s", len(graph.graph.nodes), inner, took, guards)
+    log.debug(
+        "compiled %d nodes with %s in %.2f s, guards %s",
+        len(graph.graph.nodes),
+        inner,
+        took,
+        guards,
+    )
     return Compiled(compiled, guards, symbols, static, graph, took)

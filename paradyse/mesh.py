@@ -9,15 +9,18 @@ import torch
 import torch.distributed as dist
 
 Runs = tuple[tuple[int, int], ...]
-"""Contiguous stretches of positions, (start, length) each, in the order in which a tensor holds them."""
+"""Contiguous stretches of positions, (start, length) each, in the order in which a tensor holds
+them.
+"""
 
 
 @dataclass(frozen=True)
 class TokenLayout:
     """Which global positions each rank holds: the order that balances causal attention.
 
-    The sequence is padded at its end to 2p chunks of ``chunk`` tokens; rank r holds chunk r and then
-    chunk 2p-1-r, so every rank sees the same amount of causal work. One rank holds everything, unpadded.
+    The sequence is padded at its end to 2p chunks of ``chunk`` tokens; rank r holds chunk r and
+    then chunk 2p-1-r, so every rank sees the same amount of causal work. One rank holds
+    everything, unpadded.
     """
 
     num_ranks: int
@@ -84,7 +87,8 @@ def resolve_axis(mesh: Any = None) -> Axis:
     else:
         if not dist.is_initialized():
             raise ValueError(
-                "mesh was given but no process group exists; call torch.distributed.init_process_group first"
+                "mesh was given but no process group exists; call "
+                "torch.distributed.init_process_group first"
             )
         if mesh.ndim > 2:
             raise ValueError(f"mesh has {mesh.ndim} axes; give 1 (sequence) or 2 (data, sequence)")
@@ -100,6 +104,8 @@ def resolve_axis(mesh: Any = None) -> Axis:
     return _AXES[name]
 
 
-def local_positions(layout: TokenLayout, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def local_positions(
+    layout: TokenLayout, rank: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Global positions [local_len] int64 of ``rank``'s tokens."""
     return torch.cat([torch.arange(a, a + n, device=device) for a, n in layout.runs(rank)])

@@ -1,9 +1,9 @@
 """Running a part of a graph at sizes other than those it was traced with.
 
-The passes work on a graph with plain integer sizes. A ``Piece`` is a part of it, a function of its input
-values; ``run`` evaluates it with every size argument written anew from the names of dims, so the same
-piece serves other lengths (the sequence factor bound to a symbol), a rank's rows (bound to the local
-length) or a group of heads (the heads factor bound to fewer).
+The passes work on a graph with plain integer sizes. A ``Piece`` is a part of it, a function of its
+input values; ``run`` evaluates it with every size argument written anew from the names of dims, so
+the same piece serves other lengths (the sequence factor bound to a symbol), a rank's rows (bound
+to the local length) or a group of heads (the heads factor bound to fewer).
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def run(
 
     Args:
         sizes: factor -> size to use instead of the traced one.
-        overrides: node -> function called with the node's evaluated arguments in place of its operator.
+        overrides: node -> function called with the node's evaluated arguments in place of its
+            operator.
     """
 
     def size(dim: Dim) -> Any:
@@ -102,7 +103,7 @@ def run(
         override = overrides.get(node) if overrides else None
         args = node.args if override else _with_sizes(node, names, size, varies)
         args, kwargs = fx.map_arg((args, node.kwargs), lambda n: env[n])
-        env[node] = (override or node.target)(*args, **kwargs)  # type: ignore[operator]
+        env[node] = (override or node.target)(*args, **kwargs)
     return tuple(env[n] for n in piece.outputs)
 
 
@@ -118,7 +119,9 @@ class Labels:
         for f in resolve(dim):
             base, k = f.origin()
             if base in self.of:
-                parts += [str(const)] * (const > 1) + [f"({self.of[base]}{k:+d})" if k else self.of[base]]
+                parts += [str(const)] * (const > 1) + [
+                    f"({self.of[base]}{k:+d})" if k else self.of[base]
+                ]
                 const = 1
             else:
                 const *= f.size

@@ -1,4 +1,6 @@
-"""A captured graph as a list of steps: pieces between blocks, and blocks whose strategy the plan chooses."""
+"""A captured graph as a list of steps: pieces between blocks, and blocks whose strategy the plan
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor, fx
 from paradyse import comm
 from paradyse.deferred import DeferredTensor
 from paradyse.lower import Dims, dim_size
-from paradyse.mesh import Axis, local_positions
+from paradyse.mesh import local_positions
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.pieces import Piece, is_weight, make_piece, run
@@ -93,7 +95,13 @@ class Program:
         self.steps = self._make_steps(nodes)
         self.block_steps = [s for s in self.steps if isinstance(s, BlockStep)]
         self.outer_weights = list(
-            dict.fromkeys(n for s in self.steps if isinstance(s, PieceStep) and s.split for n in s.piece.inputs if is_weight(n))
+            dict.fromkeys(
+                n
+                for s in self.steps
+                if isinstance(s, PieceStep) and s.split
+                for n in s.piece.inputs
+                if is_weight(n)
+            )
         )
         self._last_use = self._lifetimes()
 
@@ -102,12 +110,14 @@ class Program:
         owner = {n: i for i, b in enumerate(ctx.blocks) for n in b.nodes}
         level: dict[fx.Node, tuple[int, int]] = {}
         loose: dict[tuple[int, int, bool], list[fx.Node]] = {}
-        weight_only = {n for n in nodes if n.op == "placeholder" and is_weight(n) or n.op == "get_attr"}
+        weight_only = {
+            n for n in nodes if n.op == "placeholder" and is_weight(n) or n.op == "get_attr"
+        }
         for node in nodes:
             if node.op != "call_function" or node in owner:
                 continue
             if node.all_input_nodes and all(a in weight_only for a in node.all_input_nodes):
-                if not (ctx.seq in (f for d in _flat_dims(ctx, node) for f in d)):
+                if ctx.seq not in (f for d in _flat_dims(ctx, node) for f in d):
                     weight_only.add(node)  # part of whatever piece reads it
             at = (0, 0)
             split = node in ctx.split
@@ -115,7 +125,10 @@ class Program:
                 if a in owner:
                     above = (owner[a] + 1, int(not split))
                 elif a in level:
-                    above = (level[a][0], level[a][1] + int((a in ctx.split) != split or a in ctx.partial))
+                    above = (
+                        level[a][0],
+                        level[a][1] + int((a in ctx.split) != split or a in ctx.partial),
+                    )
                 else:
                     continue
                 at = max(at, above)
@@ -134,8 +147,12 @@ class Program:
                     read_by.setdefault(a, set()).add(unit.get(node, "output"))
         steps: list[tuple[tuple[int, int, int], BlockStep | PieceStep]] = []
         for (stage, sub, split), group in loose.items():
-            outputs = [n for n in group if n in read_by and (n not in weight_only or "output" in read_by[n])]
-            outputs = [n for n in outputs if is_tensor(n)] 
+            outputs = [
+                n
+                for n in group
+                if n in read_by and (n not in weight_only or "output" in read_by[n])
+            ]
+            outputs = [n for n in outputs if is_tensor(n)]
             if outputs:
                 piece = self._closed_piece(f"piece_{stage}_{sub}", group, outputs)
                 steps.append(((stage, 0, sub * 2 + int(split)), self._piece_step(piece, split)))
@@ -157,7 +174,9 @@ class Program:
             if node in tails:
                 self.tails[node] = make_piece("tail", _live(ordered, [node]), [node])
 
-    def _closed_piece(self, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
+    def _closed_piece(
+        self, name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> Piece:
         """The piece of ``nodes`` and of what they read that is computed from weights alone."""
         members = dict.fromkeys(nodes)
         pulled: list[fx.Node] = []
@@ -186,7 +205,10 @@ class Program:
         for i, step in enumerate(self.steps):
             for node in step.piece.inputs:
                 last[node] = i
-        returned = {*self.output_nodes(), *(n for piece in self.tails.values() for n in piece.inputs)}
+        returned = {
+            *self.output_nodes(),
+            *(n for piece in self.tails.values() for n in piece.inputs),
+        }
         dead: list[list[fx.Node]] = [[] for _ in self.steps]
         for node, i in last.items():
             if node not in returned and node.op == "call_function":
@@ -201,7 +223,9 @@ class Program:
     def constants_for(self, sizes: Mapping[str, int], strategies: tuple[str, ...]) -> StepConstants:
         layout = self.axis.layout(sizes[WHOLE])
         whole = torch.arange(sizes[WHOLE], device=self.device)
-        local = local_positions(layout, self.axis.rank, self.device) if self.axis.size > 1 else whole
+        local = (
+            local_positions(layout, self.axis.rank, self.device) if self.axis.size > 1 else whole
+        )
         ids = [*(s.block_id for s in self.block_steps), self.between_id]
         infos = tuple(torch.tensor([sizes[WHOLE], i]) for i in ids)
         batch = torch.empty(sizes.get("B", 1), device=self.device)
@@ -210,7 +234,9 @@ class Program:
     def variant(self, step: BlockStep, strategy: str) -> Any:
         found = step.variants.get(strategy)
         if found is None:
-            found = step.variants[strategy] = build_variant(self.scope, step.block, step.piece, strategy)
+            found = step.variants[strategy] = build_variant(
+                self.scope, step.block, step.piece, strategy
+            )
         return found
 
     def __call__(self, args: Sequence[Any], constants: StepConstants) -> Any:
@@ -244,7 +270,7 @@ def _live(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]
 
 
 def _dropout_p(attention: fx.Node) -> float:
-    return float(attention.args[11]) if len(attention.args) > 11 else 0.0  # type: ignore[arg-type]
+    return float(attention.args[11]) if len(attention.args) > 11 else 0.0
 
 
 class Frame:
@@ -295,10 +321,15 @@ class Frame:
         dims = spec_dims(self.program.scope, node, WHOLE)
         if layout == WHOLE or not any(WHOLE in d for d in dims):
             # whole, but used for a part of the work: its gradient is a part too
-            return ReduceGrad.apply(value, self.axis, self.step_id) if value.requires_grad else value
+            return (
+                ReduceGrad.apply(value, self.axis, self.step_id) if value.requires_grad else value
+            )
         fill = self.ctx.fills.get(node)
         return _on_sequence(
-            value, dims, self.sizes, lambda x, dim: SplitTokens.apply(x, dim, self.axis, self.step_id, fill)
+            value,
+            dims,
+            self.sizes,
+            lambda x, dim: SplitTokens.apply(x, dim, self.axis, self.step_id, fill),
         )
 
     def replicated(self, node: fx.Node) -> Any:
@@ -321,7 +352,9 @@ class Frame:
         return _on_sequence(value, dims, local, lambda x, dim: GatherTokens.apply(x, dim, *where))
 
     def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]:
-        """The block's weights in ``forms``; their gradients are summed over ranks in one message."""
+        """The block's weights in ``forms``; their gradients are summed over ranks in one
+        message.
+        """
         tensors = [self.env[n] for n in nodes]
         if self.axis.size == 1 or not tensors:
             return tuple(tensors)
@@ -349,7 +382,9 @@ class Frame:
             get = (lambda n: self.get(n, SPLIT)) if step.split else self.replicated
             if step.split:
                 get = self._split_or_outer_weight
-            outputs = self._interpret(step.piece, [get(n) for n in step.piece.inputs], SPLIT if step.split else WHOLE)
+            outputs = self._interpret(
+                step.piece, [get(n) for n in step.piece.inputs], SPLIT if step.split else WHOLE
+            )
         elif step.split:
             outputs = step.body(self, [self._outer_weight(n) for n in step.body.weight_nodes])
         else:
@@ -383,7 +418,9 @@ class Frame:
             self.common, self.step_id = common, step_id
             with torch.set_grad_enabled(grad):
                 taken = [
-                    ReduceGrad.apply(x, self.axis, step_id) if is_weight(n) and grad and x.requires_grad else x
+                    ReduceGrad.apply(x, self.axis, step_id)
+                    if is_weight(n) and grad and x.requires_grad
+                    else x
                     for n, x in zip(piece.inputs, inputs, strict=True)
                 ]
                 (value,) = self._interpret(piece, taken, SPLIT)
@@ -435,7 +472,11 @@ class _Replicated:
     """A frame seen by a piece that every rank repeats on whole values."""
 
     def __init__(self, frame: Frame):
-        self.sizes, self.common, self.get = frame.sizes, frame.common, lambda n, layout: frame.replicated(n)
+        self.sizes, self.common, self.get = (
+            frame.sizes,
+            frame.common,
+            lambda n, layout: frame.replicated(n),
+        )
 
 
 _ZEROS: dict[torch.device, Tensor] = {}
@@ -453,7 +494,8 @@ def _on_sequence(
     sizes: Mapping[str, int],
     fn: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from others merged into the same dim.
+    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from others merged into the same
+    dim.
 
     Args:
         dims: per dim of x its factors, the sequence as "S". sizes: their sizes in ``x``.

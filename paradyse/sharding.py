@@ -1,8 +1,8 @@
 """Names for dimensions: every dim of every value is a list of factors, found by unification.
 
-In the manner of Shardy's factors. A rule (``sharding_rules``) says how one operator treats the factors of
-its inputs; views split and merge factors, contractions and elementwise operators unify them. What an
-operator mixes (reduces over, slices, normalizes over) cannot be split there.
+In the manner of Shardy's factors. A rule (``sharding_rules``) says how one operator treats the
+factors of its inputs; views split and merge factors, contractions and elementwise operators unify
+them. What an operator mixes (reduces over, slices, normalizes over) cannot be split there.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class Names:
             right = [f for g in right[::-1] for f in g.resolve()][::-1]
         return True
 
-    def broadcast(self, node: fx.Node, inputs: Iterable[fx.Node], shape: Sequence[int]) -> list[Dim]:
+    def broadcast(
+        self, node: fx.Node, inputs: Iterable[fx.Node], shape: Sequence[int]
+    ) -> list[Dim]:
         """Dims of an elementwise result of ``inputs``; inputs' dims are unified from the right."""
         out: list[Dim] = [()] * len(shape)
         for arg in inputs:
@@ -152,7 +154,9 @@ class Names:
             left = int(n)
             while left > 1:
                 if not flat:
-                    raise AssertionError(f"reshape of {node} does not preserve the number of elements")
+                    raise AssertionError(
+                        f"reshape of {node} does not preserve the number of elements"
+                    )
                 f = flat.pop()
                 if left % f.size == 0:
                     part.append(f)
@@ -216,5 +220,7 @@ def infer_names(graph: fx.Graph) -> Names:
         elif node.op == "call_function":
             fn = RULES.get(node.target)
             dims = fn(names, node) if fn else None
-            names.dims[node] = opaque(names, node, f"no rule for {node.target}") if dims is None else dims
+            names.dims[node] = (
+                opaque(names, node, f"no rule for {node.target}") if dims is None else dims
+            )
     return names

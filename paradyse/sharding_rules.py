@@ -1,4 +1,6 @@
-"""How each operator treats the named dims of its inputs. One decorated function per kind of operator."""
+"""How each operator treats the named dims of its inputs. One decorated function per kind of
+operator.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,35 @@ def _overloads(*names: str) -> list[Any]:
     return found
 
 
-@rule(
-    *_overloads(
-        *"add sub mul div pow neg exp exp2 log tanh sigmoid gelu silu relu leaky_relu elu softplus hardtanh erf".split(),
-        *"sqrt rsqrt abs cos sin reciprocal square clamp clamp_min clamp_max maximum minimum where type_as".split(),
-        *"eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not".split(),
-        *"__and__ __or__ masked_fill floor_divide remainder fmod floor ceil round sign rsub mish hardswish".split(),
-        *"zeros_like ones_like full_like empty_like to _to_copy clone contiguous alias detach dropout".split(),
-        *"lift_fresh_copy lift_fresh relu6 selu log_sigmoid isnan isinf addcmul addcdiv lerp log1p expm1".split(),
-    )
-)
+_ELEMENTWISE = """
+    add sub mul div pow neg exp exp2 log log1p expm1 tanh sigmoid gelu silu relu relu6 leaky_relu
+    elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin reciprocal square
+    clamp clamp_min clamp_max maximum minimum where type_as rsub floor_divide remainder fmod floor
+    ceil round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge logical_and logical_or
+    logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill zeros_like ones_like
+    full_like empty_like to _to_copy clone contiguous alias detach dropout lift_fresh
+    lift_fresh_copy
+""".split()
+
+
+@rule(*_overloads(*_ELEMENTWISE))
 def elementwise(names: Names, node: fx.Node) -> Any:
     return names.broadcast(node, _tensors(node), _shape(node))
 
 
-
-
-@rule(*_overloads("arange", "zeros", "ones", "full", "empty", "new_ones", "new_zeros", "new_full", "scalar_tensor"))
+@rule(
+    *_overloads(
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "scalar_tensor",
+    )
+)
 def creation(names: Names, node: fx.Node) -> Any:
     return names.fresh(_shape(node))
 
@@ -98,18 +112,39 @@ def normalization(names: Names, node: fx.Node) -> Any:
 
 
 def _dim_list(dim: Any, ndim: int) -> list[int]:
-    dims = list(range(ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+    dims = (
+        list(range(ndim))
+        if dim is None or dim == []
+        else [dim]
+        if isinstance(dim, int)
+        else list(dim)
+    )
     return [d % max(ndim, 1) for d in dims]
 
 
 def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    for i, arg in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, arg in enumerate(node.target._schema.arguments):
         if arg.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, arg.default_value)
     return default
 
 
-@rule(*_overloads("mean", "sum", "amax", "amin", "prod", "any", "all", "var", "std", "argmax", "argmin", "logsumexp"))
+@rule(
+    *_overloads(
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "prod",
+        "any",
+        "all",
+        "var",
+        "std",
+        "argmax",
+        "argmin",
+        "logsumexp",
+    )
+)
 def reduction(names: Names, node: fx.Node) -> Any:
     if not isinstance(node.meta["val"], torch.Tensor):
         return None
@@ -135,7 +170,11 @@ def ordering(names: Names, node: fx.Node) -> Any:
     d = _argument(node, "dim") % len(dims)
     names.mix(node, dims[d])
     n = node.meta["val"][0].shape[d]
-    out = [*dims[:d], names.fresh([n])[0] if node.target == aten.topk.default else dims[d], *dims[d + 1 :]]
+    out = [
+        *dims[:d],
+        names.fresh([n])[0] if node.target == aten.topk.default else dims[d],
+        *dims[d + 1 :],
+    ]
     return [out, list(out)]
 
 
@@ -159,7 +198,9 @@ def permute(names: Names, node: fx.Node) -> Any:
     return [dims[d] for d in node.args[1]]
 
 
-@rule(*_overloads("unsqueeze", "squeeze", "reshape", "view", "flatten", "unflatten", "_unsafe_view"))
+@rule(
+    *_overloads("unsqueeze", "squeeze", "reshape", "view", "flatten", "unflatten", "_unsafe_view")
+)
 def reshape(names: Names, node: fx.Node) -> Any:
     return names.reshape(node, names.of(node.args[0]), _shape(node))
 
@@ -278,11 +319,17 @@ def index(names: Names, node: fx.Node) -> Any:
     dims = names.of(node.args[0])
     given = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
     where = [d for d, _ in given]
-    if where != list(range(where[0], where[-1] + 1)) or any(i.meta["val"].dtype == torch.bool for _, i in given):
+    if where != list(range(where[0], where[-1] + 1)) or any(
+        i.meta["val"].dtype == torch.bool for _, i in given
+    ):
         return None
     names.mix(node, *[dims[d] for d in where])
     shape = torch.broadcast_shapes(*[_shape(i) for _, i in given])
-    return [*dims[: where[0]], *names.broadcast(node, [i for _, i in given], shape), *dims[where[-1] + 1 :]]
+    return [
+        *dims[: where[0]],
+        *names.broadcast(node, [i for _, i in given], shape),
+        *dims[where[-1] + 1 :],
+    ]
 
 
 @rule(aten.gather.default)
@@ -292,9 +339,18 @@ def gather(names: Names, node: fx.Node) -> Any:
 
 
 def attention_dims(names: Names, node: fx.Node) -> Any:
-    """Attention [B, H, S, D]: the anchor that says which factor is batch, heads, sequence, head width."""
+    """Attention [B, H, S, D]: the anchor that says which factor is batch, heads, sequence, head
+    width.
+    """
     q, k, v = (names.of(a) for a in node.args[:3])
-    for a, b in ((q[0], k[0]), (q[0], v[0]), (q[2], k[2]), (q[2], v[2]), (k[1], v[1]), (q[3], k[3])):
+    for a, b in (
+        (q[0], k[0]),
+        (q[0], v[0]),
+        (q[2], k[2]),
+        (q[2], v[2]),
+        (k[1], v[1]),
+        (q[3], k[3]),
+    ):
         if a and b:
             names.unify(a, b)
     heads, kv_heads = _shape(node.args[0])[1], _shape(node.args[1])[1]

@@ -23,7 +23,9 @@ _CHECKS: dict[str, int] = {}
 class Guard:
     """Maps a workload to what runs: a dictionary look-up for one seen before."""
 
-    def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, describe: Workload, capacity: int = 512):
+    def __init__(
+        self, plan: Callable[[Workload], Plan], fixed: bool, describe: Workload, capacity: int = 512
+    ):
         self._plan, self._fixed, self._like, self._capacity = plan, fixed, describe, capacity
         self._known: dict[tuple[int, int, bool], Any] = {}
         self.num_switches = 0
@@ -33,7 +35,9 @@ class Guard:
     def __call__(
         self, batch: int, seq_len: int, training: bool, make: Callable[[Plan], Any]
     ) -> Any:
-        """What ``make(plan)`` gave for this workload; the plan is asked for anew only if it may change."""
+        """What ``make(plan)`` gave for this workload; the plan is asked for anew only if it may
+        change.
+        """
         key = (batch, seq_len, training)
         found = self._known.get(key) if self._fixed else None
         if found is None:
@@ -54,7 +58,9 @@ class Guard:
         return made
 
 
-def check_agreement(axis: Axis, tensors: Sequence[Tensor], numbers: Mapping[str, int], plan_key: str) -> None:
+def check_agreement(
+    axis: Axis, tensors: Sequence[Tensor], numbers: Mapping[str, int], plan_key: str
+) -> None:
     """Compare batch, sizes, plan and random state across ranks, on the first steps.
 
     Raises:
@@ -77,10 +83,11 @@ def check_agreement(axis: Axis, tensors: Sequence[Tensor], numbers: Mapping[str,
         if len(set(values)) > 1:
             held = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
             way_out = (
-                "call torch.manual_seed with the same seed on every rank of the group (dropout draws from it)"
+                "call torch.manual_seed with the same seed on every rank of the group (dropout draws "
+                "from it)"
                 if name == "the random state"
-                else "every rank of a sequence-parallel group must be given the same global batch; split data "
-                "only across data-parallel replicas"
+                else "every rank of a sequence-parallel group must be given the same global batch; "
+                "split data only across data-parallel replicas"
             )
             raise ValueError(f"ranks of one group disagree on {name}: {held}. {way_out}.")
 
@@ -89,10 +96,10 @@ def _checksum(tensors: Sequence[Tensor]) -> int:
     total = 0
     for i, t in enumerate(tensors):
         with torch.no_grad():
-            bits = t.detach().contiguous().view(torch.uint8) if t.is_floating_point() else t.detach()
+            bits = (
+                t.detach().contiguous().view(torch.uint8) if t.is_floating_point() else t.detach()
+            )
             flat = bits.reshape(-1).to(torch.int64)
             weights = torch.arange(1, flat.numel() + 1, device=flat.device) * (2 * i + 1)
             total = (total * 31 + int((flat * weights).sum())) % (2**62)
     return total
-
-

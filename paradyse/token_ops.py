@@ -1,8 +1,10 @@
-"""Moving values between the rest layout (tokens split over ranks) and the whole sequence, differentiably.
+"""Moving values between the rest layout (tokens split over ranks) and the whole sequence,
+differentiably.
 
-``paradyse::gather_tokens`` and ``paradyse::reduce_scatter_tokens`` are operators for use inside compiled
-pieces; ``SplitTokens`` and ``GatherTokens`` are the steps between pieces. Gradient convention: the gradient
-of a replicated value is whole on every rank, the gradient of a split value is the rank's rows.
+``paradyse::gather_tokens`` and ``paradyse::reduce_scatter_tokens`` are operators for use inside
+compiled pieces; ``SplitTokens`` and ``GatherTokens`` are the steps between pieces. Gradient
+convention: the gradient of a replicated value is whole on every rank, the gradient of a split
+value is the rank's rows.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from paradyse import comm
 from paradyse.mesh import Axis, TokenLayout, axis_named
 
 
-def take_rows(x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: int | None = None) -> Tensor:
+def take_rows(
+    x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: int | None = None
+) -> Tensor:
     """The rows of ``x`` [.., S, ..] that ``rank`` holds, [.., s, ..].
 
-    Rows past the end are copies of the last row, so that whatever is computed from them stays finite,
-    or ``fill``.
+    Rows past the end are copies of the last row, so that whatever is computed from them stays
+    finite, or ``fill``.
     """
     if layout.num_ranks == 1:
         return x
@@ -37,14 +41,18 @@ def take_rows(x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: int | N
 
 
 def natural_order(stacked: Tensor, dim: int) -> Tensor:
-    """``stacked`` [p, .., s, ..] of all ranks' rows as one tensor [.., p s, ..] in sequence order."""
+    """``stacked`` [p, .., s, ..] of all ranks' rows as one tensor [.., p s, ..] in sequence
+    order.
+    """
     p = stacked.shape[0]
     halves = [t.chunk(2, dim) for t in stacked.unbind(0)]
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
 
 
 def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
-    """[.., S, ..] in sequence order to [p, .., s, ..], every rank's rows; rows past the end are 0."""
+    """[.., S, ..] in sequence order to [p, .., s, ..], every rank's rows; rows past the end are
+    0.
+    """
     short = layout.padded_len - x.shape[dim]
     if short:
         x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, short])
@@ -59,8 +67,11 @@ def gather_whole(x: Tensor, axis: Axis, block_id: int, dim: int) -> Tensor:
 
 
 @torch.library.custom_op("paradyse::gather_tokens", mutates_args=())
-def gather_tokens(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
-    """[.., s, ..] of this rank to the whole [.., S, ..] in sequence order. Backward: reduce-scatter.
+def gather_tokens(
+    x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
+) -> Tensor:
+    """[.., s, ..] of this rank to the whole [.., S, ..] in sequence order. Backward:
+    reduce-scatter.
 
     Args:
         local: the rank's positions [s], whole: all positions [S]; only their lengths are read.
@@ -115,13 +126,21 @@ class SplitTokens(torch.autograd.Function):
         return take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim, fill)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         dim, axis, block_id, seq_len = ctx.where
-        return gather_whole(grad, axis, block_id, dim).narrow(dim, 0, seq_len), None, None, None, None
+        return (
+            gather_whole(grad, axis, block_id, dim).narrow(dim, 0, seq_len),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class GatherTokens(torch.autograd.Function):
-    """This rank's rows [.., s, ..] to the whole [.., S, ..] on every rank; backward is a local slice."""
+    """This rank's rows [.., s, ..] to the whole [.., S, ..] on every rank; backward is a local
+    slice.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, seq_len: int, axis: Axis, block_id: int) -> Tensor:
@@ -129,7 +148,7 @@ class GatherTokens(torch.autograd.Function):
         return gather_whole(x, axis, block_id, dim).narrow(dim, 0, seq_len).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         dim, axis, seq_len = ctx.where
         rows = rank_order(grad, axis.layout(seq_len), dim)[axis.rank]
         return rows, None, None, None, None
@@ -143,12 +162,14 @@ class SumOverRanks(torch.autograd.Function):
         return comm.all_reduce(x, axis, block_id)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None, None
 
 
 class ReduceGrad(torch.autograd.Function):
-    """A replicated value used for a part of the work: itself; backward sums the parts of its gradient."""
+    """A replicated value used for a part of the work: itself; backward sums the parts of its
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, block_id: int) -> Tensor:
@@ -156,5 +177,5 @@ class ReduceGrad(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return comm.all_reduce(grad, *ctx.where), None, None

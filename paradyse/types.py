@@ -1,4 +1,6 @@
-"""The values that the parts of ParaDySe hand each other. Frozen, and free of behaviour that needs a device."""
+"""The values that the parts of ParaDySe hand each other. Frozen, and free of behaviour that needs
+a device.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def verify(
 ) -> VerifyReport:
     """Compare loss and every gradient of every feasible strategy, and of a mixture, with eager.
 
-    Runs ``model`` eagerly, whole, on every rank, then under the backend with each plan; dropout is off.
-    Gradients and the training flag are restored. Call it on every rank with the same batch.
+    Runs ``model`` eagerly, whole, on every rank, then under the backend with each plan; dropout is
+    off. Gradients and the training flag are restored. Call it on every rank with the same batch.
 
     Args:
         model: an uncompiled module whose output has ``.loss``.
@@ -38,10 +38,14 @@ def verify(
     model.eval()
     try:
         loss, grads = _step(model, model, batch)
+        current: list[Any] = ["auto"]
+
         def plan(workload: Workload) -> Any:
             return current[0]
 
-        compiled = torch.compile(model, backend="paradyse", options={**(options or {}), "plan": plan})
+        compiled = torch.compile(
+            model, backend="paradyse", options={**(options or {}), "plan": plan}
+        )
         _step(compiled, model, batch)
         graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
         blocks = graphs[-1].blocks if graphs else ()
@@ -56,9 +60,14 @@ def verify(
             got, got_grads = _step(compiled, model, batch)
             worst, error = _worst(grads, got_grads)
             loss_error = abs(got - loss) / max(abs(loss), 1e-30)
-            rows.append(VerifyRow(name if axis.size > 1 else REPLICATED, loss_error, worst, error, "", tolerance))
+            rows.append(
+                VerifyRow(
+                    name if axis.size > 1 else REPLICATED, loss_error, worst, error, "", tolerance
+                )
+            )
         first = next(v for v in batch.values() if isinstance(v, Tensor))
-        text = f"{type(model).__name__}, batch {list(first.shape)}, {axis.size} rank{'s' * (axis.size > 1)}"
+        ranks = f"{axis.size} rank{'s' * (axis.size > 1)}"
+        text = f"{type(model).__name__}, batch {list(first.shape)}, {ranks}"
         return VerifyReport(tuple(rows), text)
     finally:
         model.train(training)
@@ -71,8 +80,10 @@ def _plans(blocks: Any) -> dict[str, Any]:
     plans: dict[str, Any] = {}
     for s in ATTENTION_STRATEGIES:
         reasons = [f"{b.name}: {b.infeasible[s]}" for b in blocks if s in b.infeasible]
-        plans[s] = reasons[0] if len(reasons) == len(blocks) else Plan(
-            tuple(s if s not in b.infeasible else b.feasible()[0] for b in blocks)
+        plans[s] = (
+            reasons[0]
+            if len(reasons) == len(blocks)
+            else Plan(tuple(s if s not in b.infeasible else b.feasible()[0] for b in blocks))
         )
         if reasons and len(reasons) < len(blocks):
             plans[f"{s} where feasible"] = plans.pop(s)
@@ -80,7 +91,9 @@ def _plans(blocks: Any) -> dict[str, Any]:
     return plans
 
 
-def _step(call: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+def _step(
+    call: Any, model: torch.nn.Module, batch: Mapping[str, Any]
+) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     out = call(**batch)
     loss = out.loss if hasattr(out, "loss") else None
@@ -94,7 +107,8 @@ def _step(call: Any, model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[
 def _worst(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, float]:
     """The parameter whose gradient differs most, in relative norm.
 
-    A gradient that is mathematically zero (a key bias) is held against the norm of the whole gradient.
+    A gradient that is mathematically zero (a key bias) is held against the norm of the whole
+    gradient.
     """
     if want.keys() != got.keys():
         missing = sorted(want.keys() ^ got.keys())

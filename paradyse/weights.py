@@ -1,7 +1,7 @@
 """How a block takes its weights: whole (W), or only the rows or columns of this rank's group (W_r).
 
-With replicated weights both are local; what a rank computed of their gradients is summed over ranks in one
-message per block. A sharded layout serves the same two forms with other communication.
+With replicated weights both are local; what a rank computed of their gradients is summed over
+ranks in one message per block. A sharded layout serves the same two forms with other communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from paradyse.mesh import Axis
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows (dim 0) or columns (dim 1) of a weight that each group computes with; -1 is a row of zeros."""
+    """Rows (dim 0) or columns (dim 1) of a weight that each group computes with; -1 is a row of
+    zeros.
+    """
 
     dim: int
     groups: tuple[tuple[int, ...], ...]
@@ -56,7 +58,9 @@ class TakeWeights(torch.autograd.Function):
     """Weights of one block in the forms asked for; backward sums their gradients over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, block_id: int, forms: Sequence[Form], *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, axis: Axis, block_id: int, forms: Sequence[Form], *weights: Tensor
+    ) -> Any:
         ctx.where = (axis, block_id, forms, [w.shape for w in weights])
         ctx.set_materialize_grads(False)
         return tuple(
@@ -65,7 +69,7 @@ class TakeWeights(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
         axis, block_id, forms, shapes = ctx.where
         out: list[Tensor | None] = [None] * len(grads)
         for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
@@ -74,7 +78,9 @@ class TakeWeights(torch.autograd.Function):
             parts = [i for i in mine if forms[i] is not None]
             if whole:
                 total = comm.all_reduce(_flat(grads, whole), axis, block_id)
-                for i, part in zip(whole, total.split([grads[i].numel() for i in whole]), strict=True):
+                for i, part in zip(
+                    whole, total.split([grads[i].numel() for i in whole]), strict=True
+                ):
                     out[i] = part.view(shapes[i])
             if parts:
                 gathered = comm.all_gather(_flat(grads, parts), axis, block_id)

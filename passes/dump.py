@@ -9,7 +9,9 @@ from torch import fx
 
 
 def readable(gm: fx.GraphModule, ctx: Any) -> str:
-    """``gm`` as text. Dims show B, S for batch and sequence; ``/p`` marks what is split over ranks."""
+    """``gm`` as text. Dims show B, S for batch and sequence; ``/p`` marks what is split over
+    ranks.
+    """
     letters = {f: name for f, name in ((ctx.seq, "S"), (ctx.batch, "B")) if f is not None}
     block_of = {n: b.label for b in ctx.blocks for n in b.nodes}
     lines = []
@@ -36,7 +38,9 @@ def _line(node: fx.Node, ctx: Any, letters: dict[Any, str]) -> str:
             dims = [d.replace("S", f"S/{ctx.axis.size}") for d in dims]
         shape = f": {str(val.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
     if node.op == "placeholder":
-        return f"{node.name}{shape} = {'weight' if node.meta.get('weight') else 'input'} {node.target}"
+        return (
+            f"{node.name}{shape} = {'weight' if node.meta.get('weight') else 'input'} {node.target}"
+        )
     if node.op == "output":
         return f"return {node.args[0]}"
     target = getattr(node.target, "__name__", str(node.target))

@@ -19,7 +19,8 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     """Name every dim; the graph itself is unchanged.
 
     before: q[2, 4, 37, 16]
-    after:  ctx.names.of(q) = [(B,), (H,), (S,), (D,)], ctx.seq = S, ctx.batch = B (None for one sequence)
+    after:  ctx.names.of(q) = [(B,), (H,), (S,), (D,)], ctx.seq = S, ctx.batch = B (None for one
+            sequence)
     Refuses nothing: ctx.seq is None where no attention says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
@@ -36,5 +37,7 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     elif seqs == {()}:
         ctx.note("a sequence of one token: computed whole on every rank")
     else:
-        ctx.note(f"attention layers disagree on the sequence dim ({len(seqs)} kinds): nothing is split")
+        ctx.note(
+            f"attention layers disagree on the sequence dim ({len(seqs)} kinds): nothing is split"
+        )
     return len(ctx.names.dims)

@@ -1,4 +1,6 @@
-"""Outline blocks: find each attention and each MLP with its norm and residual, by dataflow alone."""
+"""Outline blocks: find each attention and each MLP with its norm and residual, by dataflow
+alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _HEAVY = {aten.linear.default, aten.matmul.default, torch.ops.paradyse.attention
 
 @dataclass
 class Block:
-    """One switchable block: nodes in graph order, from the residual stream to the residual stream."""
+    """One switchable block: nodes in graph order, from the residual stream to the residual
+    stream.
+    """
 
     kind: str
     layer: int
@@ -51,8 +55,10 @@ class Block:
 def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
     """Group nodes into blocks; the graph itself is unchanged.
 
-    before: h = norm(x); q, k, v = linear(h, ..); o = attention(..); y = linear(o, ..); z = add(x, y)
-    after:  ctx.blocks = [Block(pre=[norm], up=[linear x3], region=[.., attention, ..], down, post=[add]), ..]
+    before: h = norm(x); q, k, v = linear(h, ..); o = attention(..); y = linear(o, ..); z = add(x,
+            y)
+    after:  ctx.blocks = [Block(pre=[norm], up=[linear x3], region=[.., attention, ..], down,
+            post=[add]), ..]
     Refuses attention whose core is read from elsewhere (shared keys and values), with a note.
     """
     while True:
@@ -60,7 +66,11 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
         ctx.blocks = _Finder(gm.graph, ctx).find()
         inside = {n for b in ctx.blocks for n in b.nodes}
         attention = torch.ops.paradyse.attention.default
-        loose = {n for n in gm.graph.nodes if n.target == attention and n in ctx.split and n not in inside}
+        loose = {
+            n
+            for n in gm.graph.nodes
+            if n.target == attention and n in ctx.split and n not in inside
+        }
         if not loose:
             return len(ctx.blocks)
         ctx.whole_attention |= loose  # no strategy computes them: they run on gathered tensors
@@ -77,8 +87,14 @@ class _Finder:
 
     def find(self) -> list[Block]:
         attention = torch.ops.paradyse.attention.default
-        blocks = [self._attention(n) for n in self.nodes if n.target == attention and n in self.split]
-        blocks += [self._mlp(n) for n in self.nodes if n.target == aten.linear.default and n not in self.taken]
+        blocks = [
+            self._attention(n) for n in self.nodes if n.target == attention and n in self.split
+        ]
+        blocks += [
+            self._mlp(n)
+            for n in self.nodes
+            if n.target == aten.linear.default and n not in self.taken
+        ]
         found = sorted((b for b in blocks if b), key=lambda b: self.order[b.down])
         for block in found:
             block.pre = self._pre(block)
@@ -92,7 +108,14 @@ class _Finder:
 
     def _label(self, block: Block) -> str:
         module = block.down.meta.get("module", "")
-        layer = next((part for part in module.replace("]", "").replace("[", ".").split(".") if part.isdigit()), None)
+        layer = next(
+            (
+                part
+                for part in module.replace("]", "").replace("[", ".").split(".")
+                if part.isdigit()
+            ),
+            None,
+        )
         return f"layers.{layer if layer is not None else block.layer}.{block.kind}"
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -102,7 +125,7 @@ class _Finder:
         """Linears that feed ``starts``, and the split nodes between that depend on one of them."""
         linears: set[fx.Node] = set()
         seen: set[fx.Node] = set()
-        stack = [n for n in starts]
+        stack = list(starts)
         while stack:
             node = stack.pop()
             if node in seen or node not in self.split or node in self.taken:
@@ -127,7 +150,8 @@ class _Finder:
             strangers = [u for u in node.users if u not in inside and not self._is_tail(u)]
             if strangers:
                 self.ctx.note(
-                    f"{block.kind} around {block.down} is not switchable: {node} is also read by {strangers[0]}"
+                    f"{block.kind} around {block.down} is not switchable: {node} is also read by "
+                    f"{strangers[0]}"
                 )
                 return None
         for node in inside:
@@ -152,9 +176,11 @@ class _Finder:
         return True
 
     def _attention(self, node: fx.Node) -> Block | None:
-        up, before = self._back_to_linears(node.args[:3])  # type: ignore[arg-type]
+        up, before = self._back_to_linears(node.args[:3])
         after: list[fx.Node] = []
-        frontier = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None)
+        frontier = next(
+            (u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None
+        )
         while frontier is not None and frontier.target != aten.linear.default:
             after.append(frontier)
             users = [u for u in frontier.users if u.op != "output"]
@@ -162,8 +188,18 @@ class _Finder:
                 frontier = None
             else:
                 frontier = users[0]
-                after += [n for n in self._back_to_linears([frontier])[1] if n not in after and n is not frontier
-                          and n not in before and n is not node] if frontier.target != aten.linear.default else []
+                after += (
+                    [
+                        n
+                        for n in self._back_to_linears([frontier])[1]
+                        if n not in after
+                        and n is not frontier
+                        and n not in before
+                        and n is not node
+                    ]
+                    if frontier.target != aten.linear.default
+                    else []
+                )
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
             return None
@@ -175,13 +211,20 @@ class _Finder:
         if down not in self.split or down in self.taken or not isinstance(x, fx.Node):
             return None
         up, region = self._back_to_linears([x])
-        if not up or not region or len({u.args[0] for u in up}) != 1 or any(u in self.taken for u in up):
+        if (
+            not up
+            or not region
+            or len({u.args[0] for u in up}) != 1
+            or any(u in self.taken for u in up)
+        ):
             return None
-        columns = {f for f in self.ctx.names.of(down.args[1])[1]}
+        columns = set(self.ctx.names.of(down.args[1])[1])
         for node in region:
             if columns & self.ctx.names.mixed(node):
                 return None
-            if any(a in self.split and a not in up and a not in region for a in node.all_input_nodes):
+            if any(
+                a in self.split and a not in up and a not in region for a in node.all_input_nodes
+            ):
                 return None
         if self.order[up[0]] > self.order[down]:
             return None
@@ -194,7 +237,12 @@ class _Finder:
         while candidates:
             node = max(candidates, key=self.order.__getitem__)
             candidates = [c for c in candidates if c is not node]
-            if node in inside or node not in self.split or node in self.taken or node.op != "call_function":
+            if (
+                node in inside
+                or node not in self.split
+                or node in self.taken
+                or node.op != "call_function"
+            ):
                 continue
             if all(u in inside for u in node.users):
                 inside.add(node)
@@ -205,7 +253,9 @@ class _Finder:
         return self._sorted(pre)
 
     def _grow_posts(self, blocks: list[Block]) -> None:
-        """Give each block what follows it up to the residual stream, alike for blocks alike in their core."""
+        """Give each block what follows it up to the residual stream, alike for blocks alike in
+        their core.
+        """
         growths = {id(b): self._growth(b) for b in blocks}
         groups: dict[str, list[Block]] = {}
         for block in blocks:
@@ -219,8 +269,10 @@ class _Finder:
                     self.taken[node] = block
 
     def _shape_key(self, block: Block) -> str:
-        return "|".join(f"{n.target} {tuple(n.meta['val'].shape) if hasattr(n.meta['val'], 'shape') else ''}"
-                        for n in [*block.pre, *block.core])
+        return "|".join(
+            f"{n.target} {tuple(n.meta['val'].shape) if hasattr(n.meta['val'], 'shape') else ''}"
+            for n in [*block.pre, *block.core]
+        )
 
     def _growth(self, block: Block) -> tuple[list[fx.Node], list[int]]:
         """Nodes that may follow ``block``, and the lengths at which a single value leaves them."""
@@ -230,7 +282,9 @@ class _Finder:
         cuts: list[int] = []
         active = [block.down]
         while True:
-            users = self._sorted(u for a in active for u in a.users if u not in available and u not in self.ctx.tails)
+            users = self._sorted(
+                u for a in active for u in a.users if u not in available and u not in self.ctx.tails
+            )
             if not users or any(u.op == "output" for u in users):
                 return absorbed, cuts
             node = users[0]
@@ -242,14 +296,21 @@ class _Finder:
                     return absorbed, cuts
             available.add(node)
             absorbed.append(node)
-            active = [a for a in [*active, node] if any(u not in available for u in a.users) or not a.users]
+            active = [
+                a
+                for a in [*active, node]
+                if any(u not in available for u in a.users) or not a.users
+            ]
             if active == [node]:
                 cuts.append(len(absorbed))
 
     def _done_before(self, node: fx.Node, block: Block) -> bool:
         owner = self.taken.get(node)
-        return owner is not None and owner is not block and self.order[owner.down] < self.order[block.down] and (
-            node is owner.down
+        return (
+            owner is not None
+            and owner is not block
+            and self.order[owner.down] < self.order[block.down]
+            and (node is owner.down)
         )
 
     def _common_cut(self, growths: list[tuple[list[fx.Node], list[int]]]) -> int:
@@ -264,14 +325,19 @@ class _Finder:
             nodes, cuts = growths[0]
             for i, cut in enumerate(cuts):
                 last = nodes[cut - 1]
-                if last.target == aten.add.Tensor and len([a for a in last.all_input_nodes if a in self.split]) == 2:
+                if (
+                    last.target == aten.add.Tensor
+                    and len([a for a in last.all_input_nodes if a in self.split]) == 2
+                ):
                     return i
             return -1
         return best
 
     def _text(self, nodes: list[fx.Node]) -> str:
         index = {n: i for i, n in enumerate(nodes)}
-        return "\n".join(
-            f"{n.target} {fx.map_arg((n.args, n.kwargs), lambda a: f'%{index[a]}' if a in index else '%')!r}"
-            for n in nodes
-        )
+
+        def text(n: fx.Node) -> str:
+            args = fx.map_arg((n.args, n.kwargs), lambda a: f"%{index[a]}" if a in index else "%")
+            return f"{n.target} {args!r}"
+
+        return "\n".join(map(text, nodes))

@@ -38,7 +38,9 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
 )
 """All passes, in the order they run. ``passes_off`` takes them out by their function's name."""
 
-OPTIONAL = frozenset({"drop_no_ops", "unify_linears", "merge_equals", "recover_masks", "outline_blocks"})
+OPTIONAL = frozenset(
+    {"drop_no_ops", "unify_linears", "merge_equals", "recover_masks", "outline_blocks"}
+)
 """Passes that may be switched off: without them the result is slower, not wrong."""
 
 
@@ -57,14 +59,18 @@ class CaptureContext:
     partial: set[fx.Node] = field(default_factory=set)
     """Split values that are partial sums: their whole is the sum over ranks."""
     fills: dict[fx.Node, int] = field(default_factory=dict)
-    """Replicated value -> what its rows past the end are when it is split (labels: the ignored index)."""
+    """Replicated value -> what its rows past the end are when it is split (labels: the ignored
+    index).
+    """
     gathered: list[tuple[fx.Node, str]] = field(default_factory=list)
     """Operators computed on gathered tensors, and why."""
     whole_attention: set[fx.Node] = field(default_factory=set)
     """Attention that no block could be made of: computed on gathered tensors."""
     blocks: list[Block] = field(default_factory=list)
     tails: set[fx.Node] = field(default_factory=set)
-    """Operators between the inside of a block and the graph's outputs: run when the output is read."""
+    """Operators between the inside of a block and the graph's outputs: run when the output is
+    read.
+    """
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def note(self, message: str) -> None:
@@ -111,6 +117,7 @@ def _report_gathered(ctx: CaptureContext) -> None:
             where = node.meta.get("module", "top level")
             raise NotImplementedError(
                 f"cannot split {node.target} ({where}) along the sequence: {why}. "
-                'on_unsupported="gather" computes it on gathered tensors instead, exactly but slowly.'
+                'on_unsupported="gather" computes it on gathered tensors instead, exactly but '
+                "slowly."
             )
         ctx.note(f"{node.target} runs on gathered tensors: {why}")

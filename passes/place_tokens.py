@@ -17,7 +17,9 @@ MEAN, SUM = 1, 2
 
 
 def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """(sum of cross entropies, number of labels that count) over the rows at hand, [2] in logits' dtype."""
+    """(sum of cross entropies, number of labels that count) over the rows at hand, [2] in logits'
+    dtype.
+    """
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index)
     return torch.stack([total, (labels != ignore_index).sum().to(logits.dtype)])
 
@@ -28,7 +30,8 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     before: x = embedding(w, ids); ..; loss = cross_entropy_loss(logits, labels)
     after:  ctx.split = {x, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
             where ctx.partial = {sums} is to be summed over ranks
-    Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on gathered tensors.
+    Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on
+            gathered tensors.
     """
     ctx.split, ctx.partial, ctx.gathered = set(), set(), []
     if ctx.seq is None:
@@ -86,12 +89,16 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> 
         if _times([[g for f in d for g in f.resolve()] for d in dims], seq) != 1:
             return False
     return all(
-        _times(names.of(a), seq) <= 1 for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)
+        _times(names.of(a), seq) <= 1
+        for a in node.all_input_nodes
+        if isinstance(a.meta.get("val"), torch.Tensor)
     )
 
 
 def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
-    """The first node of the loss as sums and counts; ``node`` itself where it has weights or smoothing."""
+    """The first node of the loss as sums and counts; ``node`` itself where it has weights or
+    smoothing.
+    """
     args = [*node.args, *(None, MEAN, -100, 0.0)[len(node.args) - 2 :]]
     logits, labels, weight, reduction, ignore_index, smoothing = args
     if logits not in ctx.split or weight is not None or smoothing or reduction not in (MEAN, SUM):

@@ -33,22 +33,26 @@ class InputLike:
 def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Trace ``gm`` on fake tensors with the sizes of ``inputs`` into pre-dispatch ATen.
 
-    ``aten.linear``, ``aten.scaled_dot_product_attention``, ``aten.layer_norm`` stay whole and the result
-    is differentiable. Sizes become plain integers; later passes name them again. Tensors that the graph
-    holds as constants become attributes of the new module.
+    ``aten.linear``, ``aten.scaled_dot_product_attention``, ``aten.layer_norm`` stay whole and the
+    result is differentiable. Sizes become plain integers; later passes name them again. Tensors
+    that the graph holds as constants become attributes of the new module.
 
     Raises:
-        Untraceable: the graph has an operator with a body of its own (a custom autograd function, activation
-            checkpointing).
+        Untraceable: the graph has an operator with a body of its own (a custom autograd function,
+            activation checkpointing).
 
     Args:
         gm: the graph Dynamo hands to a backend.
-        inputs: one value per placeholder: an ``InputLike``, or a Python number. A number where the graph
-            has a scalar tensor stands for what ``item()`` gives.
+        inputs: one value per placeholder: an ``InputLike``, or a Python number. A number where the
+            graph has a scalar tensor stands for what ``item()`` gives.
     """
-    higher = next((n.target for n in gm.graph.nodes if isinstance(n.target, HigherOrderOperator)), None)
+    higher = next(
+        (n.target for n in gm.graph.nodes if isinstance(n.target, HigherOrderOperator)), None
+    )
     if higher is not None:
-        raise Untraceable(f"the graph contains {higher}, whose body and gradient the passes do not see into")
+        raise Untraceable(
+            f"the graph contains {higher}, whose body and gradient the passes do not see into"
+        )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gm = _numbers_for_items(gm, inputs)
 
@@ -69,7 +73,9 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
 
 
 def _numbers_for_items(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-    """A copy of ``gm`` in which inputs given as numbers are used as such, not through ``item()``."""
+    """A copy of ``gm`` in which inputs given as numbers are used as such, not through
+    ``item()``.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     copy = fx.GraphModule(gm, graph)
@@ -115,7 +121,8 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
 
     before: y = add_(a, b); z = mul(a, c)
     after:  y = add(a, b);  z = mul(y, c)
-    Refuses (Untraceable) a write into a graph input or into a view that is read again through its base.
+    Refuses (Untraceable) a write into a graph input or into a view that is read again through its
+            base.
     """
     count = 0
     views: dict[fx.Node, fx.Node] = {}
@@ -133,14 +140,20 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
         packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
         self_arg = node.args[0]
         if packet is None or not isinstance(self_arg, fx.Node) or node.target.namespace != "aten":
-            raise Untraceable(f"operator {node.target} writes to its input and has no functional form here")
-        later_base = self_arg in views and any(order[u] > order[node] for u in views[self_arg].users)
+            raise Untraceable(
+                f"operator {node.target} writes to its input and has no functional form here"
+            )
+        later_base = self_arg in views and any(
+            order[u] > order[node] for u in views[self_arg].users
+        )
         later_view = any(
             v is not node and views[v] is self_arg and any(order[u] > order[node] for u in v.users)
             for v in views
         )
         if self_arg.op == "placeholder" or later_base or later_view:
-            raise Untraceable(f"{node.target} writes into {self_arg}, which is an input or shares memory")
+            raise Untraceable(
+                f"{node.target} writes into {self_arg}, which is an input or shares memory"
+            )
         node.target = getattr(packet, schema.overload_name or "default")
         for user in list(self_arg.users):
             if user is not node and order[user] > order[node]:
@@ -172,7 +185,9 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
     """
     count = 0
-    device = next(n.meta["val"].device.type for n in gm.graph.nodes if hasattr(n.meta.get("val"), "device"))
+    device = next(
+        n.meta["val"].device.type for n in gm.graph.nodes if hasattr(n.meta.get("val"), "device")
+    )
     entered = any(n.target in _AUTOCAST for n in gm.graph.nodes)
     if not entered and not torch.is_autocast_enabled(device):
         return 0
@@ -201,7 +216,9 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
         if not mixed and _runs_to(node, dtype, None):
             continue
         if not _runs_to(node, dtype, dtype):
-            raise Untraceable(f"under autocast {node.target} gives {dtype}, which no input cast explains")
+            raise Untraceable(
+                f"under autocast {node.target} gives {dtype}, which no input cast explains"
+            )
         for arg in floats:
             if arg.meta["val"].dtype == dtype:
                 continue
@@ -244,4 +261,6 @@ def _placeholders_first(gm: fx.GraphModule) -> None:
 
 def getitem_of(node: fx.Node, index: int) -> fx.Node | None:
     """The node that takes result ``index`` of a multi-output ``node``."""
-    return next((u for u in node.users if u.target is operator.getitem and u.args[1] == index), None)
+    return next(
+        (u for u in node.users if u.target is operator.getitem and u.args[1] == index), None
+    )

@@ -10,7 +10,12 @@ from torch import fx
 aten = torch.ops.aten
 
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default}
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_copy.default}
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.view_copy.default,
+}
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
 
 
@@ -65,7 +70,12 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
-_RANDOM = {aten.dropout.default, aten.bernoulli.default, aten.rand_like.default, aten.randn_like.default}
+_RANDOM = {
+    aten.dropout.default,
+    aten.bernoulli.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
 
 
 def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
@@ -137,11 +147,13 @@ def _is_weight(node: fx.Node) -> bool:
     while node.op != "placeholder":
         if node.target not in _TRANSPOSES | _CASTS:
             return False
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return True
 
 
-def _to_linear(gm: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None) -> int:
+def _to_linear(
+    gm: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None
+) -> int:
     weight = _transposed(w)
     with gm.graph.inserting_before(node):
         if weight is None:

@@ -1,4 +1,6 @@
-"""What every strategy is made of: values in the layout asked for, and pieces compiled on first use."""
+"""What every strategy is made of: values in the layout asked for, and pieces compiled on first
+use.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Values(Protocol):
     sizes: Mapping[str, int]
     """Sizes at hand: "B", "S" and "s"."""
     common: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    """All positions [S], the rank's positions [s], a marker of the batch size [B], info [2] = (S, block id),
-    the block's seed []."""
+    """All positions [S], the rank's positions [s], a marker of the batch size [B], info [2] = (S,
+    block id), the block's seed []."""
 
     def get(self, node: fx.Node, layout: str) -> Tensor: ...
 
@@ -57,7 +59,8 @@ class VariantCache:
         for compiled in known:
             if compiled.holds_for(sizes):
                 return compiled
-        # Sizes of 1 are special to the compiler, and so is everything once its assumptions have failed.
+        # Sizes of 1 are special to the compiler, and so is everything once its assumptions have
+        # failed.
         ones = {k: n for k, n in sizes.items() if n == 1}
         for static in [dict(sizes)] if known else [ones, dict(sizes)]:
             compiled = compile_function(fn, specs, inner, static)
@@ -144,14 +147,19 @@ def bind_sizes(dims: Sequence[Dims], tensors: Sequence[Tensor]) -> dict[str, Any
     return found
 
 
-def element_index(scope: Scope, node: fx.Node, layout: str, sizes: Mapping[str, Any], positions: Tensor) -> Tensor:
-    """Where each element of ``node`` lies in the whole tensor, int64, broadcastable to its shape."""
+def element_index(
+    scope: Scope, node: fx.Node, layout: str, sizes: Mapping[str, Any], positions: Tensor
+) -> Tensor:
+    """Where each element of ``node`` lies in the whole tensor, int64, broadcastable to its
+    shape.
+    """
     labels = scope.labels(layout).of
     dims = scope.names.of(node)
     total: Any = torch.zeros((), dtype=torch.int64, device=positions.device)
     stride: Any = 1
     for at in range(len(dims) - 1, -1, -1):
         along: Any = None
+        span: Any = 1
         for f in dims[at]:
             if f is scope.seq:
                 digit, size = positions, sizes[WHOLE]
@@ -159,17 +167,19 @@ def element_index(scope: Scope, node: fx.Node, layout: str, sizes: Mapping[str, 
                 size = sizes.get(labels.get(f, ""), f.size)
                 digit = torch.arange(size, device=positions.device)
             along = digit if along is None else (along[:, None] * size + digit).reshape(-1)
-            stride_next = size
-            span = stride_next if along is digit else span * size
-        if along is None:
-            continue
-        total = total + (along * stride).view([-1] + [1] * (len(dims) - 1 - at))
-        stride = stride * span
+            span = span * size
+        if along is not None:
+            total = total + (along * stride).view([-1] + [1] * (len(dims) - 1 - at))
+            stride = stride * span
     return total
 
 
 def dropout_overrides(
-    scope: Scope, nodes: Sequence[fx.Node], layout: str, sizes: Mapping[str, Any], common: Sequence[Tensor]
+    scope: Scope,
+    nodes: Sequence[fx.Node],
+    layout: str,
+    sizes: Mapping[str, Any],
+    common: Sequence[Tensor],
 ) -> dict[fx.Node, Override]:
     """Dropout by place: the same mask on one rank and on many."""
     whole, local, _, _, seed = common
@@ -209,5 +219,3 @@ def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:
 def split_inputs(piece: Piece) -> tuple[list[fx.Node], list[fx.Node]]:
     """A piece's inputs that are not weights, and its weights."""
     return [n for n in piece.inputs if not is_weight(n)], [n for n in piece.inputs if is_weight(n)]
-
-

@@ -1,9 +1,9 @@
 """The Z strategies: each rank computes its own tokens with whole weights; attention crosses ranks.
 
 ``megatron_cz`` rings K/V (context parallel), ``ulysses_z`` turns sequence into heads and back by
-all-to-all, ``colossal_z`` rings K and V over rows of scores. Everything else of the block is local, so the
-three are one program with another attention operator, and for an MLP they are the same program.
-One rank is the case without any exchange.
+all-to-all, ``colossal_z`` rings K and V over rows of scores. Everything else of the block is
+local, so the three are one program with another attention operator, and for an MLP they are the
+same program. One rank is the case without any exchange.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def masks_of(attention: fx.Node | None) -> set[fx.Node]:
 
 
 def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
-    """The attention operator of ``strategy``, called with the arguments of ``paradyse::attention``."""
+    """The attention operator of ``strategy``, called with the arguments of
+    ``paradyse::attention``.
+    """
     *_, info, seed = common
 
     def local(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -76,7 +78,14 @@ def _seed(numbers: Sequence[Any], seed: Tensor) -> Tensor | None:
 class LocalPiece:
     """A piece run in one layout with whole weights; attention by a strategy of this file."""
 
-    def __init__(self, scope: Scope, piece: Piece, layout: str, strategy: str, attention: fx.Node | None = None):
+    def __init__(
+        self,
+        scope: Scope,
+        piece: Piece,
+        layout: str,
+        strategy: str,
+        attention: fx.Node | None = None,
+    ):
         self.layout = layout
         self.attention = attention
         self.inputs, self.weight_nodes = split_inputs(piece)
