@@ -23,7 +23,7 @@ from paradyse.cli_screen import Screen, make_console, show_table
 from paradyse.corpus import LengthRange, TextFile, draw_files, length_ranges
 from paradyse.integrations import LlamaSize, require_transformers
 from paradyse.planner import format_bytes
-from paradyse.report import format_seconds, short_key
+from paradyse.report import format_seconds
 from paradyse.types import ATTENTION_STRATEGIES
 
 TOLERANCE = 1e-4
@@ -178,21 +178,19 @@ def _summarize(
         steps = [s for s in record.steps if s.num_tokens in r]
         if not steps:
             continue
-        plans = Counter(short_key(s.plan) for s in steps)
+        plans = Counter(s.plan for s in steps)
         plan = "; ".join(p if len(plans) == 1 else f"{p} ({n})" for p, n in plans.most_common())
         at = sorted({x.index for x in record.replayed if x.num_tokens in r})
-        rows.append(
-            (str(r), str(len(steps)), plan, str(len(at)), *_times(record, choices, at, args.plan))
-        )
-    header = ("length", "steps", "plan used", "files", args.plan, *choices)
+        rows.append((str(r), str(len(steps)), plan, *_times(record, choices, at)))
+    header = ("length", "steps", "plan used", "training's plan", *choices)
     console.print()
     if record.replayed:
         everything = sorted({x.index for x in record.replayed})
-        total = _times(record, choices, everything, args.plan)
-        rows.append(("all", str(len(record.steps)), "", str(len(everything)), *total))
+        rows.append(("all", str(len(record.steps)), "", *_times(record, choices, everything)))
         title = (
-            f"forward and backward of the same files under each plan: median of {args.rounds} "
-            f"warm runs, interleaved; * fastest"
+            f"forward and backward of the same files, {len(everything)} in all, up to "
+            f"{args.per_range} of each range, under training's plan and each static one: medians "
+            f"of {args.rounds} warm runs, interleaved; * fastest"
         )
         show_table(console, title, header, rows)
     else:
@@ -211,23 +209,16 @@ def _summarize(
     )
 
 
-def _times(
-    record: Record, choices: Sequence[str], at: Sequence[int], plan_name: str
-) -> tuple[str, ...]:
-    """Time of the files ``at`` under the plan and under each choice, the latter as a ratio too."""
-    totals = {}
-    for c in (AUTO, *choices):
-        times = [record.median_s(c, i) for i in at]
-        totals[c] = sum(t for t in times if t is not None) if times else None
-    best = min((t for t in totals.values() if t is not None), default=0.0)
-    cells = []
-    for c, t in totals.items():
-        if t is None:
-            cells.append("-")
-            continue
-        ratio = "" if c == AUTO else f" ({t / (totals[AUTO] or t):.2f}x)"
-        cells.append(f"{format_seconds(t)}{ratio}{' *' if t == best else ''}")
-    return tuple(cells)
+def _times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
+    """Time of the files ``at`` under auto; under each of ``choices``, times that."""
+    if not at:
+        return ("-",) * (1 + len(choices))
+    totals = {
+        c: sum(t for i in at if (t := record.median_s(c, i)) is not None) for c in (AUTO, *choices)
+    }
+    best = min(totals.values())
+    cells = [format_seconds(totals[AUTO]), *(f"{totals[c] / totals[AUTO]:.2f}x" for c in choices)]
+    return tuple(c + ("*" if t == best else "") for c, t in zip(cells, totals.values()))
 
 
 def _check_losses(
@@ -291,11 +282,11 @@ def run_bench(args: argparse.Namespace) -> int:
             lambda rank, value: record.hear(screen, value),
         )
     choices = [c for c in dict.fromkeys(r.choice for r in record.replayed) if c != AUTO]
-    plans = {r.index: short_key(r.plan) for r in record.replayed if r.choice == AUTO}
+    plans = {r.index: r.plan for r in record.replayed if r.choice == AUTO}
     rows = []
     for i in sorted(plans, key=lambda i: lengths[i]):
-        rows.append((str(lengths[i]), plans[i], *_times(record, choices, [i], AUTO)))
-    rows.append(("all", "", *_times(record, choices, sorted(plans), AUTO)))
+        rows.append((str(lengths[i]), plans[i], *_times(record, choices, [i])))
+    rows.append(("all", "", *_times(record, choices, sorted(plans))))
     title = f"forward and backward: median of {args.rounds} warm runs, interleaved; * fastest"
     show_table(console, title, ("length", "plan of auto", AUTO, *choices), rows)
     for infeasible in record.infeasible:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,10 +18,14 @@ from rich.text import Text
 
 from paradyse.cli_ranks import StepDone
 from paradyse.planner import format_bytes
-from paradyse.report import format_seconds, short_key, text_table
+from paradyse.report import format_seconds, text_table
 
 ROWS = 12
 """Steps that stay in sight."""
+UNIT = 10
+"""Cells up to this long are a number and its unit, and stay on one line."""
+WIDE = 120
+"""Columns of a terminal from which there is room for a file's name."""
 COLUMNS = ("step", "tokens", "plan", "loss", "tokens/s", "peak memory", "time", "file")
 
 
@@ -34,7 +39,7 @@ def step_cells(done: StepDone, total: int) -> tuple[str, ...]:
     return (
         f"{done.step + 1}/{total}",
         str(done.num_tokens),
-        short_key(done.plan),
+        done.plan,
         f"{done.loss:.4f}",
         f"{done.num_tokens / done.time_s:.0f}",
         format_bytes(done.peak_bytes) if done.peak_bytes else "-",
@@ -107,10 +112,12 @@ class Screen:
         head.append(f"{seconds:.0f} s", style="dim")
         parts: list[Any] = []
         if self._rows:
-            table = Table(*COLUMNS[:-1], box=None, pad_edge=False)
-            table.add_column(COLUMNS[-1], no_wrap=True, overflow="ellipsis")
+            shown = len(COLUMNS) if self.console.width >= WIDE else len(COLUMNS) - 1
+            table = Table(box=None, pad_edge=False)
+            for name in COLUMNS[:shown]:
+                table.add_column(name, no_wrap=True, overflow="ellipsis")
             for row in self._rows:
-                table.add_row(*[Text(c) for c in row])
+                table.add_row(*[Text(c) for c in row[:shown]])
             parts.append(table)
         parts.append(head)
         if self._of:
@@ -125,7 +132,13 @@ def show_table(
     if not console.is_terminal:
         console.print(f"{title}\n{text_table(header, rows)}", markup=False, highlight=False)
         return
-    table = Table(*header, title=title, title_justify="left")
+    # Long names break where it reads well, so that all columns fit into 80.
+    narrow = [h.replace("_", "\n_").replace(" ", "\n") for h in header]
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    rows = [[c.replace(" ", "\u00a0") if len(c) <= UNIT else c for c in row] for row in rows]
+    for name, *cells in zip(narrow, *rows):
+        words = [w for c in (name, *cells) for w in c.replace("\n", " ").split(" ")]
+        table.add_column(name, min_width=max(map(len, words)), overflow="fold")
     for row in rows:
         table.add_row(*[Text(c, style="bold" if c.endswith("*") else "") for c in row])
-    console.print(table)
+    console.print(Text(title, style="italic"), table)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from paradyse import cli, cli_demo, cli_doctor
 from paradyse.cli_demo import Record, pick_files
-from paradyse.cli_ranks import Phase, StepDone
+from paradyse.cli_ranks import Phase, StepDone, describe_plan
 from paradyse.cli_screen import Screen
 from paradyse.corpus import TextFile, length_ranges
 from paradyse.types import ATTENTION_STRATEGIES
@@ -220,3 +220,20 @@ def test_a_terminal_shows_steps_live() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for part in ("training", "1/2", "100", "metp", "5.0000", "200", "1.0 MiB", "a.py"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("megatron_ts,megatron_ts", "megatron_ts"),
+        ("ulysses_z,megatron_cz,ulysses_z,colossal_z", "ulysses_z"),
+        ("ulysses_z,megatron_ts", "attention ulysses_z, mlp megatron_ts"),
+        (
+            "metp,megatron_ts,megatron_cz,megatron_ts",
+            "attention 1 metp, 1 megatron_cz, mlp megatron_ts",
+        ),
+        ("", ""),
+    ],
+)
+def test_plans_in_words(key: str, text: str) -> None:
+    assert describe_plan(key, ["attention", "mlp"] * 2) == text
