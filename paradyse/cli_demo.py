@@ -182,15 +182,16 @@ def _summarize(
         plan = "; ".join(p if len(plans) == 1 else f"{p} ({n})" for p, n in plans.most_common())
         at = sorted({x.index for x in record.replayed if x.num_tokens in r})
         rows.append((str(r), str(len(steps)), plan, *_times(record, choices, at)))
-    header = ("length", "steps", "plan used", "training's plan", *choices)
+    trained = AUTO if args.plan == AUTO else "training's plan"
+    header = ("length", "steps", "plan used", trained, *choices)
     console.print()
     if record.replayed:
         everything = sorted({x.index for x in record.replayed})
         rows.append(("all", str(len(record.steps)), "", *_times(record, choices, everything)))
         title = (
             f"forward and backward of the same files, {len(everything)} in all, up to "
-            f"{args.per_range} of each range, under training's plan and each static one: medians "
-            f"of {args.rounds} warm runs, interleaved; * fastest"
+            f"{args.per_range} of each range, under {trained} and each static plan: medians of "
+            f"{args.rounds} warm runs, interleaved; * fastest"
         )
         show_table(console, title, header, rows)
     else:

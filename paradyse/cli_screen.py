@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -134,7 +133,7 @@ def show_table(
         return
     # Long names break where it reads well, so that all columns fit into 80.
     narrow = [h.replace("_", "\n_").replace(" ", "\n") for h in header]
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     rows = [[c.replace(" ", "\u00a0") if len(c) <= UNIT else c for c in row] for row in rows]
     for name, *cells in zip(narrow, *rows):
         words = [w for c in (name, *cells) for w in c.replace("\n", " ").split(" ")]
