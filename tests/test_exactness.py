@@ -1,0 +1,117 @@
+"""Loss and every gradient equal one-device eager: all families, strategies, numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import models
+import pytest
+import torch
+from harness import RankPool
+from models import FAMILIES, TOLERANCE, make_batch, make_model, run_step, worst
+
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan
+
+Batches = Mapping[str, tuple[tuple[int, int], ...]]
+"""Kind of batch -> (B, S) of each."""
+Rows = list[tuple[str, str, float, str]]
+"""(batch, plan, largest error, what it is of)."""
+
+ONE: Batches = {"plain": ((3, 29), (3, 13)), "left": ((1, 11),), "packed": ((3, 17),)}
+TWO: Batches = {
+    "plain": ((3, 29), (3, 13)),
+    "left": ((3, 11), (3, 6)),
+    "packed": ((1, 17),),
+}
+MORE: Batches = {"plain": ((1, 13), (1, 3)), "right": ((3, 11),)}
+"""Lengths that no number of ranks divides, and shorter than it."""
+
+PLANS = (*ATTENTION_STRATEGIES, "mixed 0", "mixed 1")
+
+
+def choose(name: str, blocks: tuple[BlockSpec, ...]) -> Plan:
+    """The plan of this name: a strategy wherever it is feasible, or every block another one."""
+    if name.startswith("mixed"):
+        start = int(name.split()[1])
+        feasible = [b.feasible() for b in blocks]
+        return Plan(tuple(f[(i * 2 + start) % len(f)] for i, f in enumerate(feasible)))
+    return Plan(tuple(name if name not in b.infeasible else b.feasible()[0] for b in blocks))
+
+
+def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
+    from paradyse.backend import captures_of
+
+    return [g.blocks for c in captures_of(compiled) for g in c.graphs.values()][-1]
+
+
+def compare_plans(
+    family: str, dtype: torch.dtype, batches: Batches, inner: str, plans: tuple[str, ...]
+) -> tuple[Rows, list[tuple[str, str, dict[str, str]]]]:
+    """Every plan on every batch against eager; the blocks with what they refuse."""
+    model = make_model(family, dtype)
+    rows: Rows = []
+    for how, shapes in batches.items():
+        if how == "packed" and not FAMILIES[family].packs:
+            continue
+        torch._dynamo.reset()  # each kind of batch is a graph of its own
+        current: list[Any] = ["colossal_z"]
+        options = {"plan": lambda workload: current[0], "inner": inner}  # noqa: B023
+        compiled = torch.compile(model, backend="paradyse", options=options)
+        for k, (batch, seq_len) in enumerate(shapes):
+            inputs = make_batch(how, batch, seq_len)
+            if how != "plain":  # one graph for all lengths; the plain ones let Dynamo find out
+                for x in inputs.values():
+                    for dim in range(batch == 1, 2):
+                        torch._dynamo.maybe_mark_dynamic(x, dim)
+            want = run_step(model, model, inputs, logits=True)
+            current[0] = "colossal_z"  # no block refuses it
+            run_step(compiled, model, inputs)
+            blocks = blocks_of(compiled)
+            for name in plans:
+                current[0] = choose(name, blocks)
+                got = run_step(compiled, model, inputs, logits=k == 0)
+                rows.append((f"{how} {batch}x{seq_len}", name, *worst(got, want)))
+    return rows, [(b.kind, b.name, dict(b.infeasible)) for b in blocks]
+
+
+def assert_exact(results: list[tuple[Rows, Any]], dtype: torch.dtype = torch.float32) -> None:
+    wrong = [
+        f"rank {rank}, {batch}, {plan}: {what} {error:.1e}"
+        for rank, (rows, _) in enumerate(results)
+        for batch, plan, error, what in rows
+        if not error <= TOLERANCE[dtype]
+    ]
+    assert all(rows for rows, _ in results)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank(family: str, pool1: RankPool) -> None:
+    args = (family, torch.float32, ONE, "aot_eager", ("mixed 0",))
+    assert_exact(pool1.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks(family: str, pool2: RankPool) -> None:
+    args = (family, torch.float32, TWO, "aot_eager", PLANS)
+    assert_exact(pool2.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_ranks(family: str, pool4: RankPool) -> None:
+    args = (family, torch.float32, MORE, "eager", PLANS)
+    assert_exact(pool4.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize("family", ["llama_odd", "gpt2", "falcon"])
+def test_three_ranks(family: str, pool3: RankPool) -> None:
+    args = (family, torch.float32, MORE, "eager", PLANS)
+    assert_exact(pool3.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_double_precision(family: str, nproc: int, ranks: Callable[[int], RankPool]) -> None:
+    args = (family, torch.float64, MORE, "eager", PLANS)
+    assert_exact(ranks(nproc).run(compare_plans, *args, timeout_s=300), torch.float64)
