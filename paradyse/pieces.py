@@ -96,7 +96,7 @@ def run(
         return size_of(dim, sizes)
 
     def varies(dim: Dim) -> bool:
-        return any(f.origin()[0] in sizes for f in dim)
+        return any(f in sizes or f.origin()[0] in sizes for f in dim)
 
     env: dict[fx.Node, Any] = dict(zip(piece.inputs, values, strict=True))
     for node in piece.nodes:

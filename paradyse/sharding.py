@@ -71,6 +71,8 @@ def size_of(dim: Iterable[Factor], sizes: Mapping[Factor, Any]) -> Any:
 
 
 def _size(factor: Factor, sizes: Mapping[Factor, Any]) -> Any:
+    if factor in sizes:  # a slice may be a dim in its own right: the query heads of a fused QKV
+        return sizes[factor]
     f, k = factor.origin()
     return sizes[f] + k if f in sizes else factor.size
 
