@@ -18,6 +18,7 @@ from paradyse.capture import (
     VARIANTS,
     build_program,
     find_sizes,
+    fingerprint,
     is_model_state,
     sizes_of,
     trace_inputs,
@@ -29,6 +30,7 @@ from paradyse.mesh import Axis, resolve_axis
 from paradyse.planner import Planner
 from paradyse.program import Program, StepConstants
 from paradyse.report import PlanReport, Stats, explain_plan
+from paradyse.strategies import canonical_variant
 from paradyse.strategies.variant import WHOLE
 from paradyse.switch import Guard, check_agreement
 from paradyse.types import Plan, Workload
@@ -75,6 +77,8 @@ class Capture:
         self.trace = trace_inputs(self.placeholders, examples)
         self.keyed_dims: tuple[tuple[int, int], ...] = ()
         graph = self._graph(self.trace.values)
+        if graph is not None and self.trace.again is not None:
+            self._check_sizes(graph)
         if graph is None:
             if options.on_unsupported == "error" and axis.size > 1:
                 raise NotImplementedError(
@@ -95,14 +99,31 @@ class Capture:
             return None
         graph = _Graph(program, self)
         named = {program.scope.seq, program.scope.batch}
-        self.keyed_dims = tuple(
-            (i, d)
-            for i, d in self.trace.symbols
-            if not set(program.scope.names.of(program.placeholders[i])[d]) <= named
-        )
+        if not self.keyed_dims:
+            self.keyed_dims = tuple(
+                (i, d)
+                for i, d in self.trace.symbols
+                if not set(program.scope.names.of(program.placeholders[i])[d]) <= named
+            )
         shapes = tuple(inputs[i].shape[d] for i, d in self.keyed_dims)
         self.graphs[tuple(inputs[i] for i in self.trace.scalars) + shapes] = graph
         return graph
+
+    def _check_sizes(self, graph: _Graph) -> None:
+        """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
+        again, options = self.trace.again, replace(self.options, dump=None)
+        assert again is not None
+        other, _ = build_program(self.gm, again, self.is_weight, options, self.axis)
+        if other is None or fingerprint(other) != fingerprint(graph.program):
+            self.notes.append(
+                "a size in this graph depends on the length in a way that no dim of a tensor shows: "
+                "each length gets a program of its own"
+            )
+            log.warning("%s", self.notes[-1])
+            self.keyed_dims = tuple(self.trace.symbols)
+            values = self.trace.values
+            shapes = tuple(values[i].shape[d] for i, d in self.keyed_dims)
+            self.graphs = {(*(values[i] for i in self.trace.scalars), *shapes): graph}
 
     def run(self, *args: Any) -> Any:
         """One call of the graph."""
@@ -122,6 +143,10 @@ class Capture:
         inputs = list(self.trace.values)
         for i in self.trace.scalars:
             inputs[i] = _scalar(args[i])
+        if self.keyed_dims:
+            for i, value in enumerate(self.trace.values):
+                if isinstance(value, int) and isinstance(args[i], int):
+                    inputs[i] = args[i]
         for i, d in self.keyed_dims:
             shape = list(inputs[i].shape)
             shape[d] = args[i].shape[d]
@@ -205,8 +230,8 @@ def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> st
         if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
             name = str(node.target).removeprefix("L_").removesuffix("_")
             return (
-                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be at "
-                "least 1; drop empty batches before calling the model"
+                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be "
+                "at least 1; drop empty batches before calling the model"
             )
     return None
 
@@ -268,7 +293,9 @@ def stats(compiled_model: Any) -> Stats:
         for graph in capture.graphs.values():
             switches += graph.guard.num_switches
             for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
-                variants |= {(block.structure, v.name) for v in step.variants.values()}
+                variants |= {
+                    (block.structure, canonical_variant(block.kind, s)) for s in step.variants
+                }
             plans.update(graph.guard.plan_of)
             for block_id in (
                 *(s.block_id for s in graph.program.block_steps),

@@ -16,6 +16,7 @@ from paradyse.config import Options
 from paradyse.mesh import Axis
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
+from paradyse.pieces import structure
 from paradyse.program import Program
 from paradyse.strategies.variant import SPLIT, WHOLE, Scope, VariantCache
 
@@ -75,6 +76,8 @@ class TraceInputs:
     """Placeholders that are numbers, not sizes: a call with others needs a program of its own."""
     symbols: Mapping[tuple[int, int], Any]
     """(placeholder, dim) -> the symbolic size there."""
+    again: tuple[Any, ...] | None = None
+    """``values`` at other sizes, where Dynamo's guards allow any."""
 
 
 def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
@@ -87,7 +90,7 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         for d, n in enumerate(meta.shape if isinstance(meta, Tensor) else ()):
             if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
                 symbols[i, d] = n
-    values = _choose_sizes(list(symbols.values()), metas)
+    values, others = _choose_sizes(list(symbols.values()), metas)
     sizes = {n.node.expr for n in symbols.values()}
     inputs: list[Any] = []
     scalars: list[int] = []
@@ -106,7 +109,15 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
             scalars.append(i)
             value = example.item()
         inputs.append(value)
-    return TraceInputs(tuple(inputs), tuple(scalars), symbols)
+    again = None
+    if others:
+        again = tuple(
+            _as_input(e, m, others)
+            if isinstance(v, InputLike)
+            else (_number(m, others) if isinstance(m, torch.SymInt) and i not in scalars else v)
+            for i, (v, e, m) in enumerate(zip(inputs, examples, metas, strict=True))
+        )
+    return TraceInputs(tuple(inputs), tuple(scalars), symbols, again)
 
 
 def _is_number(node: fx.Node, example: Any) -> bool:
@@ -115,8 +126,13 @@ def _is_number(node: fx.Node, example: Any) -> bool:
     return isinstance(example, Tensor) and example.ndim == 0 and bool(items) and all(items)
 
 
-def _choose_sizes(sizes: Sequence[torch.SymInt], metas: Sequence[Any]) -> dict[Any, int]:
-    """Symbol -> the value to trace with. Symbols equal in this call stay equal in the trace."""
+def _choose_sizes(
+    sizes: Sequence[torch.SymInt], metas: Sequence[Any]
+) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Symbol -> the value to trace with, and other values to compare with ({} where none is legal).
+
+    Symbols equal in this call stay equal in the trace.
+    """
     taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
     hints: dict[Any, int] = {}
     env: Any = None
@@ -130,7 +146,14 @@ def _choose_sizes(sizes: Sequence[torch.SymInt], metas: Sequence[Any]) -> dict[A
         instead[hint] = next(choices, hint)
         taken.add(instead[hint])
     values = {symbol: instead[hint] for symbol, hint in hints.items()}
-    return values if not hints or _allowed(env, values) else hints
+    if not hints:
+        return {}, {}
+    if not _allowed(env, values):
+        values = hints
+    primes = iter([v for v in _PRIMES if v not in taken])
+    fresh = {hint: next(primes, hint) for hint in instead}
+    others = {symbol: fresh[hint] for symbol, hint in hints.items()}
+    return values, others if _allowed(env, others) else {}
 
 
 def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
@@ -171,6 +194,13 @@ def _run(traced: fx.GraphModule, ctx: CaptureContext, weights: Sequence[bool]) -
     ):
         node.meta["weight"] = weight
     run_passes(traced, ctx, ctx.options.dump)
+
+
+def fingerprint(program: Program) -> str:
+    """Text that two programs share exactly when they differ in nothing but the sizes traced at."""
+    scope = program.scope
+    pieces = (step.piece for step in program.steps)
+    return "\n\n".join(structure(p, scope.names, scope.labels(WHOLE)) for p in pieces)
 
 
 def find_sizes(program: Program) -> SizeSource | None:

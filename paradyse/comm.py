@@ -72,8 +72,9 @@ def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveE
     block = _BLOCKS[block_id]
     strategy = f" (strategy {block.strategy})" if block.strategy else ""
     return CollectiveError(
-        f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not complete: "
-        f"another rank died, stalled or left the program ({error}). Look at the other ranks' output first; "
+        f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not "
+        f"complete: another rank died, stalled or left the program ({error}). Look at the other "
+        "ranks' output first; "
         f"{TIMEOUT_VARIABLE} (now {_timeout().total_seconds():g} s) sets how long a rank waits."
     )
 

@@ -34,9 +34,9 @@ def _overloads(*names: str) -> list[Any]:
 
 _ELEMENTWISE = """
     add sub mul div pow neg exp exp2 log log1p expm1 tanh sigmoid gelu silu relu relu6 leaky_relu
-    elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin reciprocal square
-    clamp clamp_min clamp_max maximum minimum where type_as rsub floor_divide remainder fmod floor
-    ceil round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge logical_and logical_or
+    elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin reciprocal
+    square clamp clamp_min clamp_max maximum minimum where type_as rsub floor_divide remainder fmod
+    floor ceil round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge logical_and logical_or
     logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill zeros_like ones_like
     full_like empty_like to _to_copy clone contiguous alias detach dropout lift_fresh
     lift_fresh_copy

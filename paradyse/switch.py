@@ -83,8 +83,8 @@ def check_agreement(
         if len(set(values)) > 1:
             held = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
             way_out = (
-                "call torch.manual_seed with the same seed on every rank of the group (dropout draws "
-                "from it)"
+                "call torch.manual_seed with the same seed on every rank of the group (dropout "
+                "draws from it)"
                 if name == "the random state"
                 else "every rank of a sequence-parallel group must be given the same global batch; "
                 "split data only across data-parallel replicas"

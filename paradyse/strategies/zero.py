@@ -118,7 +118,6 @@ class ZeroVariant:
 
     def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str):
         layout = SPLIT if scope.axis.size > 1 else WHOLE
-        self.name = strategy
         self.body = LocalPiece(scope, piece, layout, strategy, attention)
         self.forms = [None] * len(self.body.weight_nodes)
 
