@@ -85,7 +85,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any
+) -> Any:
     """The family's model, the same on every rank. It keeps no KV cache unless asked to."""
     import transformers
 
@@ -184,7 +186,10 @@ def norm_of(tensors: Sequence[Tensor]) -> float:
 def errors(got: Step, want: Step) -> dict[str, float]:
     """What was compared -> its relative error: "loss", "logits", and every parameter's gradient."""
     if got.grads.keys() != want.grads.keys():
-        return {f"gradient of {n} (one side only)": math.inf for n in got.grads.keys() ^ want.grads.keys()}
+        return {
+            f"gradient of {n} (one side only)": math.inf
+            for n in got.grads.keys() ^ want.grads.keys()
+        }
     found = {"loss": relative(torch.tensor(got.loss), torch.tensor(want.loss))}
     if got.logits is not None and want.logits is not None:
         found["logits"] = relative(got.logits, want.logits)

@@ -1,0 +1,192 @@
+"""Switching strategies at run time: training goes on as if nothing were split, at no cost of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, RankPool, run_ranks
+from models import TOLERANCE, make_batch, make_model, run_step
+from test_exactness import blocks_of
+
+from paradyse.types import Plan
+
+NUM_STEPS = 200
+
+
+def train(
+    steps: int, compiled: bool
+) -> tuple[list[float], dict[str, torch.Tensor], list[str], int]:
+    """Losses, final weights, plan keys, and switches, by SGD on random lengths."""
+    import paradyse
+    from paradyse.backend import captures_of
+
+    model = make_model("llama_odd")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lengths, plans = random.Random(1), random.Random(2)
+    current: list[Any] = ["colossal_z"]
+    call: Any = model
+    if compiled:
+        options = {"plan": lambda workload: current[0], "inner": "eager"}
+        call = torch.compile(model, backend="paradyse", options=options)
+    losses, keys = [], []
+    for step in range(steps):
+        batch = make_batch("plain", 2, lengths.randint(3, 40), seed=step)
+        if compiled and step:
+            current[0] = Plan(tuple(plans.choice(b.feasible()) for b in blocks_of(call)))
+        optimizer.zero_grad()
+        loss = call(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if compiled:
+            graphs = [g for c in captures_of(call) for g in c.graphs.values()]
+            keys.append(",".join(k for g in graphs for k in g.guard.plan_of.values()))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return losses, weights, keys, paradyse.stats(call).plan_switches if compiled else 0
+
+
+def test_training_follows_one_process(pool1: RankPool, pool2: RankPool) -> None:
+    ((losses, weights, _, _),) = pool1.run(train, NUM_STEPS, False, timeout_s=200)
+    results = pool2.run(train, NUM_STEPS, True, timeout_s=500)
+    assert losses[-1] < 0.9 * losses[0]  # it learns: the curve is not flat by chance
+    tolerance = TOLERANCE[torch.float32]
+    for got, final, keys, switches in results:
+        assert len(got) == NUM_STEPS
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(losses), rtol=tolerance, atol=0)
+        for name, w in weights.items():
+            assert (final[name] - w).norm() <= tolerance * w.norm(), name
+        assert keys == results[0][2]
+        assert switches > NUM_STEPS / 2
+    assert all(torch.equal(results[0][1][n], results[1][1][n]) for n in weights)
+
+
+def count_bytes() -> tuple[
+    dict[str, dict[str, int]], dict[str, int], dict[str, int], tuple[Any, ...]
+]:
+    """Bytes of each block in a step of each static plan, in a mixed one after switches, and its plan."""
+    import paradyse
+
+    model = make_model("llama")
+    current: list[Any] = ["colossal_z"]
+    options = {"plan": lambda workload: current[0], "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 2, 13)
+
+    def sent() -> tuple[Counter[str], Counter[str]]:
+        stats = paradyse.stats(compiled)
+        return Counter(stats.bytes_per_block), Counter(stats.calls_per_collective)
+
+    def step(plan: Any) -> tuple[dict[str, int], dict[str, int]]:
+        current[0] = plan
+        bytes_before, calls_before = sent()
+        run_step(compiled, model, batch)
+        bytes_after, calls_after = sent()
+        return dict(bytes_after - bytes_before), dict(calls_after - calls_before)
+
+    for _ in range(6):  # past the steps that compare batches
+        step("colossal_z")
+    blocks = blocks_of(compiled)
+    static = {s: step(s) for s in blocks[0].feasible()}
+    plan = ("megatron_ts", "megatron_cz", "ulysses_z", "metp")
+    assert len(plan) == len(blocks)
+    step("ulysses_z")
+    mixed, _ = step(Plan(plan))
+    again, _ = step(Plan(plan))
+    assert again == mixed
+    return {s: b for s, (b, _) in static.items()}, mixed, {}, (plan, [b.name for b in blocks])
+
+
+def test_switch_sends_nothing(pool2: RankPool) -> None:
+    """Bytes of a step are the sum over blocks of what each sends under its strategy."""
+    for static, mixed, _, (plan, names) in pool2.run(count_bytes, timeout_s=200):
+        assert set(static) == {"megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp"}
+        between = {n for n in mixed if n not in names}
+        expected = {name: static[s][name] for s, name in zip(plan, names, strict=True)}
+        expected |= {n: static["colossal_z"][n] for n in between}
+        assert mixed == expected
+        totals = {s: sum(b.values()) for s, b in static.items()}
+        assert len(set(totals.values())) > 2  # they are told apart by what they send
+
+
+def train_on_different(what: str) -> tuple[str, int]:
+    model = make_model("llama")
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    batch = make_batch("plain", 2, 12)
+    if dist.get_rank() == 1:
+        if what == "tokens":
+            batch["input_ids"][1, 3] += 1
+        elif what == "labels":
+            batch["labels"][0, -1] += 1
+        elif what == "length":
+            batch = make_batch("plain", 2, 15)
+        elif what == "batch":
+            batch = make_batch("plain", 3, 12)
+    for step in range(3):
+        try:
+            run_step(compiled, model, batch)
+        except ValueError as e:
+            return str(e), step
+    return "", -1
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("tokens", "disagree on the batch"),
+        ("labels", "disagree on the batch"),
+        ("length", "disagree on the sequence length"),
+        ("batch", "disagree on the batch size"),
+    ],
+)
+def test_different_batches_are_named(what: str, text: str, pool2: RankPool) -> None:
+    for message, step in pool2.run(train_on_different, what, timeout_s=100):
+        assert text in message and "same global batch" in message
+        assert step == 0
+
+
+def lose_a_rank(how: str) -> str:
+    """What the other rank raises when rank 1 stops in its third step."""
+    os.environ["PARADYSE_COLLECTIVE_TIMEOUT_S"] = "4"
+    model = make_model("llama")
+    options = {"inner": "eager", "plan": "megatron_cz"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 2, 12)
+    for _ in range(2):
+        run_step(compiled, model, batch)
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(7)
+        time.sleep(12)
+        return ""
+    start = time.monotonic()
+    try:
+        run_step(compiled, model, batch)
+    except Exception as e:
+        text = f"{type(e).__name__}: {e}"
+        took = time.monotonic() - start
+        if how == "dies":  # the harness keeps no result of ranks beside one that died
+            raise AssertionError(f"{text} [after {took:.1f} s]") from e
+        return f"{text} [after {took:.1f} s]"
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_lost_rank(how: str) -> None:
+    """The others say which collective of which block did not complete, and soon."""
+    if how == "dies":
+        with pytest.raises(RankFailure) as failure:
+            run_ranks(lose_a_rank, 2, how, timeout_s=100)
+        text = failure.value.errors[0].text
+    else:
+        text = run_ranks(lose_a_rank, 2, how, timeout_s=100)[0]
+    assert "CollectiveError" in text
+    assert "block 'layers.0.attention'" in text or "agreement" in text
+    assert any(c in text for c in ("all_gather", "ring_exchange", "all_to_all"))
+    assert float(text.rsplit("after ", 1)[1].split()[0]) < 8
