@@ -1,0 +1,95 @@
+"""From Dynamo's graph to a program: static and symbolic, with what a length may and may not change."""
+
+from __future__ import annotations
+
+import paradyse
+import pytest
+import torch
+from paradyse.backend import captures_of
+from tiny import LengthScaled, Mixer, Tiny, tokens
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()  # its limit of 8 compilations per function is shared by all tests
+
+
+def compile_and_compare(model, lengths, dynamic=None, **options):
+    compiled = torch.compile(
+        model, backend="paradyse", dynamic=dynamic, options={"inner": "eager", **options}
+    )
+    for batch, length in lengths:
+        ids, labels = tokens(batch, length), tokens(batch, length, seed=1)
+        grads = []
+        for call in (model, compiled):
+            model.zero_grad()
+            loss = call(ids, labels)
+            loss.backward()
+            grads.append((loss.detach(), [p.grad for p in model.parameters()]))
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    return compiled
+
+
+LENGTHS = [(2, 7), (2, 11), (3, 5), (1, 9), (1, 1)]
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_any_length_and_batch(dynamic):
+    compile_and_compare(Tiny().double(), LENGTHS, dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_number_made_of_the_length_is_not_taken_for_a_constant(dynamic):
+    compile_and_compare(LengthScaled().double(), LENGTHS, dynamic)
+
+
+def test_an_operator_without_a_rule_runs_as_it_is():
+    compiled = compile_and_compare(Mixer().double(), LENGTHS)
+    notes = [n for c in captures_of(compiled) for n in c.notes]
+    assert any("fft" in n and "gathered" in n for n in notes)
+
+
+@pytest.mark.parametrize("length", [4, 8, 32, 96, 128])
+def test_lengths_equal_to_a_width_of_the_model(length):
+    compile_and_compare(Tiny().double(), [(4, length), (4, length + 1), (4, 4)])
+
+
+def test_a_second_capture_compiles_nothing():
+    compiled = compile_and_compare(Tiny().double(), [(2, 7)])
+    before = paradyse.stats(compiled)
+    compile_and_compare(Tiny().double(), [(2, 13)])
+    after = paradyse.stats(compiled)
+    assert before.pieces_compiled == after.pieces_compiled > 0
+    assert before.variants_compiled == 2  # one attention, one MLP, whatever the depth
+
+
+def test_blocks_are_found_whatever_modules_are_called():
+    compiled = compile_and_compare(Tiny(layers=3).double(), [(2, 7)])
+    (graph,) = next(iter(captures_of(compiled))).graphs.values()
+    assert [b.kind for b in graph.blocks] == ["attention", "mlp"] * 3
+    assert len({b.structure for b in graph.blocks}) == 2
+    assert {str(b.mask) for b in graph.blocks if b.kind == "attention"} == {"causal"}
+
+
+def test_passes_can_be_switched_off_by_name():
+    off = ["merge_equals", "unify_linears"]
+    compile_and_compare(Tiny().double(), [(2, 7)], passes_off=off)
+
+
+def test_the_dump_has_every_pass_with_named_dims(tmp_path):
+    compile_and_compare(Tiny().double(), [(2, 7)], dump=str(tmp_path))
+    files = sorted(p.name for p in tmp_path.iterdir())
+    assert files[0] == "00_retrace.txt" and files[-1].endswith("outline_blocks.txt")
+    text = (tmp_path / files[-1]).read_text()
+    assert "[B, S, 32]" in text and "# layers.1.mlp" in text
+
+
+def test_explain_needs_a_graph_and_names_the_blocks():
+    model = Tiny()
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    with pytest.raises(ValueError, match="run one step"):
+        paradyse.explain(compiled, 1, 128)
+    compiled(tokens(2, 7))
+    report = paradyse.explain(compiled, 1, 128)
+    assert "layers.0.attention" in str(report) and "layers.1.mlp" in str(report)
