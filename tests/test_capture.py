@@ -1,12 +1,13 @@
-"""From Dynamo's graph to a program: static and symbolic, with what a length may and may not change."""
+"""From a graph of Dynamo to a program: static and symbolic, and what a length may change."""
 
 from __future__ import annotations
 
-import paradyse
 import pytest
 import torch
-from paradyse.backend import captures_of
 from tiny import LengthScaled, Mixer, Tiny, tokens
+
+import paradyse
+from paradyse.backend import captures_of
 
 
 @pytest.fixture(autouse=True)
@@ -92,4 +93,4 @@ def test_explain_needs_a_graph_and_names_the_blocks():
         paradyse.explain(compiled, 1, 128)
     compiled(tokens(2, 7))
     report = paradyse.explain(compiled, 1, 128)
-    assert "layers.0.attention" in str(report) and "layers.1.mlp" in str(report)
+    assert "layers.0.attention and 1 like it" in str(report) and "layers.0.mlp" in str(report)

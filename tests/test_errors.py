@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paradyse.mesh import resolve_axis
 from tiny import Mixer, Tiny, tokens
+
+from paradyse.mesh import resolve_axis
 
 
 @pytest.fixture(autouse=True)

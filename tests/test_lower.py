@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from paradyse.lower import Spec, compile_function
 
 CPU = torch.device("cpu")

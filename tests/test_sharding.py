@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paradyse.sharding import Factor, Names, infer_names, resolve, rule, size_of
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from paradyse.sharding import Factor, Names, infer_names, resolve, rule, size_of
 
 aten = torch.ops.aten
 

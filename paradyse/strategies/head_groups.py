@@ -1,9 +1,9 @@
 """Blocks as sums over groups of heads or columns: ``post(sum_g f(x, W_g))``.
 
-``analyse`` finds, from names and data movement alone, which rows of each weight belong to which head (or
-intermediate column), so any layout of a fused projection is handled alike: the rows of group g are taken
-from the weights and everything between the projections runs at the group's sizes. A block that mixes heads
-before its last projection is refused with the reason.
+``analyse`` finds, from names and data movement alone, which rows of each weight belong to which
+head (or intermediate column), so any layout of a fused projection is handled alike: the rows of
+group g are taken from the weights, and everything between the projections runs at the group's
+sizes. A block that mixes heads before its last projection is refused with the reason.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Unsplittable(NotImplementedError):
 class Slots:
     """Which heads each group computes: KV heads first, each with a part of its query heads.
 
-    All groups are of equal size; -1 stands for a head that is missing. Columns of an MLP are KV heads with
-    one query head each.
+    All groups are of equal size; -1 stands for a head that is missing. Columns of an MLP are KV
+    heads with one query head each.
     """
 
     num_kv: int
@@ -96,8 +96,8 @@ class Slots:
 def head_slots(num_kv: int, ratio: int, num_groups: int) -> Slots:
     """Share ``num_kv`` KV heads of ``ratio`` query heads each out to groups.
 
-    A KV head is replicated where that makes the groups smaller, as it must where there are fewer of them
-    than groups; its query heads are then divided among the replicas.
+    A KV head is replicated where that makes the groups smaller, as it must where there are fewer
+    of them than groups; its query heads are then divided among the replicas.
     """
 
     def load(replicas: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class Weight:
     def apply(self, value: Tensor) -> Tensor:
         """The linear's argument, from the parameter or its rows."""
         for node in self.chain:
-            value = node.target(value, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+            value = node.target(value, *node.args[1:], **node.kwargs)
         return value
 
     def shape(self) -> list[int]:
@@ -242,7 +242,7 @@ def closure(
     members: Iterable[fx.Node],
     stops: Iterable[fx.Node] = (),
 ) -> list[fx.Node]:
-    """What ``outputs`` need of ``members`` and of what is computed from weights alone, in graph order."""
+    """What ``outputs`` need of ``members`` and of what weights alone give, in graph order."""
     inside, halt = set(members), set(stops)
     known: dict[fx.Node, bool] = {}
     found: set[fx.Node] = set()
@@ -276,7 +276,7 @@ class _Analysis:
         return "heads" if self.block.kind == "attention" else "intermediate columns"
 
     def _split_factors(self) -> tuple[Factor | None, Factor | None]:
-        """(KV heads, query heads for each); the first alone without GQA, the second alone with one KV head."""
+        """(KV heads, query heads of each); without GQA the first alone, with one KV head the second."""
         if self.block.kind == "mlp":
             columns = self.names.of(self.block.down.args[0])[-1]
             if not columns:
@@ -290,9 +290,8 @@ class _Analysis:
             raise Unsplittable("it has one head")
         if len(q) == 2:
             if k not in (q, q[:1]):
-                raise Unsplittable(
-                    f"KV heads {[f.size for f in k]} do not divide query heads {[f.size for f in q]}"
-                )
+                sizes = [[f.size for f in dim] for dim in (k, q)]
+                raise Unsplittable(f"KV heads {sizes[0]} do not divide query heads {sizes[1]}")
             return q
         if not k and node.args[1].meta["val"].shape[1] == 1:
             return None, q[0]
@@ -454,8 +453,8 @@ class _Analysis:
         """Per group the elements of ``index`` that are its heads', in the order of ``factors``.
 
         Args:
-            pad: -1 for what belongs to a missing head; else a head that exists stands in for it, so that
-                all that is computed from it is finite.
+            pad: -1 for what belongs to a missing head; else a head that exists stands in for it,
+                so that all that is computed from it is finite.
         """
         grid = index.reshape([f.size for f in factors])
         along = [factors.index(f) for f in (self.outer, self.inner) if f in factors]
@@ -491,7 +490,7 @@ class _Analysis:
         return Rows(at[0], self._rows(torch.arange(node.meta["val"].shape[at[0]]), dim, pad=False))
 
     def _weight(self, arg: fx.Node, dim: int, rows: tuple[tuple[int, ...], ...] | None) -> Weight:
-        """Follow a linear's weight (or bias) back to the parameter; rows along ``dim`` of the argument."""
+        """Follow a linear's weight or bias back to the parameter; rows along the argument's ``dim``."""
         chain: list[fx.Node] = []
         node = arg
         while not is_weight(node):
@@ -510,12 +509,12 @@ class _Analysis:
                     )
                 dim = 1 - dim
             chain.append(node)
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         return Weight(node, Rows(dim, rows) if rows is not None else None, tuple(reversed(chain)))
 
 
 def may_be_split(node: fx.Node) -> bool:
-    """Whether ``node`` may lie split between blocks: what no hidden state has gone into is replicated."""
+    """Whether ``node`` may lie split: what no hidden state has gone into is replicated."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:

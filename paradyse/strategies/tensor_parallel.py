@@ -1,8 +1,8 @@
 """``megatron_ts``: tensor parallel with sequence parallel (Megatron-LM, arXiv 2205.05198).
 
-Each rank gathers the tokens of the block's normalized input, computes its own heads (or intermediate
-columns) over the whole sequence with its part of the weights, and the partial sums are scattered back to
-the ranks' tokens. Norm, bias, dropout and residual stay local.
+Each rank gathers the tokens of the block's normalized input, computes its own heads (or
+intermediate columns) over the whole sequence with its part of the weights, and the partial sums are
+scattered back to the ranks' tokens. Norm, bias, dropout and residual stay local.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ _DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0)
 
 
 def attention_extras(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """(key padding, document ids, bias) and (left, right, chunk, scale, dropout) of an attention's arguments
-    after q, k and v."""
+    """Of an attention's arguments after q, k and v.
+
+    Returns:
+        (key padding, document ids, bias) and (left, right, chunk, scale, dropout rate).
+    """
     full = [*rest, *_DEFAULTS[len(rest) :]]
     return full[:3], full[4:9]
 
@@ -78,10 +81,10 @@ class Segments:
 
 
 def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], fn: Any) -> Tensor:
-    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, a value of ``node``, apart from others merged into it.
+    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from what is merged into it.
 
     Args:
-        sizes: of the factors in ``x``.
+        node: whose value ``x`` is. sizes: of the factors in ``x``.
     """
     dims = scope.names.of(node)
     at = next(i for i, d in enumerate(dims) if scope.seq in d)
