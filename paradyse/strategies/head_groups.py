@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from paradyse.pieces import Piece, is_weight, make_piece, run
-from paradyse.sharding import Factor, resolve, size_of
+from paradyse.sharding import Factor, resolve
+from paradyse.strategies.slots import Slots, head_slots, shared
 from paradyse.strategies.variant import Scope, is_tensor
 from paradyse.weights import Form, Rows
 
@@ -65,67 +65,6 @@ _FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_
 
 class Unsplittable(NotImplementedError):
     """A block cannot be computed group by group; the text says why."""
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Which heads each group computes: KV heads first, each with a part of its query heads.
-
-    All groups are of equal size; -1 stands for a head that is missing. Columns of an MLP are KV
-    heads with one query head each.
-    """
-
-    num_kv: int
-    ratio: int
-    """Query heads of one KV head."""
-    kv: tuple[tuple[int, ...], ...]
-    """Per group the KV head of each slot."""
-    q: tuple[tuple[int, ...], ...]
-    """Per group the query heads, ``q_sub`` of each slot in turn."""
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.kv[0])
-
-    @property
-    def q_sub(self) -> int:
-        return len(self.q[0]) // len(self.kv[0])
-
-
-@lru_cache(maxsize=64)
-def head_slots(num_kv: int, ratio: int, num_groups: int) -> Slots:
-    """Share ``num_kv`` KV heads of ``ratio`` query heads each out to groups.
-
-    A KV head is replicated where that makes the groups smaller, as it must where there are fewer
-    of them than groups; its query heads are then divided among the replicas.
-    """
-
-    def load(replicas: int) -> tuple[int, int]:
-        slots = -(-num_kv * replicas // num_groups)
-        return slots * -(-ratio // replicas) + slots, replicas
-
-    replicas = min(range(1, min(ratio, num_groups) + 1), key=load)
-    n, q_sub = -(-num_kv * replicas // num_groups), -(-ratio // replicas)
-    kv, q = [], []
-    for g in range(num_groups):
-        kvs: list[int] = []
-        qs: list[int] = []
-        for slot in range(g * n, (g + 1) * n):
-            head, part = divmod(slot, replicas)
-            real = head < num_kv
-            places = range(part * q_sub, (part + 1) * q_sub)
-            mine = [head * ratio + i if real and i < ratio else -1 for i in places]
-            kvs.append(head if max(mine) >= 0 else -1)
-            qs += mine
-        kv.append(tuple(kvs))
-        q.append(tuple(qs))
-    return Slots(num_kv, ratio, tuple(kv), tuple(q))
-
-
-@lru_cache(maxsize=512)
-def _shared(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """One object for equal tables: a deep model has many blocks alike."""
-    return groups
 
 
 @dataclass(frozen=True)
@@ -207,15 +146,6 @@ def analyse(scope: Scope, block: Any) -> Groups:
         return _Analysis(scope, block).result()
 
 
-def local_shape(
-    scope: Scope, node: fx.Node, heads: dict[Factor, int], letters: dict[Factor, Any]
-) -> tuple[tuple[Any, ...], ...]:
-    """Dims of ``node`` within a group, as ``Spec`` wants them."""
-    return tuple(
-        tuple(letters.get(f, heads.get(f, f.size)) for f in dim) for dim in scope.names.of(node)
-    )
-
-
 def weight_only(node: fx.Node, scope: Scope, known: dict[fx.Node, bool]) -> bool:
     """Whether ``node`` is a weight or computed from weights alone."""
     if node not in known:
@@ -276,7 +206,7 @@ class _Analysis:
         return "heads" if self.block.kind == "attention" else "intermediate columns"
 
     def _split_factors(self) -> tuple[Factor | None, Factor | None]:
-        """(KV heads, query heads of each); without GQA the first alone, with one KV head the second."""
+        """(KV heads, query heads of each); the second is None without GQA, the first with MQA."""
         if self.block.kind == "mlp":
             columns = self.names.of(self.block.down.args[0])[-1]
             if not columns:
@@ -401,7 +331,7 @@ class _Analysis:
             part = self._rows(rows, factors, pad=False)
             out.append(Leaf(leaf, len(groups[0]), len(part[0])))
             groups = [a + b for a, b in zip(groups, part, strict=True)]
-        table = _shared(tuple(groups))
+        table = shared(tuple(groups))
         bias = node.args[2] if len(node.args) > 2 else None
         return Up(
             node,
@@ -476,7 +406,7 @@ class _Analysis:
             if along:
                 rows = rows.permute([[*along, *rest].index(d) for d in range(grid.ndim)])
             groups.append(tuple(rows.flatten().tolist()))
-        return _shared(tuple(groups))
+        return shared(tuple(groups))
 
     def _head_rows(self, node: fx.Node) -> Rows:
         """The slice of ``node`` along its dim of heads."""
@@ -490,7 +420,7 @@ class _Analysis:
         return Rows(at[0], self._rows(torch.arange(node.meta["val"].shape[at[0]]), dim, pad=False))
 
     def _weight(self, arg: fx.Node, dim: int, rows: tuple[tuple[int, ...], ...] | None) -> Weight:
-        """Follow a linear's weight or bias back to the parameter; rows along the argument's ``dim``."""
+        """Follow a linear's weight or bias back to the parameter; rows along ``dim`` of ``arg``."""
         chain: list[fx.Node] = []
         node = arg
         while not is_weight(node):
@@ -533,25 +463,3 @@ def may_be_split(node: fx.Node) -> bool:
             return True
         stack += at.all_input_nodes
     return False
-
-
-def shape_leaf(
-    scope: Scope, groups: Groups, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, Any]
-) -> Tensor:
-    """The leaf's value within a group, from the output [.., rows] of the group's linear.
-
-    Args:
-        sizes: of the factors that differ from the traced ones: tokens, heads.
-    """
-    part = y if len(up.leaves) == 1 else y.narrow(-1, leaf.start, leaf.num_rows)
-    dims, source = scope.names.of(leaf.node), scope.names.of(up.node)
-    if dims[:-1] == source[:-1]:
-        return part
-    tokens = [f for d in source[:-1] for f in d]
-    place = {f: i for i, f in enumerate(tokens)}
-    rest = [[f for f in d if f not in place] for d in dims]
-    apart = part.reshape([size_of([f], sizes) for f in tokens] + [size_of(d, sizes) for d in rest])
-    order = []
-    for i, d in enumerate(dims):
-        order += [place[f] for f in d if f in place] + [len(tokens) + i]
-    return apart.permute(order).reshape([size_of(d, sizes) for d in dims])

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.pieces import Override, Piece, is_weight, make_piece, run
-from paradyse.sharding import Factor, size_of
-from paradyse.strategies.head_groups import (
-    Groups,
-    Weight,
-    analyse,
-    closure,
+from paradyse.pieces import Override, Piece, run
+from paradyse.sharding import Factor
+from paradyse.strategies.group_pieces import (
+    Segments,
+    attention_extras,
+    evaluate_ups,
     local_shape,
-    may_be_split,
-    shape_leaf,
+    on_tokens,
+    up_weights,
 )
+from paradyse.strategies.head_groups import Weight, analyse
 from paradyse.strategies.variant import (
     NUM_COMMON,
     SPLIT,
@@ -39,81 +39,6 @@ from paradyse.strategies.variant import (
     piece_key,
     spec_dims,
 )
-
-_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0)
-
-
-def attention_extras(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Of an attention's arguments after q, k and v.
-
-    Returns:
-        (key padding, document ids, bias) and (left, right, chunk, scale, dropout rate).
-    """
-    full = [*rest, *_DEFAULTS[len(rest) :]]
-    return full[:3], full[4:9]
-
-
-class Segments:
-    """The parts of a block around its core, and what each reads."""
-
-    def __init__(self, scope: Scope, groups: Groups):
-        block = groups.block
-        pre = set(block.pre)
-        read_by_core = [n for n in (groups.x, *groups.core.inputs) if n in pre]
-        post = closure(scope, [block.output], block.post) if block.post else []
-        read_by_post = [a for n in post for a in n.all_input_nodes if a in pre]
-        ahead = list(dict.fromkeys([*read_by_core, *read_by_post]))
-        self.pre: Piece = make_piece("pre", closure(scope, ahead, pre), ahead)
-        self.post: Piece = make_piece("post", post, [block.output])
-        """Reads ``block.down``; where nothing follows the projection there are no nodes."""
-        taken = {groups.x, *groups.slices, *groups.region_weights}
-        taken.update(leaf.node for up in groups.ups for leaf in up.leaves)
-        others = [n for n in groups.core.inputs if n not in taken]
-        self.gathered = [groups.x, *(n for n in others if n in pre or may_be_split(n))]
-        """Values on local tokens that the core reads."""
-        self.replicated = [n for n in others if n not in self.gathered]
-        """Whole values that the core reads as they are."""
-        outside = [*self.pre.inputs, *self.post.inputs, *(n for n in self.gathered if n not in pre)]
-        outside = [n for n in dict.fromkeys(outside) if n is not block.down and n not in pre]
-        self.inputs = [n for n in outside if not is_weight(n)]
-        """Values on local tokens that come from outside the block."""
-        self.weights = [Weight(n, None) for n in outside if is_weight(n)]
-
-
-def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], fn: Any) -> Tensor:
-    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from what is merged into it.
-
-    Args:
-        node: whose value ``x`` is. sizes: of the factors in ``x``.
-    """
-    dims = scope.names.of(node)
-    at = next(i for i, d in enumerate(dims) if scope.seq in d)
-    if len(dims[at]) == 1:
-        out: Tensor = fn(x, at)
-        return out
-    inner = [size_of([f], sizes) for f in dims[at]]
-    apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
-    moved: Tensor = fn(apart, at + dims[at].index(scope.seq))
-    return moved.flatten(at, at + len(inner) - 1)
-
-
-def evaluate_ups(
-    scope: Scope, groups: Groups, x: Tensor, weights: Sequence[Tensor], sizes: dict[Factor, Any]
-) -> dict[fx.Node, Tensor]:
-    """The leaves' values within a group; ``weights`` in the order of ``up_weights``."""
-    given = iter(weights)
-    env: dict[fx.Node, Tensor] = {}
-    for up in groups.ups:
-        weight = up.weight.apply(next(given))
-        bias = up.bias.apply(next(given)) if up.bias is not None else None
-        y = torch.ops.aten.linear.default(x, weight, bias)
-        for leaf in up.leaves:
-            env[leaf.node] = shape_leaf(scope, groups, up, leaf, y, sizes)
-    return env
-
-
-def up_weights(groups: Groups) -> list[Weight]:
-    return [w for up in groups.ups for w in (up.weight, up.bias) if w is not None]
 
 
 class TensorParallelVariant:
