@@ -32,7 +32,7 @@ from paradyse.program import Program, StepConstants
 from paradyse.report import PlanReport, Stats, explain_plan
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.variant import WHOLE
-from paradyse.switch import Guard, check_agreement
+from paradyse.switch import Guard, check_agreement, checksum, must_check
 from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Capture:
         other, _ = build_program(self.gm, again, self.is_weight, options, self.axis)
         if other is None or fingerprint(other) != fingerprint(graph.program):
             self.notes.append(
-                "a size in this graph depends on the length in a way that no dim of a tensor shows: "
+                "a size in this graph depends on the length in a way that no tensor's dim shows: "
                 "each length gets a program of its own"
             )
             log.warning("%s", self.notes[-1])
@@ -213,9 +213,20 @@ class _Graph:
     def _agree(
         self, args: Sequence[Any], sizes: Mapping[str, int], constants: StepConstants
     ) -> None:
-        numbers = {"the sequence length": sizes[WHOLE], "the batch size": sizes.get("B", 1)}
-        if self.program.has_dropout:
-            numbers["the random state"] = _checksum_of_rng()
+        first = self.capture.num_steps == 1
+        if not must_check(self.axis, first):
+            return
+        weights = 0
+        if first:
+            held = [p() for p in self.capture.parameters]
+            sums = [p.detach().double().sum() for p in held if p is not None]
+            weights = checksum([torch.stack(sums)]) if sums else 0
+        numbers = {  # as many on every rank, also where ranks disagree on what is the first call
+            "the sequence length": sizes[WHOLE],
+            "the batch size": sizes.get("B", 1),
+            "the random state": _checksum_of_rng() if self.program.has_dropout else 0,
+            "the weights (checksum)": weights,
+        }
         tensors = [args[i] for i in self.data]
         check_agreement(self.axis, tensors, numbers, ",".join(constants.strategies))
 

@@ -304,6 +304,7 @@ class Frame:
             self.env.pop(node, None)
             self.forms.pop((node, SPLIT), None)
             self.forms.pop((node, WHOLE), None)
+            self.forms.pop((node, "replicated"), None)
 
     def get(self, node: fx.Node, layout: str) -> Any:
         """``node`` for use in a piece on split tokens (or on one rank), in ``layout``."""

@@ -58,21 +58,38 @@ class Guard:
         return made
 
 
+WAYS_OUT = {
+    "the random state": "call torch.manual_seed with the same seed on every rank of the group "
+    "(dropout draws from it)",
+    "the weights (checksum)": "call torch.manual_seed with the same seed on every rank before the "
+    "model is built, or load the same checkpoint on all",
+}
+SAME_BATCH = (
+    "every rank of a sequence-parallel group must be given the same global batch; split data only "
+    "across data-parallel replicas"
+)
+
+
+def must_check(axis: Axis, first_call: bool) -> bool:
+    """Whether this call is one of those that are compared: the same answer on every rank."""
+    if axis.size == 1:
+        return False
+    done = _CHECKS.get(axis.name, 0)
+    _CHECKS[axis.name] = done + 1
+    return first_call or done < CHECKED_STEPS
+
+
 def check_agreement(
     axis: Axis, tensors: Sequence[Tensor], numbers: Mapping[str, int], plan_key: str
 ) -> None:
-    """Compare batch, sizes, plan and random state across ranks, on the first steps.
+    """Compare batch, plan and ``numbers`` across ranks.
 
     Raises:
-        ValueError: on every rank, naming what differs and which ranks hold what.
+        ValueError: on every rank, naming what differs, which rank holds what, and the way out.
     """
-    done = _CHECKS.get(axis.name, 0)
-    if axis.size == 1 or done >= CHECKED_STEPS:
-        return
-    _CHECKS[axis.name] = done + 1
     named = {
         **numbers,
-        "the batch (checksum)": _checksum(tensors),
+        "the batch (checksum)": checksum(tensors),
         "the plan (checksum)": zlib.crc32(plan_key.encode()),
     }
     mine = torch.tensor(list(named.values()), dtype=torch.int64)
@@ -82,17 +99,12 @@ def check_agreement(
         values = everyone[:, i].tolist()
         if len(set(values)) > 1:
             held = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
-            way_out = (
-                "call torch.manual_seed with the same seed on every rank of the group (dropout "
-                "draws from it)"
-                if name == "the random state"
-                else "every rank of a sequence-parallel group must be given the same global batch; "
-                "split data only across data-parallel replicas"
-            )
+            way_out = WAYS_OUT.get(name, SAME_BATCH)
             raise ValueError(f"ranks of one group disagree on {name}: {held}. {way_out}.")
 
 
-def _checksum(tensors: Sequence[Tensor]) -> int:
+def checksum(tensors: Sequence[Tensor]) -> int:
+    """A number that equal tensors share and different ones, in practice, do not."""
     total = 0
     for i, t in enumerate(tensors):
         with torch.no_grad():

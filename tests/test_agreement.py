@@ -1,0 +1,40 @@
+"""Ranks that do not hold the same thing are told so on the first steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, run_ranks
+from tiny import Tiny, tokens
+
+
+def differ(what):
+    rank = dist.get_rank()
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = Tiny()
+    compiled = torch.compile(
+        model, backend="paradyse", options={"inner": "eager", "plan": "ulysses_z"}
+    )
+    ids = tokens(2, 9)
+    if what == "later length":
+        compiled(ids, ids)
+    if rank == 1 and what == "tokens":
+        ids = ids.flip(1)
+    if rank == 1 and "length" in what:
+        ids = ids[:, :7].contiguous()
+    compiled(ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("tokens", "disagree on the batch .*same global batch"),
+        ("length", "disagree on the sequence length: rank 0: 9, rank 1: 7"),
+        ("later length", "disagree on the sequence length: rank 0: 9, rank 1: 7"),
+        ("weights", "disagree on the weights .*before the model is built"),
+    ],
+)
+def test_what_ranks_disagree_on_is_named(what, text):
+    with pytest.raises(RankFailure, match=f"(?s){text}"):
+        run_ranks(differ, 2, what, timeout_s=90)
