@@ -97,7 +97,9 @@ def _add_inner(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def _add_llama(parser: argparse.ArgumentParser, layers: int, hidden: int) -> None:
+def _add_llama(
+    parser: argparse.ArgumentParser, layers: int, hidden: int, wide: float = 8 / 3
+) -> None:
     group = parser.add_argument_group("the model, a HuggingFace Llama")
     group.add_argument(
         "--layers", type=_at_least(1), default=layers, metavar="N", help="default: %(default)s"
@@ -115,8 +117,9 @@ def _add_llama(parser: argparse.ArgumentParser, layers: int, hidden: int) -> Non
         "--intermediate",
         type=_at_least(1),
         metavar="N",
-        help="width of the MLP (default: 8/3 of hidden)",
+        help=f"width of the MLP (default: {wide:.3g} times hidden)",
     )
+    parser.set_defaults(wide=wide)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +191,8 @@ def _demo(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="files replayed of each range of lengths (default: %(default)s)",
     )
-    _add_llama(parser, 2, 256)
+    # A wide MLP: its weights' gradients are what short sequences pay for, as in larger models.
+    _add_llama(parser, 2, 256, wide=8)
     _add_running(parser)
 
 

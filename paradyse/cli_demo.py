@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import time
 from collections import Counter
@@ -50,17 +51,20 @@ class Record:
         elif isinstance(value, Phase):
             screen.phase(value.text, value.steps)
 
+    def num_rounds(self) -> int:
+        """How often every file was replayed under every choice."""
+        return min(Counter((r.choice, r.index) for r in self.replayed).values(), default=0)
+
     def median_s(self, choice: str, index: int) -> float | None:
         times = [r.time_s for r in self.replayed if r.choice == choice and r.index == index]
         return statistics.median(times) if times else None
 
 
 def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
-    """The model that the flags describe; heads are 32 wide unless they say otherwise."""
+    """The model that the flags describe. Heads are 32 wide unless they say otherwise."""
     heads = args.heads or max(1, args.hidden // 32)
     kv_heads = args.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
-    # 8/3 of the hidden width, as in Llama, to the next multiple of 8.
-    intermediate = args.intermediate or -(-args.hidden * 8 // 3 // 8) * 8
+    intermediate = args.intermediate or math.ceil(args.hidden * args.wide / 8) * 8
     return LlamaSize(
         layers=args.layers,
         hidden=args.hidden,
@@ -191,7 +195,7 @@ def _summarize(
         title = (
             f"forward and backward of the same files, {len(everything)} in all, up to "
             f"{args.per_range} of each range, under {trained} and each static plan: medians of "
-            f"{args.rounds} warm runs, interleaved; * fastest"
+            f"{record.num_rounds()} warm runs, interleaved; * fastest"
         )
         show_table(console, title, header, rows)
     else:
@@ -288,7 +292,9 @@ def run_bench(args: argparse.Namespace) -> int:
     for i in sorted(plans, key=lambda i: lengths[i]):
         rows.append((str(lengths[i]), plans[i], *_times(record, choices, [i])))
     rows.append(("all", "", *_times(record, choices, sorted(plans))))
-    title = f"forward and backward: median of {args.rounds} warm runs, interleaved; * fastest"
+    title = (
+        f"forward and backward: median of {record.num_rounds()} warm runs, interleaved; * fastest"
+    )
     show_table(console, title, ("length", "plan of auto", AUTO, *choices), rows)
     for infeasible in record.infeasible:
         console.print(f"{infeasible.choice}: {infeasible.why}", markup=False, highlight=False)

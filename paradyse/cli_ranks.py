@@ -6,6 +6,7 @@ Every function here runs on all ranks, started by ``paradyse.launch``; rank 0 re
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,8 @@ from paradyse.report import PlanReport, VerifyReport, short_key
 from paradyse.types import Plan, Workload
 
 AUTO = "auto"
+REPLAY_S = 60.0
+"""No further round of the demo's replay begins after this long; the first is always whole."""
 GIVEN = "the function given as option 'plan': "
 """How errors about a plan begin here; the function is ours, so it tells people nothing."""
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
@@ -210,7 +213,7 @@ def train(
         counters = paradyse.stats(compiled)
         if replay_at and rounds:
             trace = [(i, _batch(files[i], rank.device), plans[i]) for i in replay_at]
-            _replay(rank, model, trace, strategies, rounds, options)
+            _replay(rank, model, trace, strategies, rounds, options, REPLAY_S)
     return {"peak_bytes": highest, "stats": counters}
 
 
@@ -243,6 +246,14 @@ Trace = Sequence[tuple[int, dict[str, Tensor], str]]
 """Index of the file, its batch, and the key of the plan that ``auto`` means for it ("": ask)."""
 
 
+def _any_rank(rank: Rank, yes: bool) -> bool:
+    """Whether it is so on any rank: what ranks do next must not hang on their own clocks."""
+    answer = torch.tensor(float(yes), device=rank.device)
+    if rank.size > 1:
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer)
+
+
 def _replay(
     rank: Rank,
     model: torch.nn.Module,
@@ -250,6 +261,7 @@ def _replay(
     strategies: Sequence[str],
     rounds: int,
     options: Mapping[str, Any],
+    limit_s: float = math.inf,
 ) -> None:
     """Forward and backward of ``trace`` under every choice, after all of them are compiled.
 
@@ -298,7 +310,10 @@ def _replay(
     if rank.rank == 0:
         rank.send(Phase("timing", rounds * len(trace) * len(choices)))
     gc.collect()
+    began = time.monotonic()
     for r in range(rounds):
+        if r and _any_rank(rank, time.monotonic() - began > limit_s):
+            break
         for index, batch, known in trace:
             n = batch["input_ids"].shape[1]
             # Another one goes first each time: what follows a neighbour's garbage is slower.

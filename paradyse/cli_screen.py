@@ -90,8 +90,6 @@ class Screen:
         """A training step."""
         cells = step_cells(done, self.total)
         if self._live is None:
-            if not self._rows:
-                self._line("  ".join(COLUMNS))
             self._line(
                 f"step {cells[0]}  {cells[1]} tokens  {cells[2]}  loss {cells[3]}  "
                 f"{cells[4]} tokens/s  peak {cells[5]}  {cells[6]}  {cells[7]}"
