@@ -42,6 +42,15 @@ class Piece:
     outputs: tuple[fx.Node, ...]
 
 
+def live_nodes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of ``nodes`` that ``outputs`` need."""
+    needed = set(outputs)
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [n for n in nodes if n in needed]
+
+
 def make_piece(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
     """The piece of ``nodes`` (in graph order); its inputs are what they read from outside."""
     inside = set(nodes)

@@ -32,20 +32,26 @@ ALLOWED: dict[str, frozenset[str]] = {
     "passes": frozenset(
         {"types", "mesh", "comm", "sharding", "kernels", "pieces", "weights", "strategies"}
     ),
+    "program": frozenset(  # the steps of a capture, and the frame of one call
+        {"types", "mesh", "comm", "sharding", "lower", "pieces", "weights", "deferred"}
+        | {"strategies", "passes"}
+    ),
+    "capture": frozenset(
+        {"config", "mesh", "sharding", "pieces", "strategies", "passes", "program"}
+    ),
+    "describe": frozenset({"types", "pieces", "strategies", "program"}),
     "solver": frozenset(),
     "planner": frozenset({"types", "config", "cost", "solver", "strategies"}),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     "corpus": frozenset(),  # text for the command line
     "launch": frozenset(),  # its local ranks
     "integrations": frozenset(),  # its models
-    **dict.fromkeys(
-        ["__init__", "backend", "cli", "explain", "verify", "stats", "report"], EVERYTHING
-    ),
+    **dict.fromkeys(["__init__", "backend", "verification", "cli", "report"], EVERYTHING),
 }
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
 Its value: the rows that it may import, besides itself."""
 
-PART_OF = {"token_ops": "comm"}
+PART_OF = {"token_ops": "comm", "frame": "program"}
 """Modules that belong to a row of another name."""
 
 LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}

@@ -9,6 +9,7 @@ from torch import fx
 import paradyse.strategies.ops  # noqa: F401  registers the attention operators
 from paradyse.pieces import Piece
 from paradyse.strategies.head_groups import Unsplittable, analyse
+from paradyse.strategies.metp import MetpVariant, masks_inside
 from paradyse.strategies.tensor_parallel import TensorParallelVariant
 from paradyse.strategies.variant import Scope
 from paradyse.strategies.zero import ZeroVariant
@@ -30,6 +31,8 @@ def build_variant(scope: Scope, block: Any, piece: Piece, strategy: str) -> Any:
         return ZeroVariant(scope, piece, attention, strategy)
     if strategy == "megatron_ts":
         return TensorParallelVariant(scope, block, piece)
+    if strategy == "metp":
+        return MetpVariant(scope, block, piece)
     raise NotImplementedError(f"strategy {strategy}")
 
 
@@ -39,4 +42,5 @@ def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
         analyse(scope, block)
     except Unsplittable as e:
         return {"megatron_ts": str(e), "metp": str(e)}
-    return {}
+    reason = masks_inside(block)
+    return {"metp": reason} if reason else {}

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from paradyse.pieces import Piece, is_weight, make_piece
+from paradyse.lower import Dims
+from paradyse.pieces import Override, Piece, is_weight, make_piece, run
 from paradyse.sharding import Factor, size_of
-from paradyse.strategies.head_groups import Groups, Leaf, Up, Weight, closure, may_be_split
-from paradyse.strategies.variant import Scope
+from paradyse.strategies.head_groups import (
+    Groups,
+    Leaf,
+    Up,
+    Weight,
+    closure,
+    factors_of,
+    may_be_split,
+)
+from paradyse.strategies.variant import Scope, spec_dims
 
 _DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0)
 
@@ -36,13 +45,14 @@ class Segments:
         post = closure(scope, [block.output], block.post) if block.post else []
         read_by_post = [a for n in post for a in n.all_input_nodes if a in pre]
         ahead = list(dict.fromkeys([*read_by_core, *read_by_post]))
-        self.pre: Piece = make_piece("pre", closure(scope, ahead, pre), ahead)
-        self.post: Piece = make_piece("post", post, [block.output])
+        self.pre = part("pre", closure(scope, ahead, pre), ahead)
+        self.post = part("post", post, [block.output])
         """Reads ``block.down``; where nothing follows the projection there are no nodes."""
         taken = {groups.x, *groups.slices, *groups.region_weights}
         taken.update(leaf.node for up in groups.ups for leaf in up.leaves)
         others = [n for n in groups.core.inputs if n not in taken]
-        self.gathered = [groups.x, *(n for n in others if n in pre or may_be_split(n))]
+        split = [n for n in others if scope.seq in factors_of(scope, n)]
+        self.gathered = [groups.x, *(n for n in split if n in pre or may_be_split(n))]
         """Values on local tokens that the core reads."""
         self.replicated = [n for n in others if n not in self.gathered]
         """Whole values that the core reads as they are."""
@@ -71,49 +81,65 @@ def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], 
 
 
 def evaluate_ups(
-    scope: Scope, groups: Groups, x: Tensor, weights: Sequence[Tensor], sizes: dict[Factor, Any]
+    scope: Scope, ups: Sequence[Up], x: Tensor, weights: Sequence[Tensor], sizes: dict[Factor, Any]
 ) -> dict[fx.Node, Tensor]:
     """The leaves' values within a group; ``weights`` in the order of ``up_weights``."""
     given = iter(weights)
     env: dict[fx.Node, Tensor] = {}
-    for up in groups.ups:
+    for up in ups:
         weight = up.weight.apply(next(given))
         bias = up.bias.apply(next(given)) if up.bias is not None else None
         y = torch.ops.aten.linear.default(x, weight, bias)
         for leaf in up.leaves:
-            env[leaf.node] = shape_leaf(scope, groups, up, leaf, y, sizes)
+            env[leaf.node] = shape_leaf(scope, up, leaf, y, sizes)
     return env
 
 
-def up_weights(groups: Groups) -> list[Weight]:
-    return [w for up in groups.ups for w in (up.weight, up.bias) if w is not None]
+def up_weights(ups: Sequence[Up]) -> list[Weight]:
+    return [w for up in ups for w in (up.weight, up.bias) if w is not None]
 
 
-def local_shape(
-    scope: Scope, node: fx.Node, heads: dict[Factor, int], letters: dict[Factor, Any]
-) -> tuple[tuple[Any, ...], ...]:
-    """Dims of ``node`` within a group, as ``Spec`` wants them."""
+def part(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
+    """A piece of ``nodes``; of ``outputs`` those that it computes (others are there before it)."""
+    inside = set(nodes)
+    return make_piece(name, nodes, [n for n in outputs if n in inside])
+
+
+def evaluate(
+    scope: Scope,
+    piece: Piece,
+    values: dict[fx.Node, Any],
+    sizes: dict[Factor, Any],
+    overrides: Mapping[fx.Node, Override] | None = None,
+) -> None:
+    """Run ``piece`` on ``values`` and put its outputs there."""
+    results = run(piece, [values[n] for n in piece.inputs], scope.names, sizes, overrides)
+    values.update(zip(piece.outputs, results, strict=True))
+
+
+def local_shape(scope: Scope, node: fx.Node, heads: dict[Factor, int], layout: str) -> Dims:
+    """Dims of ``node`` within a group."""
+    dims = zip(scope.names.of(node), spec_dims(scope, node, layout), strict=True)
     return tuple(
-        tuple(letters.get(f, heads.get(f, f.size)) for f in dim) for dim in scope.names.of(node)
+        tuple(heads.get(f, n) for f, n in zip(factors, sizes, strict=True))
+        for factors, sizes in dims
     )
 
 
-def shape_leaf(
-    scope: Scope, groups: Groups, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, Any]
-) -> Tensor:
+def shape_leaf(scope: Scope, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, Any]) -> Tensor:
     """The leaf's value within a group, from the output [.., rows] of the group's linear.
 
     Args:
         sizes: of the factors that differ from the traced ones: tokens, heads.
     """
-    part = y if len(up.leaves) == 1 else y.narrow(-1, leaf.start, leaf.num_rows)
+    mine = y if len(up.leaves) == 1 else y.narrow(-1, leaf.start, leaf.num_rows)
     dims, source = scope.names.of(leaf.node), scope.names.of(up.node)
     if dims[:-1] == source[:-1]:
-        return part
+        return mine
     tokens = [f for d in source[:-1] for f in d]
     place = {f: i for i, f in enumerate(tokens)}
     rest = [[f for f in d if f not in place] for d in dims]
-    apart = part.reshape([size_of([f], sizes) for f in tokens] + [size_of(d, sizes) for d in rest])
+    apart = mine.reshape([size_of([f], sizes) for f in tokens] + [size_of(d, sizes) for d in rest])
     order = []
     for i, d in enumerate(dims):
         order += [place[f] for f in d if f in place] + [len(tokens) + i]

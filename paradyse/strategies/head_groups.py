@@ -266,7 +266,8 @@ class _Analysis:
         ups = tuple(self._up(node) for node in block.up)
         leaves = [leaf.node for up in ups for leaf in up.leaves]
         h = block.down.args[0]
-        core = make_piece("core", closure(self.scope, [h], self.members, leaves), [h])
+        inside = closure(self.scope, [h], self.members, leaves)
+        core = make_piece("core", inside, [h] if h in inside else [])
         for node in core.nodes:
             if reason := self._spoils(node):
                 raise Unsplittable(reason)

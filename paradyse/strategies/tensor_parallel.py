@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.pieces import Override, Piece, run
-from paradyse.sharding import Factor
+from paradyse.pieces import Override, Piece
 from paradyse.strategies.group_pieces import (
     Segments,
     attention_extras,
+    evaluate,
     evaluate_ups,
     local_shape,
     on_tokens,
@@ -51,18 +51,17 @@ class TensorParallelVariant:
         self.replicated = [*segments.replicated, *groups.slices]
         region = [Weight(n, form) for n, form in groups.region_weights.items()]
         last = [groups.down, *([groups.down_bias] if groups.down_bias is not None else [])]
-        self.weights = [*up_weights(groups), *region, *last, *segments.weights]
+        self.weights = [*up_weights(groups.ups), *region, *last, *segments.weights]
         self.nodes = [w.node for w in self.weights]
         self.forms = [w.form for w in self.weights]
         self.heads: Tensor | None = None
         self.needs_heads = (
             block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
         )
-        whole = scope.labels(WHOLE).of
         dims = [*common_dims(scope)]
         dims += [((len(groups.slots.q[0]),),)] * self.needs_heads
         dims += [spec_dims(scope, n, SPLIT) for n in segments.inputs]
-        dims += [local_shape(scope, n, groups.sizes, dict(whole)) for n in self.replicated]
+        dims += [local_shape(scope, n, groups.sizes, WHOLE) for n in self.replicated]
         dims += [tuple((n,) for n in w.shape()) for w in self.weights]
         self.dims = dims
         at = [piece.nodes.index(n) for n in [*block.up, block.down]]
@@ -78,7 +77,7 @@ class TensorParallelVariant:
         heads = next(rest) if self.needs_heads else None
         env: dict[fx.Node, Any] = {n: next(rest) for n in segments.inputs}
         core_env: dict[fx.Node, Any] = {n: next(rest) for n in self.replicated}
-        ups = [next(rest) for _ in up_weights(groups)]
+        ups = [next(rest) for _ in up_weights(groups.ups)]
         core_env.update((n, next(rest)) for n in groups.region_weights)
         down = groups.down.apply(next(rest))
         bias = groups.down_bias.apply(next(rest)) if groups.down_bias is not None else None
@@ -89,10 +88,6 @@ class TensorParallelVariant:
         if block.attention is not None:
             overrides[block.attention] = self._attention(common, heads)
 
-        def evaluate(part: Piece, values: dict[fx.Node, Any], factors: dict[Factor, Any]) -> None:
-            results = run(part, [values[n] for n in part.inputs], scope.names, factors, overrides)
-            values.update(zip(part.outputs, results, strict=True))
-
         def gather(x: Tensor, dim: int) -> Tensor:
             return torch.ops.paradyse.gather_tokens(x, local, whole, info, dim, scope.axis.name)
 
@@ -101,16 +96,15 @@ class TensorParallelVariant:
                 x, local, whole, info, dim, scope.axis.name
             )
 
-        evaluate(segments.pre, env, here)
+        evaluate(scope, segments.pre, env, here, overrides)
         for node in segments.gathered:
             core_env[node] = on_tokens(scope, node, env[node], here, gather)
-        core_env.update(evaluate_ups(scope, groups, core_env[groups.x], ups, everywhere))
-        evaluate(groups.core, core_env, everywhere)
-        partial = torch.ops.aten.linear.default(core_env[groups.core.outputs[0]], down)
+        core_env.update(evaluate_ups(scope, groups.ups, core_env[groups.x], ups, everywhere))
+        evaluate(scope, groups.core, core_env, everywhere, overrides)
+        partial = torch.ops.aten.linear.default(core_env[block.down.args[0]], down)
         y = on_tokens(scope, block.down, partial, everywhere, scatter)
         env[block.down] = y if bias is None else y + bias
-        if segments.post.nodes:
-            evaluate(segments.post, env, here)
+        evaluate(scope, segments.post, env, here, overrides)
         return contiguous([env[block.output]])
 
     def _attention(self, common: Sequence[Tensor], heads: Tensor | None) -> Override:

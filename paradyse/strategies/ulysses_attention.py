@@ -186,7 +186,7 @@ def _part(
     bias = args_[3]
     if bias is not None and bias.shape[1] > 1 and head_ids is None and bias.shape[1] != num_heads:
         raise ValueError(f"bias has {bias.shape[1]} heads, the query {num_heads}")
-    return _Part(axis, slots, make_spec(*args_, head_ids=ids), d, dv)
+    return _Part(axis, slots, make_spec(*[*args_, ids]), d, dv)
 
 
 @torch.library.custom_op("paradyse::attention_ulysses", mutates_args=())

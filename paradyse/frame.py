@@ -1,0 +1,265 @@
+"""One call of a program: its values, in the layouts asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse import comm
+from paradyse.deferred import DeferredTensor
+from paradyse.lower import Dims, dim_size
+from paradyse.pieces import Piece, is_weight, live_nodes, make_piece, run
+from paradyse.strategies.variant import (
+    SPLIT,
+    WHOLE,
+    bind_factors,
+    dropout_overrides,
+    spec_dims,
+)
+from paradyse.token_ops import GatherTokens, ReduceGrad, SplitTokens, SumOverRanks
+from paradyse.weights import Form, TakeWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paradyse.program import BlockStep, PieceStep, Program, StepConstants
+
+
+class Frame:
+    """Values of one call, in the layouts asked for."""
+
+    def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):
+        self.program, self.constants = program, constants
+        self.axis = program.axis
+        self.ctx = program.ctx
+        self.sizes = constants.sizes
+        self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
+        self.env.update(program.constants)
+        self.forms: dict[tuple[fx.Node, str], Any] = {}
+        n = len(program.block_steps) + 1
+        if program.has_dropout:
+            drawn = torch.randint(2**62, (n,)).to(program.device)
+            self.seeds: Sequence[Tensor] = drawn.unbind(0)
+        else:
+            self.seeds = [_zero(program.device)] * n
+        self.step_id = program.between_id
+        self.common: Any = ()
+        self._outer: dict[fx.Node, Tensor] | None = None
+
+    def _at(self, index: int, block_id: int) -> None:
+        c = self.constants
+        self.step_id = block_id
+        self.common = (c.whole, c.local, c.batch, c.infos[index], self.seeds[index])
+
+    def free(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            self.env.pop(node, None)
+            self.forms.pop((node, SPLIT), None)
+            self.forms.pop((node, WHOLE), None)
+            self.forms.pop((node, "replicated"), None)
+
+    def get(self, node: fx.Node, layout: str) -> Any:
+        """``node`` for use in a piece on split tokens (or on one rank), in ``layout``."""
+        value = self.env.get(node)
+        if self.axis.size == 1 or not isinstance(value, Tensor):
+            return value
+        if (node in self.ctx.split and node.op != "placeholder") and layout == SPLIT:
+            return value
+        key = (node, layout)
+        if key not in self.forms:
+            self.forms[key] = self._convert(node, value, layout)
+        return self.forms[key]
+
+    def _convert(self, node: fx.Node, value: Tensor, layout: str) -> Tensor:
+        dims = spec_dims(self.program.scope, node, WHOLE)
+        if layout == WHOLE or not any(WHOLE in d for d in dims):
+            # whole, but used for a part of the work: its gradient is a part too
+            return (
+                ReduceGrad.apply(value, self.axis, self.step_id) if value.requires_grad else value
+            )
+        fill = self.ctx.fills.get(node)
+        return _on_sequence(
+            value,
+            dims,
+            self.sizes,
+            lambda x, dim: SplitTokens.apply(x, dim, self.axis, self.step_id, fill),
+        )
+
+    def replicated(self, node: fx.Node) -> Any:
+        """``node`` whole on every rank, for use in work that every rank repeats."""
+        value = self.env[node]
+        if node not in self.ctx.split or self.axis.size == 1 or node.op == "placeholder":
+            return value
+        key = (node, "replicated")
+        if key not in self.forms:
+            if node in self.ctx.partial:
+                self.forms[key] = SumOverRanks.apply(value, self.axis, self.program.between_id)
+            else:
+                self.forms[key] = self._gather(node, value)
+        return self.forms[key]
+
+    def _gather(self, node: fx.Node, value: Tensor) -> Tensor:
+        dims = spec_dims(self.program.scope, node, WHOLE)
+        local = {**self.sizes, WHOLE: self.sizes[SPLIT]}
+        where = (self.sizes[WHOLE], self.axis, self.program.between_id)
+        return _on_sequence(value, dims, local, lambda x, dim: GatherTokens.apply(x, dim, *where))
+
+    def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]:
+        """The block's weights in ``forms``; their gradients are summed over ranks in one
+        message.
+        """
+        tensors = [self.env[n] for n in nodes]
+        if self.axis.size == 1 or not tensors:
+            return tuple(tensors)
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return tuple(
+                t if form is None else form.take(t, self.axis.rank)
+                for t, form in zip(tensors, forms, strict=True)
+            )
+        taken: tuple[Tensor, ...] = TakeWeights.apply(self.axis, self.step_id, forms, *tensors)
+        return taken
+
+    def run_block(self, step: BlockStep, strategy: str) -> None:
+        comm.traffic(step.block_id).strategy = strategy
+        self._at(step.index, step.block_id)
+        if step.sides and self.axis.size > 1:
+            for node in step.sides:
+                self.env[node] = self._side(step, node)
+        outputs = self.program.variant(step, strategy)(self)
+        for node, value in zip(step.piece.outputs, outputs, strict=True):
+            self.env[node] = value
+
+    def run_piece(self, step: PieceStep) -> None:
+        self._at(len(self.constants.infos) - 1, self.program.between_id)
+        if step.eager:
+            get = (lambda n: self.get(n, SPLIT)) if step.split else self.replicated
+            if step.split:
+                get = self._split_or_outer_weight
+            outputs = self._interpret(
+                step.piece, [get(n) for n in step.piece.inputs], SPLIT if step.split else WHOLE
+            )
+        elif step.split:
+            outputs = step.body(self, [self._outer_weight(n) for n in step.body.weight_nodes])
+        else:
+            outputs = step.body(_Replicated(self), [self.env[n] for n in step.body.weight_nodes])
+        for node, value in zip(step.piece.outputs, outputs, strict=True):
+            self.env[node] = value
+
+    def _split_or_outer_weight(self, node: fx.Node) -> Any:
+        return self._outer_weight(node) if is_weight(node) else self.get(node, SPLIT)
+
+    def _outer_weight(self, node: fx.Node) -> Tensor:
+        if self._outer is None:
+            nodes = self.program.outer_weights
+            self._outer = dict(zip(nodes, self.weights(nodes, [None] * len(nodes)), strict=True))
+        return self._outer[node]
+
+    def _interpret(self, piece: Piece, values: Sequence[Any], layout: str) -> tuple[Any, ...]:
+        scope = self.program.scope
+        sizes = dict(self.sizes)
+        overrides = dropout_overrides(scope, piece.nodes, layout, sizes, self.common)
+        return run(piece, values, scope.names, bind_factors(scope, layout, sizes), overrides)
+
+    def _side(self, step: BlockStep, node: fx.Node) -> DeferredTensor:
+        """A value inside a block, recomputed from the block's inputs if it is ever read."""
+        piece = make_piece(f"{step.piece.name} side", live_nodes(step.piece.nodes, [node]), [node])
+        common, step_id = self.common, step.block_id
+        inputs = [self.env[n] if is_weight(n) else self.get(n, SPLIT) for n in piece.inputs]
+        grad = torch.is_grad_enabled()
+
+        def compute() -> Tensor:
+            self.common, self.step_id = common, step_id
+            with torch.set_grad_enabled(grad):
+                taken = [
+                    ReduceGrad.apply(x, self.axis, step_id)
+                    if is_weight(n) and grad and x.requires_grad
+                    else x
+                    for n, x in zip(piece.inputs, inputs, strict=True)
+                ]
+                (value,) = self._interpret(piece, taken, SPLIT)
+                return self._gather(node, value)
+
+        return self._deferred(node, compute)
+
+    def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:
+        """An output made from the inside of blocks, on whole values, if it is ever read."""
+        values = [self.env[n] for n in piece.inputs]
+
+        def compute() -> Tensor:
+            whole = [
+                self._gather(n, v)
+                if n in self.ctx.split and not isinstance(v, DeferredTensor)
+                else v
+                for n, v in zip(piece.inputs, values, strict=True)
+            ]
+            (out,) = self._interpret(piece, whole, WHOLE)
+            return out
+
+        return self._deferred(node, compute)
+
+    def _deferred(self, node: fx.Node, compute: Callable[[], Tensor]) -> DeferredTensor:
+        val = node.meta["val"]
+        shape = tuple(dim_size(d, self.sizes) for d in spec_dims(self.program.scope, node, WHOLE))
+        out: DeferredTensor = DeferredTensor(compute, shape, val.dtype, val.device)
+        return out
+
+    def result(self, node: fx.Node) -> Any:
+        """``node`` as an output of the program."""
+        if node in self.program.tails:
+            return self._tail(node, self.program.tails[node])
+        value = self.env[node]
+        if self.axis.size == 1 or node not in self.ctx.split or isinstance(value, DeferredTensor):
+            return value
+        if node in self.ctx.partial or node.op == "placeholder":
+            return self.replicated(node)
+        grad = torch.is_grad_enabled()
+
+        def compute() -> Tensor:
+            with torch.set_grad_enabled(grad):
+                return self._gather(node, value)
+
+        return self._deferred(node, compute)
+
+
+class _Replicated:
+    """A frame seen by a piece that every rank repeats on whole values."""
+
+    def __init__(self, frame: Frame):
+        self.sizes, self.common, self.get = (
+            frame.sizes,
+            frame.common,
+            lambda n, layout: frame.replicated(n),
+        )
+
+
+_ZEROS: dict[torch.device, Tensor] = {}
+
+
+def _zero(device: torch.device) -> Tensor:
+    if device not in _ZEROS:
+        _ZEROS[device] = torch.zeros((), dtype=torch.int64, device=device)
+    return _ZEROS[device]
+
+
+def _on_sequence(
+    x: Tensor,
+    dims: Dims,
+    sizes: Mapping[str, int],
+    fn: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from others merged into the same
+    dim.
+
+    Args:
+        dims: per dim of x its factors, the sequence as "S". sizes: their sizes in ``x``.
+    """
+    at = next(i for i, d in enumerate(dims) if WHOLE in d)
+    if len(dims[at]) == 1:
+        return fn(x, at)
+    inner = [dim_size((f,), sizes) for f in dims[at]]
+    apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
+    out = fn(apart, at + dims[at].index(WHOLE))
+    return out.reshape([*x.shape[:at], -1, *x.shape[at + 1 :]])

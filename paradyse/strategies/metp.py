@@ -1,0 +1,432 @@
+"""``metp``: memory-efficient tensor parallel (Frontiers of IT & EE 26(5), 2025).
+
+A block is a sum over p groups of heads (or intermediate columns). Each rank keeps its own tokens and
+computes the groups one after the other, attention by a ring within the group, so that only one group's
+queries, keys and values exist at a time:
+
+    Y = 0;  for g in 0..p-1:  q, k, v = x W_qkv^g;  O_g, lse_g = ring(q, k, v);  Y += O_g W_o^g
+
+Saved for backward are x, O_g and lse_g; q, k, v (for an MLP: the columns) are computed again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.pieces import Piece
+from paradyse.strategies.group_pieces import (
+    Segments,
+    attention_extras,
+    evaluate,
+    evaluate_ups,
+    local_shape,
+    part,
+    up_weights,
+)
+from paradyse.strategies.head_groups import (
+    Unsplittable,
+    Weight,
+    analyse,
+    closure,
+    may_be_split,
+)
+from paradyse.strategies.variant import (
+    NUM_COMMON,
+    SPLIT,
+    WHOLE,
+    LoweredPiece,
+    Scope,
+    Values,
+    bind_factors,
+    bind_sizes,
+    common_dims,
+    contiguous,
+    dropout_overrides,
+    piece_key,
+    spec_dims,
+)
+from paradyse.weights import Rows
+
+EAGER_NODES = 4
+"""What surrounds the groups is compiled from more operators than this."""
+
+
+def masks_inside(block: Any) -> str:
+    """Why the ring cannot have the block's mask whole; "" where it can."""
+    if block.attention is None:
+        return ""
+    extras, _ = attention_extras(block.attention.args[3:])
+    inside = set(block.nodes)
+    for mask in (m for m in extras if isinstance(m, fx.Node)):
+        if mask in inside or may_be_split(mask):
+            return f"its mask {mask} is computed from hidden states"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a step knows besides the tensors that may have gradients."""
+
+    sizes: Mapping[str, int]
+    common: tuple[Tensor, ...]
+    masks: tuple[Tensor | None, ...]
+    """Key padding, document ids and bias, whole."""
+
+
+class _Local:
+    """What comes before or after the groups, on local tokens."""
+
+    def __init__(self, variant: MetpVariant, name: str, nodes: Piece, first: Sequence[fx.Node]):
+        """``first``: nodes that the piece reads, or passes on, besides what its operators read."""
+        scope, block = variant.scope, variant.groups.block
+        bias = variant.groups.down_bias if block.down in first else None
+        read = [n for n in nodes.inputs if n not in first]
+        weights = {w.node for w in variant.segments.weights}
+        self.inputs = [*first, *(n for n in read if n not in weights)]
+        self.weights = [n for n in read if n in weights]
+        if bias is not None and bias.node not in self.weights:
+            self.weights.append(bias.node)
+        order = [*self.inputs, *self.weights]
+        dims = [*common_dims(scope), *(spec_dims(scope, n, SPLIT) for n in order)]
+        outputs = nodes.outputs or tuple(first)
+
+        def fn(*tensors: Tensor) -> tuple[Any, ...]:
+            sizes = bind_sizes(dims, tensors)
+            common = tensors[:NUM_COMMON]
+            env = dict(zip(order, tensors[NUM_COMMON:], strict=True))
+            if bias is not None:
+                env[block.down] = env[block.down] + bias.apply(env[bias.node])
+            overrides = dropout_overrides(scope, variant.piece.nodes, SPLIT, sizes, common)
+            evaluate(scope, nodes, env, bind_factors(scope, SPLIT, sizes), overrides)
+            return contiguous([env[n] for n in outputs])
+
+        key = f"{piece_key(scope, variant.piece, SPLIT, 'metp')}\n{name}"
+        small = len(nodes.nodes) <= EAGER_NODES
+        lowered = LoweredPiece(scope, key, fn, dims)
+        self.run = (lambda sizes, tensors: fn(*tensors)) if small else lowered
+        self.outputs = outputs
+
+    def __call__(self, values: Values, env: dict[fx.Node, Tensor]) -> None:
+        tensors = [env[n] for n in [*self.inputs, *self.weights]]
+        results = self.run(values.sizes, [*values.common, *tensors])
+        env.update(zip(self.outputs, results, strict=True))
+
+
+class _Stage:
+    """A part of a group's work, compiled once for all groups."""
+
+    def __init__(
+        self,
+        variant: MetpVariant,
+        name: str,
+        nodes: Piece,
+        outputs: Sequence[fx.Node],
+        attended: fx.Node | None = None,
+        down: Weight | None = None,
+    ):
+        """
+        Args:
+            outputs: what the stage gives, if ``down`` is None; else the input of that projection.
+            attended: the value that holds attention's output, which the stage reads.
+        """
+        scope, groups = variant.scope, variant.groups
+        read = {*nodes.inputs, *outputs}
+        self.ups = [u for u in groups.ups if any(leaf.node in read for leaf in u.leaves)]
+        self.reads_x = bool(self.ups) or groups.x in read
+        self.inputs = [i for i, n in enumerate(variant.local) if n in read]
+        region = [Weight(n, form) for n, form in groups.region_weights.items() if n in read]
+        used = [*up_weights(self.ups), *region, *([down] if down is not None else [])]
+        self.weights = [variant.weights.index(w) for w in used]
+        num_up = len(used) - len(region) - (down is not None)
+        dims = [*common_dims(scope)]
+        if self.reads_x:
+            dims.append(spec_dims(scope, groups.x, SPLIT))
+        if attended is not None:
+            b, h, s, d = local_shape(scope, attended, groups.sizes, SPLIT)
+            dims.append((b, s, h, d))
+        local = [variant.local[i] for i in self.inputs]
+        dims += [local_shape(scope, n, groups.sizes, SPLIT) for n in local]
+        dims += [tuple((n,) for n in w.shape()) for w in used]
+
+        def fn(*tensors: Tensor) -> tuple[Any, ...]:
+            sizes = bind_sizes(dims, tensors)
+            rest = iter(tensors[NUM_COMMON:])
+            factors = {**bind_factors(scope, SPLIT, sizes), **groups.sizes}
+            env: dict[fx.Node, Any] = {groups.x: next(rest)} if self.reads_x else {}
+            if attended is not None:
+                env[attended] = next(rest).transpose(1, 2)
+            env.update((n, next(rest)) for n in local)
+            ups = [next(rest) for _ in range(num_up)]
+            if self.ups:
+                env.update(evaluate_ups(scope, self.ups, env[groups.x], ups, factors))
+            env.update((w.node, next(rest)) for w in region)
+            evaluate(scope, nodes, env, factors)
+            if down is None:
+                return tuple(env[n] for n in outputs)
+            return (torch.ops.aten.linear.default(env[outputs[0]], down.apply(next(rest))),)
+
+        key = f"{piece_key(scope, variant.piece, SPLIT, 'metp ' + groups.text())}\n{name}"
+        self.lowered = LoweredPiece(scope, key, fn, dims)
+
+    def pick(self, group: _Group, attended: Tensor | None = None) -> list[Tensor]:
+        """The stage's tensors after the common ones."""
+        tensors = [group.x] if self.reads_x else []
+        if attended is not None:
+            tensors.append(attended)
+        return [
+            *tensors,
+            *(group.local[i] for i in self.inputs),
+            *(group.weights[i] for i in self.weights),
+        ]
+
+    def __call__(self, call: _Call, group: _Group, attended: Tensor | None = None) -> Any:
+        return self.lowered(call.sizes, [*call.common, *self.pick(group, attended)])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The tensors of one group, leaves of a graph of their own."""
+
+    index: int
+    x: Tensor
+    local: list[Tensor]
+    weights: list[Tensor]
+
+    def all(self) -> list[Tensor]:
+        return [self.x, *self.local, *self.weights]
+
+
+class MetpVariant:
+    """A block computed group by group on local tokens."""
+
+    def __init__(self, scope: Scope, block: Any, piece: Piece):
+        if reason := masks_inside(block):
+            raise Unsplittable(reason)
+        self.scope, self.piece = scope, piece
+        self.groups = groups = analyse(scope, block)
+        self.segments = segments = Segments(scope, groups)
+        self.masks: list[Any] = []
+        self.numbers: list[Any] = []
+        if block.attention is not None:
+            self.masks, self.numbers = attention_extras(block.attention.args[3:])
+        others = [*segments.gathered[1:], *segments.replicated, *groups.slices]
+        self.local = [n for n in others if n not in self.masks]
+        """Values on local tokens that the groups read besides x."""
+        region = [Weight(n, form) for n, form in groups.region_weights.items()]
+        self.weights = [*up_weights(groups.ups), *region, groups.down]
+        """Weights of the groups, each in the form in which a group takes it."""
+        self.used = [g for g, q in enumerate(groups.slots.q) if max(q) >= 0]
+        self.heads: dict[int, Tensor] = {}
+        self._make_stages(block)
+        pre = segments.pre
+        self.pre = _Local(self, "pre", pre, ()) if pre.nodes else None
+        self.post = _Local(self, "post", segments.post, (block.down,))
+        around = [w.node for w in segments.weights]
+        bias = [groups.down_bias.node] if groups.down_bias is not None else []
+        self.nodes = list(dict.fromkeys([*(w.node for w in self.weights), *around, *bias]))
+
+    def _make_stages(self, block: Any) -> None:
+        scope, groups, region = self.scope, self.groups, block.region
+        leaves = [leaf.node for up in groups.ups for leaf in up.leaves]
+        h = block.down.args[0]
+        self.before: _Stage | None = None
+        attended = None
+        nodes = groups.core
+        if block.attention is not None:
+            qkv = block.attention.args[:3]
+            inside = closure(scope, qkv, region, leaves)
+            self.before = _Stage(self, "before", part("before", inside, qkv), qkv)
+            attended = next(u for u in block.attention.users if u.args[1] == 0)
+            inside = closure(scope, [h], region, [*leaves, attended])
+            nodes = part("after", inside, [h])
+        self.after = _Stage(self, "after", nodes, [h], attended, groups.down)
+
+    def __call__(self, values: Values) -> Any:
+        env = dict(
+            zip(self.nodes, values.weights(self.nodes, [None] * len(self.nodes)), strict=True)
+        )
+        for node in self.segments.inputs:
+            env[node] = values.get(node, SPLIT)
+        for node in self.local:
+            if node not in self.groups.block.pre and node not in env:
+                env[node] = values.get(node, SPLIT)
+        if self.pre is not None:
+            self.pre(values, env)
+        masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in self.masks)
+        call = _Call(values.sizes, values.common, masks)
+        sources = [self.groups.x, *self.local, *(w.node for w in self.weights)]
+        tensors = [env[n] for n in sources]
+        down, output = self.groups.block.down, self.groups.block.output
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            env[down] = _Stream.apply(self, call, *tensors)
+        else:
+            env[down] = self.forward_groups(call, tensors, [False] * len(tensors))[0]
+        self.post(values, env)
+        return (env[output],)
+
+    # ---- groups
+
+    def group(self, index: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> _Group:
+        """The tensors of group ``index``, detached; those asked for require gradients."""
+        n = 1 + len(self.local)
+        local = []
+        for node, t in zip(self.local, tensors[1:n], strict=True):
+            rows = self.groups.slices.get(node)
+            local.append(t.detach() if rows is None else rows.take(t.detach(), index).contiguous())
+        out = _Group(index, tensors[0].detach(), local, self.group_weights(index, tensors[n:]))
+        for t, need in zip(out.all(), needs, strict=True):
+            if need:
+                t.requires_grad_()
+        return out
+
+    def group_weights(self, index: int, whole: Sequence[Tensor]) -> list[Tensor]:
+        """W_g of group ``index``, in the order of ``weights``, from the whole weights."""
+        return [
+            (w.detach() if use.form is None else use.form.take(w.detach(), index)).contiguous()
+            for use, w in zip(self.weights, whole, strict=True)
+        ]
+
+    def _ring(self, call: _Call, index: int) -> list[Any]:
+        """Arguments of the ring operator after q, k and v."""
+        masks = [
+            self.groups.slices[n].take(m, index).contiguous() if n in self.groups.slices else m
+            for n, m in zip(self.masks, call.masks, strict=True)
+        ]
+        heads, seed = None, None
+        if self.numbers[-1] > 0:
+            seed = call.common[-1]
+            if index not in self.heads:
+                ids = torch.tensor(self.groups.slots.q[index]).clamp(min=0)
+                self.heads[index] = ids.to(seed.device)
+            heads = self.heads[index]
+        return [call.common[3], *masks, seed, *self.numbers, self.scope.axis.name, heads]
+
+    def forward_groups(
+        self, call: _Call, tensors: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The sum over groups, before bias; and per group attention's output and log-sum-exp.
+
+        Args:
+            tensors: x, the other local values, the whole weights. needs: which need gradients; the
+                stages then run as they will in backward, so that nothing is compiled twice.
+        """
+        total: Tensor | None = None
+        saved: list[Tensor] = []
+        for index in self.used:
+            group = self.group(index, tensors, needs)
+            attended = None
+            if self.before is not None:
+                with torch.set_grad_enabled(any(needs)):
+                    qkv = [t.detach() for t in self.before(call, group)]
+                with torch.no_grad():
+                    out, lse = torch.ops.paradyse.attention_ring(*qkv, *self._ring(call, index))
+                del qkv
+                saved += [out, lse]
+                attended = out.transpose(1, 2).requires_grad_(any(needs))
+            with torch.set_grad_enabled(any(needs)):
+                y = self.after(call, group, attended)[0].detach()
+            exact = y.to(_sum_dtype(y))
+            total = exact if total is None else total.add_(exact)
+        assert total is not None
+        return total.to(tensors[0].dtype if total.dtype != y.dtype else y.dtype), saved
+
+    def backward_groups(
+        self,
+        call: _Call,
+        tensors: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        grad: Tensor,
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of ``tensors``."""
+        forms: list[Rows | None] = [None]
+        forms += [self.groups.slices.get(n) for n in self.local]
+        forms += [w.form for w in self.weights]
+        totals: list[Tensor | None] = [None] * len(tensors)
+        for place, index in enumerate(self.used):
+            group = self.group(index, tensors, needs)
+            leaves = [t for t in group.all() if t.requires_grad]
+            where = [i for i, t in enumerate(group.all()) if t.requires_grad]
+            attended = None
+            if self.before is not None:
+                out, lse = saved[2 * place : 2 * place + 2]
+                attended = out.transpose(1, 2).detach().requires_grad_()
+            inputs = leaves if attended is None else [*leaves, attended]
+            with torch.enable_grad():
+                y = self.after(call, group, attended)[0]
+            grads = list(torch.autograd.grad(y, inputs, grad.to(y.dtype), allow_unused=True))
+            del y
+            _add(totals, where, grads[: len(leaves)], forms, index, tensors)
+            if self.before is None:
+                continue
+            with torch.enable_grad():
+                qkv = self.before(call, group)
+            d_qkv = torch.ops.paradyse.attention_ring_backward(
+                grads[-1].transpose(1, 2),
+                *(t.detach() for t in qkv),
+                out,
+                lse,
+                *self._ring(call, index),
+                False,
+            )
+            pairs = [(t, d) for t, d in zip(qkv, d_qkv[:3], strict=True) if t.requires_grad]
+            if pairs:
+                results, cotangents = zip(*pairs, strict=True)
+                grads = list(torch.autograd.grad(results, leaves, cotangents, allow_unused=True))
+                _add(totals, where, grads, forms, index, tensors)
+        return [
+            None if total is None else total.to(t.dtype)
+            for total, t in zip(totals, tensors, strict=True)
+        ]
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Sums over groups of 16-bit values are kept in 32 bits."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def _add(
+    totals: list[Tensor | None],
+    where: Sequence[int],
+    grads: Sequence[Tensor | None],
+    forms: Sequence[Rows | None],
+    group: int,
+    like: Sequence[Tensor],
+) -> None:
+    """Add a group's gradients to those of the whole tensors."""
+    for i, grad in zip(where, grads, strict=True):
+        if grad is None:
+            continue
+        form, total = forms[i], totals[i]
+        if form is not None:
+            if total is None:
+                total = totals[i] = torch.zeros_like(like[i], memory_format=torch.contiguous_format)
+            Rows(form.dim, (form.groups[group],)).put_back(total, grad[None])
+        elif total is None:
+            totals[i] = grad.to(_sum_dtype(grad), copy=True)
+        else:
+            total.add_(grad)
+
+
+class _Stream(torch.autograd.Function):
+    """The sum over groups, with what backward does written out."""
+
+    @staticmethod
+    def forward(ctx: Any, variant: MetpVariant, call: _Call, *tensors: Tensor) -> Tensor:
+        needs = ctx.needs_input_grad[2:]
+        y, saved = variant.forward_groups(call, tensors, needs)
+        ctx.of = (variant, call, len(tensors))
+        ctx.save_for_backward(*tensors, *saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        variant, call, n = ctx.of
+        tensors, saved = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *variant.backward_groups(call, tensors, saved, grad, needs)
