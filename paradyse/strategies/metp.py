@@ -1,8 +1,8 @@
 """``metp``: memory-efficient tensor parallel (Frontiers of IT & EE 26(5), 2025).
 
-A block is a sum over p groups of heads (or intermediate columns). Each rank keeps its own tokens and
-computes the groups one after the other, attention by a ring within the group, so that only one group's
-queries, keys and values exist at a time:
+A block is a sum over p groups of heads (or intermediate columns). Each rank keeps its own tokens
+and computes the groups one after the other, attention by a ring within the group, so that only one
+group's queries, keys and values exist at a time:
 
     Y = 0;  for g in 0..p-1:  q, k, v = x W_qkv^g;  O_g, lse_g = ring(q, k, v);  Y += O_g W_o^g
 
@@ -327,13 +327,13 @@ class MetpVariant:
                     out, lse = torch.ops.paradyse.attention_ring(*qkv, *self._ring(call, index))
                 del qkv
                 saved += [out, lse]
-                attended = out.transpose(1, 2).requires_grad_(any(needs))
+                attended = out.transpose(1, 2).detach().requires_grad_(any(needs))
             with torch.set_grad_enabled(any(needs)):
                 y = self.after(call, group, attended)[0].detach()
             exact = y.to(_sum_dtype(y))
             total = exact if total is None else total.add_(exact)
         assert total is not None
-        return total.to(tensors[0].dtype if total.dtype != y.dtype else y.dtype), saved
+        return total.to(y.dtype), saved
 
     def backward_groups(
         self,
@@ -425,7 +425,7 @@ class _Stream(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         variant, call, n = ctx.of
         tensors, saved = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         needs = ctx.needs_input_grad[2:]
