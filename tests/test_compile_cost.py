@@ -53,9 +53,7 @@ def test_fifty_lengths(pool2: RankPool) -> None:
         assert steps == 50 + 1 + len(STRATEGIES)
         assert captures == 2
         assert variants == expected
-        assert (
-            expected <= first <= expected + 4
-        )  # and the pieces before, after and around the blocks
+        assert expected <= first <= expected + 4  # and the pieces between blocks
         assert later == 0
 
 

@@ -27,7 +27,7 @@ def tensors(node: fx.Node) -> Iterator[Tensor]:
 
 
 def growth(x: Tensor) -> float:
-    """How many times as many elements at twice the sequence length; all but the batch size double."""
+    """How many times as many elements at twice the sequence length."""
     n = x.numel()
     if not isinstance(n, torch.SymInt):
         return 1.0
