@@ -173,4 +173,4 @@ class _Ref(str):
 
 def is_weight(node: fx.Node) -> bool:
     """Whether ``node`` is a parameter or a buffer of the model."""
-    return node.op == "get_attr" or bool(node.meta.get("weight"))
+    return node.op == "get_attr" or (node.op == "placeholder" and bool(node.meta.get("weight")))
