@@ -20,7 +20,7 @@ from paradyse.strategies.variant import (
     spec_dims,
 )
 from paradyse.token_ops import GatherTokens, ReduceGrad, SplitTokens, SumOverRanks
-from paradyse.weights import Form, TakeWeights
+from paradyse.weights import Form, SumGradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Frame:
             self.seeds = [_zero(program.device)] * n
         self.step_id = program.between_id
         self.common: Any = ()
-        self._outer: dict[fx.Node, Tensor] | None = None
+        self._summed: dict[fx.Node, Tensor] | None = None
 
     def _at(self, index: int, block_id: int) -> None:
         c = self.constants
@@ -108,19 +108,23 @@ class Frame:
         return _on_sequence(value, dims, local, lambda x, dim: GatherTokens.apply(x, dim, *where))
 
     def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]:
-        """The block's weights in ``forms``; their gradients are summed over ranks in one
-        message.
-        """
-        tensors = [self.env[n] for n in nodes]
-        if self.axis.size == 1 or not tensors:
-            return tuple(tensors)
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
-            return tuple(
-                t if form is None else form.take(t, self.axis.rank)
-                for t, form in zip(tensors, forms, strict=True)
-            )
-        taken: tuple[Tensor, ...] = TakeWeights.apply(self.axis, self.step_id, forms, *tensors)
-        return taken
+        """Weights in ``forms``. Gradients of all are summed over ranks when all are there."""
+        if self.axis.size > 1 and torch.is_grad_enabled():
+            if self._summed is None:
+                owners = self.program.weight_owners
+                held = {n: i for n, i in owners.items() if self.env[n].requires_grad}
+                tensors = [self.env[n] for n in held]
+                summed = (
+                    SumGradients.apply(self.axis, list(held.values()), *tensors) if held else ()
+                )
+                self._summed = dict(zip(held, summed, strict=True))
+            tensors = [self._summed.get(n, self.env[n]) for n in nodes]
+        else:
+            tensors = [self.env[n] for n in nodes]
+        return tuple(
+            t if form is None else form.take(t, self.axis.rank)
+            for t, form in zip(tensors, forms, strict=True)
+        )
 
     def run_block(self, step: BlockStep, strategy: str) -> None:
         comm.traffic(step.block_id).strategy = strategy
@@ -142,7 +146,8 @@ class Frame:
                 step.piece, [get(n) for n in step.piece.inputs], SPLIT if step.split else WHOLE
             )
         elif step.split:
-            outputs = step.body(self, [self._outer_weight(n) for n in step.body.weight_nodes])
+            nodes = step.body.weight_nodes
+            outputs = step.body(self, self.weights(nodes, [None] * len(nodes)))
         else:
             outputs = step.body(_Replicated(self), [self.env[n] for n in step.body.weight_nodes])
         for node, value in zip(step.piece.outputs, outputs, strict=True):
@@ -152,10 +157,7 @@ class Frame:
         return self._outer_weight(node) if is_weight(node) else self.get(node, SPLIT)
 
     def _outer_weight(self, node: fx.Node) -> Tensor:
-        if self._outer is None:
-            nodes = self.program.outer_weights
-            self._outer = dict(zip(nodes, self.weights(nodes, [None] * len(nodes)), strict=True))
-        return self._outer[node]
+        return self.weights([node], [None])[0]
 
     def _interpret(self, piece: Piece, values: Sequence[Any], layout: str) -> tuple[Any, ...]:
         scope = self.program.scope

@@ -88,15 +88,7 @@ class Program:
         self.tails: dict[fx.Node, Piece] = {}
         self.steps = self._make_steps(nodes)
         self.block_steps = [s for s in self.steps if isinstance(s, BlockStep)]
-        self.outer_weights = list(
-            dict.fromkeys(
-                n
-                for s in self.steps
-                if isinstance(s, PieceStep) and s.split
-                for n in s.piece.inputs
-                if is_weight(n)
-            )
-        )
+        self.weight_owners = self._weight_owners()
         self._last_use = self._lifetimes()
 
     def _make_steps(self, nodes: list[fx.Node]) -> list[BlockStep | PieceStep]:
@@ -192,6 +184,17 @@ class Program:
             return PieceStep(piece, split, eager=True)
         layout = SPLIT if split else WHOLE
         return PieceStep(piece, split, LocalPiece(self.scope, piece, layout, "between"))
+
+    def _weight_owners(self) -> dict[fx.Node, int]:
+        """Weights used for a part of the work -> id of the block that is booked their gradients."""
+        owners: dict[fx.Node, int] = {}
+        for step in self.steps:
+            if isinstance(step, BlockStep) or step.split:
+                owner = step.block_id if isinstance(step, BlockStep) else self.between_id
+                for node in step.piece.inputs:
+                    if is_weight(node):
+                        owners.setdefault(node, owner)
+        return owners
 
     def _lifetimes(self) -> list[list[fx.Node]]:
         """Per step the values that no later step reads."""

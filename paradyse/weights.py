@@ -54,43 +54,53 @@ Form = Rows | None
 """How a weight is taken: ``Rows`` for the rank's group, None for the whole."""
 
 
-class TakeWeights(torch.autograd.Function):
-    """Weights of one block in the forms asked for; backward sums their gradients over ranks."""
+BUCKET_BYTES = 64 * 2**20
+"""A message of summed gradients holds about this much: it bounds the copy that a message needs."""
+
+
+class SumGradients(torch.autograd.Function):
+    """Weights as they are; backward sums what each rank computed of their gradients.
+
+    One message for many weights, since latency rules where weights are replicated; each block is
+    booked the bytes of its own (``owners``: a block id per weight).
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, axis: Axis, block_id: int, forms: Sequence[Form], *weights: Tensor
-    ) -> Any:
-        ctx.where = (axis, block_id, forms, [w.shape for w in weights])
+    def forward(ctx: Any, axis: Axis, owners: Sequence[int], *weights: Tensor) -> Any:
+        ctx.where = (axis, owners)
         ctx.set_materialize_grads(False)
-        return tuple(
-            w.view_as(w) if form is None else form.take(w, axis.rank)
-            for w, form in zip(weights, forms, strict=True)
-        )
+        return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        axis, block_id, forms, shapes = ctx.where
+        axis, owners = ctx.where
         out: list[Tensor | None] = [None] * len(grads)
-        for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
-            mine = [i for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
-            whole = [i for i in mine if forms[i] is None]
-            parts = [i for i in mine if forms[i] is not None]
-            if whole:
-                total = comm.all_reduce(_flat(grads, whole), axis, block_id)
-                for i, part in zip(
-                    whole, total.split([grads[i].numel() for i in whole]), strict=True
-                ):
-                    out[i] = part.view(shapes[i])
-            if parts:
-                gathered = comm.all_gather(_flat(grads, parts), axis, block_id)
-                sizes = [grads[i].numel() for i in parts]
-                for i, part in zip(parts, gathered.split(sizes, 1), strict=True):
-                    full = part.new_zeros(shapes[i])
-                    forms[i].put_back(full, part.view(axis.size, *grads[i].shape))
-                    out[i] = full
-        return None, None, None, *out
+        for bucket in _buckets(grads):
+            flat = torch.cat([grads[i].reshape(-1) for i in bucket])
+            shares: dict[int, int] = {}
+            for i in bucket:
+                size = grads[i].numel() * grads[i].element_size()
+                shares[owners[i]] = shares.get(owners[i], 0) + size
+            total = comm.all_reduce_in_place(flat, axis, shares)
+            for i, part in zip(
+                bucket, total.split([grads[i].numel() for i in bucket]), strict=True
+            ):
+                out[i] = part.view(grads[i].shape)
+        return None, None, *out
 
 
-def _flat(grads: Sequence[Any], which: Sequence[int]) -> Tensor:
-    return torch.cat([grads[i].reshape(-1) for i in which])
+def _buckets(grads: Sequence[Tensor | None]) -> list[list[int]]:
+    """Indices of the gradients there are, by dtype, in messages of about ``BUCKET_BYTES``."""
+    buckets: list[list[int]] = []
+    for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
+        room = 0
+        for i, g in enumerate(grads):
+            if g is None or g.dtype != dtype:
+                continue
+            size = g.numel() * g.element_size()
+            if size > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(i)
+            room -= size
+    return buckets
