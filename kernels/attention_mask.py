@@ -255,14 +255,33 @@ def _segment(intervals: Intervals, r0: int, r1: int, kind: int, bytes_per_pair: 
     if kind == _CONSTANT:
         return [Tile(r0, r1, lo, hi, FULL)]
     if kind == _RISING:
-        diagonal = Tile(r0, r1, hi - 1, hi - 1 + r1 - r0, DIAGONAL, first=hi - 1 == lo)
-        return [diagonal] if diagonal.first else [Tile(r0, r1, lo, hi - 1, FULL), diagonal]
+        return _staircase(r0, r1, lo, hi - 1)
     rows = Intervals(intervals.lo[r0:r1], intervals.hi[r0:r1])
     width = int((rows.hi - rows.lo).max())
     # Work grows with width + rows, calls with 1 / rows. Measured flat between these, for widths 64
     # to 2048.
     blocks = row_blocks(rows, bytes_per_pair, max(64, min(128, width // 4)))
     return [Tile(t.r0 + r0, t.r1 + r0, t.k0, t.k1, t.kind) for t in blocks]
+
+
+_DIAGONAL_ROWS, _MOST_DIAGONALS, _LONG = 128, 8, 2048
+"""PyTorch's flash kernel computes the hidden half of a diagonal tile of up to 512 keys: smaller
+ones waste less, and more calls cost more. CPU time forward and backward at width 32 against one tile:
+0.70 at 512 rows, 0.83 at 1,024, 0.95 at 2,048; nothing is gained beyond."""
+
+
+def _staircase(r0: int, r1: int, lo: int, key: int) -> list[Tile]:
+    """Row r0 sees keys lo..key, each later row one more: full tiles left of small diagonals."""
+    tiles: list[Tile] = []
+    rows = r1 - r0
+    if rows <= _LONG:
+        rows = max(_DIAGONAL_ROWS, -(-rows // _MOST_DIAGONALS))
+    for a in range(r0, r1, rows):
+        b, at = min(a + rows, r1), key + a - r0
+        if at > lo:
+            tiles.append(Tile(a, b, lo, at, FULL))
+        tiles.append(Tile(a, b, at, at + b - a, DIAGONAL, first=at == lo))
+    return tiles
 
 
 def additive_mask(
