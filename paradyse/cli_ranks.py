@@ -28,6 +28,8 @@ from paradyse.types import Plan, Workload
 AUTO = "auto"
 REPLAY_S = 60.0
 """No further round of the demo's replay begins after this long; the first is always whole."""
+ALONE_S = 60.0
+"""The one-process training that losses are checked against ends here, at the latest."""
 GIVEN = "the function given as option 'plan': "
 """How errors about a plan begin here; the function is ours, so it tells people nothing."""
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
@@ -225,11 +227,17 @@ def _clip(model: torch.nn.Module) -> None:
 def train_alone(
     rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int
 ) -> dict[str, Any]:
-    """The same training in one process and eagerly: what ``train`` has to reproduce."""
+    """The same training in one process and eagerly: what ``train`` has to reproduce.
+
+    No further step begins after ``ALONE_S``.
+    """
     model = integrations.make_llama(size, seed).to(rank.device)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
-    losses = []
+    losses: list[float] = []
+    began = time.monotonic()
     for i, file in enumerate(files):
+        if losses and time.monotonic() - began > ALONE_S:
+            break
         start = time.perf_counter()
         loss = model(**_batch(file, rank.device)).loss
         loss.backward()
