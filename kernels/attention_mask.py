@@ -266,8 +266,8 @@ def _segment(intervals: Intervals, r0: int, r1: int, kind: int, bytes_per_pair: 
 
 _DIAGONAL_ROWS, _MOST_DIAGONALS, _LONG = 128, 8, 2048
 """PyTorch's flash kernel computes the hidden half of a diagonal tile of up to 512 keys: smaller
-ones waste less, and more calls cost more. CPU time forward and backward at width 32 against one tile:
-0.70 at 512 rows, 0.83 at 1,024, 0.95 at 2,048; nothing is gained beyond."""
+ones waste less, and more calls cost more. CPU time forward and backward at width 32 against one
+tile: 0.70 at 512 rows, 0.83 at 1,024, 0.95 at 2,048; nothing is gained beyond."""
 
 
 def _staircase(r0: int, r1: int, lo: int, key: int) -> list[Tile]:

@@ -28,8 +28,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 log = logging.getLogger(__name__)
 
-SIZE_HINTS = {"B": 4, "S": 2048, "s": 1024}
-"""Sizes the inner compiler tunes for; results hold for all."""
+LONG = {"B": 4, "S": 2048, "s": 1024}
+"""Sizes to have the inner compiler tune for, where the graph allows: long ones cost most."""
 
 
 Size = str | int | tuple[str, int]
@@ -88,17 +88,18 @@ def compile_function(
     fn: Callable[..., tuple[Any, ...]],
     specs: Sequence[Spec],
     inner: str,
-    static_sizes: Mapping[str, int] | None = None,
+    hints: Mapping[str, int] | None = None,
 ) -> Compiled:
     """Trace ``fn`` on fake tensors shaped like ``specs`` and compile the graph with ``inner``.
 
     Args:
         fn: takes one tensor per spec, returns a tuple; may call operators of ours.
         inner: "inductor", "aot_eager", "eager" or another registered backend.
-        static_sizes: named sizes to fix at a value (those that are 1, or where guards fail).
+        hints: sizes to trace at; the function holds for these and for all that its guards allow. A
+            size of 1 is fixed: it is special to broadcasting.
     """
     start = time.perf_counter()
-    static = dict(static_sizes or {})
+    static = {name: n for name, n in (hints or {}).items() if n == 1}
     shape_env = ShapeEnv(duck_shape=False)
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     factors = {f for s in specs for d in s.dims for f in d if not isinstance(f, int)}
@@ -106,7 +107,7 @@ def compile_function(
     sizes: dict[str, Any] = {name: static[name] for name in names if name in static}
     symbols = {}
     for name in sorted(names - set(static)):
-        hint = SIZE_HINTS.get(name, 64)
+        hint = (hints or {})[name]
         source = ConstantSource(f"__paradyse_{name}")
         symbols[name] = shape_env.create_symbol(
             hint, source, DimDynamic.DYNAMIC, constraint_dim=None

@@ -8,6 +8,7 @@ import torch
 from paradyse.lower import Spec, compile_function
 
 CPU = torch.device("cpu")
+SIZES = {"B": 3, "s": 11}
 
 
 def specs():
@@ -26,7 +27,7 @@ def fn(x, w, positions):
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_one_compilation_serves_all_sizes_with_gradients(inner):
-    compiled = compile_function(fn, specs(), inner)
+    compiled = compile_function(fn, specs(), inner, SIZES)
     for b, s in ((2, 3), (5, 17), (3, 2)):
         assert compiled.holds_for({"B": b, "s": s})
         x = torch.randn(b, s, 8, dtype=torch.float64, requires_grad=True)
@@ -43,14 +44,14 @@ def test_what_the_compiler_assumed_is_checked():
     def branchy(x, w, positions):
         return (x * 2 if x.shape[1] < 2000 else x,)
 
-    compiled = compile_function(branchy, specs(), "eager")
+    compiled = compile_function(branchy, specs(), "eager", SIZES)
     assert compiled.guards
     assert compiled.holds_for({"B": 2, "s": 1999})
     assert not compiled.holds_for({"B": 2, "s": 2000})
 
 
 def test_sizes_of_one_and_fixed_sizes_hold_for_themselves_only():
-    assert not compile_function(fn, specs(), "eager").holds_for({"B": 1, "s": 7})
-    fixed = compile_function(fn, specs(), "eager", {"B": 1})
+    assert not compile_function(fn, specs(), "eager", SIZES).holds_for({"B": 1, "s": 7})
+    fixed = compile_function(fn, specs(), "eager", {"B": 1, "s": 9})
     assert fixed.holds_for({"B": 1, "s": 7})
     assert not fixed.holds_for({"B": 2, "s": 7})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.kernels.dropout import hashed_dropout
-from paradyse.lower import Compiled, Dims, Size, Spec, compile_function
+from paradyse.lower import LONG, Compiled, Dims, Size, Spec, compile_function
 from paradyse.mesh import Axis
 from paradyse.pieces import Labels, Override, Piece, is_weight, structure
 from paradyse.sharding import Factor, Names
@@ -59,17 +59,27 @@ class VariantCache:
         for compiled in known:
             if compiled.holds_for(sizes):
                 return compiled
-        # Sizes of 1 are special to the compiler, and so is everything once its assumptions have
-        # failed.
-        ones = {k: n for k, n in sizes.items() if n == 1}
-        for static in [dict(sizes)] if known else [ones, dict(sizes)]:
-            compiled = compile_function(fn, specs, inner, static)
-            known.append(compiled)
-            self.num_compiled += 1
-            self.compile_s += compiled.compile_s
+        for hints in self._hints(sizes, inner):
+            try:
+                compiled = compile_function(fn, specs, inner, hints)
+            except RuntimeError:
+                if hints == sizes:
+                    raise
+                continue  # a table of positions may be shorter than the long sizes
             if compiled.holds_for(sizes):
+                known.append(compiled)
+                self.num_compiled += 1
+                self.compile_s += compiled.compile_s
                 return compiled
-        raise AssertionError(f"compiled for {sizes}, yet it does not hold there")
+        raise AssertionError(f"compiled at {sizes}, yet it does not hold there")
+
+    @staticmethod
+    def _hints(sizes: Mapping[str, int], inner: str) -> list[dict[str, int]]:
+        """Sizes to trace at, in order: long ones for a compiler that tunes, then these."""
+        if inner != "inductor":
+            return [dict(sizes)]
+        long = {k: 1 if n == 1 else max(n, LONG.get(k, n)) for k, n in sizes.items()}
+        return [long, dict(sizes)]
 
 
 @dataclass(frozen=True)
