@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from paradyse.machine import measure_machine
 from paradyse.mesh import Axis, resolve_axis
 from paradyse.planner import Planner
 from paradyse.program import Program, StepConstants
-from paradyse.report import PlanReport, Stats, explain_plan
+from paradyse.report import PlanReport, Stats, explain_plan, text_table
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.variant import WHOLE
 from paradyse.switch import Guard, check_agreement, checksum, must_check
@@ -208,7 +209,19 @@ class _Graph:
                 self._constants.pop(next(iter(self._constants)))
             found = self.program.constants_for(sizes, plan.strategies)
             self._constants[key] = found
+            if self.capture.options.dump and self.axis.rank == 0:
+                self._dump_plan(self.capture.options.dump, sizes, plan)
         return found
+
+    def _dump_plan(self, folder: str, sizes: Mapping[str, int], plan: Plan) -> None:
+        """The table of the plan for these sizes, beside the graphs."""
+        rows = [
+            (b.name, s, str(b.mask or "") or "-", b.structure)
+            for b, s in zip(self.blocks, plan.strategies, strict=True)
+        ]
+        table = text_table(("block", "strategy", "mask", "structure"), rows)
+        name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
+        (Path(folder) / name).write_text(table + "\n")
 
     def _agree(
         self, args: Sequence[Any], sizes: Mapping[str, int], constants: StepConstants

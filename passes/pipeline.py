@@ -84,10 +84,10 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
     """Run ``PASSES`` on ``gm`` in place.
 
     Args:
-        dump: folder for the graph before the first and after every pass.
+        dump: folder for the graph before the first and after every pass; the first rank writes.
     """
     off = set(ctx.options.passes_off)
-    folder = Path(dump) if dump else None
+    folder = Path(dump) if dump and ctx.axis.rank == 0 else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "00_retrace.txt").write_text(readable(gm, ctx))

@@ -81,8 +81,9 @@ def test_passes_can_be_switched_off_by_name():
 def test_the_dump_has_every_pass_with_named_dims(tmp_path):
     compile_and_compare(Tiny().double(), [(2, 7)], dump=str(tmp_path))
     files = sorted(p.name for p in tmp_path.iterdir())
-    assert files[0] == "00_retrace.txt" and files[-1].endswith("outline_blocks.txt")
-    text = (tmp_path / files[-1]).read_text()
+    assert files[0] == "00_retrace.txt" and files[-2].endswith("outline_blocks.txt")
+    assert "layers.1.mlp" in (tmp_path / "plan_batch2_length7.txt").read_text()
+    text = (tmp_path / files[-2]).read_text()
     assert "[B, S, 32]" in text and "# layers.1.mlp" in text
 
 
