@@ -43,8 +43,8 @@ class LlamaSize:
 
     def __str__(self) -> str:
         return (
-            f"Llama, {self.layers} layer{'s' * (self.layers > 1)}, hidden {self.hidden}, {self.heads} heads "
-            f"({self.kv_heads} KV), intermediate {self.intermediate}"
+            f"Llama, {self.layers} layer{'s' * (self.layers > 1)}, hidden {self.hidden}, "
+            f"{self.heads} heads ({self.kv_heads} KV), intermediate {self.intermediate}"
         )
 
 

@@ -37,10 +37,10 @@ class Family:
     packs: bool = True
     """Finds packed documents in ``position_ids``."""
     causal: bool = True
-    refuses: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Kind of block -> strategy -> what the reason says."""
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    """Strategy that cannot compute the attention -> what the reason says."""
     kinds: tuple[str, ...] = ("attention", "mlp")
-    """Kinds of blocks found, as they alternate through the layers."""
+    """Kinds of blocks in a layer."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -73,7 +73,11 @@ FAMILIES: dict[str, Family] = {
         | {"head_dim": 16, "sliding_window": 5}
         | {"layer_types": ["sliding_attention", "full_attention"]},
     ),
-    "olmo2": Family("Olmo2ForCausalLM", _GQA),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _GQA,
+        refuses=dict.fromkeys(("megatron_ts", "metp"), "q_norm mixes all heads"),
+    ),
     "phi3": Family("Phi3ForCausalLM", _GQA | {"pad_token_id": 0}),
     "opt": Family(
         "OPTForCausalLM",
@@ -82,7 +86,8 @@ FAMILIES: dict[str, Family] = {
         packs=False,
     ),
     "falcon": Family("FalconForCausalLM", _BASE | {"num_attention_heads": 4}, packs=False),
-    "mixtral": Family("MixtralForCausalLM", _GQA | {"num_local_experts": 4}),
+    # which expert computes a token depends on values: no block
+    "mixtral": Family("MixtralForCausalLM", _GQA | {"num_local_experts": 4}, kinds=("attention",)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from paradyse.kernels.dropout import hash_index, hashed_dropout
 
 

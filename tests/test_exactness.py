@@ -16,6 +16,8 @@ Batches = Mapping[str, tuple[tuple[int, int], ...]]
 """Kind of batch -> (B, S) of each."""
 Rows = list[tuple[str, str, float, str]]
 """(batch, plan, largest error, what it is of)."""
+Blocks = list[tuple[str, dict[str, str]]]
+"""Per block its kind, and strategy -> why it cannot compute the block."""
 
 ONE: Batches = {"plain": ((3, 29), (3, 13)), "left": ((1, 11),), "packed": ((3, 17),)}
 TWO: Batches = {
@@ -46,7 +48,7 @@ def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
 
 def compare_plans(
     family: str, dtype: torch.dtype, batches: Batches, inner: str, plans: tuple[str, ...]
-) -> tuple[Rows, list[tuple[str, str, dict[str, str]]]]:
+) -> tuple[Rows, Blocks]:
     """Every plan on every batch against eager; the blocks with what they refuse."""
     model = make_model(family, dtype)
     rows: Rows = []
@@ -71,46 +73,79 @@ def compare_plans(
                 current[0] = choose(name, blocks)
                 got = run_step(compiled, model, inputs, logits=k == 0)
                 rows.append((f"{how} {batch}x{seq_len}", name, *worst(got, want)))
-    return rows, [(b.kind, b.name, dict(b.infeasible)) for b in blocks]
+    return rows, [(b.kind, dict(b.infeasible)) for b in blocks]
 
 
-def assert_exact(results: list[tuple[Rows, Any]], dtype: torch.dtype = torch.float32) -> None:
+def assert_exact(
+    family: str, results: list[tuple[Rows, Blocks]], dtype: torch.dtype = torch.float32
+) -> None:
     wrong = [
         f"rank {rank}, {batch}, {plan}: {what} {error:.1e}"
         for rank, (rows, _) in enumerate(results)
         for batch, plan, error, what in rows
         if not error <= TOLERANCE[dtype]
     ]
-    assert all(rows for rows, _ in results)
     assert not wrong, "\n".join(wrong)
+    spec = FAMILIES[family]
+    for rows, blocks in results:
+        assert rows
+        assert [kind for kind, _ in blocks] == [*spec.kinds] * 2  # two layers
+        for kind, refused in blocks:
+            expected = spec.refuses if kind == "attention" else {}
+            assert refused.keys() == expected.keys()
+            assert all(text in refused[s] for s, text in expected.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank(family: str, pool1: RankPool) -> None:
     args = (family, torch.float32, ONE, "aot_eager", ("mixed 0",))
-    assert_exact(pool1.run(compare_plans, *args, timeout_s=300))
+    assert_exact(family, pool1.run(compare_plans, *args, timeout_s=300))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks(family: str, pool2: RankPool) -> None:
     args = (family, torch.float32, TWO, "aot_eager", PLANS)
-    assert_exact(pool2.run(compare_plans, *args, timeout_s=300))
+    assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks(family: str, pool4: RankPool) -> None:
     args = (family, torch.float32, MORE, "eager", PLANS)
-    assert_exact(pool4.run(compare_plans, *args, timeout_s=300))
+    assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
 
 
 @pytest.mark.parametrize("family", ["llama_odd", "gpt2", "falcon"])
 def test_three_ranks(family: str, pool3: RankPool) -> None:
     args = (family, torch.float32, MORE, "eager", PLANS)
-    assert_exact(pool3.run(compare_plans, *args, timeout_s=300))
+    assert_exact(family, pool3.run(compare_plans, *args, timeout_s=300))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_double_precision(family: str, nproc: int, ranks: Callable[[int], RankPool]) -> None:
     args = (family, torch.float64, MORE, "eager", PLANS)
-    assert_exact(ranks(nproc).run(compare_plans, *args, timeout_s=300), torch.float64)
+    assert_exact(family, ranks(nproc).run(compare_plans, *args, timeout_s=300), torch.float64)
+
+
+def test_inductor(pool2: RankPool) -> None:
+    """The default inner compiler."""
+    batches = {"left": ((3, 13), (3, 10))}
+    args = ("llama", torch.float32, batches, "inductor", ("megatron_ts", "mixed 0"))
+    assert_exact("llama", pool2.run(compare_plans, *args, timeout_s=500))
+
+
+def ask_for_refused(strategy: str) -> str:
+    model = make_model("olmo2")
+    options = {"plan": {"attention": strategy}, "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    with pytest.raises(ValueError) as refusal:
+        run_step(compiled, model, make_batch("plain", 2, 13))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("strategy", ["megatron_ts", "metp"])
+def test_refused_by_name(strategy: str, pool2: RankPool) -> None:
+    for text in pool2.run(ask_for_refused, strategy, timeout_s=100):
+        assert f"{strategy!r} cannot compute block 'layers.0.attention'" in text
+        assert "q_norm mixes all heads" in text
+        assert "feasible there: megatron_cz, ulysses_z, colossal_z" in text
