@@ -21,7 +21,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,22 @@ def _print_peak(given: str) -> None:
 
 def main() -> int:
     arguments = parser(__doc__)
+    arguments.add_argument("--long-runs", type=int, default=LONG.runs)
+    arguments.add_argument("--short-runs", type=int, default=SHORT.runs)
     arguments.add_argument("--no-memory", action="store_true", help="skip the peak memory runs")
     arguments.add_argument("--peak-of", help=argparse.SUPPRESS)
     args = arguments.parse_args()
     if args.peak_of:
         _print_peak(args.peak_of)
         return 0
-    long, short = QUICK if args.quick else (LONG, SHORT)
+    runs = (replace(LONG, runs=args.long_runs), replace(SHORT, runs=args.short_runs))
+    long, short = QUICK if args.quick else runs
     report = Report("one_process", args)
-    report.add("Training step of a Llama in one process, medians of interleaved runs.", "")
+    report.add(
+        f"Training step of a Llama in one process, medians of interleaved runs: {short.runs} of "
+        f"the short case, {long.runs} of the long one.",
+        "",
+    )
     ratio, rows = {}, []
     for case in (short, long):
         seconds = {name: median(values) for name, values in measure(case).items()}

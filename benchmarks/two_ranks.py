@@ -185,10 +185,11 @@ class Figures:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--runs", type=int, default=5)
+    arguments.add_argument("--trace", type=int, nargs="*", default=TRACE, help="lengths")
     arguments.add_argument("--inner", default="inductor")
     arguments.add_argument("--only", nargs="*", default=(), help="names of contenders")
     args = arguments.parse_args()
-    trace = (64, 128, 96) if args.quick else TRACE
+    trace = (64, 128, 96) if args.quick else tuple(args.trace)
     size = {"layers": 2, "hidden": 64} if args.quick else {"layers": 4, "hidden": 256}
     size |= {"heads": 8, "kv_heads": 4}
     folder = str(Path(__file__).parent)
