@@ -68,6 +68,7 @@ class DeferredTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+@torch._dynamo.disable
 def materialize(x: DeferredTensor) -> Tensor:
     """The value, computed now if it has not been."""
     with torch._C.DisableTorchFunctionSubclass():

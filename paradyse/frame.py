@@ -139,12 +139,9 @@ class Frame:
     def run_piece(self, step: PieceStep) -> None:
         self._at(len(self.constants.infos) - 1, self.program.between_id)
         if step.eager:
-            get = (lambda n: self.get(n, SPLIT)) if step.split else self.replicated
-            if step.split:
-                get = self._split_or_outer_weight
-            outputs = self._interpret(
-                step.piece, [get(n) for n in step.piece.inputs], SPLIT if step.split else WHOLE
-            )
+            read = self._split_input if step.split else self.replicated
+            values = [read(n) for n in step.piece.inputs]
+            outputs = self._interpret(step.piece, values, SPLIT if step.split else WHOLE)
         elif step.split:
             nodes = step.body.weight_nodes
             outputs = step.body(self, self.weights(nodes, [None] * len(nodes)))
@@ -153,11 +150,8 @@ class Frame:
         for node, value in zip(step.piece.outputs, outputs, strict=True):
             self.env[node] = value
 
-    def _split_or_outer_weight(self, node: fx.Node) -> Any:
-        return self._outer_weight(node) if is_weight(node) else self.get(node, SPLIT)
-
-    def _outer_weight(self, node: fx.Node) -> Tensor:
-        return self.weights([node], [None])[0]
+    def _split_input(self, node: fx.Node) -> Any:
+        return self.weights([node], [None])[0] if is_weight(node) else self.get(node, SPLIT)
 
     def _interpret(self, piece: Piece, values: Sequence[Any], layout: str) -> tuple[Any, ...]:
         scope = self.program.scope
