@@ -83,7 +83,8 @@ class Capture:
         if graph is None:
             if options.on_unsupported == "error" and axis.size > 1:
                 raise NotImplementedError(
-                    f"nothing in this graph can be split: {'; '.join(self.notes)}"
+                    f"nothing in this graph can be split: {'; '.join(self.notes)}. "
+                    'on_unsupported="gather" computes it whole on every rank.'
                 )
             self.fallback = (
                 lookup_backend(options.inner)(gm, examples)

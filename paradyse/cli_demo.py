@@ -111,7 +111,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
     record = Record()
     with Screen(console, args.steps) as screen:
-        screen.phase(f"starting {args.ranks} ranks")
+        screen.phase(f"starting {args.ranks} rank{'s' * (args.ranks > 1)}")
         results = launch.run_ranks(
             "paradyse.cli_ranks:train",
             args.ranks,
@@ -121,7 +121,7 @@ def run_demo(args: argparse.Namespace) -> int:
                 "seed": args.seed,
                 "options": {"inner": args.inner, "plan": args.plan},
                 "replay_at": picked,
-                "rounds": args.rounds,
+                "rounds": args.rounds if strategies else 0,
                 "strategies": strategies,
             },
             setting_of(args, device),

@@ -214,7 +214,8 @@ def train(
                 rank.send(done)
         counters = paradyse.stats(compiled)
         if replay_at and rounds:
-            trace = [(i, _batch(files[i], rank.device), plans[i]) for i in replay_at]
+            known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
+            trace = [(i, _batch(files[i], rank.device), known[i]) for i in replay_at]
             _replay(rank, model, trace, strategies, rounds, options, REPLAY_S)
     return {"peak_bytes": highest, "stats": counters}
 
@@ -307,6 +308,8 @@ def _replay(
             for _, batch, known in ends:
                 run(choice, batch, known)
         except (ValueError, NotImplementedError) as e:  # on every rank alike
+            if choice == AUTO:
+                raise
             if rank.rank == 0:
                 rank.send(Infeasible(choice, str(e).removeprefix(GIVEN)))
             continue

@@ -312,6 +312,7 @@ def _join(rank: int, size: int, device: str, store: str) -> None:
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
         )
 
 
