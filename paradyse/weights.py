@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from paradyse import comm
 from paradyse.mesh import Axis
+
+MANY_RUNS = 64
+"""Rows in more stretches than this are taken by an index: a stretch costs some microseconds."""
 
 
 @dataclass(frozen=True)
@@ -27,27 +31,51 @@ class Rows:
     groups: tuple[tuple[int, ...], ...]
     """Per group the indices into the weight, equally many for each."""
 
-    def take(self, weight: Tensor, group: int) -> Tensor:
-        """W_g, with zeros for padding. Differentiable."""
-        rows = self.groups[group]
-        if rows == tuple(range(rows[0], rows[0] + len(rows))) and rows[0] >= 0:
-            return weight.narrow(self.dim, rows[0], len(rows))
-        index = torch.tensor(rows, device=weight.device)
-        if min(rows) >= 0:
-            return weight.index_select(self.dim, index)
-        taken = weight.index_select(self.dim, index.clamp(min=0))
-        shape = [1] * weight.ndim
-        shape[self.dim] = -1
-        return taken * (index >= 0).to(weight.dtype).view(shape)
+    @cached_property
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per group its indices as stretches (first, how many); (-1, n) is n rows of zeros."""
+        return tuple(_runs(rows) for rows in self.groups)
 
-    def put_back(self, out: Tensor, grads: Tensor) -> None:
-        """Add ``grads`` [p, ..] of all groups into ``out``, the gradient of the whole weight."""
-        for rows, grad in zip(self.groups, grads, strict=True):
-            index = torch.tensor(rows, device=out.device)
-            keep = index >= 0
-            if not bool(keep.all()):
-                index, grad = index[keep], grad.index_select(self.dim, keep.nonzero()[:, 0])
-            out.index_add_(self.dim, index, grad)
+    def take(self, weight: Tensor, group: int) -> Tensor:
+        """W_g, with zeros for padding. Differentiable; a view where it is one stretch."""
+        if len(self.runs[group]) > MANY_RUNS:
+            index = torch.tensor(self.groups[group], device=weight.device)
+            shape = [-1 if d == self.dim else 1 for d in range(weight.ndim)]
+            taken = weight.index_select(self.dim, index.clamp(min=0))
+            return taken * (index >= 0).to(weight.dtype).view(shape)
+        parts = []
+        for start, n in self.runs[group]:
+            if start >= 0:
+                parts.append(weight.narrow(self.dim, start, n))
+            else:
+                shape = [*weight.shape]
+                shape[self.dim] = n
+                parts.append(weight.new_zeros(shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def add(self, out: Tensor, group: int, grad: Tensor) -> None:
+        """Add ``grad``, of W_g, into ``out``, the gradient of the whole weight."""
+        if len(self.runs[group]) > MANY_RUNS:
+            kept = [(i, row) for i, row in enumerate(self.groups[group]) if row >= 0]
+            source, index = torch.tensor(kept, device=out.device).unbind(1)
+            out.index_add_(self.dim, index, grad.index_select(self.dim, source))
+            return
+        at = 0
+        for start, n in self.runs[group]:
+            if start >= 0:
+                out.narrow(self.dim, start, n).add_(grad.narrow(self.dim, at, n))
+            at += n
+
+
+def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        start, n = found[-1] if found else (-2, 0)
+        if row == start + n if start >= 0 else row == start:
+            found[-1] = (start, n + 1)
+        else:
+            found.append((row, 1))
+    return tuple(found)
 
 
 Form = Rows | None

@@ -31,6 +31,7 @@ from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.group_pieces import evaluate, evaluate_ups, up_weights
 from paradyse.strategies.head_groups import Groups, Unsplittable, analyse
 from paradyse.strategies.slots import head_slots
+from paradyse.weights import Rows
 
 CLOSE = 1e-6
 """Relative norms, in float64. Some models take their norms in float32; a wrong row gives 1e-2."""
@@ -322,3 +323,21 @@ def _evaluating(plan: str) -> tuple[Any, Any]:
 def test_without_gradients_and_with_frozen_weights(plan: str, pool2: RankPool) -> None:
     for got, want in pool2.run(_evaluating, plan, timeout_s=300):
         assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rows", [(2, 3, 4), (0, 1, 4, -1, -1, 2), (0, 0, 0), tuple(range(0, 199, 2)) + (-1,)]
+)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_are_taken_and_put_back(rows: tuple[int, ...], dim: int) -> None:
+    weight = torch.randn([200 if d == dim else 3 for d in range(2)]).requires_grad_()
+    form = Rows(dim, ((0,) * len(rows), rows))
+    taken = form.take(weight, 1)
+    for i, row in enumerate(rows):
+        want = weight.select(dim, row) if row >= 0 else torch.zeros(3)
+        assert torch.equal(taken.select(dim, i), want)
+    grad = torch.randn_like(taken)
+    out = torch.zeros_like(weight)
+    form.add(out, 1, grad)
+    (want,) = torch.autograd.grad(taken, weight, grad)
+    torch.testing.assert_close(out, want)

@@ -406,7 +406,7 @@ def _add(
         if form is not None:
             if total is None:
                 total = totals[i] = torch.zeros_like(like[i], memory_format=torch.contiguous_format)
-            Rows(form.dim, (form.groups[group],)).put_back(total, grad[None])
+            form.add(total, group, grad)
         elif total is None:
             totals[i] = grad.to(_sum_dtype(grad), copy=True)
         else:
