@@ -63,6 +63,7 @@ class _Process:
     result: Any = None
     done: bool = False
     failure: str = ""
+    died: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,9 @@ def _collect(
                 failed.append(i)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failed:
-        # The first is the cause: the others fail because it is gone.
-        i = failed[0]
+        # A rank tells before it goes, so the first is the cause; but one that died told nothing, and
+        # the others may have noticed before its end was seen here.
+        i = min(failed, key=lambda r: not ranks[r].died)
         raise RanksFailed(f"rank {i} of {len(ranks)} {ranks[i].failure}{_output(ranks[i])}")
     if waiting:
         after = time.monotonic() - start
@@ -223,6 +225,7 @@ def _receive(rank: _Process) -> tuple[str, Any]:
     try:
         return rank.pipe.recv()
     except (EOFError, OSError):
+        rank.died = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(GRACE_S)
         code = rank.process.returncode
