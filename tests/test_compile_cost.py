@@ -18,7 +18,9 @@ STRUCTURES = {"attention": 5, "mlp": 3}
 LENGTHS = [3 + 7 * i % 128 for i in range(50)]
 
 
-def compile_at(layers: int, lengths: list[int], hidden: int) -> tuple[int, int, int, int, int]:
+def compile_at(
+    layers: int, lengths: list[int], hidden: int, dynamic: bool | None = None
+) -> tuple[int, int, int, int, int]:
     """Captures, variants, steps, and what was compiled at the first use of plans and after it."""
     import paradyse
     from paradyse.capture import VARIANTS
@@ -28,7 +30,7 @@ def compile_at(layers: int, lengths: list[int], hidden: int) -> tuple[int, int, 
     )
     current: list[Any] = ["colossal_z"]
     options = {"plan": lambda workload: current[0], "inner": "eager"}
-    compiled = torch.compile(model, backend="paradyse", options=options)
+    compiled = torch.compile(model, backend="paradyse", dynamic=dynamic, options=options)
     start = VARIANTS.num_compiled
     run_step(compiled, model, make_batch("plain", 2, lengths[0]))
     blocks = blocks_of(compiled)
@@ -53,18 +55,18 @@ def test_fifty_lengths(pool2: RankPool) -> None:
         assert steps == 50 + 1 + len(STRATEGIES)
         assert captures == 2
         assert variants == expected
-        assert expected <= first <= expected + 4  # and the pieces between blocks
+        assert expected <= first <= 2 * expected  # some are several pieces, and those between
         assert later == 0
 
 
 def test_depth_and_captures_compile_nothing(pool2: RankPool) -> None:
     """What 4 layers have compiled serves 24, and another capture."""
-    for _, variants, _, first, _ in pool2.run(compile_at, 4, LENGTHS[:4], 48, timeout_s=200):
+    for _, variants, _, first, _ in pool2.run(compile_at, 4, LENGTHS[:4], 48, True, timeout_s=200):
         assert first >= variants == sum(STRUCTURES.values())
     for layers in (4, 24):
-        results = pool2.run(compile_at, layers, LENGTHS[:4], 48, timeout_s=400)
+        results = pool2.run(compile_at, layers, LENGTHS[:4], 48, True, timeout_s=400)
         for captures, variants, _, first, later in results:
-            assert captures <= 2
+            assert captures == 1
             assert variants == sum(STRUCTURES.values())
             assert (first, later) == (0, 0)
 

@@ -55,7 +55,7 @@ def train(
 def test_training_follows_one_process(pool1: RankPool, pool2: RankPool) -> None:
     ((losses, weights, _, _),) = pool1.run(train, NUM_STEPS, False, timeout_s=200)
     results = pool2.run(train, NUM_STEPS, True, timeout_s=500)
-    assert losses[-1] < 0.9 * losses[0]  # it learns: the curve is not flat by chance
+    assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 0.2  # it learns: the curve is not flat
     tolerance = TOLERANCE[torch.float32]
     for got, final, keys, switches in results:
         assert len(got) == NUM_STEPS
