@@ -207,8 +207,8 @@ def _collect(
                 failed.append(i)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failed:
-        # A rank tells before it goes, so the first is the cause; but one that died told nothing, and
-        # the others may have noticed before its end was seen here.
+        # A rank tells before it goes, so the first is the cause; but one that died told nothing,
+        # and the others may have noticed before its end was seen here.
         i = min(failed, key=lambda r: not ranks[r].died)
         raise RanksFailed(f"rank {i} of {len(ranks)} {ranks[i].failure}{_output(ranks[i])}")
     if waiting:
