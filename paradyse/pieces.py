@@ -67,6 +67,9 @@ def _with_sizes(
         return (args[0], [size(d) for d in names.of(node)], *args[2:])
     if node.target in _SHAPED_FIRST:
         return ([size(d) for d in names.of(node)], *args[1:])
+    if node.target == aten.unflatten.int:
+        at = args[1] % args[0].meta["val"].ndim
+        return (args[0], at, [size(d) for d in names.of(node)[at : at + len(args[2])]])
     if node.target == aten.arange.default:
         return (size(names.of(node)[0]),)
     if node.target == aten.arange.start:

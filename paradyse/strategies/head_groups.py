@@ -116,8 +116,10 @@ class Groups:
 
     block: Any
     slots: Slots
-    sizes: dict[Factor, int]
-    """Sizes of the factors of heads (or columns) within a group."""
+    outer: Factor | None
+    """The factor of KV heads, or of columns; None where there is one KV head."""
+    inner: Factor | None
+    """The factor of query heads of one KV head; None where there is one."""
     x: fx.Node
     """The input of all up projections."""
     ups: tuple[Up, ...]
@@ -129,6 +131,12 @@ class Groups:
     """Other inputs of ``core`` that have a dim of heads."""
     down: Weight
     down_bias: Weight | None
+
+    @property
+    def sizes(self) -> dict[Factor, int]:
+        """Sizes of the factors of heads (or columns) within a group."""
+        sizes = ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub))
+        return {f: n for f, n in sizes if f is not None}
 
     def text(self) -> str:
         """What distinguishes two analyses of pieces of one structure."""
@@ -249,8 +257,6 @@ class _Analysis:
             return ""
         where = node.meta.get("module", "").removeprefix("L['self'].")
         at = f"{node.target}" + (f" in {where}" if where else "")
-        if node.target == aten.dropout.default:
-            return f"dropout between the projections ({at})"
         if self.heads & self.names.mixed(node):
             return f"{at} mixes all {self._what()}"
         read = {f for a in node.all_input_nodes for f in factors_of(self.scope, a)}
@@ -292,20 +298,15 @@ class _Analysis:
         down = self._weight(block.down.args[1], 1, self._rows(index, columns, pad=True))
         bias = block.down.args[2] if len(block.down.args) > 2 else None
         down_bias = self._weight(bias, 0, None) if bias is not None else None
-        sizes = {
-            f: n
-            for f, n in ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub))
-            if f
-        }
+        factors = (self.outer, self.inner)
         return Groups(
-            block, self.slots, sizes, x, ups, core, region_weights, slices, down, down_bias
+            block, self.slots, *factors, x, ups, core, region_weights, slices, down, down_bias
         )
 
     def _common_input(self) -> fx.Node:
         inputs = list(dict.fromkeys(u.args[0] for u in self.block.up))
-        spelled = {
-            (n.target, str(n.args), str(n.kwargs)) for n in inputs
-        }  # a cast may be spelled twice
+        # a cast may be spelled twice
+        spelled = {(n.target, str(n.args), str(n.kwargs)) for n in inputs}
         if len(inputs) > 1 and (len(spelled) > 1 or inputs[0].op != "call_function"):
             raise Unsplittable(f"its projections read different values ({inputs[0]}, {inputs[1]})")
         x: fx.Node = inputs[0]

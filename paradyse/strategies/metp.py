@@ -24,6 +24,8 @@ from paradyse.strategies.group_pieces import (
     attention_extras,
     evaluate,
     evaluate_ups,
+    group_dropouts,
+    has_dropout,
     local_shape,
     part,
     up_weights,
@@ -143,7 +145,9 @@ class _Stage:
         used = [*up_weights(self.ups), *region, *([down] if down is not None else [])]
         self.weights = [variant.weights.index(w) for w in used]
         num_up = len(used) - len(region) - (down is not None)
+        self.reads_heads = has_dropout(nodes)
         dims = [*common_dims(scope)]
+        dims += [((len(groups.slots.q[0]),),)] * self.reads_heads
         if self.reads_x:
             dims.append(spec_dims(scope, groups.x, SPLIT))
         if attended is not None:
@@ -155,7 +159,11 @@ class _Stage:
 
         def fn(*tensors: Tensor) -> tuple[Any, ...]:
             sizes = bind_sizes(dims, tensors)
-            rest = iter(tensors[NUM_COMMON:])
+            common, rest = tensors[:NUM_COMMON], iter(tensors[NUM_COMMON:])
+            overrides = {}
+            if self.reads_heads:
+                every, heads = variant.piece.nodes, next(rest)
+                overrides = group_dropouts(scope, groups, every, SPLIT, sizes, common, heads)
             factors = {**bind_factors(scope, SPLIT, sizes), **groups.sizes}
             env: dict[fx.Node, Any] = {groups.x: next(rest)} if self.reads_x else {}
             if attended is not None:
@@ -165,7 +173,7 @@ class _Stage:
             if self.ups:
                 env.update(evaluate_ups(scope, self.ups, env[groups.x], ups, factors))
             env.update((w.node, next(rest)) for w in region)
-            evaluate(scope, nodes, env, factors)
+            evaluate(scope, nodes, env, factors, overrides)
             if down is None:
                 return tuple(env[n] for n in outputs)
             return (torch.ops.aten.linear.default(env[outputs[0]], down.apply(next(rest))),)
@@ -175,7 +183,8 @@ class _Stage:
 
     def pick(self, group: _Group, attended: Tensor | None = None) -> list[Tensor]:
         """The stage's tensors after the common ones."""
-        tensors = [group.x] if self.reads_x else []
+        tensors = [group.heads] if self.reads_heads else []
+        tensors += [group.x] if self.reads_x else []
         if attended is not None:
             tensors.append(attended)
         return [
@@ -193,6 +202,8 @@ class _Group:
     """The tensors of one group, leaves of a graph of their own."""
 
     index: int
+    heads: Tensor
+    """Query heads (or columns), int64; one that exists in place of one that is missing."""
     x: Tensor
     local: list[Tensor]
     weights: list[Tensor]
@@ -221,7 +232,7 @@ class MetpVariant:
         self.weights = [*up_weights(groups.ups), *region, groups.down]
         """Weights of the groups, each in the form in which a group takes it."""
         self.used = [g for g, q in enumerate(groups.slots.q) if max(q) >= 0]
-        self.heads: dict[int, Tensor] = {}
+        self._heads: dict[int, Tensor] = {}
         self._make_stages(block)
         pre = segments.pre
         self.pre = _Local(self, "pre", pre, ()) if pre.nodes else None
@@ -278,11 +289,19 @@ class MetpVariant:
         for node, t in zip(self.local, tensors[1:n], strict=True):
             rows = self.groups.slices.get(node)
             local.append(t.detach() if rows is None else rows.take(t.detach(), index).contiguous())
-        out = _Group(index, tensors[0].detach(), local, self.group_weights(index, tensors[n:]))
+        x, weights = tensors[0].detach(), self.group_weights(index, tensors[n:])
+        out = _Group(index, self.heads(index, x.device), x, local, weights)
         for t, need in zip(out.all(), needs, strict=True):
             if need:
                 t.requires_grad_()
         return out
+
+    def heads(self, index: int, device: torch.device) -> Tensor:
+        """Query heads (or columns) of group ``index``, int64."""
+        if index not in self._heads:
+            ids = torch.tensor(self.groups.slots.q[index]).clamp(min=0)
+            self._heads[index] = ids.to(device)
+        return self._heads[index]
 
     def group_weights(self, index: int, whole: Sequence[Tensor]) -> list[Tensor]:
         """W_g of group ``index``, in the order of ``weights``, from the whole weights."""
@@ -297,13 +316,8 @@ class MetpVariant:
             self.groups.slices[n].take(m, index).contiguous() if n in self.groups.slices else m
             for n, m in zip(self.masks, call.masks, strict=True)
         ]
-        heads, seed = None, None
-        if self.numbers[-1] > 0:
-            seed = call.common[-1]
-            if index not in self.heads:
-                ids = torch.tensor(self.groups.slots.q[index]).clamp(min=0)
-                self.heads[index] = ids.to(seed.device)
-            heads = self.heads[index]
+        seed = call.common[-1] if self.numbers[-1] > 0 else None
+        heads = self.heads(index, seed.device) if seed is not None else None
         return [call.common[3], *masks, seed, *self.numbers, self.scope.axis.name, heads]
 
     def forward_groups(

@@ -19,6 +19,8 @@ from paradyse.strategies.group_pieces import (
     attention_extras,
     evaluate,
     evaluate_ups,
+    group_dropouts,
+    has_dropout,
     local_shape,
     on_tokens,
     up_weights,
@@ -55,7 +57,7 @@ class TensorParallelVariant:
         self.nodes = [w.node for w in self.weights]
         self.forms = [w.form for w in self.weights]
         self.heads: Tensor | None = None
-        self.needs_heads = (
+        self.needs_heads = has_dropout(groups.core) or (
             block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
         )
         dims = [*common_dims(scope)]
@@ -85,6 +87,9 @@ class TensorParallelVariant:
         here = bind_factors(scope, SPLIT, sizes)
         everywhere = {**bind_factors(scope, WHOLE, sizes), **groups.sizes}
         overrides = dropout_overrides(scope, self.piece.nodes, SPLIT, sizes, common)
+        if heads is not None:
+            every = self.piece.nodes
+            overrides |= group_dropouts(scope, groups, every, WHOLE, sizes, common, heads)
         if block.attention is not None:
             overrides[block.attention] = self._attention(common, heads)
 
