@@ -51,6 +51,9 @@ class Rows:
                 shape = [*weight.shape]
                 shape[self.dim] = n
                 parts.append(weight.new_zeros(shape))
+        if all(start < 0 for start, _ in self.runs[group]):
+            # All ranks must have a gradient for the same weights: one of zeros here.
+            return weight.narrow(self.dim, 0, 1) * parts[0]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def add(self, out: Tensor, group: int, grad: Tensor) -> None:
