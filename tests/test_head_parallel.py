@@ -170,8 +170,13 @@ def test_groups_sum_to_the_block(layout: str) -> None:
     inputs: dict[str, Any] = {"input_ids": make_batch("plain", 2, 9)["input_ids"]}
     if "Masked" not in name:
         inputs["use_cache"] = False
-    program, values = capture(model, inputs)
+    program = check_groups(model, inputs)
     assert {s.block.kind for s in program.block_steps} == {"attention", "mlp"}
+
+
+def check_groups(model: Any, inputs: dict[str, Any]) -> Program:
+    """Every block's groups, for several numbers of them, sum to it in value and gradients."""
+    program, values = capture(model, inputs)
     for p in (2, 3, 4, 7):
         scope = replace(program.scope, axis=Axis(f"of {p}", p, 0))
         for step in program.block_steps:
@@ -183,6 +188,7 @@ def test_groups_sum_to_the_block(layout: str) -> None:
             assert relative(got, want) < CLOSE
             weights = [w.node for w in [*up_weights(groups.ups), groups.down]]
             _compare_gradients(got, want, [values[n] for n in dict.fromkeys(weights)])
+    return program
 
 
 def _compare_gradients(got: Tensor, want: Tensor, weights: list[Tensor]) -> None:
@@ -225,6 +231,47 @@ class _Layer(nn.Module):
         x = x + self.out(o)
         h = F.gelu(self.up(x))
         return x + self.down(F.dropout(h, 0.5) if self.odd == "mlp dropout" else h)
+
+
+class _RepeatedHeads(nn.Module):
+    """KV heads copied for each query head before attention, in two spellings."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.qkv = nn.ModuleList(nn.Linear(32, n) for n in (32, 16, 16))
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in self.qkv)
+        if self.how == "repeat_interleave":
+            k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        else:
+            k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for t in (k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+
+class _Encoder(nn.Module):
+    """PyTorch's own layer: packed projections, (B H, S, D) on the way, sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.layer(self.embed(input_ids))
+
+
+@pytest.mark.parametrize("how", ["repeat_interleave", "expand", "encoder"])
+def test_groups_of_plain_modules(how: str) -> None:
+    torch.manual_seed(0)
+    model = _Encoder() if how == "encoder" else _RepeatedHeads(how)
+    program = check_groups(model.double(), {"input_ids": torch.arange(14).view(2, 7)})
+    assert len(program.block_steps) == (2 if how == "encoder" else 1)
 
 
 @pytest.mark.parametrize(
