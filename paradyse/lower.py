@@ -88,7 +88,7 @@ def compile_function(
     fn: Callable[..., tuple[Any, ...]],
     specs: Sequence[Spec],
     inner: str,
-    hints: Mapping[str, int] | None = None,
+    hints: Mapping[str, int],
 ) -> Compiled:
     """Trace ``fn`` on fake tensors shaped like ``specs`` and compile the graph with ``inner``.
 
@@ -99,7 +99,7 @@ def compile_function(
             size of 1 is fixed: it is special to broadcasting.
     """
     start = time.perf_counter()
-    static = {name: n for name, n in (hints or {}).items() if n == 1}
+    static = {name: n for name, n in hints.items() if n == 1}
     shape_env = ShapeEnv(duck_shape=False)
     fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     factors = {f for s in specs for d in s.dims for f in d if not isinstance(f, int)}
@@ -107,7 +107,7 @@ def compile_function(
     sizes: dict[str, Any] = {name: static[name] for name in names if name in static}
     symbols = {}
     for name in sorted(names - set(static)):
-        hint = (hints or {})[name]
+        hint = hints[name]
         source = ConstantSource(f"__paradyse_{name}")
         symbols[name] = shape_env.create_symbol(
             hint, source, DimDynamic.DYNAMIC, constraint_dim=None

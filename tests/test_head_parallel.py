@@ -396,3 +396,30 @@ def test_rows_are_taken_and_put_back(rows: tuple[int, ...], dim: int) -> None:
     form.add(out, 1, grad)
     (want,) = torch.autograd.grad(taken, weight, grad)
     torch.testing.assert_close(out, want)
+
+
+def _saved_bytes(plan: str) -> int:
+    """What forward keeps for backward, parameters aside."""
+    model, batch = make_model("llama", num_key_value_heads=4), make_batch("plain", 1, 256)
+    compiled = torch.compile(
+        model, backend="paradyse", options={"plan": plan, "inner": "aot_eager"}
+    )
+    run_step(compiled, model, batch)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = compiled(**batch).loss
+    assert loss.requires_grad
+    return sum(s.nbytes() for at, s in kept.items() if at not in parameters)
+
+
+def test_metp_keeps_less_for_backward(pool2: RankPool) -> None:
+    streamed, whole = (
+        pool2.run(_saved_bytes, p, timeout_s=300)[0] for p in ("metp", "megatron_cz")
+    )
+    assert streamed < whole, (streamed, whole)
