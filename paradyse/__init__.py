@@ -15,6 +15,8 @@ if (_here.parent / "pyproject.toml").is_file() and not (_here / "passes").is_dir
     __path__.append(str(_here.parent))
 del _here
 _API = {
+    "shard": "paradyse.sharded_model",
+    "full_state_dict": "paradyse.sharded_model",
     "explain": "paradyse.backend",
     "stats": "paradyse.backend",
     "verify": "paradyse.verification",

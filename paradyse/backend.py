@@ -26,12 +26,15 @@ from paradyse.capture import (
 )
 from paradyse.config import Options, parse_options
 from paradyse.describe import describe_blocks, describe_masks
+from paradyse.gathered import Shelf, gather
 from paradyse.machine import measure_machine
 from paradyse.mesh import Axis, resolve_axis
 from paradyse.planner import Planner
 from paradyse.program import Program, StepConstants
 from paradyse.report import PlanReport, Stats, explain_plan, text_table
+from paradyse.shards import ShardedTensor, relayout
 from paradyse.strategies import canonical_variant
+from paradyse.strategies.rest_layout import rest_layouts
 from paradyse.strategies.variant import WHOLE
 from paradyse.switch import Guard, check_agreement, checksum, must_check
 from paradyse.types import Plan, Workload
@@ -67,6 +70,10 @@ class Capture:
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
         ]
         self.parameters = [weakref.ref(e) for e in examples if isinstance(e, torch.nn.Parameter)]
+        self.sharded = {
+            i: weakref.ref(e) for i, e in enumerate(examples) if isinstance(e, ShardedTensor)
+        }
+        _check_shards(examples, axis)
         self.fallback: Any = None
         self.num_steps = 0
         self.notes: list[str] = []
@@ -86,11 +93,24 @@ class Capture:
                     f"nothing in this graph can be split: {'; '.join(self.notes)}. "
                     'on_unsupported="gather" computes it whole on every rank.'
                 )
-            self.fallback = (
-                lookup_backend(options.inner)(gm, examples)
-                if options.inner != "eager"
-                else gm.forward
-            )
+            self.fallback = self._whole_graph(examples)
+
+    def _whole_graph(self, examples: Sequence[Any]) -> Any:
+        """The graph as it is, on every rank, with whole weights."""
+        inner, sharded = self.options.inner, self.sharded
+        plain = [e.local.new_empty(e.shape) if i in sharded else e for i, e in enumerate(examples)]
+        run = lookup_backend(inner)(self.gm, plain) if inner != "eager" else self.gm.forward
+        if not sharded:
+            return run
+        between = comm.register_block("whole graph")
+
+        def with_whole_weights(*args: Any) -> Any:
+            shards = [args[i] for i in sharded]
+            wholes, _ = gather(shards, between, False, Shelf())
+            given = dict(zip(sharded, wholes, strict=True))
+            return run(*(given.get(i, a) for i, a in enumerate(args)))
+
+        return with_whole_weights
 
     def _graph(self, inputs: Sequence[Any]) -> _Graph | None:
         program, ctx = build_program(self.gm, inputs, self.is_weight, self.options, self.axis)
@@ -99,6 +119,7 @@ class Capture:
             log.info("%s", note)
         if program is None:
             return None
+        self._lay_out(program)
         graph = _Graph(program, self)
         named = {program.scope.seq, program.scope.batch}
         if not self.keyed_dims:
@@ -110,6 +131,17 @@ class Capture:
         shapes = tuple(inputs[i].shape[d] for i, d in self.keyed_dims)
         self.graphs[tuple(inputs[i] for i in self.trace.scalars) + shapes] = graph
         return graph
+
+    def _lay_out(self, program: Program) -> None:
+        """Move sharded weights to whole heads per rank, once, where a block asks for it."""
+        if not self.sharded:
+            return
+        held = {program.placeholders[i]: ref() for i, ref in self.sharded.items()}
+        for step in program.block_steps:
+            for node, layout in rest_layouts(program.scope, step.block).items():
+                weight = held.pop(node, None)
+                if weight is not None:
+                    relayout(weight, layout)
 
     def _check_sizes(self, graph: _Graph) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
@@ -175,9 +207,14 @@ class _Graph:
         self.axis = axis
         self.blocks = describe_blocks(program)
         weights = [p() for p in capture.parameters]
-        static = sum(4 * w.numel() * w.element_size() for w in weights if w is not None)
+        static = sum(4 * _held_bytes(w) for w in weights if w is not None)
         self.planner = Planner(
-            options, self.blocks, axis.size, lambda dtype: measure_machine(axis, dtype), static
+            options,
+            self.blocks,
+            axis.size,
+            lambda dtype: measure_machine(axis, dtype),
+            static,
+            bool(capture.sharded),
         )
         self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
         like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
@@ -233,7 +270,8 @@ class _Graph:
         weights = 0
         if first:
             held = [p() for p in self.capture.parameters]
-            sums = [p.detach().double().sum() for p in held if p is not None]
+            whole = [p for p in held if p is not None and not isinstance(p, ShardedTensor)]
+            sums = [p.detach().double().sum() for p in whole]
             weights = checksum([torch.stack(sums)]) if sums else 0
         numbers = {  # as many on every rank, also where ranks disagree on what is the first call
             "the sequence length": sizes[WHOLE],
@@ -243,6 +281,22 @@ class _Graph:
         }
         tensors = [args[i] for i in self.data]
         check_agreement(self.axis, tensors, numbers, ",".join(constants.strategies))
+
+
+def _held_bytes(weight: Tensor) -> int:
+    held = weight.local if isinstance(weight, ShardedTensor) else weight
+    return held.numel() * held.element_size()
+
+
+def _check_shards(examples: Sequence[Any], axis: Axis) -> None:
+    for e in examples:
+        if isinstance(e, ShardedTensor) and e.placement.axis != axis:
+            at = e.placement.axis
+            raise ValueError(
+                f"the weights are sharded over {at.size} ranks ({at.name}), but "
+                f"the backend's mesh has {axis.size} ({axis.name}): give paradyse.shard and "
+                "the option 'mesh' the same mesh"
+            )
 
 
 def _checksum_of_rng() -> int:

@@ -10,8 +10,10 @@ from torch import Tensor, fx
 
 from paradyse import comm
 from paradyse.deferred import DeferredTensor
+from paradyse.gathered import Gathered, Shelf, fits, gather, group_rows
 from paradyse.lower import Dims, dim_size
 from paradyse.pieces import Piece, is_weight, live_nodes, make_piece, run
+from paradyse.shards import ShardedTensor
 from paradyse.strategies.variant import (
     SPLIT,
     WHOLE,
@@ -48,6 +50,8 @@ class Frame:
         self.step_id = program.between_id
         self.common: Any = ()
         self._summed: dict[fx.Node, Tensor] | None = None
+        self._shelf = Shelf()
+        self._gathered: list[Gathered] = []
 
     def _at(self, index: int, block_id: int) -> None:
         c = self.constants
@@ -107,24 +111,61 @@ class Frame:
         where = (self.sizes[WHOLE], self.axis, self.program.between_id)
         return _on_sequence(value, dims, local, lambda x, dim: GatherTokens.apply(x, dim, *where))
 
-    def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]:
-        """Weights in ``forms``. Gradients of all are summed over ranks when all are there."""
-        if self.axis.size > 1 and torch.is_grad_enabled():
-            if self._summed is None:
-                owners = self.program.weight_owners
-                held = {n: i for n, i in owners.items() if self.env[n].requires_grad}
-                tensors = [self.env[n] for n in held]
-                summed = (
-                    SumGradients.apply(self.axis, list(held.values()), *tensors) if held else ()
-                )
-                self._summed = dict(zip(held, summed, strict=True))
-            tensors = [self._summed.get(n, self.env[n]) for n in nodes]
-        else:
-            tensors = [self.env[n] for n in nodes]
-        return tuple(
-            t if form is None else form.take(t, self.axis.rank)
-            for t, form in zip(tensors, forms, strict=True)
-        )
+    def weights(
+        self, nodes: Sequence[fx.Node], forms: Sequence[Form], summed: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Weights in ``forms``: of replicated ones parts, of sharded ones what lies here or what is
+        gathered for this step.
+
+        Args:
+            summed: each rank computes a part of the gradients; else all compute the whole.
+        """
+        values = [self.env[n] for n in nodes]
+        away = [
+            i
+            for i, (x, form) in enumerate(zip(values, forms, strict=True))
+            if isinstance(x, ShardedTensor) and not fits(x, form)
+        ]
+        whole: dict[int, Tensor] = {}
+        if away:
+            shards = [values[i] for i in away]
+            found, gathered = gather(shards, self.step_id, summed, self._shelf)
+            whole = dict(zip(away, found, strict=True))
+            if gathered is not None:
+                self._gathered.append(gathered)
+        taken = []
+        for i, (node, x, form) in enumerate(zip(nodes, values, forms, strict=True)):
+            if isinstance(x, ShardedTensor) and i not in whole:
+                assert form is not None
+                taken.append(group_rows(x, form))
+                continue
+            x = whole[i] if i in whole else self._replicated_weight(node) if summed else x
+            taken.append(x if form is None else form.take(x, self.axis.rank))
+        return tuple(taken)
+
+    def _replicated_weight(self, node: fx.Node) -> Tensor:
+        """A weight of which every rank has the whole. Gradients of all these are summed over ranks
+        when all are there."""
+        if self.axis.size == 1 or not torch.is_grad_enabled():
+            return self.env[node]
+        if self._summed is None:
+            owners = self.program.weight_owners
+            held = {
+                n: i
+                for n, i in owners.items()
+                if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
+            }
+            tensors = [self.env[n] for n in held]
+            summed = SumGradients.apply(self.axis, list(held.values()), *tensors) if held else ()
+            self._summed = dict(zip(held, summed, strict=True))
+        return self._summed.get(node, self.env[node])
+
+    def _release(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Give back the whole weights of the step that made ``outputs``."""
+        gathered, self._gathered = self._gathered, []
+        for g in gathered:
+            outputs = g.release(outputs)
+        return outputs
 
     def run_block(self, step: BlockStep, strategy: str) -> None:
         comm.traffic(step.block_id).strategy = strategy
@@ -132,26 +173,28 @@ class Frame:
         if step.sides and self.axis.size > 1:
             for node in step.sides:
                 self.env[node] = self._side(step, node)
-        outputs = self.program.variant(step, strategy)(self)
+        outputs = self._release(self.program.variant(step, strategy)(self))
         for node, value in zip(step.piece.outputs, outputs, strict=True):
             self.env[node] = value
 
     def run_piece(self, step: PieceStep) -> None:
         self._at(len(self.constants.infos) - 1, self.program.between_id)
+        read = step.piece.inputs if step.eager else step.body.weight_nodes
+        nodes = [n for n in read if is_weight(n)]
+        weights = self.weights(nodes, [None] * len(nodes), step.split)
+        outputs: Sequence[Any]
         if step.eager:
-            read = self._split_input if step.split else self.replicated
-            values = [read(n) for n in step.piece.inputs]
+            env = dict(zip(nodes, weights, strict=True))
+            for n in step.piece.inputs:
+                if n not in env:
+                    env[n] = self.get(n, SPLIT) if step.split else self.replicated(n)
+            values = [env[n] for n in step.piece.inputs]
             outputs = self._interpret(step.piece, values, SPLIT if step.split else WHOLE)
-        elif step.split:
-            nodes = step.body.weight_nodes
-            outputs = step.body(self, self.weights(nodes, [None] * len(nodes)))
         else:
-            outputs = step.body(_Replicated(self), [self.env[n] for n in step.body.weight_nodes])
+            outputs = step.body(self if step.split else _Replicated(self), weights)
+        outputs = self._release(outputs)
         for node, value in zip(step.piece.outputs, outputs, strict=True):
             self.env[node] = value
-
-    def _split_input(self, node: fx.Node) -> Any:
-        return self.weights([node], [None])[0] if is_weight(node) else self.get(node, SPLIT)
 
     def _interpret(self, piece: Piece, values: Sequence[Any], layout: str) -> tuple[Any, ...]:
         scope = self.program.scope
@@ -166,16 +209,18 @@ class Frame:
         inputs = [self.env[n] if is_weight(n) else self.get(n, SPLIT) for n in piece.inputs]
         grad = torch.is_grad_enabled()
 
+        def taken(n: fx.Node, x: Any) -> Any:
+            if isinstance(x, ShardedTensor):
+                return gather([x], step_id, True, self._shelf)[0][0]
+            if is_weight(n) and grad and x.requires_grad:
+                return ReduceGrad.apply(x, self.axis, step_id)
+            return x
+
         def compute() -> Tensor:
             self.common, self.step_id = common, step_id
             with torch.set_grad_enabled(grad):
-                taken = [
-                    ReduceGrad.apply(x, self.axis, step_id)
-                    if is_weight(n) and grad and x.requires_grad
-                    else x
-                    for n, x in zip(piece.inputs, inputs, strict=True)
-                ]
-                (value,) = self._interpret(piece, taken, SPLIT)
+                values = [taken(n, x) for n, x in zip(piece.inputs, inputs, strict=True)]
+                (value,) = self._interpret(piece, values, SPLIT)
                 return self._gather(node, value)
 
         return self._deferred(node, compute)

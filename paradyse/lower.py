@@ -28,8 +28,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 log = logging.getLogger(__name__)
 
-LONG = {"B": 4, "S": 2048, "s": 1024}
-"""Sizes to have the inner compiler tune for, where the graph allows: long ones cost most."""
+LONG = 2048
+"""Tokens to have the inner compiler tune for at least, where the graph allows: long sequences cost
+most. Not more: inductor writes sums of over 4,096 values in another way, and would compile twice.
+"""
 
 
 Size = str | int | tuple[str, int]

@@ -34,7 +34,7 @@ class Rows:
     @cached_property
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per group its indices as stretches (first, how many); (-1, n) is n rows of zeros."""
-        return tuple(_runs(rows) for rows in self.groups)
+        return tuple(stretches(rows) for rows in self.groups)
 
     def take(self, weight: Tensor, group: int) -> Tensor:
         """W_g, with zeros for padding. Differentiable; a view where it is one stretch."""
@@ -70,7 +70,8 @@ class Rows:
             at += n
 
 
-def _runs(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def stretches(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """``rows`` as stretches of consecutive ones, (first, how many); (-1, n) for n times -1."""
     found: list[tuple[int, int]] = []
     for row in rows:
         start, n = found[-1] if found else (-2, 0)

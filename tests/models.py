@@ -176,8 +176,14 @@ def run_step(
         out = call(**batch)
     loss = loss_of(out)
     loss.backward()
-    grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return Step(loss.item(), grads, out.logits.detach().clone() if logits else None)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A copy; of a sharded tensor all rows, so every rank must ask."""
+    gather = getattr(x, "full_tensor", None)
+    return gather() if gather is not None else x.detach().clone()
 
 
 def relative(got: Tensor, want: Tensor, scale: float | None = None) -> float:

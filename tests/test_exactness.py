@@ -47,10 +47,23 @@ def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
 
 
 def compare_plans(
-    family: str, dtype: torch.dtype, batches: Batches, inner: str, plans: tuple[str, ...]
+    family: str,
+    dtype: torch.dtype,
+    batches: Batches,
+    inner: str,
+    plans: tuple[str, ...],
+    sharded: bool = False,
 ) -> tuple[Rows, Blocks]:
-    """Every plan on every batch against eager; the blocks with what they refuse."""
-    model = make_model(family, dtype)
+    """Every plan on every batch against eager; the blocks with what they refuse.
+
+    Args:
+        sharded: the compiled model's weights lie spread over the ranks.
+    """
+    import paradyse
+
+    reference = model = make_model(family, dtype)
+    if sharded:
+        model = paradyse.shard(make_model(family, dtype))
     rows: Rows = []
     for how, shapes in batches.items():
         if how == "packed" and not FAMILIES[family].packs:
@@ -65,7 +78,7 @@ def compare_plans(
                 for x in inputs.values():
                     for dim in range(batch == 1, 2):
                         torch._dynamo.maybe_mark_dynamic(x, dim)
-            want = run_step(model, model, inputs, logits=True)
+            want = run_step(reference, reference, inputs, logits=True)
             current[0] = "colossal_z"  # no block refuses it
             run_step(compiled, model, inputs)
             blocks = blocks_of(compiled)

@@ -26,6 +26,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "pieces": frozenset({"types", "sharding"}),  # a part of a graph at other sizes
     "weights": frozenset({"types", "mesh", "comm"}),  # how a block takes its weights
     "deferred": frozenset({"types", "mesh", "comm"}),  # outputs gathered when first used
+    "sharded_model": frozenset({"types", "mesh", "comm"}),  # the user's call that spreads weights
     "strategies": frozenset(
         {"types", "mesh", "sharding", "comm", "kernels", "lower", "pieces", "weights"}
     ),
@@ -51,7 +52,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
 Its value: the rows that it may import, besides itself."""
 
-PART_OF = {"token_ops": "comm", "frame": "program"}
+PART_OF = {"token_ops": "comm", "shards": "comm", "gathered": "weights", "frame": "program"}
 """Modules that belong to a row of another name."""
 
 LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}

@@ -78,7 +78,9 @@ class VariantCache:
         """Sizes to trace at, in order: long ones for a compiler that tunes, then these."""
         if inner != "inductor":
             return [dict(sizes)]
-        long = {k: 1 if n == 1 else max(n, LONG.get(k, n)) for k, n in sizes.items()}
+        tokens = LONG // sizes.get("B", 1)
+        least = {WHOLE: tokens, SPLIT: tokens // 2}
+        long = {k: 1 if n == 1 else max(n, least.get(k, n)) for k, n in sizes.items()}
         return [long, dict(sizes)]
 
 

@@ -1,0 +1,188 @@
+"""Whole weights made from shards for the time of a block, and the shards themselves as weights.
+
+ZeRO-3 (arXiv 1910.02054, stage 3): a block's weights are gathered before it runs and given back
+after it, in forward and again in backward; the sum of their gradients is scattered to the ranks'
+rows. What autograd saves are tensors whose storage is emptied in between, as in PyTorch's
+fully_shard, so any compiled function can be the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.mesh import Axis
+from paradyse.shards import ShardedTensor, ShardLayout, gather_shards, scatter_gradients
+from paradyse.weights import Form, Rows, stretches
+
+
+class Shelf:
+    """The gathered weights of one call that are whole at present: those of one block."""
+
+    def __init__(self) -> None:
+        self.filled: Gathered | None = None
+
+
+class Gathered:
+    """Whole weights of one block (or piece between blocks) in one call."""
+
+    def __init__(self, shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf):
+        """``summed``: each rank computes a part of the gradients; else each computes the whole."""
+        self.shards, self.block_id, self.summed, self.shelf = shards, block_id, summed, shelf
+        self.wholes: list[Tensor] = []
+        self.is_filled = False
+
+    def make(self) -> list[Tensor]:
+        """The whole tensors, for the first time."""
+        out = gather_shards(self.shards, self.block_id)
+        self.wholes = [w.data for w in out]  # a version counter of their own
+        self.is_filled = True
+        return out
+
+    def fill(self) -> None:
+        """Gather again what ``free`` gave back, for backward."""
+        if self.shelf.filled is not None and self.shelf.filled is not self:
+            self.shelf.filled.free()
+        self.shelf.filled = self
+        if self.is_filled:
+            return
+        for w in self.wholes:
+            w.untyped_storage().resize_(w.numel() * w.element_size())
+        gather_shards(self.shards, self.block_id, self.wholes)
+        self.is_filled = True
+
+    def free(self) -> None:
+        for w in self.wholes:
+            w.untyped_storage().resize_(0)
+        self.is_filled = False
+
+    def release(self, outputs: Sequence[Any]) -> list[Any]:
+        """Give the memory back after forward; the block's ``outputs`` bring it back in backward."""
+        needs = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        result = list(outputs)
+        if needs:
+            held = _FillInBackward.apply(self, *(outputs[i] for i in needs))
+            for i, x in zip(needs, held, strict=True):
+                result[i] = x
+        self.free()
+        return result
+
+
+class _FillInBackward(torch.autograd.Function):
+    """Outputs of a block as they are; their gradients come when its weights are whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, *outputs: Tensor) -> Any:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.gathered.fill()
+        return None, *grads
+
+
+class _Gather(torch.autograd.Function):
+    """Shards to whole weights; backward scatters the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, *shards: Tensor) -> Any:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        wholes = gathered.make()
+        frozen = [w for w, s in zip(wholes, shards, strict=True) if not s.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gathered: Gathered = ctx.gathered
+        gathered.free()
+        found = [i for i, g in enumerate(grads) if g is not None]
+        out: list[Tensor | None] = [None] * len(grads)
+        like = [gathered.shards[i] for i in found]
+        given = [grads[i] for i in found]
+        if not found:
+            return None, *out
+        if gathered.summed:
+            mine = scatter_gradients(given, like, gathered.block_id)
+        else:
+            mine = [_rows(g, s) for g, s in zip(given, like, strict=True)]
+        for i, g in zip(found, mine, strict=True):
+            out[i] = g
+        return None, *out
+
+
+def _rows(grad: Tensor, like: ShardedTensor) -> ShardedTensor:
+    rows = like.placement.take(grad, like.placement.axis.rank)
+    return ShardedTensor(
+        rows.clone(memory_format=torch.contiguous_format), like.placement, like.shape
+    )
+
+
+def gather(
+    shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf
+) -> tuple[list[Tensor], Gathered | None]:
+    """Whole weights, differentiable, and what must ``release`` them where backward will come."""
+    gathered = Gathered(shards, block_id, summed, shelf)
+    if not torch.is_grad_enabled():
+        return gathered.make(), None
+    wholes = _Gather.apply(gathered, *shards)
+    return list(wholes), gathered
+
+
+class _AsItLies(torch.autograd.Function):
+    """The rank's rows as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: ShardedTensor) -> Tensor:
+        ctx.like = (shard.placement, shard.shape)
+        return shard.local.view_as(shard.local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ShardedTensor(grad, *ctx.like)
+
+
+def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
+    """W_r, the rows of this rank's group, from the rows that it holds (``form`` fits them)."""
+    rank = shard.placement.axis.rank
+    rows: Tensor = _AsItLies.apply(shard)
+    if -1 not in form.groups[rank]:
+        return rows
+    if shard.local.shape[form.dim] == 0:  # a group without heads: zeros that still have a gradient
+        shape = [*shard.shape]
+        shape[form.dim] = len(form.groups[rank])
+        return torch.cat([rows, rows.new_zeros(shape)], form.dim)
+    at = iter(range(shard.local.shape[form.dim]))
+    places = tuple(-1 if row < 0 else next(at) for row in form.groups[rank])
+    return Rows(form.dim, (places,)).take(rows, 0)
+
+
+_LAYOUTS: dict[tuple[int, str], tuple[Rows, ShardLayout | None]] = {}
+
+
+def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:
+    """The layout in which each rank holds the rows of its group; None where a row is in no group
+    or in two (a KV head that several ranks need)."""
+    if form is None:
+        return None
+    key = (id(form), axis.name)
+    if key not in _LAYOUTS:
+        rows = [tuple(r for r in group if r >= 0) for group in form.groups]
+        apart = sorted(r for group in rows for r in group) == list(range(num_rows))
+        layout = ShardLayout(axis, form.dim, tuple(map(stretches, rows))) if apart else None
+        _LAYOUTS[key] = (form, layout)  # the form too, so that its id stays its own
+    return _LAYOUTS[key][1]
+
+
+def fits(shard: ShardedTensor, form: Form) -> bool:
+    """Whether the rows that lie here are those that the rank's group computes with."""
+    if form is None:
+        return False
+    layout = layout_of(form, shard.placement.axis, shard.shape[form.dim])
+    return layout is not None and layout == shard.placement

@@ -1,0 +1,39 @@
+"""Where the weights of a block lie at rest: rows of whole heads (or columns) on each rank.
+
+Head-parallel strategies then use a rank's shard as it lies; the others gather all of them and do
+not mind the order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from paradyse.gathered import layout_of
+from paradyse.shards import ShardLayout
+from paradyse.strategies.group_pieces import up_weights
+from paradyse.strategies.head_groups import Unsplittable, Weight, analyse
+from paradyse.strategies.variant import Scope
+
+
+def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
+    """Parameter -> layout by groups, for those whose rows each belong to exactly one group.
+
+    Others (of a block that mixes heads, of KV heads that several groups need, norms) keep even
+    rows.
+    """
+    try:
+        groups = analyse(scope, block)
+    except Unsplittable:
+        return {}
+    region = [Weight(n, form) for n, form in groups.region_weights.items()]
+    out: dict[fx.Node, ShardLayout] = {}
+    for weight in [*up_weights(groups.ups), *region, groups.down]:
+        if weight.form is None:
+            continue
+        num_rows = weight.node.meta["val"].shape[weight.form.dim]
+        layout = layout_of(weight.form, scope.axis, num_rows)
+        if layout is not None:
+            out.setdefault(weight.node, layout)
+    return out

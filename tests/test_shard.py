@@ -1,0 +1,33 @@
+"""Weights that lie spread over the ranks: exact under every strategy, whatever divides by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import RankPool
+from models import FAMILIES
+from test_exactness import PLANS, Batches, assert_exact, compare_plans
+
+SHORT: Batches = {"plain": ((3, 13),)}
+PACKED: Batches = {"packed": ((1, 11),)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks(family: str, pool2: RankPool) -> None:
+    args = (family, torch.float32, SHORT, "aot_eager", PLANS, True)
+    assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_odd", "gpt2", "neox", "falcon", "olmo2"])
+def test_four_ranks(family: str, pool4: RankPool) -> None:
+    batches = SHORT | (PACKED if FAMILIES[family].packs else {})
+    args = (family, torch.float32, batches, "eager", PLANS, True)
+    assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_double_precision(nproc: int, ranks: Callable[[int], RankPool]) -> None:
+    args = ("llama_odd", torch.float64, SHORT, "eager", PLANS, True)
+    assert_exact("llama_odd", ranks(nproc).run(compare_plans, *args, timeout_s=300), torch.float64)
