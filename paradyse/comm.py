@@ -199,6 +199,28 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
     return out
 
 
+def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
+    """Start sending ``x`` of rank ``root`` into ``x`` of all; ``wait()`` gives it."""
+    source = dist.get_process_group_ranks(axis.group)[root]
+
+    def launch() -> Any:
+        return dist.broadcast(x, source, group=axis.group, async_op=True)
+
+    sent = _nbytes(x) * (axis.size - 1) if axis.rank == root else 0
+    return _start("broadcast", axis, block_id, sent, launch, x, None)
+
+
+def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
+    """Start summing ``x`` over ranks into ``x`` of rank ``root``; elsewhere it is spoilt."""
+    target = dist.get_process_group_ranks(axis.group)[root]
+
+    def launch() -> Any:
+        return dist.reduce(x, target, group=axis.group, async_op=True)
+
+    sent = _nbytes(x) if axis.rank != root else 0
+    return _start("reduce", axis, block_id, sent, launch, x, None)
+
+
 def ring_exchange(tensors: Sequence[Tensor], axis: Axis, block_id: int, shift: int = 1) -> Pending:
     """Start sending ``tensors`` to rank + shift and receiving their like from rank - shift.
 

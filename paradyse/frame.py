@@ -111,6 +111,10 @@ class Frame:
         where = (self.sizes[WHOLE], self.axis, self.program.between_id)
         return _on_sequence(value, dims, local, lambda x, dim: GatherTokens.apply(x, dim, *where))
 
+    def raw(self, node: fx.Node) -> Any:
+        """A weight as the call was given it: whole, or sharded."""
+        return self.env[node]
+
     def weights(
         self, nodes: Sequence[fx.Node], forms: Sequence[Form], summed: bool = True
     ) -> tuple[Tensor, ...]:

@@ -154,13 +154,7 @@ def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
     rows: Tensor = _AsItLies.apply(shard)
     if -1 not in form.groups[rank]:
         return rows
-    if shard.local.shape[form.dim] == 0:  # a group without heads: zeros that still have a gradient
-        shape = [*shard.shape]
-        shape[form.dim] = len(form.groups[rank])
-        return torch.cat([rows, rows.new_zeros(shape)], form.dim)
-    at = iter(range(shard.local.shape[form.dim]))
-    places = tuple(-1 if row < 0 else next(at) for row in form.groups[rank])
-    return Rows(form.dim, (places,)).take(rows, 0)
+    return form.packed(rank).take(rows, 0)
 
 
 _LAYOUTS: dict[tuple[int, str], tuple[Rows, ShardLayout | None]] = {}

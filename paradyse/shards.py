@@ -309,7 +309,8 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 # Whole tensors from shards and back
 
 
-def _by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
+def by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
+    """Indices of the tensors of each dtype."""
     found: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         found.setdefault(x.dtype, []).append(i)
@@ -331,7 +332,7 @@ def gather_shards(
         out: tensors of the whole shapes to write into.
     """
     wholes = list(out) if out is not None else [t.local.new_empty(t.shape) for t in tensors]
-    for index in _by_dtype(tensors):
+    for index in by_dtype(tensors):
         group = [tensors[i] for i in index]
         axis, flat = group[0].placement.axis, [t.local.reshape(-1) for t in group]
         short = _padded(group) - sum(f.numel() for f in flat)
@@ -353,7 +354,7 @@ def scatter_gradients(
     """Sums over ranks of ``grads`` (of whole tensors), each rank its rows; a message for each
     dtype."""
     out: list[Any] = [None] * len(grads)
-    for index in _by_dtype(grads):
+    for index in by_dtype(grads):
         group = [like[i] for i in index]
         axis = group[0].placement.axis
         sent = grads[index[0]].new_empty(axis.size, _padded(group))

@@ -53,8 +53,15 @@ class Rows:
                 parts.append(weight.new_zeros(shape))
         if all(start < 0 for start, _ in self.runs[group]):
             # All ranks must have a gradient for the same weights: one of zeros here.
+            if weight.shape[self.dim] == 0:
+                return torch.cat([weight, parts[0]], self.dim)
             return weight.narrow(self.dim, 0, 1) * parts[0]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def packed(self, group: int) -> Rows:
+        """One group's rows, counted among those of them that exist: what is missing stays -1."""
+        at = iter(range(len(self.groups[group])))
+        return Rows(self.dim, (tuple(-1 if row < 0 else next(at) for row in self.groups[group]),))
 
     def add(self, out: Tensor, group: int, grad: Tensor) -> None:
         """Add ``grad``, of W_g, into ``out``, the gradient of the whole weight."""

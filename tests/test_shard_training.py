@@ -143,7 +143,7 @@ def memory(plan: str) -> tuple[float, int, int, int]:
     return share, most, sum(steps[-2:]), between
 
 
-@pytest.mark.parametrize("plan", ["megatron_cz", "megatron_ts"])
+@pytest.mark.parametrize("plan", ["megatron_cz", "megatron_ts", "metp"])
 def test_memory(plan: str, pool2: RankPool, pool4: RankPool) -> None:
     for pool, p in ((pool2, 2), (pool4, 4)):
         for share, most, two_steps, between in pool.run(memory, plan, timeout_s=200):

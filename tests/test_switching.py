@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankFailure, RankPool, run_ranks
-from models import TOLERANCE, make_batch, make_model, run_step
+from models import TOLERANCE, make_batch, make_model, run_step, whole
 from test_exactness import blocks_of
 
 from paradyse.types import Plan
@@ -21,13 +21,15 @@ NUM_STEPS = 200
 
 
 def train(
-    steps: int, compiled: bool
+    steps: int, compiled: bool, sharded: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str], int]:
     """Losses, final weights, plan keys, and switches, by SGD on random lengths."""
     import paradyse
     from paradyse.backend import captures_of
 
     model = make_model("llama_odd")
+    if sharded:
+        paradyse.shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lengths, plans = random.Random(1), random.Random(2)
     current: list[Any] = ["colossal_z"]
@@ -48,13 +50,14 @@ def train(
         if compiled:
             graphs = [g for c in captures_of(call) for g in c.graphs.values()]
             keys.append(",".join(k for g in graphs for k in g.guard.plan_of.values()))
-    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    weights = {n: whole(p) for n, p in model.named_parameters()}
     return losses, weights, keys, paradyse.stats(call).plan_switches if compiled else 0
 
 
-def test_training_follows_one_process(pool1: RankPool, pool2: RankPool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_training_follows_one_process(sharded: bool, pool1: RankPool, pool2: RankPool) -> None:
     ((losses, weights, _, _),) = pool1.run(train, NUM_STEPS, False, timeout_s=200)
-    results = pool2.run(train, NUM_STEPS, True, timeout_s=500)
+    results = pool2.run(train, NUM_STEPS, True, sharded, timeout_s=500)
     assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 0.2  # it learns: the curve is not flat
     tolerance = TOLERANCE[torch.float32]
     for got, final, keys, switches in results:
@@ -70,11 +73,13 @@ def test_training_follows_one_process(pool1: RankPool, pool2: RankPool) -> None:
 MIXED = ("megatron_ts", "megatron_cz", "ulysses_z", "metp")
 
 
-def count_bytes() -> tuple[dict[str, dict[str, int]], dict[str, int], list[str]]:
+def count_bytes(sharded: bool) -> tuple[dict[str, dict[str, int]], dict[str, int], list[str]]:
     """Bytes of each block in a step: under each static plan, and under MIXED; names of blocks."""
     import paradyse
 
     model = make_model("llama")
+    if sharded:
+        paradyse.shard(model)
     current: list[Any] = ["colossal_z"]
     options = {"plan": lambda workload: current[0], "inner": "eager"}
     compiled = torch.compile(model, backend="paradyse", options=options)
@@ -101,9 +106,10 @@ def count_bytes() -> tuple[dict[str, dict[str, int]], dict[str, int], list[str]]
     return {s: b for s, (b, _) in static.items()}, switched, [b.name for b in blocks]
 
 
-def test_switch_sends_nothing(pool2: RankPool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_switch_sends_nothing(sharded: bool, pool2: RankPool) -> None:
     """Bytes of a step are the sum over blocks of what each sends under its strategy."""
-    for static, mixed, names in pool2.run(count_bytes, timeout_s=200):
+    for static, mixed, names in pool2.run(count_bytes, sharded, timeout_s=200):
         assert set(static) == {"megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp"}
         between = {n for n in mixed if n not in names}
         expected = {name: static[s][name] for s, name in zip(MIXED, names, strict=True)}

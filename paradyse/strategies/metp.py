@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.gathered import fits
 from paradyse.pieces import Piece
+from paradyse.shards import ShardedTensor
 from paradyse.strategies.group_pieces import (
     Segments,
     attention_extras,
@@ -52,6 +54,7 @@ from paradyse.strategies.variant import (
     piece_key,
     spec_dims,
 )
+from paradyse.strategies.weight_stream import WeightStream, padded_rows
 from paradyse.weights import Rows
 
 EAGER_NODES = 4
@@ -258,9 +261,7 @@ class MetpVariant:
         self.after = _Stage(self, "after", nodes, [h], attended, groups.down)
 
     def __call__(self, values: Values) -> Any:
-        env = dict(
-            zip(self.nodes, values.weights(self.nodes, [None] * len(self.nodes)), strict=True)
-        )
+        env = self._weights(values)
         for node in self.segments.inputs:
             env[node] = values.get(node, SPLIT)
         for node in self.local:
@@ -280,16 +281,35 @@ class MetpVariant:
         self.post(values, env)
         return (env[output],)
 
+    def _weights(self, values: Values) -> dict[fx.Node, Tensor]:
+        """Whole weights, and shards where each rank holds the rows of its group: they stream."""
+        forms = {w.node: w.form for w in self.weights}
+        elsewhere = set(self.nodes) - set(forms) | {w.node for w in self.segments.weights}
+        env: dict[fx.Node, Tensor] = {}
+        for node in self.nodes:
+            x = values.raw(node)
+            if isinstance(x, ShardedTensor) and node not in elsewhere and fits(x, forms[node]):
+                env[node] = x
+        whole = [n for n in self.nodes if n not in env]
+        env.update(zip(whole, values.weights(whole, [None] * len(whole)), strict=True))
+        return env
+
     # ---- groups
 
-    def group(self, index: int, tensors: Sequence[Tensor], needs: Sequence[bool]) -> _Group:
+    def stream(self, call: _Call, tensors: Sequence[Tensor]) -> WeightStream:
+        """The sharded ones of ``tensors``' weights, group by group."""
+        return WeightStream(tensors[1 + len(self.local) :], self.used, int(call.common[3][1]))
+
+    def group(
+        self, index: int, tensors: Sequence[Tensor], needs: Sequence[bool], stream: WeightStream
+    ) -> _Group:
         """The tensors of group ``index``, detached; those asked for require gradients."""
         n = 1 + len(self.local)
         local = []
         for node, t in zip(self.local, tensors[1:n], strict=True):
             rows = self.groups.slices.get(node)
             local.append(t.detach() if rows is None else rows.take(t.detach(), index).contiguous())
-        x, weights = tensors[0].detach(), self.group_weights(index, tensors[n:])
+        x, weights = tensors[0].detach(), self.group_weights(index, tensors[n:], stream)
         out = _Group(index, self.heads(index, x.device), x, local, weights)
         for t, need in zip(out.all(), needs, strict=True):
             if need:
@@ -303,12 +323,20 @@ class MetpVariant:
             self._heads[index] = ids.to(device)
         return self._heads[index]
 
-    def group_weights(self, index: int, whole: Sequence[Tensor]) -> list[Tensor]:
-        """W_g of group ``index``, in the order of ``weights``, from the whole weights."""
-        return [
-            (w.detach() if use.form is None else use.form.take(w.detach(), index)).contiguous()
-            for use, w in zip(self.weights, whole, strict=True)
-        ]
+    def group_weights(
+        self, index: int, given: Sequence[Tensor], stream: WeightStream
+    ) -> list[Tensor]:
+        """W_g of group ``index``, in the order of ``weights``, from whole weights or the stream."""
+        streamed = stream.rows(index)
+        out = []
+        for i, (use, w) in enumerate(zip(self.weights, given, strict=True)):
+            if i in streamed:
+                assert use.form is not None
+                out.append(padded_rows(streamed[i], use.form, index))
+            else:
+                w = w.detach()
+                out.append((w if use.form is None else use.form.take(w, index)).contiguous())
+        return out
 
     def _ring(self, call: _Call, index: int) -> list[Any]:
         """Arguments of the ring operator after q, k and v."""
@@ -331,8 +359,9 @@ class MetpVariant:
         """
         total: Tensor | None = None
         saved: list[Tensor] = []
+        stream = self.stream(call, tensors)
         for index in self.used:
-            group = self.group(index, tensors, needs)
+            group = self.group(index, tensors, needs, stream)
             attended = None
             if self.before is not None:
                 with torch.set_grad_enabled(any(needs)):
@@ -362,8 +391,11 @@ class MetpVariant:
         forms += [self.groups.slices.get(n) for n in self.local]
         forms += [w.form for w in self.weights]
         totals: list[Tensor | None] = [None] * len(tensors)
+        stream = self.stream(call, tensors)
+        first = 1 + len(self.local)
         for place, index in enumerate(self.used):
-            group = self.group(index, tensors, needs)
+            group = self.group(index, tensors, needs, stream)
+            of_group: dict[int, Tensor] = {}
             leaves = [t for t in group.all() if t.requires_grad]
             where = [i for i, t in enumerate(group.all()) if t.requires_grad]
             attended = None
@@ -375,8 +407,10 @@ class MetpVariant:
                 y = self.after(call, group, attended)[0]
             grads = list(torch.autograd.grad(y, inputs, grad.to(y.dtype), allow_unused=True))
             del y
+            stream.set_apart(where, grads, first, of_group)
             _add(totals, where, grads[: len(leaves)], forms, index, tensors)
             if self.before is None:
+                stream.send_gradients(index, of_group, self.weights)
                 continue
             with torch.enable_grad():
                 qkv = self.before(call, group)
@@ -392,7 +426,11 @@ class MetpVariant:
             if pairs:
                 results, cotangents = zip(*pairs, strict=True)
                 grads = list(torch.autograd.grad(results, leaves, cotangents, allow_unused=True))
+                stream.set_apart(where, grads, first, of_group)
                 _add(totals, where, grads, forms, index, tensors)
+            stream.send_gradients(index, of_group, self.weights)
+        for i, grad in stream.gradients().items():
+            totals[first + i] = grad
         return [
             None if total is None else total.to(t.dtype)
             for total, t in zip(totals, tensors, strict=True)

@@ -35,6 +35,9 @@ class Values(Protocol):
 
     def get(self, node: fx.Node, layout: str) -> Tensor: ...
 
+    def raw(self, node: fx.Node) -> Tensor:
+        """A weight as it is given to the graph: whole, or sharded."""
+
     def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]: ...
 
 
