@@ -140,17 +140,23 @@ def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
 
 def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """``x`` of every rank, stacked: [p, *x.shape]."""
+    out: Tensor = start_all_gather(x, axis, block_id).wait()
+    return out
+
+
+def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
+    """``all_gather`` under way; ``wait()`` gives its result."""
     num_bytes = _nbytes(x) * (axis.size - 1)
     if _on_gloo(axis):
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
-        return _all_to_all_async(copies, axis, block_id, "all_gather", num_bytes).wait()
+        return _all_to_all_async(copies, axis, block_id, "all_gather", num_bytes)
     x = x.contiguous()
     out = x.new_empty((axis.size, *x.shape))
 
     def launch() -> Any:
         return _ALL_GATHER(out.view(-1), x.view(-1), group=axis.group, async_op=True)
 
-    return _start("all_gather", axis, block_id, num_bytes, launch, out, x).wait()
+    return _start("all_gather", axis, block_id, num_bytes, launch, out, x)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:

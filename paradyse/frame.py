@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 from paradyse import comm
 from paradyse.deferred import DeferredTensor
@@ -50,6 +51,8 @@ class Frame:
         self.step_id = program.between_id
         self.common: Any = ()
         self._summed: dict[fx.Node, Tensor] | None = None
+        self.position: int | None = None
+        """Of the step that runs; None after forward."""
         self._shelf = Shelf()
         self._gathered: list[Gathered] = []
 
@@ -137,6 +140,7 @@ class Frame:
             whole = dict(zip(away, found, strict=True))
             if gathered is not None:
                 self._gathered.append(gathered)
+        self._fetch_next([nodes[i] for i in away])
         taken = []
         for i, (node, x, form) in enumerate(zip(nodes, values, forms, strict=True)):
             if isinstance(x, ShardedTensor) and i not in whole:
@@ -146,6 +150,18 @@ class Frame:
             x = whole[i] if i in whole else self._replicated_weight(node) if summed else x
             taken.append(x if form is None else form.take(x, self.axis.rank))
         return tuple(taken)
+
+    def _fetch_next(self, gathered: list[fx.Node]) -> None:
+        """Start on the weights that the next step gathered when it last ran."""
+        if self.position is None:
+            return
+        program, strategies = self.program, self.constants.strategies
+        program.fetches[program.step_key(self.position, strategies)] = gathered
+        if self.position + 1 < len(program.steps):
+            coming = program.fetches.get(program.step_key(self.position + 1, strategies), [])
+            step = program.steps[self.position + 1]
+            block_id = getattr(step, "block_id", program.between_id)
+            self._shelf.fetch([self.env[n] for n in coming], block_id)
 
     def _replicated_weight(self, node: fx.Node) -> Tensor:
         """A weight of which every rank has the whole. Gradients of all these are summed over ranks
@@ -177,7 +193,15 @@ class Frame:
         if step.sides and self.axis.size > 1:
             for node in step.sides:
                 self.env[node] = self._side(step, node)
-        outputs = self._release(self.program.variant(step, strategy)(self))
+        variant = self.program.variant(step, strategy)
+        if step.recompute and torch.is_grad_enabled():
+            recorded = _Recorded(self)
+            outputs: Sequence[Any] = checkpoint(
+                lambda: tuple(variant(recorded)), use_reentrant=False, preserve_rng_state=False
+            )
+            recorded.release()
+        else:
+            outputs = self._release(variant(self))
         for node, value in zip(step.piece.outputs, outputs, strict=True):
             self.env[node] = value
 
@@ -267,6 +291,37 @@ class Frame:
                 return self._gather(node, value)
 
         return self._deferred(node, compute)
+
+
+class _Recorded:
+    """A frame seen by a block that runs again in backward, when the frame has let go of values."""
+
+    def __init__(self, frame: Frame):
+        self.frame, self.sizes, self.common = frame, frame.sizes, frame.common
+        self.step_id = frame.step_id
+        self.known: dict[Any, Any] = {}
+        self.gathered: list[Gathered] = []
+
+    def get(self, node: fx.Node, layout: str) -> Any:
+        key = (node, layout)
+        if key not in self.known:
+            self.known[key] = self.frame.get(node, layout)
+        return self.known[key]
+
+    def raw(self, node: fx.Node) -> Any:
+        return self.frame.raw(node)
+
+    def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]:
+        self.frame.step_id = self.step_id
+        out = self.frame.weights(nodes, forms)
+        self.gathered, self.frame._gathered = self.frame._gathered, []
+        return out
+
+    def release(self) -> None:
+        """Forward is done: backward gathers again when it runs the block again."""
+        for gathered in self.gathered:
+            gathered.free()
+        self.gathered = []
 
 
 class _Replicated:

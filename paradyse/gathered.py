@@ -15,15 +15,47 @@ import torch
 from torch import Tensor
 
 from paradyse.mesh import Axis
-from paradyse.shards import ShardedTensor, ShardLayout, gather_shards, scatter_gradients
+from paradyse.shards import (
+    Messages,
+    ShardedTensor,
+    ShardLayout,
+    gather_shards,
+    scatter_gradients,
+    start_gather,
+)
 from paradyse.weights import Form, Rows, stretches
+
+LOOK_AHEAD = True
+"""Whether the next block's weights are fetched while the present block computes."""
 
 
 class Shelf:
-    """The gathered weights of one call that are whole at present: those of one block."""
+    """The gathered weights of one call: those that are whole at present, and those on their way."""
 
     def __init__(self) -> None:
         self.filled: Gathered | None = None
+        self.made: list[Gathered] = []
+        """In the order of forward; backward fetches them from the last to the first."""
+        self.coming: tuple[list[ShardedTensor], Messages] | None = None
+
+    def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
+        """Start gathering what the next step will ask for."""
+        if LOOK_AHEAD and shards and self.coming is None:
+            self.coming = (shards, start_gather(shards, block_id))
+
+    def take(self, shards: Sequence[ShardedTensor]) -> Messages | None:
+        """The messages that bring ``shards``, if they were fetched; others are waited for and
+        dropped."""
+        if self.coming is None:
+            return None
+        (fetched, messages), self.coming = self.coming, None
+        if len(fetched) == len(shards) and all(
+            a is b for a, b in zip(fetched, shards, strict=True)
+        ):
+            return messages
+        for _, pending in messages:
+            pending.wait()
+        return None
 
 
 class Gathered:
@@ -37,22 +69,27 @@ class Gathered:
 
     def make(self) -> list[Tensor]:
         """The whole tensors, for the first time."""
-        out = gather_shards(self.shards, self.block_id)
+        out = gather_shards(self.shards, self.block_id, coming=self.shelf.take(self.shards))
         self.wholes = [w.data for w in out]  # a version counter of their own
         self.is_filled = True
         return out
 
     def fill(self) -> None:
-        """Gather again what ``free`` gave back, for backward."""
-        if self.shelf.filled is not None and self.shelf.filled is not self:
-            self.shelf.filled.free()
-        self.shelf.filled = self
-        if self.is_filled:
-            return
-        for w in self.wholes:
-            w.untyped_storage().resize_(w.numel() * w.element_size())
-        gather_shards(self.shards, self.block_id, self.wholes)
-        self.is_filled = True
+        """Gather again what ``free`` gave back, for backward; start on what comes next there."""
+        shelf = self.shelf
+        if shelf.filled is not None and shelf.filled is not self:
+            shelf.filled.free()
+        shelf.filled = self
+        if not self.is_filled:
+            coming = shelf.take(self.shards)
+            for w in self.wholes:
+                w.untyped_storage().resize_(w.numel() * w.element_size())
+            gather_shards(self.shards, self.block_id, self.wholes, coming)
+            self.is_filled = True
+        at = shelf.made.index(self)
+        if at:
+            before = shelf.made[at - 1]
+            shelf.fetch(list(before.shards), before.block_id)
 
     def free(self) -> None:
         for w in self.wholes:
@@ -64,6 +101,7 @@ class Gathered:
         needs = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
         result = list(outputs)
         if needs:
+            self.shelf.made.append(self)
             held = _FillInBackward.apply(self, *(outputs[i] for i in needs))
             for i, x in zip(needs, held, strict=True):
                 result[i] = x

@@ -5,8 +5,9 @@ Sizes that vary between calls are named ("B", "S", "s"); they become symbols of 
 of our own, so nothing here adds a guard to Dynamo's. What the compiler assumed about the symbols
 is kept and checked against each new combination of sizes.
 
-Uses ``torch._guards`` and ``torch.fx.experimental.symbolic_shapes``, which are not public; tried
-on torch 2.13 (``tests/test_lower.py`` compiles, runs and differentiates at several sizes).
+Uses ``torch._guards``, ``torch._dynamo.utils`` and ``torch.fx.experimental.symbolic_shapes``, which
+are not public; tried on torch 2.13 (``tests/test_lower.py`` compiles, runs and differentiates at
+several sizes).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 log = logging.getLogger(__name__)
+
+_no_saved_tensors_hooks: Any = getattr(
+    torch._dynamo.utils, "_disable_saved_tensors_hooks_during_tracing", nullcontext
+)
 
 LONG = 2048
 """Tokens to have the inner compiler tune for at least, where the graph allows: long sequences cost
@@ -121,15 +127,16 @@ def compile_function(
         out = torch.empty(shape, dtype=spec.dtype, device=spec.device)
         return out.requires_grad_(spec.requires_grad)
 
-    with (
-        fake_mode
-    ):  # also while tracing: operators without tensor inputs (arange) find it no other way
-        fakes = [example(s) for s in specs]
-        graph = make_fx(fn, pre_dispatch=True)(*fakes)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    with tracing(TracingContext(fake_mode)):
-        compiled = graph if inner == "eager" else lookup_backend(inner)(graph, fakes)
+    # The fake mode also while tracing: operators without tensor inputs (arange) find it no other
+    # way. And what tracing saves is no business of hooks, such as those of a checkpointed region.
+    with _no_saved_tensors_hooks():
+        with fake_mode:
+            fakes = [example(s) for s in specs]
+            graph = make_fx(fn, pre_dispatch=True)(*fakes)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        with tracing(TracingContext(fake_mode)):
+            compiled = graph if inner == "eager" else lookup_backend(inner)(graph, fakes)
     guards = [g.expr for g in shape_env.guards]
     took = time.perf_counter() - start
     log.debug("%s", graph.graph)

@@ -31,6 +31,9 @@ aten = torch.ops.aten
 EAGER_NODES = 4
 """Pieces of at most this many operators are not worth a compiled region (0.2 ms a step each)."""
 
+EAGER_INDEX_NODES = 32
+"""The same where nothing has a gradient: positions, rotary tables, shifted labels."""
+
 
 @dataclass
 class BlockStep:
@@ -42,6 +45,8 @@ class BlockStep:
     block_id: int
     sides: tuple[fx.Node, ...]
     """Values inside the block that the graph returns, such as keys and values for a cache."""
+    recompute: bool = False
+    """Nothing inside is kept for backward: the user asked for activation checkpointing."""
     variants: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,6 +95,8 @@ class Program:
         self.block_steps = [s for s in self.steps if isinstance(s, BlockStep)]
         self.weight_owners = self._weight_owners()
         self._last_use = self._lifetimes()
+        self.fetches: dict[tuple[int, str], list[fx.Node]] = {}
+        """(Step, strategy) -> the sharded weights that it gathered when it last ran."""
 
     def _make_steps(self, nodes: list[fx.Node]) -> list[BlockStep | PieceStep]:
         ctx = self.ctx
@@ -146,7 +153,8 @@ class Program:
             sides = tuple(n for n in block.nodes if n in read_by and n is not block.output)
             outputs = [block.output, *(sides if self.axis.size == 1 else ())]
             piece = self._closed_piece(block.label, block.nodes, outputs)
-            step = BlockStep(i, block, piece, comm.register_block(block.label), sides)
+            again = any(n.meta.get("recompute") for n in block.nodes)
+            step = BlockStep(i, block, piece, comm.register_block(block.label), sides, again)
             steps.append(((i, 1, 0), step))
         return [s for _, s in sorted(steps, key=lambda item: item[0])]
 
@@ -180,7 +188,8 @@ class Program:
 
     def _piece_step(self, piece: Piece, split: bool) -> PieceStep:
         split = split and self.axis.size > 1
-        if len(piece.nodes) <= EAGER_NODES:
+        grads = any(is_tensor(n) and n.meta["val"].requires_grad for n in piece.inputs)
+        if len(piece.nodes) <= (EAGER_NODES if grads else EAGER_INDEX_NODES):
             return PieceStep(piece, split, eager=True)
         layout = SPLIT if split else WHOLE
         return PieceStep(piece, split, LocalPiece(self.scope, piece, layout, "between"))
@@ -236,6 +245,11 @@ class Program:
             )
         return found
 
+    def step_key(self, position: int, strategies: Sequence[str]) -> tuple[int, str]:
+        """Key of ``fetches``."""
+        step = self.steps[position]
+        return position, strategies[step.index] if isinstance(step, BlockStep) else ""
+
     def __call__(self, args: Sequence[Any], constants: StepConstants) -> Any:
         if torch.is_autocast_enabled(self.device.type):  # its casts are in the graph already
             with torch.autocast(self.device.type, enabled=False):
@@ -245,11 +259,13 @@ class Program:
     def _run(self, args: Sequence[Any], constants: StepConstants) -> Any:
         frame = Frame(self, args, constants)
         for i, step in enumerate(self.steps):
+            frame.position = i
             if isinstance(step, BlockStep):
                 frame.run_block(step, constants.strategies[step.index])
             else:
                 frame.run_piece(step)
             frame.free(self._last_use[i])
+        frame.position = None
         return fx.map_arg(self.output, frame.result)
 
 

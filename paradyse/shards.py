@@ -323,21 +323,39 @@ def _padded(tensors: Sequence[ShardedTensor]) -> int:
     return max(sum(t.placement.numel(t.shape, r) for t in tensors) for r in range(axis.size))
 
 
-def gather_shards(
-    tensors: Sequence[ShardedTensor], block_id: int, out: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """The whole tensors, in one message for each dtype.
+Messages = list[tuple[list[int], comm.Pending]]
+"""Indices of tensors, and the message that brings their rows from all ranks."""
 
-    Args:
-        out: tensors of the whole shapes to write into.
-    """
-    wholes = list(out) if out is not None else [t.local.new_empty(t.shape) for t in tensors]
+
+def start_gather(tensors: Sequence[ShardedTensor], block_id: int) -> Messages:
+    """Start bringing the rows of ``tensors`` together, in one message for each dtype."""
+    out = []
     for index in by_dtype(tensors):
         group = [tensors[i] for i in index]
         axis, flat = group[0].placement.axis, [t.local.reshape(-1) for t in group]
         short = _padded(group) - sum(f.numel() for f in flat)
         flat += [flat[0].new_zeros(short)] * bool(short)
-        every = comm.all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), axis, block_id)
+        mine = flat[0] if len(flat) == 1 else torch.cat(flat)
+        out.append((index, comm.start_all_gather(mine, axis, block_id)))
+    return out
+
+
+def gather_shards(
+    tensors: Sequence[ShardedTensor],
+    block_id: int,
+    out: Sequence[Tensor] | None = None,
+    coming: Messages | None = None,
+) -> list[Tensor]:
+    """The whole tensors.
+
+    Args:
+        out: tensors of the whole shapes to write into.
+        coming: from ``start_gather`` of the same tensors; None starts it now.
+    """
+    wholes = list(out) if out is not None else [t.local.new_empty(t.shape) for t in tensors]
+    for index, pending in coming if coming is not None else start_gather(tensors, block_id):
+        group = [tensors[i] for i in index]
+        axis, every = group[0].placement.axis, pending.wait()
         for r in range(axis.size):
             at = 0
             for i, t in zip(index, group, strict=True):

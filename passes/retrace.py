@@ -11,9 +11,11 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.traceback import preserve_node_meta
+from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 aten = torch.ops.aten
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Untraceable(NotImplementedError):
@@ -38,8 +40,9 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     that the graph holds as constants become attributes of the new module.
 
     Raises:
-        Untraceable: the graph has an operator with a body of its own (a custom autograd function,
-            activation checkpointing).
+        Untraceable: the graph has an operator with a body of its own (a custom autograd function).
+            Activation checkpointing is one too, but its body is traced in its place; its nodes
+            carry ``meta["recompute"]``.
 
     Args:
         gm: the graph Dynamo hands to a backend.
@@ -47,7 +50,12 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
             graph has a scalar tensor stands for what ``item()`` gives.
     """
     higher = next(
-        (n.target for n in gm.graph.nodes if isinstance(n.target, HigherOrderOperator)), None
+        (
+            n.target
+            for n in gm.graph.nodes
+            if isinstance(n.target, HigherOrderOperator) and n.target is not _CHECKPOINT
+        ),
+        None,
     )
     if higher is not None:
         raise Untraceable(
@@ -64,12 +72,36 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
 
     with fake_mode, preserve_node_meta():
         fakes = [fake(x) for x in inputs]
-        traced = make_fx(lambda *args: fx.Interpreter(gm).run(*args), pre_dispatch=True)(*fakes)
+        traced = make_fx(lambda *args: _Interpreter(gm).run(*args), pre_dispatch=True)(*fakes)
     for node in traced.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["module"] = list(stack.values())[-1][0]
     return traced
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs the bodies of checkpointed regions in place, and marks what they compute."""
+
+    recompute = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is _CHECKPOINT:
+            body, *args = self.fetch_args_kwargs_from_env(n)[0]
+            inside = _Interpreter(body)
+            inside.recompute = True
+            return inside.run(*args)
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self.recompute:
+            get_current_meta()["recompute"] = True  # nodes traced from here on inherit it
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self.recompute:
+            get_current_meta()["recompute"] = True
+        return super().call_method(target, args, kwargs)
 
 
 def _numbers_for_items(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:

@@ -479,6 +479,7 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         variant, call, n = ctx.of
-        tensors, saved = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        kept = ctx.saved_tensors  # once: where the block is checkpointed each access runs it again
+        tensors, saved = kept[:n], kept[n:]
         needs = ctx.needs_input_grad[2:]
         return None, None, *variant.backward_groups(call, tensors, saved, grad, needs)
