@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paradyse.mesh import Axis
 from paradyse.shards import (
@@ -98,15 +99,26 @@ class Gathered:
 
     def release(self, outputs: Sequence[Any]) -> list[Any]:
         """Give the memory back after forward; the block's ``outputs`` bring it back in backward."""
-        needs = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
-        result = list(outputs)
+        mine = {w.untyped_storage().data_ptr() for w in self.wholes}
+        result = [
+            x.clone()  # a part of a weight itself, such as a slice of a table of positions
+            if isinstance(x, Tensor) and _storage(x) in mine
+            else x
+            for x in outputs
+        ]
+        needs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
         if needs:
             self.shelf.made.append(self)
-            held = _FillInBackward.apply(self, *(outputs[i] for i in needs))
+            held = _FillInBackward.apply(self, *(result[i] for i in needs))
             for i, x in zip(needs, held, strict=True):
                 result[i] = x
         self.free()
         return result
+
+
+def _storage(x: Tensor) -> int:
+    """Address of its memory; 0 for a tensor that has none of its own."""
+    return 0 if is_traceable_wrapper_subclass(x) else x.untyped_storage().data_ptr()
 
 
 class _FillInBackward(torch.autograd.Function):

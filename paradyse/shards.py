@@ -123,6 +123,20 @@ class ShardedTensor(Tensor):
             f"{self.placement.axis.size} holds {list(self.local.shape)})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        out: Any = ShardedTensor(self.local.clone(), self.placement, self.shape)
+        if isinstance(self, torch.nn.Parameter):
+            out = torch.nn.Parameter(out, requires_grad=self.requires_grad)
+        memo[id(self)] = out
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"a sharded tensor of shape {list(self.shape)} cannot be pickled: this rank holds "
+            f"{list(self.local.shape)} of it. Save paradyse.full_state_dict(model), which is whole "
+            "on every rank"
+        )
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
         return ["_token"], ()
 

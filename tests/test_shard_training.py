@@ -180,6 +180,52 @@ def test_refused(pool2: RankPool) -> None:
         assert 'torch.compile(model, backend="paradyse")' in eager
 
 
+def move_weights_about() -> None:
+    import copy
+
+    import paradyse
+
+    model = paradyse.shard(make_model("llama"))
+    other = make_model("llama", seed=1)
+    model.load_state_dict(other.state_dict())
+    full = paradyse.full_state_dict(model)
+    assert all(torch.equal(full[n], w) for n, w in other.state_dict().items())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert torch.equal(whole(twin.lm_head.weight) * 2, whole(model.lm_head.weight))
+    assert isinstance(twin.lm_head.weight, nn.Parameter)
+    half = whole(model.to(torch.bfloat16).lm_head.weight)
+    assert half.dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match=r"paradyse\.full_state_dict"):
+        torch.save(model.state_dict(), "/dev/null")
+
+
+def test_weights_are_loaded_copied_cast(pool2: RankPool) -> None:
+    pool2.run(move_weights_about, timeout_s=100)
+
+
+def give_part_of_a_weight() -> float:
+    """What is left, after the whole is given back, of an output that is a slice of it."""
+    import paradyse
+    from paradyse.gathered import Shelf, gather
+
+    torch.manual_seed(0)
+    table = paradyse.shard(nn.Embedding(6, 4)).weight
+    want = whole(table)[1:5]
+    (full,), gathered = gather([table], 0, False, Shelf())
+    (got,) = gathered.release([full[1:5]])
+    assert full.untyped_storage().nbytes() == 0
+    got.sum().backward()
+    grad = whole(table.grad)
+    assert torch.equal(grad, torch.tensor([0, 1, 1, 1, 1, 0.0])[:, None].expand(6, 4))
+    return float((got.detach() - want).abs().max())
+
+
+def test_output_that_is_part_of_a_weight(pool2: RankPool) -> None:
+    assert pool2.run(give_part_of_a_weight, timeout_s=100) == [0, 0]
+
+
 def tied() -> None:
     import paradyse
 
