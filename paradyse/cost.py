@@ -311,7 +311,7 @@ def _attention(block: BlockSpec, strategy: str, w: Workload) -> _Tally:
         moved = z.heads_bytes((2 * own + 2 * own_kv) * z.p)
         t.send("all_to_all", moved * (z.p - 1) / z.p * (1 + z.back), 2 * (1 + z.back))
         t.attention_flops += z.core_flops(own, pairs)
-        t.moved_bytes += 4 * moved * (1 + z.back)
+        t.moved_bytes += 12 * moved * (1 + z.back)  # six copies, each read and written
         t.num_ops += (CORE_OPS + EXCHANGE_OPS) * (1 + z.back)
         t.saved_bytes += out_bytes  # own heads and own tokens, for the core and the projection
         t.workspace_bytes += 2 * moved
