@@ -98,10 +98,10 @@ class Capture:
     def _whole_graph(self, examples: Sequence[Any]) -> Any:
         """The graph as it is, on every rank, with whole weights."""
         inner, sharded = self.options.inner, self.sharded
-        plain = [e.local.new_empty(e.shape) if i in sharded else e for i, e in enumerate(examples)]
-        run = lookup_backend(inner)(self.gm, plain) if inner != "eager" else self.gm.forward
         if not sharded:
-            return run
+            return lookup_backend(inner)(self.gm, examples) if inner != "eager" else self.gm.forward
+        # On first use: the inner compiler would hold whole weights against this trace's inputs.
+        run = torch.compile(self.gm, backend=inner) if inner != "eager" else self.gm.forward
         between = comm.register_block("whole graph")
 
         def with_whole_weights(*args: Any) -> Any:

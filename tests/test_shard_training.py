@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool
-from models import make_batch, make_model, relative, whole
+from models import check, make_batch, make_model, relative, run_step, whole
 from torch import Tensor, nn
 
 PLANS = ("megatron_ts", "megatron_cz", "metp", "ulysses_z")
@@ -224,6 +224,26 @@ def give_part_of_a_weight() -> float:
 
 def test_output_that_is_part_of_a_weight(pool2: RankPool) -> None:
     assert pool2.run(give_part_of_a_weight, timeout_s=100) == [0, 0]
+
+
+def train_unsplittable(inner: str) -> None:
+    import paradyse
+    from paradyse.backend import captures_of
+
+    reference = make_model("llama", attn_implementation="eager")
+    model = paradyse.shard(make_model("llama", attn_implementation="eager"))
+    compiled = torch.compile(model, backend="paradyse", options={"inner": inner})
+    for seq_len in (9, 12):
+        batch = make_batch("plain", 2, seq_len)
+        want = run_step(reference, reference, batch)
+        check(run_step(compiled, model, batch), want, what=f"{seq_len}")
+    assert all(c.fallback is not None for c in captures_of(compiled))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_graph_that_cannot_be_split(inner: str, pool2: RankPool) -> None:
+    """Whole weights on every rank, each with the whole gradient."""
+    pool2.run(train_unsplittable, inner, timeout_s=100)
 
 
 def tied() -> None:
