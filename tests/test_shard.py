@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import FAMILIES
-from test_exactness import PLANS, Batches, assert_exact, compare_plans
+from test_exactness import PLANS, Batches, assert_exact, compare_plans, inner_for
 
 SHORT: Batches = {"plain": ((3, 13),)}
 PACKED: Batches = {"packed": ((1, 11),)}
@@ -16,7 +16,7 @@ PACKED: Batches = {"packed": ((1, 11),)}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks(family: str, pool2: RankPool) -> None:
-    args = (family, torch.float32, SHORT, "aot_eager", PLANS, True)
+    args = (family, torch.float32, SHORT, inner_for(family), PLANS, True)
     assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
 
 
