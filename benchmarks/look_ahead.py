@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def measure(
             waits.append(time.perf_counter() - start)
         return out
 
-    comm.Pending.wait = timed  # type: ignore[method-assign]
+    patch.object(comm.Pending, "wait", timed).start()
     current = [PLANS[0]]
     model = paradyse.shard(llama(layers, hidden))
     options = {"plan": lambda workload: current[0], "inner": inner}

@@ -12,7 +12,7 @@ communicators: ``peak_bytes``.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -103,16 +103,16 @@ class _Tally:
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
     num_ops: float = 0.0
-    sent_bytes: Counter[str] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
+    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    messages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     saved_bytes: float = 0.0
     workspace_bytes: float = 0.0
 
     def send(self, collective: str, num_bytes: float, messages: float = 1) -> None:
         """``num_bytes`` in all, in so many messages."""
         if messages:
-            self.sent_bytes[collective] += num_bytes  # type: ignore[assignment]
-            self.messages[collective] += messages  # type: ignore[assignment]
+            self.sent_bytes[collective] += num_bytes
+            self.messages[collective] += messages
 
     def time_s(self, m: Machine) -> float:
         attention_s = self.attention_flops / (m.attention_flops or m.matmul_flops)

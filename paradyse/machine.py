@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,17 +111,21 @@ def _compute_rates(timer: _Timer, dtype: torch.dtype) -> dict[str, float]:
     return {"matmul": matmul_s, "attention": attention_s, "memory": memory_s, "op": op_s}
 
 
+def _exchange(x: torch.Tensor, axis: Axis, block_id: int) -> None:
+    comm.ring_exchange([x], axis, block_id).wait()
+
+
 def _link_times(timer: _Timer, axis: Axis, block_id: int) -> dict[str, float]:
     """Seconds of a small and of a large message for every collective."""
     p, times = axis.size, dict[str, float]()
     for size, elements, repeats in (("small", _SMALL, 11), ("large", _LARGE, 5)) * _ROUNDS:
         x = torch.ones(p, -(-elements // p), device=timer.device)
         calls: dict[str, Callable[[], object]] = {
-            "all_gather": lambda x=x: comm.all_gather(x[0], axis, block_id),  # type: ignore[misc]
-            "reduce_scatter": lambda x=x: comm.reduce_scatter(x, axis, block_id),  # type: ignore[misc]
-            "all_reduce": lambda x=x: comm.all_reduce(x, axis, block_id),  # type: ignore[misc]
-            "all_to_all": lambda x=x: comm.all_to_all(x, axis, block_id),  # type: ignore[misc]
-            "ring_exchange": lambda x=x: comm.ring_exchange([x], axis, block_id).wait(),  # type: ignore[misc]
+            "all_gather": partial(comm.all_gather, x[0], axis, block_id),
+            "reduce_scatter": partial(comm.reduce_scatter, x, axis, block_id),
+            "all_reduce": partial(comm.all_reduce, x, axis, block_id),
+            "all_to_all": partial(comm.all_to_all, x, axis, block_id),
+            "ring_exchange": partial(_exchange, x, axis, block_id),
         }
         for name, call in calls.items():
             key, taken = f"{name} {size}", timer.usual(call, repeats)

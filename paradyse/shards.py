@@ -248,7 +248,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
         axis = next(x for x in likes if x is not None).placement.axis
         args[1].copy_(comm.all_gather(args[1], axis, OPTIMIZER).amax(0))
     if func._schema.is_mutable:
-        return args[0] if num is None else out
+        return kwargs.get("out", args[0]) if num is None else out
     if isinstance(out, list | tuple):
         return [_wrap(o, like) for o, like in zip(out, likes, strict=True)]
     return _wrap(out, likes[0])
@@ -263,6 +263,9 @@ def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
     if not isinstance(x, Tensor) or like is None:
         return x
     if isinstance(x, ShardedTensor):
+        if x.placement != like.placement and isinstance(x, torch.nn.Parameter):
+            # a model's weight stays where its blocks want it, whatever it is averaged with
+            return like.placement.take(x.full_tensor(), like.placement.axis.rank)
         relayout(x, like.placement)
         return x.local
     if x.numel() == 1 and x.ndim <= 1:
@@ -297,7 +300,7 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
     ord = float(ord)
     local = [x.local if isinstance(x, ShardedTensor) else x for x in tensors]
     norms = [
-        torch.linalg.vector_norm(x, ord, dtype=dtype) if x.numel() else x.new_zeros(())
+        torch.linalg.vector_norm(x, ord, dtype=dtype) if x.numel() else x.new_zeros((), dtype=dtype)
         for x in local
     ]
     shards = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]

@@ -27,6 +27,11 @@ def test_four_ranks(family: str, pool4: RankPool) -> None:
     assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
 
 
+def test_three_ranks(pool3: RankPool) -> None:
+    args = ("llama_odd", torch.float32, SHORT | PACKED, "eager", PLANS, True)
+    assert_exact("llama_odd", pool3.run(compare_plans, *args, timeout_s=300))
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_double_precision(nproc: int, ranks: Callable[[int], RankPool]) -> None:
     args = ("llama_odd", torch.float64, SHORT, "eager", PLANS, True)

@@ -184,6 +184,7 @@ def move_weights_about() -> None:
     import copy
 
     import paradyse
+    from paradyse.shards import even_layout, relayout
 
     model = paradyse.shard(make_model("llama"))
     other = make_model("llama", seed=1)
@@ -191,6 +192,14 @@ def move_weights_about() -> None:
     full = paradyse.full_state_dict(model)
     assert all(torch.equal(full[n], w) for n, w in other.state_dict().items())
     twin = copy.deepcopy(model)
+    weight, average = model.model.embed_tokens.weight, twin.model.embed_tokens.weight
+    before = whole(weight)
+    relayout(weight, even_layout(weight.placement.axis, weight.shape[1], dim=1))
+    assert torch.equal(whole(weight), before)
+    with torch.no_grad():  # of another layout: the model's own weight stays as it lies
+        average.mul_(3).lerp_(weight, 0.5)
+    assert (weight.placement.dim, average.placement.dim) == (1, 0)
+    torch.testing.assert_close(whole(average), 2 * before)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     assert torch.equal(whole(twin.lm_head.weight) * 2, whole(model.lm_head.weight))
