@@ -28,7 +28,7 @@ from paradyse.config import Options, parse_options
 from paradyse.describe import describe_blocks, describe_masks
 from paradyse.gathered import Shelf, gather
 from paradyse.machine import measure_machine
-from paradyse.mesh import Axis, resolve_axis
+from paradyse.mesh import Axis, resolve_axis, resolve_replicas
 from paradyse.planner import Planner
 from paradyse.program import Program, StepConstants
 from paradyse.report import PlanReport, Stats, explain_plan, text_table
@@ -36,7 +36,7 @@ from paradyse.shards import ShardedTensor, relayout
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.rest_layout import rest_layouts
 from paradyse.strategies.variant import WHOLE
-from paradyse.switch import Guard, check_agreement, checksum, must_check
+from paradyse.switch import WEIGHTS, Guard, check_agreement, checksum, must_check
 from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class Capture:
 
     def __init__(self, gm: fx.GraphModule, examples: list[Any], options: Options, axis: Axis):
         self.gm, self.options, self.axis = gm, options, axis
+        self.replicas = resolve_replicas(options.mesh)
         self.placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
@@ -93,7 +94,25 @@ class Capture:
                     f"nothing in this graph can be split: {'; '.join(self.notes)}. "
                     'on_unsupported="gather" computes it whole on every rank.'
                 )
+            if self.replicas.size > 1:
+                self._check_untrained(examples)
             self.fallback = self._whole_graph(examples)
+
+    def _check_untrained(self, examples: Sequence[Any]) -> None:
+        """A graph that cannot be split does not average gradients over replicas."""
+        trained = any(isinstance(e, torch.nn.Parameter) and e.requires_grad for e in examples)
+        why = "; ".join(self.notes)
+        if trained and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"nothing in this graph can be split: {why}. With a data-parallel axis it cannot "
+                "be trained: use a 1-D mesh, or DistributedDataParallel"
+            )
+        if any(isinstance(e, Tensor) and e.requires_grad for e in examples):
+            log.warning(
+                "a graph without weights is computed by each replica for itself (%s): a mean over "
+                "tokens in it, such as the loss, is averaged over replicas with equal weights",
+                why,
+            )
 
     def _whole_graph(self, examples: Sequence[Any]) -> Any:
         """The graph as it is, on every rank, with whole weights."""
@@ -237,6 +256,9 @@ class _Graph:
         if self.axis.size > 1:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
             self._agree(args, sizes, constants)
+        replicas = self.capture.replicas
+        if replicas.size > 1 and must_check(replicas, False):
+            check_agreement(replicas, [], {WEIGHTS: self._checksum_of_weights()}, "")
         return self.program(args, constants)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
@@ -267,20 +289,24 @@ class _Graph:
         first = self.capture.num_steps == 1
         if not must_check(self.axis, first):
             return
-        weights = 0
-        if first:
-            held = [p() for p in self.capture.parameters]
-            whole = [p for p in held if p is not None and not isinstance(p, ShardedTensor)]
-            sums = [p.detach().double().sum() for p in whole]
-            weights = checksum([torch.stack(sums)]) if sums else 0
+        weights = self._checksum_of_weights(replicated=True) if first else 0
         numbers = {  # as many on every rank, also where ranks disagree on what is the first call
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
             "the random state": _checksum_of_rng() if self.program.has_dropout else 0,
-            "the weights (checksum)": weights,
+            WEIGHTS: weights,
         }
         tensors = [args[i] for i in self.data]
         check_agreement(self.axis, tensors, numbers, ",".join(constants.strategies))
+
+    def _checksum_of_weights(self, replicated: bool = False) -> int:
+        """Of what this rank holds; only of ``replicated`` weights if so."""
+        held = [w for w in (p() for p in self.capture.parameters) if w is not None]
+        if replicated:
+            held = [w for w in held if not isinstance(w, ShardedTensor)]
+        rows = [w.local if isinstance(w, ShardedTensor) else w.detach() for w in held]
+        sums = [x.double().sum() for x in rows]
+        return checksum([torch.stack(sums)]) if sums else 0
 
 
 def _held_bytes(weight: Tensor) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.config import Options
-from paradyse.mesh import Axis
+from paradyse.mesh import Axis, resolve_replicas
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
 from paradyse.pieces import structure
@@ -175,7 +175,7 @@ def build_program(
         inputs: per placeholder an ``InputLike`` or a number, see ``trace_inputs``.
         weights: per placeholder whether it is a parameter or a buffer.
     """
-    ctx = CaptureContext(options, axis)
+    ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
     try:
         traced = retrace(gm, list(inputs))
         _run(traced, ctx, weights)

@@ -14,6 +14,7 @@ from paradyse.deferred import DeferredTensor
 from paradyse.gathered import Gathered, Shelf, fits, gather, group_rows
 from paradyse.lower import Dims, dim_size
 from paradyse.pieces import Piece, is_weight, live_nodes, make_piece, run
+from paradyse.replicas import AverageGradients
 from paradyse.shards import ShardedTensor
 from paradyse.strategies.variant import (
     SPLIT,
@@ -55,11 +56,35 @@ class Frame:
         """Of the step that runs; None after forward."""
         self._shelf = Shelf()
         self._gathered: list[Gathered] = []
+        self._joined: set[fx.Node] = set()
 
     def _at(self, index: int, block_id: int) -> None:
         c = self.constants
         self.step_id = block_id
         self.common = (c.whole, c.local, c.batch, c.infos[index], self.seeds[index])
+
+    def join_replicas(self, position: int) -> None:
+        """Have the gradients of the weights of step ``position`` averaged over replicas."""
+        if position >= len(self.program.steps):
+            return
+        nodes = [
+            n
+            for n in self.program.steps[position].piece.inputs
+            if is_weight(n) and n not in self._joined and self._averages(n)
+        ]
+        if nodes:
+            weights = [self.env[n] for n in nodes]
+            out = AverageGradients.apply(self.program.replicas, *weights)
+            self.env.update(zip(nodes, out, strict=True))
+            self._joined.update(nodes)
+
+    def _averages(self, node: fx.Node) -> bool:
+        """Whether the average is not part of the sum over ranks, as for replicated weights."""
+        weight = self.env[node]
+        if not weight.requires_grad:
+            return False
+        summed = self.axis.size > 1 and node in self.program.weight_owners
+        return isinstance(weight, ShardedTensor) or not summed
 
     def free(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -176,7 +201,8 @@ class Frame:
                 if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
             }
             tensors = [self.env[n] for n in held]
-            summed = SumGradients.apply(self.axis, list(held.values()), *tensors) if held else ()
+            where = (self.axis, self.program.replicas, list(held.values()))
+            summed = SumGradients.apply(*where, *tensors) if held else ()
             self._summed = dict(zip(held, summed, strict=True))
         return self._summed.get(node, self.env[node])
 

@@ -1,4 +1,4 @@
-"""The mesh axis that sequences are split over, and where each token lies on it."""
+"""The axes of a mesh: sequences are split over the last, batches over the one before it."""
 
 from __future__ import annotations
 
@@ -80,23 +80,41 @@ def resolve_axis(mesh: Any = None) -> Axis:
         ValueError: the mesh has more than two axes, or does not contain this rank, or there is no
             process group for it.
     """
+    if mesh is not None:
+        _check(mesh)
+        return _axis_of(mesh.get_group(mesh.ndim - 1))
+    if not (dist.is_available() and dist.is_initialized()):
+        return SINGLE
+    return _axis_of(dist.group.WORLD)
+
+
+def resolve_replicas(mesh: Any = None) -> Axis:
+    """The data-parallel axis: the first of a 2-D ``mesh``; one rank where there is none.
+
+    Raises:
+        ValueError: as ``resolve_axis``.
+    """
     if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return SINGLE
-        group = dist.group.WORLD
-    else:
-        if not dist.is_initialized():
-            raise ValueError(
-                "mesh was given but no process group exists; call "
-                "torch.distributed.init_process_group first"
-            )
-        if mesh.ndim > 2:
-            raise ValueError(f"mesh has {mesh.ndim} axes; give 1 (sequence) or 2 (data, sequence)")
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
-        group = mesh.get_group(mesh.ndim - 1)
-        if dist.get_world_size(group) == 1:
-            return SINGLE
+        return SINGLE
+    _check(mesh)
+    return _axis_of(mesh.get_group(0)) if mesh.ndim == 2 else SINGLE
+
+
+def _check(mesh: Any) -> None:
+    if not dist.is_initialized():
+        raise ValueError(
+            "mesh was given but no process group exists; call "
+            "torch.distributed.init_process_group first"
+        )
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has {mesh.ndim} axes; give 1 (sequence) or 2 (data, sequence)")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+
+
+def _axis_of(group: Any) -> Axis:
+    if dist.get_world_size(group) == 1:
+        return SINGLE
     ranks = dist.get_process_group_ranks(group)
     name = f"{id(group):x}:" + "-".join(map(str, ranks))
     if name not in _AXES:

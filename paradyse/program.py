@@ -78,7 +78,7 @@ class Program:
     """Executes the steps of one capture. Built once per capture; variants compile on first use."""
 
     def __init__(self, gm: fx.GraphModule, ctx: CaptureContext, scope: Scope):
-        self.ctx, self.scope, self.axis = ctx, scope, ctx.axis
+        self.ctx, self.scope, self.axis, self.replicas = ctx, scope, ctx.axis, ctx.replicas
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
@@ -258,8 +258,12 @@ class Program:
 
     def _run(self, args: Sequence[Any], constants: StepConstants) -> Any:
         frame = Frame(self, args, constants)
+        averages = self.replicas.size > 1 and torch.is_grad_enabled()
         for i, step in enumerate(self.steps):
             frame.position = i
+            if averages:  # the next step's too: they are fetched while this one runs
+                frame.join_replicas(i)
+                frame.join_replicas(i + 1)
             if isinstance(step, BlockStep):
                 frame.run_block(step, constants.strategies[step.index])
             else:

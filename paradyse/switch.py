@@ -58,10 +58,13 @@ class Guard:
         return made
 
 
+WEIGHTS = "the weights (checksum)"
+"""What ``check_agreement`` calls them."""
+
 WAYS_OUT = {
     "the random state": "call torch.manual_seed with the same seed on every rank of the group "
     "(dropout draws from it)",
-    "the weights (checksum)": "call torch.manual_seed with the same seed on every rank before the "
+    WEIGHTS: "call torch.manual_seed with the same seed on every rank before the "
     "model is built, or load the same checkpoint on all",
 }
 SAME_BATCH = (
@@ -93,8 +96,9 @@ def check_agreement(
         "the plan (checksum)": zlib.crc32(plan_key.encode()),
     }
     mine = torch.tensor(list(named.values()), dtype=torch.int64)
-    device = "cpu" if torch.distributed.get_backend(axis.group) == "gloo" else tensors[0].device
-    everyone = comm.all_gather(mine.to(device), axis, comm.AGREEMENT).cpu()
+    if torch.distributed.get_backend(axis.group) != "gloo":
+        mine = mine.cuda()
+    everyone = comm.all_gather(mine, axis, comm.AGREEMENT).cpu()
     for i, name in enumerate(named):
         values = everyone[:, i].tolist()
         if len(set(values)) > 1:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradyse import comm
 from paradyse.mesh import Axis
+from paradyse.replicas import average, buckets
 
 MANY_RUNS = 64
 """Rows in more stretches than this are taken by an index: a stretch costs some microseconds."""
@@ -93,53 +94,35 @@ Form = Rows | None
 """How a weight is taken: ``Rows`` for the rank's group, None for the whole."""
 
 
-BUCKET_BYTES = 64 * 2**20
-"""A message of summed gradients holds about this much: it bounds the copy that a message needs."""
-
-
 class SumGradients(torch.autograd.Function):
-    """Weights as they are; backward sums what each rank computed of their gradients.
+    """Weights as they are; backward sums what each rank computed of their gradients, and averages
+    the sums over replicas.
 
     One message for many weights, since latency rules where weights are replicated; each block is
     booked the bytes of its own (``owners``: a block id per weight).
     """
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, owners: Sequence[int], *weights: Tensor) -> Any:
-        ctx.where = (axis, owners)
+    def forward(
+        ctx: Any, axis: Axis, replicas: Axis, owners: Sequence[int], *weights: Tensor
+    ) -> Any:
+        ctx.where = (axis, replicas, owners)
         ctx.set_materialize_grads(False)
         return tuple(w.view_as(w) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        axis, owners = ctx.where
+        axis, replicas, owners = ctx.where
         out: list[Tensor | None] = [None] * len(grads)
-        for bucket in _buckets(grads):
+        for bucket in buckets(grads):
             flat = torch.cat([grads[i].reshape(-1) for i in bucket])
             shares: dict[int, int] = {}
             for i in bucket:
                 size = grads[i].numel() * grads[i].element_size()
                 shares[owners[i]] = shares.get(owners[i], 0) + size
-            total = comm.all_reduce_in_place(flat, axis, shares)
+            total = average(comm.all_reduce_in_place(flat, axis, shares), replicas)
             for i, part in zip(
                 bucket, total.split([grads[i].numel() for i in bucket]), strict=True
             ):
                 out[i] = part.view(grads[i].shape)
-        return None, None, *out
-
-
-def _buckets(grads: Sequence[Tensor | None]) -> list[list[int]]:
-    """Indices of the gradients there are, by dtype, in messages of about ``BUCKET_BYTES``."""
-    buckets: list[list[int]] = []
-    for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
-        room = 0
-        for i, g in enumerate(grads):
-            if g is None or g.dtype != dtype:
-                continue
-            size = g.numel() * g.element_size()
-            if size > room:
-                buckets.append([])
-                room = BUCKET_BYTES
-            buckets[-1].append(i)
-            room -= size
-    return buckets
+        return None, None, None, *out

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch._logging import trace_structured
 
-from paradyse.mesh import Axis
+from paradyse.mesh import SINGLE, Axis
 from paradyse.passes.dump import readable
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
@@ -50,6 +50,8 @@ class CaptureContext:
 
     options: Any
     axis: Axis
+    replicas: Axis = SINGLE
+    """The data-parallel axis."""
     notes: list[str] = field(default_factory=list)
     names: Names = field(default_factory=Names)
     seq: Factor | None = None

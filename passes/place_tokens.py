@@ -9,11 +9,17 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from paradyse.replicas import SUM_OVER_REPLICAS
 from paradyse.sharding import Factor, Names
 
 aten = torch.ops.aten
 
 MEAN, SUM = 1, 2
+
+UNJOINED = (
+    "a cross entropy with class weights, smoothing or dense labels is averaged over replicas with "
+    "equal weights, not by their tokens"
+)
 
 
 def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -29,7 +35,8 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
 
     before: x = embedding(w, ids); ..; loss = cross_entropy_loss(logits, labels)
     after:  ctx.split = {x, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
-            where ctx.partial = {sums} is to be summed over ranks
+            where ctx.partial = {sums} is to be summed over ranks; with a data-parallel axis
+            sums = sum_over_replicas(sums) before a mean
     Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on
             gathered tensors.
     """
@@ -43,6 +50,8 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
         elif node.op == "call_function":
             if node.target == aten.cross_entropy_loss.default:
                 node = _rewrite_loss(gm, node, ctx)
+                if node.target is not loss_sums and ctx.replicas.size > 1:
+                    ctx.note(UNJOINED)
             _place(node, ctx)
     return len(ctx.split)
 
@@ -110,14 +119,19 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
     names, val = ctx.names, node.meta["val"]
     with gm.graph.inserting_before(node):
         sums = gm.graph.call_function(loss_sums, (logits, labels, ignore_index))
-        loss = total = gm.graph.call_function(aten.select.int, (sums, 0, 0))
-        new = [sums, total]
+        new = [sums]
+        if reduction == MEAN and ctx.replicas.size > 1:
+            name = ctx.replicas.name
+            new.append(gm.graph.call_function(SUM_OVER_REPLICAS, (sums, name)))
+        pair = new[-1]
+        loss = total = gm.graph.call_function(aten.select.int, (pair, 0, 0))
+        new.append(total)
         if reduction == MEAN:
-            count = gm.graph.call_function(aten.select.int, (sums, 0, 1))
+            count = gm.graph.call_function(aten.select.int, (pair, 0, 1))
             loss = gm.graph.call_function(aten.div.Tensor, (total, count))
             new += [count, loss]
     for n in new:
-        n.meta = {**node.meta, "val": val.new_empty(2) if n is sums else val}
+        n.meta = {**node.meta, "val": val.new_empty(2) if n in (sums, pair) else val}
         names.dims[n] = names.fresh(n.meta["val"].shape)
     node.replace_all_uses_with(loss)
     gm.graph.erase_node(node)
