@@ -112,10 +112,9 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     total = 0
     for i, t in enumerate(tensors):
         with torch.no_grad():
-            bits = (
-                t.detach().contiguous().view(torch.uint8) if t.is_floating_point() else t.detach()
-            )
-            flat = bits.reshape(-1).to(torch.int64)
+            flat = t.detach().reshape(-1)
+            bits = flat.view(torch.uint8) if t.is_floating_point() else flat
+            flat = bits.to(torch.int64)
             weights = torch.arange(1, flat.numel() + 1, device=flat.device) * (2 * i + 1)
             total = (total * 31 + int((flat * weights).sum())) % (2**62)
     return total

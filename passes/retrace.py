@@ -216,22 +216,18 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     after:  y[bf16] = linear(to(x, bf16), to(w, bf16))
     Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
     """
-    count = 0
     device = next(
         n.meta["val"].device.type for n in gm.graph.nodes if hasattr(n.meta.get("val"), "device")
     )
-    entered = any(n.target in _AUTOCAST for n in gm.graph.nodes)
+    entered = [n for n in gm.graph.nodes if n.target in _AUTOCAST]
     if not entered and not torch.is_autocast_enabled(device):
         return 0
+    for node in reversed(entered):  # the exit is the enter's user
+        gm.graph.erase_node(node)
+    count = len(entered)
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
-            continue
-        if node.target in _AUTOCAST:
-            for user in list(node.users):
-                gm.graph.erase_node(user)
-            gm.graph.erase_node(node)
-            count += 1
             continue
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):

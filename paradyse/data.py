@@ -1,0 +1,52 @@
+"""Which batches a rank reads: its sequence group's, equal on all ranks of the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from paradyse.mesh import resolve_replicas
+
+
+def replica_of(mesh: Any = None) -> tuple[int, int]:
+    """Which replica this rank belongs to, and of how many: (index, number).
+
+    All ranks of a sequence group belong to one replica and must read the same batches; different
+    replicas read different ones. For splitting data that ``replica_sampler`` does not fit, such as
+    streams.
+
+    Args:
+        mesh: as the option of the backend: 1-D and None have one replica.
+    """
+    axis = resolve_replicas(mesh)
+    return axis.rank, axis.size
+
+
+def replica_sampler(
+    dataset: Dataset[Any],
+    mesh: Any = None,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+) -> DistributedSampler[Any]:
+    """A sampler that gives the ranks of a sequence group the same samples, in the same order, and
+    each replica its own.
+
+        sampler = paradyse.replica_sampler(dataset, mesh)
+        loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+        for epoch in range(num_epochs):
+            sampler.set_epoch(epoch)  # another order
+
+    Args:
+        dataset: with a length. All replicas get equally many samples: some are repeated, or with
+            ``drop_last`` left out, where the length does not divide.
+        mesh: as the option of the backend.
+        seed: of the shuffle; the same on every rank.
+    """
+    replica, num_replicas = replica_of(mesh)
+    return DistributedSampler(
+        dataset, num_replicas, replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
