@@ -17,9 +17,11 @@ del _here
 _API = {
     "shard": "paradyse.sharded_model",
     "full_state_dict": "paradyse.sharded_model",
+    "load_safetensors": "paradyse.loading",
     "explain": "paradyse.backend",
     "stats": "paradyse.backend",
     "verify": "paradyse.verification",
+    "LoadReport": "paradyse.loading",
     "PlanReport": "paradyse.report",
     "Stats": "paradyse.report",
     "VerifyReport": "paradyse.report",

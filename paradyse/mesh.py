@@ -77,8 +77,8 @@ def resolve_axis(mesh: Any = None) -> Axis:
     Args:
         mesh: a 1-D or 2-D ``DeviceMesh``; 2-D is (data parallel, sequence parallel).
     Raises:
-        ValueError: the mesh has more than two axes, or does not contain this rank, or there is no
-            process group for it.
+        ValueError: the mesh has more than two axes, or more ranks than the world, or does not
+            contain this rank, or there is no process group for it.
     """
     if mesh is not None:
         _check(mesh)
@@ -108,6 +108,11 @@ def _check(mesh: Any) -> None:
         )
     if mesh.ndim > 2:
         raise ValueError(f"mesh has {mesh.ndim} axes; give 1 (sequence) or 2 (data, sequence)")
+    if mesh.size() > dist.get_world_size():
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks and the world has {dist.get_world_size()}: start as "
+            "many ranks, or give a smaller mesh"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
 

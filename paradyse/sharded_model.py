@@ -28,6 +28,7 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
 
     Args:
         model: not compiled yet, not wrapped by DDP or FSDP; a compiled one's original is sharded.
+            On the meta device as well: ``paradyse.load_safetensors`` gives such shards values.
         mesh: as the option of the backend; None: one axis over the world. With one rank nothing
             is done.
     Returns:

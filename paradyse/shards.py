@@ -112,8 +112,16 @@ class ShardedTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; call it on every rank. Not differentiable."""
+        self._need_values()
         with torch.no_grad():
             return gather_shards([self], OPTIMIZER)[0]
+
+    def _need_values(self) -> None:
+        if not is_traced(self) and self.local.is_meta:
+            raise ValueError(
+                f"a sharded tensor of shape {list(self.shape)} is on the meta device and has no "
+                "values: call paradyse.load_safetensors(model, folder) before you use the model"
+            )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if is_traced(self):
@@ -138,6 +146,7 @@ class ShardedTensor(Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
+        self._need_values()  # tracers call this first; what fails later misleads
         return ["_token"], ()
 
     @staticmethod

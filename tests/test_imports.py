@@ -27,6 +27,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "weights": frozenset({"types", "mesh", "comm"}),  # how a block takes its weights
     "deferred": frozenset({"types", "mesh", "comm"}),  # outputs gathered when first used
     "sharded_model": frozenset({"types", "mesh", "comm"}),  # the user's call that spreads weights
+    "loading": frozenset({"types", "mesh", "comm"}),  # the user's call that reads weights
     "strategies": frozenset(
         {"types", "mesh", "sharding", "comm", "kernels", "lower", "pieces", "weights"}
     ),
@@ -58,7 +59,10 @@ PART_OF = {"token_ops": "comm", "shards": "comm", "gathered": "weights", "frame"
 LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}
 """These import nothing beyond the standard library and what is named here."""
 
-OPTIONAL = {"transformers": "paradyse/integrations.py"}
+OPTIONAL = {
+    "transformers": "paradyse/integrations.py",
+    "safetensors": "paradyse/loading.py",
+}
 """Not a dependency: the one file that may import it."""
 
 DISTRIBUTIONS = {"scikit-learn": "sklearn"}

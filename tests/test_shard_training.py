@@ -153,6 +153,8 @@ def test_memory(plan: str, pool2: RankPool, pool4: RankPool) -> None:
 
 
 def refuse() -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh
+
     import paradyse
 
     texts = []
@@ -167,6 +169,8 @@ def refuse() -> list[str]:
     model = make_model("llama")
     ask(nn.parallel.DistributedDataParallel(model))
     ask(nn.Sequential(paradyse.shard(model)))
+    larger = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False)  # else torch itself refuses
+    ask(make_model("llama"), mesh=larger)
     with pytest.raises(NotImplementedError) as error:
         model(**make_batch("plain", 1, 5))
     texts.append(str(error.value))
@@ -174,9 +178,10 @@ def refuse() -> list[str]:
 
 
 def test_refused(pool2: RankPool) -> None:
-    for wrapped, twice, eager in pool2.run(refuse, timeout_s=100):
+    for wrapped, twice, mesh, eager in pool2.run(refuse, timeout_s=100):
         assert "wrapped by DistributedDataParallel" in wrapped
         assert "is sharded already" in twice
+        assert "the mesh has 4 ranks and the world has 2" in mesh
         assert 'torch.compile(model, backend="paradyse")' in eager
 
 
