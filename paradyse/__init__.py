@@ -17,6 +17,8 @@ del _here
 _API = {
     "shard": "paradyse.sharded_model",
     "full_state_dict": "paradyse.sharded_model",
+    "save_checkpoint": "paradyse.checkpoint",
+    "load_checkpoint": "paradyse.checkpoint",
     "load_safetensors": "paradyse.loading",
     "explain": "paradyse.backend",
     "stats": "paradyse.backend",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.mesh import Axis, resolve_axis
@@ -83,19 +84,34 @@ def _check(model: nn.Module) -> None:
             )
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """``model.state_dict()`` with whole tensors, on every rank; call it on every rank.
+def full_state_dict(
+    model: nn.Module, *, cpu: bool = False, rank0_only: bool = False
+) -> dict[str, Tensor]:
+    """``model.state_dict()`` with whole tensors; call it on every rank.
 
-    Tensors are detached copies where the parameter is sharded. Tied parameters give one tensor
-    under each of their names.
+    They are gathered one after the other. Tensors are detached, and copies where the parameter is
+    sharded. Tied parameters give one tensor under each of their names. Names are those of the
+    model before ``torch.compile``.
+
+    Args:
+        cpu: move each whole tensor to the CPU before the next one is gathered.
+        rank0_only: rank 0 of the world keeps them, the other ranks get ``{}``.
     """
-    made: dict[int, Tensor] = {}
+    everywhere = not (rank0_only and dist.is_available() and dist.is_initialized())
+    kept = everywhere or dist.get_rank() == 0
+    made: dict[int, Any] = {}
     out: dict[str, Tensor] = {}
     for name, x in model.state_dict(keep_vars=True).items():
-        if isinstance(x, ShardedTensor):
-            if id(x) not in made:
-                made[id(x)] = x.full_tensor()
-            out[name] = made[id(x)]
-        else:
-            out[name] = x.detach() if isinstance(x, Tensor) else x
+        if id(x) not in made:
+            whole = x.full_tensor() if isinstance(x, ShardedTensor) else x
+            if isinstance(whole, Tensor):
+                whole = whole.detach().cpu() if cpu and kept else whole.detach()
+            made[id(x)] = whole if kept else None
+        if kept:
+            out[name_before_compile(name)] = made[id(x)]
     return out
+
+
+def name_before_compile(name: str) -> str:
+    """Without the prefix that ``torch.compile`` gives to what is inside the compiled module."""
+    return name.replace("_orig_mod.", "")

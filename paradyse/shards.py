@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from paradyse import comm
+from paradyse import chunks, comm
 from paradyse.mesh import Axis, Runs
 
 aten = torch.ops.aten
@@ -45,6 +45,9 @@ class ShardLayout:
     def num_rows(self) -> tuple[int, ...]:
         """Per rank."""
         return tuple(sum(n for _, n in runs) for runs in self.runs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardLayout:
+        return self  # a value, whose process group cannot be copied
 
     def shape(self, size: Sequence[int], rank: int) -> tuple[int, ...]:
         """Of ``rank``'s rows of a tensor of ``size``."""
@@ -141,9 +144,27 @@ class ShardedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
             f"a sharded tensor of shape {list(self.shape)} cannot be pickled: this rank holds "
-            f"{list(self.local.shape)} of it. Save paradyse.full_state_dict(model), which is whole "
-            "on every rank"
+            f"{list(self.local.shape)} of it. Call paradyse.save_checkpoint on every rank, or save "
+            "paradyse.full_state_dict(model), which is whole on every rank"
         )
+
+    def storage(self) -> Any:
+        # what writers of files ask for (safetensors does), and nothing else does any more
+        raise ValueError(
+            f"a sharded tensor of shape {list(self.shape)} has no storage that could be written: "
+            "this rank holds some of its rows. Give whole tensors, on every rank: "
+            "model.save_pretrained(folder, state_dict=paradyse.full_state_dict(model, cpu=True, "
+            "rank0_only=True), is_main_process=rank == 0)"
+        )
+
+    def __create_write_items__(self, name: str, x: Any) -> list[Any]:
+        return chunks.write_items(self, name)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunks.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return chunks.chunk_of(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
         self._need_values()  # tracers call this first; what fails later misleads

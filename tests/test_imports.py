@@ -27,6 +27,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "weights": frozenset({"types", "mesh", "comm"}),  # how a block takes its weights
     "deferred": frozenset({"types", "mesh", "comm"}),  # outputs gathered when first used
     "sharded_model": frozenset({"types", "mesh", "comm"}),  # the user's call that spreads weights
+    "checkpoint": frozenset({"sharded_model"}),  # the user's calls that save and load a run
     "loading": frozenset({"types", "mesh", "comm"}),  # the user's call that reads weights
     "strategies": frozenset(
         {"types", "mesh", "sharding", "comm", "kernels", "lower", "pieces", "weights"}
@@ -53,7 +54,13 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
 Its value: the rows that it may import, besides itself."""
 
-PART_OF = {"token_ops": "comm", "shards": "comm", "gathered": "weights", "frame": "program"}
+PART_OF = {
+    "token_ops": "comm",
+    "shards": "comm",
+    "chunks": "comm",
+    "gathered": "weights",
+    "frame": "program",
+}
 """Modules that belong to a row of another name."""
 
 LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}

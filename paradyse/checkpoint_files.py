@@ -1,0 +1,144 @@
+"""The folder that checkpoints lie in: what is complete, what is damaged, what is removed when.
+
+    step-00000020        complete: it got this name by one rename, with everything on the disk
+    step-00000020.old    complete: what a save of the same step is about to replace
+    step-00000040.tmp    a save under way, or one that was killed
+
+The next save removes what a killed one left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+METADATA = ".metadata"
+"""The file that torch.distributed.checkpoint writes last."""
+
+_COMPLETE = re.compile(r"step-(\d{8,})(\.old)?")
+_SHOWN = 3
+"""How many names an error lists."""
+
+
+def check_counts(step: Any, keep: Any) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step is {step!r}; give the number of steps done, an int of 0 or more")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep is {keep!r}; give an int of 1 or more, or None for all")
+
+
+def make_room(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` will be; remains of killed saves are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for remains in folder.glob("step-*.tmp"):
+        shutil.rmtree(remains)
+    return folder / f"step-{step:08d}"
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints in ``folder``, the newest last."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _COMPLETE.fullmatch(path.name)
+        if match and (path / METADATA).is_file():
+            found.append((int(match[1]), match[2] is None, path))
+    return [path for *_, path in sorted(found)]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removesuffix(".old").removeprefix("step-"))
+
+
+def newest(folder: Path) -> Path:
+    """The complete checkpoint of the highest step, or ``folder`` if it is a checkpoint itself."""
+    if (folder / METADATA).is_file():
+        return folder
+    found = _complete(folder)
+    if found:
+        return found[-1]
+    what = "does not exist" if not folder.exists() else "holds no complete checkpoint"
+    remains = sorted(p.name for p in folder.glob("step-*.tmp"))
+    killed = f" ({', '.join(remains)}: a save that did not finish)" if remains else ""
+    raise FileNotFoundError(
+        f"{folder} {what}{killed}; give the folder that paradyse.save_checkpoint was given"
+    )
+
+
+def finish(unfinished: Path, path: Path, metadata: Any, step: int, keep: int | None) -> None:
+    """Give the checkpoint its name, and remove what it replaces."""
+    unseen = damage_of(unfinished, metadata)
+    if unseen:
+        raise ValueError(
+            f"rank 0 does not see what other ranks wrote: {unseen}. Give a folder on a file system "
+            "that all ranks share"
+        )
+    _sync(unfinished)
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        _remove(old)
+        path.rename(old)
+    unfinished.rename(path)
+    _sync(path.parent)
+    _remove(old)
+    if keep is not None:
+        former = [p for p in _complete(path.parent) if _step_of(p) < step]
+        for p in former[: max(len(former) - (keep - 1), 0)]:
+            _remove(p)
+
+
+def _remove(path: Path) -> None:
+    """Remove a complete checkpoint, if there is one, so that half of it never looks complete."""
+    if path.exists():
+        unfinished = path.with_name(path.name + ".tmp")
+        path.rename(unfinished)
+        shutil.rmtree(unfinished)
+
+
+def _sync(folder: Path) -> None:
+    """Names in ``folder`` reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def way_out(path: Path) -> str:
+    """Which other checkpoint could be loaded in place of a damaged one."""
+    others = [str(p) for p in _complete(path.parent) if p != path]
+    return f"Load another one: {others[-1]}" if others else "There is no other one beside it"
+
+
+def damage_of(path: Path, metadata: Any) -> str:
+    """Which files are missing or too short; empty if none."""
+    needed: dict[str, int] = {}
+    for piece in metadata.storage_data.values():
+        end = piece.offset + piece.length
+        needed[piece.relative_path] = max(end, needed.get(piece.relative_path, 0))
+    sizes = {name: _size_bytes(path / name) for name in needed}
+    missing = [name for name, size in sizes.items() if size is None]
+    short = [
+        f"{name} has {size} of {needed[name]} bytes"
+        for name, size in sizes.items()
+        if size is not None and size < needed[name]
+    ]
+    parts = [f"missing are {listed(missing)}"] * bool(missing) + [listed(short)] * bool(short)
+    return "; ".join(parts)
+
+
+def _size_bytes(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
+
+
+def shape_of(size: Any) -> str:
+    return str(list(size)) if size is not None else "no tensor"
+
+
+def listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
