@@ -103,8 +103,8 @@ def load_safetensors(
         raise ValueError(_describe(Path(path), match))
     device = _default_device(tensors) if device is None else torch.device(device)
     _check_tied(match.keys, entries, device)
-    made = list(remake(model, [h for h in tensors if h.on_meta and not h.stored], device))
-    for held, new in made:
+    lost = [h for h in tensors if h.on_meta and not h.stored]
+    for held, new in remake(model, lost, device):
         held.replace(new)
     bytes_read = 0
     for held, keys in match.keys.items():
