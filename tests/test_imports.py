@@ -24,7 +24,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "machine": frozenset({"types", "mesh", "comm", "cost"}),  # measures what cost computes with
     "lower": frozenset({"types"}),
     "pieces": frozenset({"types", "sharding"}),  # a part of a graph at other sizes
-    "weights": frozenset({"types", "mesh", "comm"}),  # how a block takes its weights
+    "replicas": frozenset({"mesh", "comm"}),  # the data-parallel axis
+    "data": frozenset({"mesh"}),  # which batches a rank reads
+    "weights": frozenset({"types", "mesh", "comm", "replicas"}),  # how a block takes its weights
     "deferred": frozenset({"types", "mesh", "comm"}),  # outputs gathered when first used
     "sharded_model": frozenset({"types", "mesh", "comm"}),  # the user's call that spreads weights
     "checkpoint": frozenset({"sharded_model"}),  # the user's calls that save and load a run
@@ -34,10 +36,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "passes": frozenset(
         {"types", "mesh", "comm", "sharding", "kernels", "pieces", "weights", "strategies"}
+        | {"replicas"}
     ),
     "program": frozenset(  # the steps of a capture, and the frame of one call
         {"types", "mesh", "comm", "sharding", "lower", "pieces", "weights", "deferred"}
-        | {"strategies", "passes"}
+        | {"strategies", "passes", "replicas"}
     ),
     "capture": frozenset(
         {"config", "mesh", "sharding", "pieces", "strategies", "passes", "program"}
@@ -49,7 +52,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     "corpus": frozenset(),  # text for the command line
     "launch": frozenset(),  # its local ranks
     "integrations": frozenset(),  # its models
-    **dict.fromkeys(["__init__", "backend", "verification", "cli", "report"], EVERYTHING),
+    **dict.fromkeys(
+        ["__init__", "backend", "verification", "cli", "report", "trainer"], EVERYTHING
+    ),
 }
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
 Its value: the rows that it may import, besides itself."""
@@ -69,6 +74,7 @@ LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}
 OPTIONAL = {
     "transformers": "paradyse/integrations.py",
     "safetensors": "paradyse/loading.py",
+    "accelerate": "paradyse/trainer.py",
 }
 """Not a dependency: the one file that may import it."""
 

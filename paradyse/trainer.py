@@ -1,0 +1,192 @@
+"""HuggingFace's Trainer over sequence-parallel ranks.
+
+``Trainer`` splits data over all ranks and wraps the model in DistributedDataParallel; the mixin has
+it split data over replicas only and leave gradients to the backend. Nothing of transformers is
+imported: the mixin is put before whichever trainer class is used.
+
+Tried with transformers 5.23 and accelerate 1.15 (``tests/test_trainer.py``). Methods of ``Trainer``
+that are overridden and begin with an underscore are not public; each calls the original.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paradyse.backend import captures_of
+from paradyse.checkpoint import load_checkpoint, save_checkpoint
+from paradyse.mesh import Axis, resolve_axis, resolve_replicas
+from paradyse.sharded_model import full_state_dict
+from paradyse.shards import ShardedTensor
+
+log = logging.getLogger(__name__)
+
+SHARDS = "shards"
+"""Folder in a checkpoint of Trainer's: a sharded model and its optimizer, each rank its rows."""
+
+SCHEDULER = "scheduler.pt"
+"""File in a checkpoint of Trainer's, by its own name for it."""
+
+_Trainer: Any = object
+"""What the mixin is put before is known to its user alone."""
+
+
+class TrainerMixin(_Trainer):
+    """Put before a trainer class of transformers, it trains over a mesh of sequence-parallel ranks:
+
+        class Trainer(paradyse.TrainerMixin, transformers.Trainer):
+            pass
+
+        paradyse.shard(model, mesh)  # optional
+        trainer = Trainer(model=model, args=args, train_dataset=dataset, mesh=mesh)
+
+    The model is compiled in place (``nn.Module.compile``), unless it is compiled already.
+    ``per_device_train_batch_size`` is the batch of one sequence group. Losses, evaluation and
+    checkpoints are those of one process per replica; model files are whole and load in plain
+    transformers, at any number of ranks.
+
+    Args:
+        mesh: as the option of the backend; it must hold every rank. None: one sequence group.
+        backend_options: ``options`` of ``torch.compile(..., backend="paradyse")`` besides ``mesh``.
+    Raises:
+        ValueError: a mesh without some of the ranks; arguments of Trainer's that split data or
+            wrap the model in a way of their own.
+    """
+
+    def __init__(
+        self, *args: Any, mesh: Any = None, backend_options: Any = None, **kwargs: Any
+    ) -> None:
+        self._sequence, self._replicas = resolve_axis(mesh), resolve_replicas(mesh)
+        self._whole_state: dict[str, Any] | None = None
+        self._ran = False
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if self._sequence.size * self._replicas.size != world:
+            raise ValueError(
+                f"the mesh holds {self._sequence.size * self._replicas.size} of {world} ranks; "
+                "Trainer runs on all of them: give a mesh over the world"
+            )
+        super().__init__(*args, **kwargs)
+        _check(self.args, world)
+        model = self.model
+        if getattr(model, "_compiled_call_impl", None) is None and not hasattr(model, "_orig_mod"):
+            model.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        accelerator = self.accelerator
+        accelerator.__class__ = _over_replicas(type(accelerator), self._sequence, self._replicas)
+        if accelerator.dataloader_config.dispatch_batches is None:
+            # Batches of an iterable dataset would be read by rank 0 and split over all ranks.
+            accelerator.dataloader_config.dispatch_batches = False
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return self._train_batch_size * args.gradient_accumulation_steps * self._replicas.size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        if not self._ran and dist.is_initialized() and not any(captures_of(self.model)):
+            raise ValueError(
+                "the model was compiled with another backend than paradyse, so that nothing sums "
+                "gradients over the ranks; give the model as it is, or compile it with "
+                'backend="paradyse"'
+            )
+        self._ran = True
+        return loss
+
+    # Checkpoints. Files of a sharded model are whole, its optimizer's state lies in parts.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if _is_sharded(self.model):
+            one = not self.args.save_on_each_node
+            self._whole_state = full_state_dict(self.model, cpu=True, rank0_only=one)
+        super().save_model(output_dir, _internal_call)
+        self._whole_state = None
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, self._whole_state if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not _is_sharded(self.model):
+            return super()._save_optimizer_and_scheduler(output_dir)
+        step = self.state.global_step
+        save_checkpoint(Path(output_dir, SHARDS), self.model, _plain(self.optimizer), step=step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # What is trained on comes with the optimizer; a checkpoint without one has weights alone.
+        if not Path(resume_from_checkpoint, SHARDS).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, SHARDS).is_dir():
+            if checkpoint is not None and _is_sharded(self.model):
+                log.warning("%s holds no optimizer state in parts: it starts anew", checkpoint)
+                return None
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        load_checkpoint(Path(checkpoint, SHARDS), self.model, _plain(self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER)))
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(p, ShardedTensor) for p in model.parameters())
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _check(args: Any, world: int) -> None:
+    """Refuse what would split data by rank, or wrap the model."""
+    if world == 1:
+        return
+    refused = {
+        "fsdp": bool(args.fsdp),
+        "deepspeed": bool(args.deepspeed),
+        "parallelism_config": getattr(args, "parallelism_config", None) is not None,
+        "train_sampling_strategy='batch_rebalance'": "batch_rebalance"
+        == getattr(args, "train_sampling_strategy", None),
+        "eval_use_gather_object": bool(args.eval_use_gather_object),
+        "accelerator_config.dispatch_batches": bool(args.accelerator_config.dispatch_batches),
+    }
+    found = [name for name, is_set in refused.items() if is_set]
+    if found:
+        raise ValueError(
+            f"TrainingArguments set {', '.join(found)}, which splits the batch or the model over "
+            "ranks by itself; leave it out and give paradyse.TrainerMixin a mesh"
+        )
+
+
+def _over_replicas(cls: type, sequence: Axis, replicas: Axis) -> type:
+    """accelerate's Accelerator ``cls`` in a world of replicas: a process is a sequence group."""
+
+    class ReplicaAccelerator(cls):
+        @property
+        def num_processes(self) -> int:
+            return replicas.size
+
+        @property
+        def process_index(self) -> int:
+            return replicas.rank
+
+        def prepare_model(self, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+            # As for evaluation: autocast, but no DistributedDataParallel.
+            kwargs["evaluation_mode"] = True
+            return super().prepare_model(model, device_placement, **kwargs)
+
+        def gather(self, tensor: Any) -> Any:
+            from accelerate.utils import recursively_apply
+
+            def one_of_each_group(everyone: torch.Tensor) -> torch.Tensor:
+                apart = everyone.unflatten(0, (replicas.size, sequence.size, -1))
+                return apart[:, 0].flatten(0, 1)
+
+            return recursively_apply(one_of_each_group, super().gather(tensor))
+
+    return ReplicaAccelerator

@@ -1,0 +1,280 @@
+"""HuggingFace's Trainer over ranks: losses, evaluation and checkpoints as in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "trainer.py"
+LONGEST = 96
+EXACT = 1e-5
+"""Relative, of float32 losses and norms after a few steps of AdamW; measured are 1e-7 to 4e-7."""
+
+
+def example() -> Any:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("trainer_example", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trainer_example"] = module  # its dataset must pickle by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its view of the world in the process, and reads what torchrun sets."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    world = os.environ.get("WORLD_SIZE", "1")
+    started = {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in started.items():
+                patch.setenv(name, value)
+            yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def arguments(folder: str, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    defaults: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "no",
+        "prediction_loss_only": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=folder, **(defaults | options))
+
+
+History = list[Mapping[str, float]]
+
+
+def losses(history: Any) -> list[float]:
+    """Losses, norms and evaluation losses in order."""
+    kept = ("loss", "grad_norm", "eval_loss")
+    return [row[k] for row in history for k in kept if k in row]
+
+
+def plain(folder: str, options: Mapping[str, Any]) -> tuple[list[float], Any]:
+    """transformers' own Trainer, eager, on one process."""
+    import transformers
+
+    module = example()
+    library = Path(os.__file__).parent
+    with fresh_accelerate():
+        transformers.set_seed(0)
+        trainer = transformers.Trainer(
+            model=module.make_model(LONGEST),
+            args=arguments(folder, **options),
+            train_dataset=module.Documents(library, 0, 16, LONGEST),
+            eval_dataset=module.Documents(library, 40, 5, LONGEST),
+            data_collator=module.pad,
+        )
+        trainer.train()
+        predicted = None
+        if not trainer.args.prediction_loss_only:
+            predicted = trainer.predict(trainer.eval_dataset).predictions
+        return losses(trainer.state.log_history), predicted
+
+
+def over_mesh(
+    folder: str, shape: tuple[int, int], options: Mapping[str, Any], stream: bool = False
+) -> tuple[list[float], Any]:
+    """The same with the mixin."""
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import paradyse
+
+    module = example()
+    library = Path(os.__file__).parent
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+    with fresh_accelerate():
+        transformers.set_seed(0)
+        model = paradyse.shard(module.make_model(LONGEST), mesh)
+        data: Any = module.Documents(library, 0, 16, LONGEST)
+        trainer = module.Trainer(
+            model=model,
+            args=arguments(folder, **options),
+            train_dataset=Stream(data) if stream else data,
+            eval_dataset=module.Documents(library, 40, 5, LONGEST),
+            data_collator=module.pad,
+            mesh=mesh,
+            backend_options={"inner": "eager"},
+        )
+        trainer.train()
+        predicted = None
+        if not trainer.args.prediction_loss_only:
+            predicted = trainer.predict(trainer.eval_dataset).predictions
+        return losses(trainer.state.log_history), predicted
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
+def assert_equal_runs(got: Any, want: Any, tolerance: float = EXACT) -> None:
+    assert len(got[0]) == len(want[0]) and len(want[0]) >= 9
+    assert got[0] == pytest.approx(want[0], rel=tolerance)
+    if want[1] is not None:
+        assert got[1].shape == want[1].shape
+        torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(want[1]), rtol=0, atol=1e-3)
+
+
+def test_predictions_and_accumulation(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """Evaluation on five samples in batches of two gives five predictions, whatever the ranks."""
+    options = {"prediction_loss_only": False, "gradient_accumulation_steps": 2}
+    (want,) = pool1.run(plain, str(tmp_path / "plain"), options, timeout_s=100)
+    for got in pool2.run(over_mesh, str(tmp_path / "two"), (1, 2), options, timeout_s=200):
+        assert_equal_runs(got, want)
+
+
+def test_two_replicas_of_two_ranks(pool1: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    """Batches of one sequence on two replicas are batches of two: losses weigh tokens."""
+    (want,) = pool1.run(plain, str(tmp_path / "plain"), {}, timeout_s=100)
+    options = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    for got in pool4.run(over_mesh, str(tmp_path / "four"), (2, 2), options, timeout_s=250):
+        assert_equal_runs(got, want)
+
+
+def test_data_without_a_length(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """Two replicas of one rank: samples of a stream go round, as in batches of two."""
+    options = {"train_sampling_strategy": "sequential"}
+    (want,) = pool1.run(plain, str(tmp_path / "plain"), options, timeout_s=100)
+    options = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+    args = (str(tmp_path / "two"), (2, 1), options, True)
+    for got in pool2.run(over_mesh, *args, timeout_s=200):
+        assert_equal_runs(got, want)
+
+
+def test_bfloat16(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """bf16=True: accelerate's autocast. Losses are off by bfloat16's rounding (2^-8) of logits."""
+    (want,) = pool1.run(plain, str(tmp_path / "plain"), {"bf16": True}, timeout_s=100)
+    for got in pool2.run(over_mesh, str(tmp_path / "two"), (1, 2), {"bf16": True}, timeout_s=200):
+        assert got[0] == pytest.approx(want[0], rel=2**-8)
+
+
+def refuse(folder: str) -> list[str]:
+    import transformers
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    import paradyse
+
+    module = example()
+    texts = []
+
+    def ask(compiled: str = "", mesh: Any = None, **options: Any) -> None:
+        model = module.make_model(LONGEST)
+        if compiled:
+            model.compile(backend=compiled)
+        with fresh_accelerate(), pytest.raises(ValueError) as error:
+            data = module.Documents(Path(os.__file__).parent, 0, 4, LONGEST)
+            trainer = module.Trainer(
+                model=model,
+                args=arguments(folder, **options),
+                train_dataset=data,
+                eval_dataset=data,
+                data_collator=module.pad,
+                mesh=mesh,
+            )
+            trainer.train()
+        texts.append(str(error.value))
+
+    assert issubclass(module.Trainer, transformers.Trainer | paradyse.TrainerMixin)
+    part = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("data", "sequence"))["sequence"]
+    ask(mesh=part)
+    ask(mesh=init_device_mesh("cpu", (2,)), train_sampling_strategy="batch_rebalance")
+    ask(compiled="eager")
+    return texts
+
+
+def test_what_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    for part, rebalance, other in pool2.run(refuse, str(tmp_path), timeout_s=100):
+        assert "the mesh holds 1 of 2 ranks" in part
+        assert "batch_rebalance" in rebalance and "leave it out" in rebalance
+        assert "another backend than paradyse" in other
+
+
+def start(folder: Path, num_ranks: int, *options: str) -> History:
+    """Run the example as a user does; its losses."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += ["--standalone", str(SCRIPT), "--out", str(folder), "--longest", str(LONGEST)]
+    command += ["--steps", "4", "--save-every", "2", "--inner", "eager", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    history: History = json.loads((folder / "losses.json").read_text())
+    return history
+
+
+def test_example_trains_saves_and_resumes(pool1: RankPool, tmp_path: Path) -> None:
+    """The example on two ranks: losses of one plain process, also after going on from a save."""
+    import transformers
+
+    options = {"eval_steps": 2, "prediction_loss_only": True}
+    folder = tmp_path / "two"
+    history = start(folder, 2)
+    (want,) = pool1.run(plain_of_40, str(tmp_path / "plain"), options, timeout_s=100)
+    assert losses(history) == pytest.approx(want, rel=EXACT)
+
+    last = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4")
+    for path in (folder / "checkpoint-4").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    for path in sorted((folder / "checkpoint-4").rglob("*"), reverse=True):
+        path.rmdir()
+    (folder / "checkpoint-4").rmdir()
+    again = start(folder, 2, "--resume")
+    assert losses(again) == pytest.approx(want, rel=EXACT)
+    resumed = transformers.AutoModelForCausalLM.from_pretrained(folder / "final")
+    for (name, a), b in zip(resumed.named_parameters(), last.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def plain_of_40(folder: str, options: Mapping[str, Any]) -> list[float]:
+    """The example's own run by transformers' Trainer, eager."""
+    import transformers
+
+    module = example()
+    library = Path(os.__file__).parent
+    with fresh_accelerate():
+        transformers.set_seed(0)
+        trainer = transformers.Trainer(
+            model=module.make_model(LONGEST),
+            args=arguments(folder, **options),
+            train_dataset=module.Documents(library, 0, 40, LONGEST),
+            eval_dataset=module.Documents(library, 40, 5, LONGEST),
+            data_collator=module.pad,
+        )
+        trainer.train()
+        return losses(trainer.state.log_history)
