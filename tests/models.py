@@ -102,7 +102,7 @@ def make_model(
     defaults: dict[str, Any] = {"use_cache": False} if spec.causal else {}
     torch.manual_seed(seed)
     model = cls(cls.config_class(**{**spec.config, **defaults, **config}))
-    return redraw(model).to(dtype)
+    return redraw(model, seed).to(dtype)
 
 
 def redraw(model: Any, seed: int = 0) -> Any:
