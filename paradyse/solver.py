@@ -1,14 +1,15 @@
 """Exact choice: the fastest assignment of options to groups of equal blocks within a memory budget.
 
-Equal blocks only need counts, so this is a multiple-choice knapsack with few items. Memory is sum
-saved + largest workspace (DESIGN 6). Every bound on the workspace is tried in turn; within one, a
-dynamic program over the blocks keeps the states that no other beats in both time and memory and
-whose linear relaxation is no slower than a plan already known.
+Equal blocks only need counts, so this is a multiple-choice knapsack with few kinds of items. Memory
+is sum saved + largest workspace (DESIGN 6). Every bound on the workspace is tried in turn. Within
+one, the linear relaxation gives a price of memory; an assignment is worse than it by the reduced
+costs of the options it uses, so only those are tried that could still beat the relaxation rounded
+to whole blocks (Kellerer, Pferschy, Pisinger: Knapsack Problems, 2004, chapter 11).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -35,44 +36,26 @@ Counts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class _Step:
-    """Moving blocks from one choice to a smaller, slower one."""
+    """Moving blocks of a group from one choice to a smaller, slower one."""
 
     price: float
     """Seconds per byte spared."""
+    group: int
+    start: int
+    end: int
     spared_bytes: int
-    time_s: float
-    count: int
-    """How many blocks can take the step; the first two fields' units are of one block."""
+    """By one block."""
 
 
 @dataclass(frozen=True)
 class _Relaxation:
-    """The least time of some blocks within a budget, if blocks could be divided."""
+    """The least time within a budget, if blocks could be divided."""
 
+    picked: tuple[int, ...]
+    """Per group the choice that its blocks take, before the critical step."""
+    critical: _Step | None
+    """The step that only some blocks of its group take; None where everything fits without."""
     time_s: float
-    saved_bytes: int
-    steps: tuple[_Step, ...]
-    """Cheapest first."""
-
-    def bound(self, budget: float) -> float | None:
-        """Seconds that no assignment within ``budget`` bytes can beat; None: nothing fits."""
-        excess, time_s = self.saved_bytes - budget, self.time_s
-        for s in self.steps:
-            if excess <= 0:
-                break
-            time_s += s.price * min(excess, s.spared_bytes * s.count)
-            excess -= s.spared_bytes * s.count
-        return time_s if excess <= 0 else None
-
-    def rounded(self, budget: float) -> float | None:
-        """Seconds of an assignment of whole blocks that fits; None: nothing fits."""
-        excess, time_s = self.saved_bytes - budget, self.time_s
-        for s in self.steps:
-            if excess <= 0:
-                break
-            n = min(s.count, int(-(-excess // s.spared_bytes)))
-            time_s, excess = time_s + n * s.time_s, excess - n * s.spared_bytes
-        return time_s if excess <= 0 else None
 
 
 def fastest(groups: Sequence[Group], budget_bytes: float) -> Counts | None:
@@ -85,9 +68,10 @@ def fastest(groups: Sequence[Group], budget_bytes: float) -> Counts | None:
         kept = [_undominated(g, limit) for g in groups]
         if not all(kept):
             break
-        if best and _relax(groups, kept).time_s >= best[0]:
-            break  # smaller workspaces only allow less
-        found = _within(groups, kept, budget_bytes - limit, best[0] if best else None)
+        relaxed = _relax(groups, kept, budget_bytes - limit)
+        if relaxed is None or best and relaxed.time_s >= best[0]:
+            continue
+        found = _rounded_best(groups, kept, budget_bytes - limit, relaxed)
         if found and (best is None or found[0] < best[0]):
             best = found
     if not groups:
@@ -103,11 +87,7 @@ def smallest(groups: Sequence[Group]) -> tuple[int, Counts]:
         if all(kept):
             picked = [k[-1] for k in kept]
             saved = sum(g.count * g.choices[i].saved_bytes for g, i in zip(groups, picked))
-            counts = tuple(
-                tuple(g.count * (i == j) for j in range(len(g.choices)))
-                for g, i in zip(groups, picked)
-            )
-            options.append((limit + saved, counts))
+            options.append((limit + saved, _counts(groups, picked)))
     return min(options, default=(0, ()))
 
 
@@ -122,63 +102,130 @@ def _undominated(group: Group, workspace_limit: int) -> list[int]:
     return kept
 
 
+def _counts(groups: Sequence[Group], picked: Sequence[int]) -> Counts:
+    """All blocks of each group take one choice."""
+    return tuple(
+        tuple(g.count * (i == j) for j in range(len(g.choices))) for g, i in zip(groups, picked)
+    )
+
+
 def _price(a: Choice, b: Choice) -> float:
     return (b.time_s - a.time_s) / (a.saved_bytes - b.saved_bytes)
 
 
-def _step(a: Choice, b: Choice, count: int) -> _Step:
-    return _Step(_price(a, b), a.saved_bytes - b.saved_bytes, b.time_s - a.time_s, count)
-
-
-def _relax(groups: Sequence[Group], kept: Sequence[list[int]]) -> _Relaxation:
-    """From everything at its fastest, along the lower convex hull of each group's choices."""
-    time_s, saved, steps = 0.0, 0, []
-    for g, k in zip(groups, kept):
-        hull = [g.choices[k[0]]]
-        time_s += g.count * hull[0].time_s
-        saved += g.count * hull[0].saved_bytes
+def _relax(groups: Sequence[Group], kept: Sequence[list[int]], budget: float) -> _Relaxation | None:
+    """From everything at its fastest, along the lower convex hull of each group's choices, until
+    the saved bytes fit; None where they never do."""
+    steps: list[_Step] = []
+    for n, (g, k) in enumerate(zip(groups, kept)):
+        hull = [k[0]]
         for i in k[1:]:
-            c = g.choices[i]
-            while len(hull) > 1 and _price(hull[-2], hull[-1]) >= _price(hull[-1], c):
+            while len(hull) > 1 and _price(g.choices[hull[-2]], g.choices[hull[-1]]) >= _price(
+                g.choices[hull[-1]], g.choices[i]
+            ):
                 hull.pop()
-            hull.append(c)
-        steps += [_step(a, b, g.count) for a, b in zip(hull, hull[1:])]
-    return _Relaxation(time_s, saved, tuple(sorted(steps, key=lambda s: s.price)))
+            hull.append(i)
+        for a, b in zip(hull, hull[1:]):
+            spared = g.choices[a].saved_bytes - g.choices[b].saved_bytes
+            steps.append(_Step(_price(g.choices[a], g.choices[b]), n, a, b, spared))
+    picked = [k[0] for k in kept]
+    time_s = sum(g.count * g.choices[i].time_s for g, i in zip(groups, picked))
+    excess = sum(g.count * g.choices[i].saved_bytes for g, i in zip(groups, picked)) - budget
+    if excess <= 0:
+        return _Relaxation(tuple(picked), None, time_s)
+    for s in sorted(steps, key=lambda s: s.price):
+        spared = s.spared_bytes * groups[s.group].count
+        if excess <= spared:
+            return _Relaxation(tuple(picked), s, time_s + s.price * excess)
+        picked[s.group] = s.end
+        time_s, excess = time_s + s.price * spared, excess - spared
+    return None
+
+
+def _rounded_best(
+    groups: Sequence[Group], kept: Sequence[list[int]], budget: float, relaxed: _Relaxation
+) -> tuple[float, Counts] | None:
+    """Least time of whole blocks with sum saved <= ``budget``."""
+    step = relaxed.critical
+    if step is None:
+        return relaxed.time_s, _counts(groups, relaxed.picked)
+    saved = sum(g.count * g.choices[i].saved_bytes for g, i in zip(groups, relaxed.picked))
+    time_s = sum(g.count * g.choices[i].time_s for g, i in zip(groups, relaxed.picked))
+    slower_s = groups[step.group].choices[step.end].time_s
+    slower_s -= groups[step.group].choices[step.start].time_s
+
+    best: tuple[float, tuple[tuple[int, int, int], ...], int] | None = None
+    options = _deviations(groups, kept, relaxed)
+    upper = time_s + -(-(saved - budget) // step.spared_bytes) * slower_s
+    # Sums in another order differ in their last bits: the plan that rounds up must stay within.
+    gap = upper - relaxed.time_s + 1e-9 * upper
+    room = [g.count for g in groups]
+    for moved, moved_s, moved_bytes in _within(options, gap, room, 0):
+        used = sum(n for g, _, n in moved if g == step.group)
+        excess = saved + moved_bytes - budget
+        n = max(0, int(-(-excess // step.spared_bytes)))
+        if n <= groups[step.group].count - used:
+            found = (time_s + moved_s + n * slower_s, moved, n)
+            best = found if best is None or found < best else best
+    if best is None:
+        return None
+    total_s, moved, n = best
+    counts = [list(row) for row in _counts(groups, relaxed.picked)]
+    for g, i, m in (*moved, (step.group, step.end, n)):
+        counts[g][relaxed.picked[g]] -= m
+        counts[g][i] += m
+    return total_s, tuple(tuple(row) for row in counts)
+
+
+@dataclass(frozen=True)
+class _Deviation:
+    """A block of a group that takes another choice than the relaxation's."""
+
+    group: int
+    choice: int
+    reduced_s: float
+    """What it costs beyond the price of memory: at least 0."""
+    time_s: float
+    saved_bytes: int
+    """Both against the relaxation's choice."""
+
+
+def _deviations(
+    groups: Sequence[Group], kept: Sequence[list[int]], relaxed: _Relaxation
+) -> list[_Deviation]:
+    step = relaxed.critical
+    assert step is not None
+    out = []
+    for n, (g, k) in enumerate(zip(groups, kept)):
+        usual = g.choices[relaxed.picked[n]]
+        for i in k:
+            if i == relaxed.picked[n] or (n == step.group and i == step.end):
+                continue
+            time_s = g.choices[i].time_s - usual.time_s
+            saved = g.choices[i].saved_bytes - usual.saved_bytes
+            out.append(_Deviation(n, i, max(0.0, time_s + step.price * saved), time_s, saved))
+    return sorted(out, key=lambda d: -d.reduced_s)
 
 
 def _within(
-    groups: Sequence[Group], kept: Sequence[list[int]], budget: float, known_s: float | None
-) -> tuple[float, Counts] | None:
-    """Least time with sum saved <= ``budget``; None where nothing fits or beats ``known_s``."""
-    known = [t for t in (known_s, _relax(groups, kept).rounded(budget)) if t is not None]
-    # Sums in another order differ in their last bits: do not prune the very plan known.
-    upper = min(known) * (1 + 1e-9) if known else float("inf")
-    states: list[tuple[float, int, Counts]] = [
-        (0.0, 0, tuple((0,) * len(g.choices) for g in groups))
-    ]
-    for n, group in enumerate(groups):
-        for left in range(group.count - 1, -1, -1):
-            rest = _relax(
-                [*([Group(left, group.choices)] if left else []), *groups[n + 1 :]],
-                [*([kept[n]] if left else []), *kept[n + 1 :]],
-            )
-            grown = []
-            for time_s, saved, counts in states:
-                for i in kept[n]:
-                    choice, row = group.choices[i], counts[n]
-                    t, m = time_s + choice.time_s, saved + choice.saved_bytes
-                    bound = rest.bound(budget - m)
-                    if bound is not None and t + bound <= upper:
-                        row = (*row[:i], row[i] + 1, *row[i + 1 :])
-                        grown.append((t, m, (*counts[:n], row, *counts[n + 1 :])))
-            states = _front(grown)
-    return (states[0][0], states[0][2]) if states else None
+    options: Sequence[_Deviation], gap: float, room: list[int], at: int
+) -> Iterator[tuple[tuple[tuple[int, int, int], ...], float, int]]:
+    """Every set of deviations whose reduced costs sum to at most ``gap``: (group, choice, blocks)
+    of each, their seconds and bytes.
 
-
-def _front(states: list[tuple[float, int, Counts]]) -> list[tuple[float, int, Counts]]:
-    """States, fastest first, each smaller than all faster ones."""
-    kept: list[tuple[float, int, Counts]] = []
-    for s in sorted(states):
-        if not kept or s[1] < kept[-1][1]:
-            kept.append(s)
-    return kept
+    Args:
+        room: per group the blocks that have not deviated; changed and restored.
+    """
+    if at == len(options):
+        yield (), 0.0, 0
+        return
+    d = options[at]
+    most = room[d.group]
+    if d.reduced_s > 0:
+        most = min(most, int(gap / d.reduced_s))
+    for n in range(most + 1):
+        room[d.group] -= n
+        for moved, time_s, saved in _within(options, gap - n * d.reduced_s, room, at + 1):
+            this = ((d.group, d.choice, n),) if n else ()
+            yield (*this, *moved), time_s + n * d.time_s, saved + n * d.saved_bytes
+        room[d.group] += n

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from paradyse.solver import Choice, Counts, Group, fastest, smallest
+from paradyse.solver_published import published
 
 
 def cost(groups: list[Group], counts: Counts) -> tuple[float, int]:
@@ -76,3 +77,42 @@ def test_a_deep_model_of_many_groups_is_solved_quickly() -> None:
     for share in (0.1, 0.3, 0.5, 0.9):
         assert fastest(groups, least + share * (most - least)) is not None
     assert time.perf_counter() - start < 8
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_never_slower_than_the_published_heuristic(seed: int) -> None:
+    rng = random.Random(seed)
+    layers = rng.choice([3, 12, 32])
+    groups = [
+        Group(
+            layers,
+            tuple(
+                Choice(rng.uniform(1, 3), rng.randint(10**6, 10**7), rng.randint(10**6, 10**8))
+                for _ in range(5)
+            ),
+        )
+        for _ in range(2)
+    ]
+    least = smallest(groups)[0]
+    for factor in (0.9, 1.0, 1.1, 1.5, 4.0):
+        heuristic, fits = published(groups, factor * least)
+        exact = fastest(groups, factor * least)
+        assert (exact is None) == (factor < 1)
+        if fits:
+            assert exact is not None
+            (fast_s, peak), (slow_s, other_peak) = cost(groups, exact), cost(groups, heuristic)
+            assert peak <= factor * least and other_peak <= factor * least
+            assert fast_s <= slow_s * (1 + 1e-12)
+        else:
+            assert cost(groups, heuristic)[1] > factor * least
+
+
+def test_the_published_heuristic_by_hand() -> None:
+    """Four layers; fast and large, slow and small, and one that both beat."""
+    group = Group(4, (Choice(1.0, 10, 0), Choice(2.0, 4, 0), Choice(3.0, 12, 0)))
+    assert published([group], 40) == (((4, 0, 0),), True)
+    assert published([group], 34) == (((3, 1, 0),), True)
+    assert published([group], 16) == (((0, 4, 0),), True)
+    assert published([group], 15) == (((0, 4, 0),), False)
+    with pytest.raises(ValueError, match=r"\[1, 3\] strategies"):
+        published([group, Group(4, (Choice(1.0, 1, 0),))], 10)

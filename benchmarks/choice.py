@@ -1,0 +1,124 @@
+"""Choosing a plan: the exact solver beside the published heuristic, over random cost tables.
+
+    python benchmarks/choice.py            # half a minute
+    python benchmarks/choice.py --quick    # few tables, to see that it runs
+
+A table gives each strategy a time, saved bytes and a workspace, for attention and for MLP blocks;
+the budget is drawn between the least memory that any plan needs and the most. Both get the same
+five strategies for every block, as the heuristic needs it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from common import Goal, Report, median, parser, table
+
+from paradyse.config import parse_options
+from paradyse.cost import Machine
+from paradyse.planner import Planner
+from paradyse.solver import Choice, Counts, Group, fastest, smallest
+from paradyse.solver_published import published
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
+
+SEED = 20251121
+
+
+def random_groups(rng: random.Random, layers: int) -> list[Group]:
+    """Attention and MLP blocks: what is faster tends to need more memory."""
+
+    def choice(fast: float) -> Choice:
+        time_s = 1 + 2 * (1 - fast) * rng.random()
+        saved = int(1e6 * (1 + 9 * fast * rng.random()))
+        return Choice(time_s, saved, int(1e6 * rng.uniform(1, 20)))
+
+    ranks = [i / 4 for i in range(len(ATTENTION_STRATEGIES))]
+    return [Group(layers, tuple(choice(f) for f in ranks)) for _ in ("attention", "mlp")]
+
+
+def total_s(groups: Sequence[Group], counts: Counts) -> float:
+    used = ((n, c) for g, row in zip(groups, counts) for n, c in zip(row, g.choices))
+    return sum(n * c.time_s for n, c in used)
+
+
+def compare(layers: int, num_tables: int) -> tuple[list[float], list[float], list[float], int]:
+    """Per table how much slower the heuristic's plan is, and seconds of each; tables for which the
+    heuristic finds none that fits."""
+    rng = random.Random(SEED + layers)
+    gaps, exact_s, heuristic_s, unfit = [], [], [], 0
+    for _ in range(num_tables):
+        groups = random_groups(rng, layers)
+        least = smallest(groups)[0]
+        most = sum(g.count * max(c.saved_bytes for c in g.choices) for g in groups)
+        budget = rng.uniform(least, most)
+        start = time.perf_counter()
+        exact = fastest(groups, budget)
+        middle = time.perf_counter()
+        heuristic, fits = published(groups, budget)
+        exact_s.append(middle - start)
+        heuristic_s.append(time.perf_counter() - middle)
+        assert exact is not None
+        if fits:
+            gaps.append(total_s(groups, heuristic) / total_s(groups, exact) - 1)
+        else:
+            unfit += 1
+    return gaps, exact_s, heuristic_s, unfit
+
+
+def cached_s(layers: int, calls: int) -> float:
+    """Seconds of asking a planner for a workload that it has seen, median."""
+    blocks = []
+    for layer in range(layers):
+        attention = BlockSpec("a", "attention", layer, "a", {}, 4096, 32, 8, 128, 0, 10**8, 10**8)
+        mlp = BlockSpec("m", "mlp", layer, "m", {}, 4096, 0, 0, 0, 11008, 10**8, 10**8)
+        blocks += [attention, mlp]
+    rates = Machine(1e14, 1e12, 1e-5, 1e11)
+    planner = Planner(parse_options(None), blocks, 8, lambda dtype: rates)
+    workload = Workload(1, 8192, torch.bfloat16, True, 8)
+    planner.plan(workload)
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        planner.plan(workload)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def share(values: Sequence[float], of: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(of * len(values)))]
+
+
+def main() -> int:
+    args = parser(__doc__).parse_args()
+    num_tables = 20 if args.quick else 1000
+    report = Report("choice", args)
+    report.add(f"{num_tables} random tables of costs for each depth, five strategies.", "")
+    rows, worst, exact_96 = [], 0.0, 0.0
+    for layers in (8, 24, 96):
+        gaps, exact_s, heuristic_s, unfit = compare(layers, num_tables)
+        worst = min([worst, *gaps])
+        exact_96 = median(exact_s)
+        row = [f"{layers} layers", f"{sum(g > 1e-9 for g in gaps) / num_tables:.0%}"]
+        row += [f"{median(gaps):.2%}", f"{share(gaps, 0.9):.2%}", f"{max(gaps):.1%}"]
+        row += [f"{unfit / num_tables:.1%}", f"{exact_96 * 1e3:.3f}"]
+        row += [f"{share(exact_s, 0.99) * 1e3:.3f}", f"{median(heuristic_s) * 1e3:.2f}"]
+        rows.append(row)
+    header = ["model", "heuristic slower in", "median gap", "90 %", "largest"]
+    header += ["finds none that fits", "exact, ms", "99 %", "heuristic, ms"]
+    report.add(*table(header, rows))
+    cached = cached_s(96, 1000)
+    report.add("", f"A workload seen before, 96 layers: {cached * 1e6:.2f} us.")
+    report.goals += [
+        Goal("largest advantage of the heuristic, share of time", abs(worst), 1e-9, False),
+        Goal("exact choice for 96 layers, ms", exact_96 * 1e3, 1, False),
+        Goal("a workload seen before, us", cached * 1e6, 20, False),
+    ]
+    return report.finish("one thread")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
