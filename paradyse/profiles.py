@@ -1,14 +1,24 @@
 """Measurements of a model's blocks on a machine, as a file of JSON lines.
 
-The first line says what was measured on (``Setting``), each further one is one ``Measurement``. Lines
-are appended as they are measured, so a run that is killed leaves a file that can be gone on with.
-Cost models are fitted when the file is loaded; nothing fitted is stored.
+The first line says what was measured on (``Setting``), each further one is one ``Measurement``.
+Lines are appended as they are measured, so a run that is killed leaves a file that can be gone on
+with. Cost models are fitted when the file is loaded; nothing fitted is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import logging
+import math
+import platform
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 """Version of the file's fields."""
@@ -64,3 +74,174 @@ class Measurement:
     """Per collective, by a rank."""
     messages: Mapping[str, int] = field(default_factory=dict)
     """Per collective."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A file, read."""
+
+    setting: Setting
+    measurements: tuple[Measurement, ...]
+    path: str
+    checksum: int
+    """Of what was read: equal on ranks that read the same."""
+
+
+_T = TypeVar("_T", Setting, Measurement)
+
+_AGAIN = "measure again with `paradyse profile`"
+_OUT = f"remove the line, or {_AGAIN}"
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "Mapping[str, str]": (dict,),
+    "Mapping[str, int]": (dict,),
+    "Mapping[str, object]": (dict,),
+}
+"""What JSON may hold for a field."""
+
+
+def present_versions() -> dict[str, str]:
+    """``Setting.versions`` of this process; "none" for what is not installed."""
+    found = {"python": platform.python_version()}
+    for name in ("paradyse", "torch", "triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def append(path: str | Path, setting: Setting, measurements: Iterable[Measurement] = ()) -> None:
+    """Add lines to the file at ``path``, which is made with ``setting`` first where it is missing.
+
+    One process writes a file. Each line is flushed on its own, and what a killed writer left of a
+    line is removed first, so a file is never more than one line short.
+
+    Raises:
+        ValueError: the file holds measurements of another setting, or is not a profile.
+    """
+    path = Path(path)
+    whole = path.read_bytes() if path.exists() else b""
+    kept = _without_cut_line(whole)
+    if kept.strip():
+        held = _setting(kept.decode().splitlines()[0], f"{path}:1")
+        for name in ("versions", "device", "num_ranks", "dtype", "sharded", "inner"):
+            ours, theirs = getattr(setting, name), getattr(held, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{path}: measured with {name} {theirs!r}, this would add measurements with "
+                    f"{ours!r}; give another file, or remove this one"
+                )
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        file.truncate(len(kept))
+        file.seek(0, 2)
+        if not kept.strip():
+            _write(file, asdict(setting))
+        elif not kept.endswith(b"\n"):
+            file.write(b"\n")
+        for m in measurements:
+            _write(file, asdict(m))
+
+
+def _write(file: Any, fields_of: Mapping[str, Any]) -> None:
+    file.write(json.dumps(fields_of).encode() + b"\n")
+    file.flush()
+
+
+def _without_cut_line(whole: bytes) -> bytes:
+    """All but a last line that has no end and cannot be read."""
+    last = whole[whole.rfind(b"\n") + 1 :]
+    try:
+        json.loads(last or b"0")
+    except ValueError:
+        return whole[: len(whole) - len(last)]
+    return whole
+
+
+def read_profile(path: str | Path) -> Profile:
+    """The measurements of a file.
+
+    A last line that was cut off by a kill is left out, and logged.
+
+    Raises:
+        ValueError: there is no such file, it is of another schema, or a line is not a measurement;
+            names the file, the line and the way out.
+    """
+    path = Path(path)
+    try:
+        whole = path.read_bytes()
+    except OSError as e:
+        raise ValueError(
+            f"cannot read the profile {str(path)!r}: {e.strerror or e}; `paradyse profile` writes "
+            "one"
+        ) from e
+    kept = _without_cut_line(whole)
+    if kept != whole:
+        log.warning("%s: the last line was cut off while it was written; left out", path)
+    lines = kept.decode(errors="replace").splitlines()
+    if not lines:
+        raise ValueError(f"{path}: an empty file, not a profile; {_AGAIN}")
+    setting = _setting(lines[0], f"{path}:1")
+    measurements = [
+        _measurement(line, f"{path}:{i}") for i, line in enumerate(lines[1:], 2) if line.strip()
+    ]
+    return Profile(setting, tuple(measurements), str(path), zlib.crc32(kept))
+
+
+def _setting(line: str, where: str) -> Setting:
+    found = _object(line, where)
+    schema = found.get("schema")
+    if schema != SCHEMA:
+        what = f"schema {schema!r}" if "schema" in found else "no schema: this is not a profile"
+        raise ValueError(f"{where}: {what}; this version reads schema {SCHEMA}: {_AGAIN}")
+    return _checked(Setting, found, where)
+
+
+def _measurement(line: str, where: str) -> Measurement:
+    m = _checked(Measurement, _object(line, where), where)
+    legal = {"kind": ("attention", "mlp", "rest"), "outcome": (MEASURED, OVER_LIMIT)}
+    for name, values in legal.items():
+        if getattr(m, name) not in values:
+            raise ValueError(
+                f"{where}: {name} is {getattr(m, name)!r}, not one of {', '.join(values)}; {_OUT}"
+            )
+    if m.batch < 1 or m.seq_len < 1:
+        raise ValueError(f"{where}: batch {m.batch}, length {m.seq_len}: both at least 1; {_OUT}")
+    if m.outcome == MEASURED and m.forward_s <= 0:
+        raise ValueError(f"{where}: forward_s is {m.forward_s}, not a time; {_OUT}")
+    return m
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{where}: not JSON ({e}); {_OUT}") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: not an object of named fields; {_OUT}")
+    return found
+
+
+def _checked(cls: type[_T], found: Mapping[str, Any], where: str) -> _T:
+    """``cls`` from fields whose names and types are right, else ValueError."""
+    known = {f.name: f for f in fields(cls)}
+    needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    wrong = [f"no field {n!r}" for n in needed if n not in found]
+    wrong += [f"unknown field {n!r}" for n in found if n not in known]
+    for name, value in found.items():
+        if name not in known:
+            continue
+        legal = _TYPES[str(known[name].type)]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, legal) or (isinstance(value, bool) and bool not in legal):
+            wrong.append(f"{name} is {value!r}, not {known[name].type}")
+        elif number and not (math.isfinite(value) and value >= 0):
+            wrong.append(f"{name} is {value}")
+    if wrong:
+        raise ValueError(f"{where}: {'; '.join(wrong)}; {_OUT}")
+    return cls(**found)

@@ -20,7 +20,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "mesh": frozenset({"types"}),
     "comm": frozenset({"types", "mesh", "kernels"}),
     "sharding": frozenset({"types", "kernels"}),  # kernels: the rules of our own operators
-    "cost": frozenset({"types"}),
+    "profiles": frozenset({"types"}),  # measurements as a file
+    "cost": frozenset({"types", "profiles"}),
     "machine": frozenset({"types", "mesh", "comm", "cost"}),  # measures what cost computes with
     "lower": frozenset({"types"}),
     "pieces": frozenset({"types", "sharding"}),  # a part of a graph at other sizes
