@@ -93,6 +93,8 @@ class BlockCost:
     """Held only while the block runs."""
     comm_bytes: int
     """Sent by this rank."""
+    source: str = "prior"
+    """What predicted the time: "prior", "forest" or "polynomial" (``cost_curves``)."""
 
 
 @dataclass

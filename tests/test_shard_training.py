@@ -169,6 +169,7 @@ def refuse() -> list[str]:
     model = make_model("llama")
     ask(nn.parallel.DistributedDataParallel(model))
     ask(nn.Sequential(paradyse.shard(model)))
+    ask(torch.distributed.fsdp.fully_shard(make_model("llama")))
     larger = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False)  # else torch itself refuses
     ask(make_model("llama"), mesh=larger)
     with pytest.raises(NotImplementedError) as error:
@@ -178,9 +179,10 @@ def refuse() -> list[str]:
 
 
 def test_refused(pool2: RankPool) -> None:
-    for wrapped, twice, mesh, eager in pool2.run(refuse, timeout_s=100):
+    for wrapped, twice, fsdp, mesh, eager in pool2.run(refuse, timeout_s=100):
         assert "wrapped by DistributedDataParallel" in wrapped
         assert "is sharded already" in twice
+        assert "parallelized by something else (fully_shard" in fsdp
         assert "the mesh has 4 ranks and the world has 2" in mesh
         assert 'torch.compile(model, backend="paradyse")' in eager
 
