@@ -25,18 +25,21 @@ from paradyse.capture import (
     trace_inputs,
 )
 from paradyse.config import Options, parse_options
+from paradyse.cost import Machine
+from paradyse.cost_fit import CostModel, dtype_name, load_cost_model
 from paradyse.describe import describe_blocks, describe_masks
 from paradyse.gathered import Shelf, gather
-from paradyse.machine import measure_machine
+from paradyse.machine import agreed_capacity, describe_device, device_of, measure_machine
 from paradyse.mesh import Axis, resolve_axis, resolve_replicas
 from paradyse.planner import Planner
+from paradyse.profiles import Setting, present_versions
 from paradyse.program import Program, StepConstants
 from paradyse.report import PlanReport, Stats, explain_plan, text_table
 from paradyse.shards import ShardedTensor, relayout
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.rest_layout import rest_layouts
 from paradyse.strategies.variant import WHOLE
-from paradyse.switch import WEIGHTS, Guard, check_agreement, checksum, must_check
+from paradyse.switch import PROFILE, WEIGHTS, Guard, check_agreement, checksum, must_check
 from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -227,15 +230,18 @@ class _Graph:
         self.blocks = describe_blocks(program)
         weights = [p() for p in capture.parameters]
         static = sum(4 * _held_bytes(w) for w in weights if w is not None)
+        self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
+        self.cost_model = self._cost_model()
+        self._profiled: Machine | None = None
         self.planner = Planner(
             options,
             self.blocks,
             axis.size,
-            lambda dtype: measure_machine(axis, dtype),
+            self._machine,
             static,
             bool(capture.sharded),
+            self.cost_model,
         )
-        self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
         like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
         self.guard = Guard(self.planner.plan, not callable(options.plan), like)
         self.data = [
@@ -244,6 +250,31 @@ class _Graph:
             if not n.meta.get("weight") and isinstance(n.meta.get("val"), Tensor)
         ]
         self._constants: dict[Any, StepConstants] = {}
+
+    def _cost_model(self) -> CostModel | None:
+        """Of the profile that the options name; on one rank there is nothing to choose."""
+        path, axis = self.capture.options.cost_model, self.axis
+        if path is None or axis.size == 1 or not self.blocks:
+            return None
+        present = Setting(
+            versions=present_versions(),
+            device=describe_device(device_of(axis)),
+            num_ranks=axis.size,
+            dtype=dtype_name(self.dtype),
+            sharded=bool(self.capture.sharded),
+            inner=self.capture.options.inner,
+            machine={},
+        )
+        return load_cost_model(path, self.blocks, present)
+
+    def _machine(self, dtype: torch.dtype) -> Machine:
+        """Rates as measured with the profile, else now; the memory is always what is there."""
+        if self.cost_model is None:
+            return measure_machine(self.axis, dtype)
+        if self._profiled is None:
+            capacity = agreed_capacity(self.axis)
+            self._profiled = replace(self.cost_model.machine, capacity_bytes=capacity)
+        return self._profiled
 
     def __call__(self, args: Sequence[Any]) -> Any:
         assert self.sizes is not None
@@ -295,6 +326,7 @@ class _Graph:
             "the batch size": sizes.get("B", 1),
             "the random state": _checksum_of_rng() if self.program.has_dropout else 0,
             WEIGHTS: weights,
+            PROFILE: self.cost_model.profile.checksum if first and self.cost_model else 0,
         }
         tensors = [args[i] for i in self.data]
         check_agreement(self.axis, tensors, numbers, ",".join(constants.strategies))

@@ -168,13 +168,16 @@ def _strategies(value: Any) -> tuple[str, ...]:
     return tuple(s for s in ATTENTION_STRATEGIES if s in names)
 
 
-def _cost_model(value: Any) -> None:
+def _cost_model(value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"option 'cost_model': give the path of a profile or None, not {value!r}")
-    raise NotImplementedError(
-        f"option 'cost_model': this version cannot read a profile yet (got {os.fspath(value)!r}); "
-        "leave the option out, or set it to None, to choose by the analytic prior"
-    )
+    path = os.path.abspath(os.fspath(value))
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"option 'cost_model': no such file {path!r}; `paradyse profile` writes one, every "
+            "rank reads it; leave the option out to choose by the analytic prior"
+        )
+    return path
 
 
 def _smoothing(value: Any) -> float:
@@ -224,7 +227,6 @@ def parse_options(
         pass_names: names that ``passes_off`` may list; None: any.
     Raises:
         ValueError: an unknown key or a value that is not legal; names the value and what is legal.
-        NotImplementedError: ``cost_model`` is given, which this version cannot read.
     """
     if options is not None and not isinstance(options, Mapping):
         raise ValueError(f"options: give a dict, not {type(options).__name__} {options!r}")

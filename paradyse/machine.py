@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -142,7 +143,8 @@ def _sent(collective: str, size: int, p: int) -> float:
     )
 
 
-def _device_of(axis: Axis) -> torch.device:
+def device_of(axis: Axis) -> torch.device:
+    """The device that this rank of ``axis`` computes on."""
     if torch.cuda.is_available() and (axis.group is None or dist.get_backend(axis.group) == "nccl"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -171,7 +173,7 @@ def measure_machine(
         dtype: of the matmul and the attention.
         device: where to measure; None: the current CUDA device unless the axis runs on gloo.
     """
-    device = device or _device_of(axis)
+    device = device or device_of(axis)
     key = (axis.name, dtype, str(device))
     if key not in _MACHINES:
         start = time.perf_counter()
@@ -183,6 +185,26 @@ def measure_machine(
     return _MACHINES[key]
 
 
+def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
+    """Bytes that every rank of ``axis`` may use. Every rank must call it: it is a collective."""
+    device = device or device_of(axis)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
+    mine = float(device_capacity(device, local_ranks))
+    with _disable_current_modes():
+        return int(_agree([mine], axis, device, dist.ReduceOp.MIN)[0])
+
+
+def describe_device(device: torch.device) -> str:
+    """Its name, as ``profiles.Setting.device`` has it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [s.split(":")[1].strip() for s in lines if s.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu, {names[0] if names else platform.machine()}, {cores} cores"
+
+
 def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
     timer, p = _Timer(device), axis.size
     if axis.group is not None:
@@ -192,10 +214,6 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         times |= _link_times(timer, axis, comm.register_block("machine measurement"))
     names = list(times)
     times = dict(zip(names, _agree([times[n] for n in names], axis, device, dist.ReduceOp.MAX)))
-    local_ranks = p if "LOCAL_WORLD_SIZE" not in os.environ else int(os.environ["LOCAL_WORLD_SIZE"])
-    capacity = _agree(
-        [float(device_capacity(device, local_ranks))], axis, device, dist.ReduceOp.MIN
-    )
 
     links = {}
     for name in COLLECTIVES if p > 1 else ():
@@ -216,7 +234,7 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         op_overhead_s=times["op"],
         overlap=CUDA_OVERLAP if device.type == "cuda" else 0.0,
         links=links,
-        capacity_bytes=int(capacity[0]),
+        capacity_bytes=agreed_capacity(axis, device),
         communicator_bytes=NCCL_COMMUNICATOR_BYTES if device.type == "cuda" and p > 1 else 0,
         source=f"measured on {p} rank{'s' * (p > 1)}, {device.type}, {dtype}",
     )

@@ -15,6 +15,7 @@ import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, parse_plan
 from paradyse.cost import BlockCost, Machine, canonical_strategy, peak_bytes, prior_cost
+from paradyse.cost_fit import CostModel
 from paradyse.solver import Choice, Group, fastest, smallest
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 
@@ -50,6 +51,7 @@ class Planner:
             to be made or explained, on every rank, so it may issue collectives.
         static_bytes: weights, gradients and optimizer state of a rank: what every plan needs.
         sharded: weights at rest are 1/p on each rank.
+        cost_model: predicts from measurements; None: the analytic prior.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Planner:
         machine: Callable[[torch.dtype], Machine],
         static_bytes: int = 0,
         sharded: bool = False,
+        cost_model: CostModel | None = None,
     ) -> None:
         self.options = options
         self.blocks = tuple(blocks)
@@ -67,6 +70,7 @@ class Planner:
         self.machine = machine
         self.static_bytes = static_bytes
         self.sharded = sharded
+        self.cost_model = cost_model
         self._function = options.plan if callable(options.plan) else None
         self._signatures = tuple(self._signature(b) for b in self.blocks)
         self._plans: dict[Workload, Plan] = {}
@@ -105,13 +109,21 @@ class Planner:
             if signature not in known:
                 known[signature] = {
                     s: prior_cost(block, s, workload, machine, self.sharded)
+                    if self.cost_model is None
+                    else self.cost_model.cost(block, s, workload)
                     for s in block.feasible()
                 }
         return tuple(known[s] for s in self._signatures)
 
+    def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
+        """Predicted cost of what is not in a block, where it was measured."""
+        rest = self.cost_model.rest(workload) if self.cost_model is not None else None
+        return () if rest is None else (rest,)
+
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
-        """Predicted (seconds, peak bytes) of one step of all blocks under ``plan``."""
+        """Predicted (seconds, peak bytes) of a step's blocks, and its rest where measured."""
         chosen = [c[s] for c, s in zip(self.costs(workload), plan.strategies)]
+        chosen += self.rest(workload)
         peak = peak_bytes(chosen, self.static_bytes, self.machine(workload.dtype))
         return sum(c.time_s for c in chosen), peak
 
@@ -139,7 +151,8 @@ class Planner:
         """Blocks of equal signature cost the same and have the same choices."""
         widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
         weights = (b.num_weight_elements, b.num_split_weight_elements)
-        return b.kind, widths, weights, b.mask, tuple(sorted(b.infeasible))
+        measured_as = "" if self.cost_model is None else b.structure
+        return b.kind, widths, weights, b.mask, tuple(sorted(b.infeasible)), measured_as
 
     def _decide(self, form: Any, workload: Workload) -> Plan:
         if workload.batch < 1 or workload.seq_len < 1:
@@ -248,6 +261,8 @@ class Planner:
             of = [costs[at[0]][s] for s in choices]
             options = tuple(Choice(c.time_s, c.saved_bytes, c.workspace_bytes) for c in of)
             groups.append(Group(len(at), options))
+        rest = self.rest(workload)
+        groups += [Group(1, (Choice(0.0, c.saved_bytes, c.workspace_bytes),)) for c in rest]
 
         limit = self.memory_limit(workload.dtype)
         fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
@@ -259,7 +274,7 @@ class Planner:
             taken = [s for s, n in zip(choices, row) for _ in range(n)]
             for i, s in zip(at, taken):
                 strategies[i] = s
-        best = self._smooth(Plan(tuple(strategies)), names, costs, limit - fixed)
+        best = self._smooth(Plan(tuple(strategies)), names, costs, rest, limit - fixed)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -282,7 +297,14 @@ class Planner:
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
         return counts
 
-    def _smooth(self, best: Plan, names: tuple[str, ...], costs: Costs, budget: float) -> Plan:
+    def _smooth(
+        self,
+        best: Plan,
+        names: tuple[str, ...],
+        costs: Costs,
+        rest: tuple[BlockCost, ...],
+        budget: float,
+    ) -> Plan:
         """The previous plan instead, where it is legal, fits, and is nearly as fast."""
         previous = self._previous
         if previous is None or previous == best:
@@ -292,7 +314,8 @@ class Planner:
                 return best
         old = [c[s] for c, s in zip(costs, previous.strategies)]
         new = [c[s] for c, s in zip(costs, best.strategies)]
-        saved = sum(c.saved_bytes for c in old) + max(c.workspace_bytes for c in old)
+        held = [*old, *rest]
+        saved = sum(c.saved_bytes for c in held) + max(c.workspace_bytes for c in held)
         best_s = sum(c.time_s for c in new)
         keep = sum(c.time_s for c in old) <= best_s * (1 + self.options.smoothing)
         return previous if keep and saved <= budget else best

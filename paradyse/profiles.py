@@ -237,10 +237,9 @@ def _checked(cls: type[_T], found: Mapping[str, Any], where: str) -> _T:
         if name not in known:
             continue
         legal = _TYPES[str(known[name].type)]
-        number = isinstance(value, int | float) and not isinstance(value, bool)
         if not isinstance(value, legal) or (isinstance(value, bool) and bool not in legal):
             wrong.append(f"{name} is {value!r}, not {known[name].type}")
-        elif number and not (math.isfinite(value) and value >= 0):
+        elif isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
             wrong.append(f"{name} is {value}")
     if wrong:
         raise ValueError(f"{where}: {'; '.join(wrong)}; {_OUT}")

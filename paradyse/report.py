@@ -54,12 +54,14 @@ class StrategyRow:
     """A block's: saved for backward + workspace. A plan's: as predicted for the rank."""
     comm_bytes: int | None = None
     """Sent by a rank in a step."""
+    source: str = ""
+    """What predicted the time (``BlockCost.source``); several for a plan of unlike blocks."""
 
     def cells(self) -> tuple[str, ...]:
         if self.time_s is None or self.peak_bytes is None or self.comm_bytes is None:
-            return self.strategy, "-", "-", "-", self.why
+            return self.strategy, "-", "-", "-", "-", self.why
         sizes = format_bytes(self.peak_bytes), format_bytes(self.comm_bytes)
-        return self.strategy, format_seconds(self.time_s), *sizes, self.why
+        return self.strategy, format_seconds(self.time_s), *sizes, self.source, self.why
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class PlanReport:
     """Where the machine's rates come from."""
     gathered: tuple[str, ...] = ()
     """What runs on gathered tensors, and why: exact and slow."""
+    notes: tuple[str, ...] = ()
+    """On the profile that the costs come from."""
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
         """Title, header and rows; blocks that tell the same are shown once."""
@@ -101,7 +105,7 @@ class PlanReport:
         groups: dict[tuple[Any, ...], list[BlockReport]] = {}
         for b in self.blocks:
             groups.setdefault((b.kind, b.mask, b.chosen, b.rows), []).append(b)
-        header = ("strategy", "time", "memory", "sent", "why")
+        header = ("strategy", "time", "memory", "sent", "source", "why")
         for same in groups.values():
             b, more = same[0], f" and {len(same) - 1} like it" if len(same) > 1 else ""
             title = f"{b.name}{more}: {b.chosen}" + (f" (mask: {b.mask})" if b.mask else "")
@@ -124,7 +128,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def _notes(self) -> str:
-        return "\n".join(f"on gathered tensors: {g}" for g in self.gathered)
+        return "\n".join((*self.notes, *(f"on gathered tensors: {g}" for g in self.gathered)))
 
     def __str__(self) -> str:
         parts = [self._headline()]
@@ -169,6 +173,7 @@ def explain_plan(planner: Planner, workload: Workload, gathered: Sequence[str] =
         limit,
         planner.machine(workload.dtype).source or "given",
         tuple(gathered),
+        planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
     )
 
 
@@ -203,18 +208,23 @@ def _block_rows(
         else:
             reason = _why_not_faster(planner, workload, plan, i, s)
             why = f"{_slower(c.time_s, best.time_s)}, but {reason}"
-        rows.append(StrategyRow(s, why, c.time_s, _memory(c), c.comm_bytes))
+        rows.append(StrategyRow(s, why, c.time_s, _memory(c), c.comm_bytes, c.source))
     return tuple(rows)
 
 
 def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
     """Why a strategy that is predicted to be faster was not taken."""
     swapped = Plan((*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
-    if planner.predict(swapped, workload)[1] > planner.memory_limit(workload.dtype):
-        return "over the memory limit"
+    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+    if peak > limit:
+        return _over(peak, limit)
     if planner.asked_by_name(workload, i):
         return f"the plan option asks for {plan.strategies[i]}"
     return f"within {planner.options.smoothing:.0%} the previous plan is kept"
+
+
+def _over(peak: int, limit: float) -> str:
+    return f"does not fit: needs {format_bytes(peak)} of {format_bytes(limit)}"
 
 
 def _memory(c: BlockCost) -> int:
@@ -227,15 +237,16 @@ def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> Str
             return StrategyRow(s, f"infeasible for {b.name}")
     static = Plan((s,) * len(planner.blocks))
     time_s, peak = planner.predict(static, workload)
-    costs = planner.costs(workload)
+    costs, limit = planner.costs(workload), planner.memory_limit(workload.dtype)
     sent = sum(c[s].comm_bytes for c in costs)
     if planner.variants(static) == planner.variants(plan):
         why = "this is the plan"
-    elif peak > planner.memory_limit(workload.dtype):
-        why = "over the memory limit"
+    elif peak > limit:
+        why = _over(peak, limit)
     else:
         why = _slower(time_s, planner.predict(plan, workload)[0])
-    return StrategyRow(s, why, time_s, peak, sent)
+    sources = dict.fromkeys(c[s].source for c in costs)
+    return StrategyRow(s, why, time_s, peak, sent, ", ".join(sources))
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,15 @@ class Guard:
 WEIGHTS = "the weights (checksum)"
 """What ``check_agreement`` calls them."""
 
+PROFILE = "the profile (checksum)"
+"""And the file given as option 'cost_model'."""
+
 WAYS_OUT = {
     "the random state": "call torch.manual_seed with the same seed on every rank of the group "
     "(dropout draws from it)",
     WEIGHTS: "call torch.manual_seed with the same seed on every rank before the "
     "model is built, or load the same checkpoint on all",
+    PROFILE: "give option 'cost_model' a copy of one file on every rank",
 }
 SAME_BATCH = (
     "every rank of a sequence-parallel group must be given the same global batch; split data only "

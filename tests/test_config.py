@@ -172,12 +172,14 @@ def test_error_texts(options: Any, text: str) -> None:
         parse_options(options, pass_names=("tile", "place"))
 
 
-def test_a_profile_is_refused_and_never_silently_ignored(tmp_path: Any) -> None:
-    for path in ("profile.jsonl", tmp_path / "missing"):
-        with pytest.raises(
-            NotImplementedError, match="cannot read a profile yet .* analytic prior"
-        ):
+def test_a_profile_must_be_there(tmp_path: Any) -> None:
+    file = tmp_path / "profile.jsonl"
+    for path in (file, str(file), tmp_path):
+        text = rf"option 'cost_model': no such file '{path}'; `paradyse profile` writes one.*prior"
+        with pytest.raises(ValueError, match=text):
             parse_options({"cost_model": path})
+    file.write_text("")
+    assert parse_options({"cost_model": file}).cost_model == str(file)
 
 
 def test_torch_compile_hands_the_options_to_a_backend_as_one_keyword() -> None:

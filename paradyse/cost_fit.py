@@ -1,0 +1,319 @@
+"""Costs from a profile: one curve for each block structure, strategy and quantity.
+
+Time, bytes saved for backward and bytes of workspace are predicted by curves (``cost_curves``)
+where a strategy was measured, by the analytic prior (``cost.prior_cost``) where it was not. What a
+rank sends is always counted by the prior, which is exact in it.
+
+Stated conversions: a forward without gradients that was not measured is taken from the forward of
+training, and may need all the memory that training needs, as nothing smaller is known; two
+measurements or fewer scale the prior.
+
+A new workload of a model with two block structures, eight variants, takes 1 ms to predict once the
+curves are fitted, and fitting them takes half a second, when it is first asked for training or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from paradyse.cost import (
+    BlockCost,
+    Link,
+    Machine,
+    canonical_strategy,
+    prior_cost,
+)
+from paradyse.cost_curves import ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
+from paradyse.profiles import MEASURED, Measurement, Profile, Setting, read_profile
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
+
+log = logging.getLogger(__name__)
+
+ESTIMATORS: Mapping[str, str] = dict.fromkeys(ATTENTION_STRATEGIES, HYBRID)
+"""Strategy -> the estimator of its curves, one of ``ESTIMATOR_NAMES``. This is the place to give a
+strategy another; ``benchmarks/cost_error.py`` compares them on a profile."""
+
+PRIOR = "prior"
+"""Source of a cost that no curve made."""
+
+REST = "rest"
+"""Kind of the measurements of what is not in a block."""
+
+_MODELS: dict[tuple[object, ...], CostModel] = {}
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """Of one variant, with or without gradients."""
+
+    time_s: Curve
+    saved_bytes: Curve
+    workspace_bytes: Curve
+
+
+_Key = tuple[str, str, bool]
+"""Structure, variant, training."""
+
+
+class CostModel:
+    """Predicts from one profile. Equal profiles give equal numbers, on every rank.
+
+    Args:
+        profile: what was measured.
+        estimators: strategy -> estimator, for those that ``ESTIMATORS`` shall not decide.
+        notes: what people should know of the profile, for ``explain``.
+    Raises:
+        ValueError: an unknown strategy or estimator; a machine in the profile that is none.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        estimators: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.profile, self.notes = profile, tuple(notes)
+        self.estimators = {**ESTIMATORS, **(estimators or {})}
+        for strategy, name in self.estimators.items():
+            if strategy not in ATTENTION_STRATEGIES or name not in ESTIMATOR_NAMES:
+                raise ValueError(
+                    f"estimator {name!r} of strategy {strategy!r}: legal are "
+                    f"{', '.join(ESTIMATOR_NAMES)} for {', '.join(ATTENTION_STRATEGIES)}"
+                )
+        self.machine = _machine(profile)
+        self.structures = frozenset(m.structure for m in profile.measurements if m.kind != REST)
+        self._measured: dict[_Key, dict[Point, Measurement]] = {}
+        self._over: dict[_Key, list[Point]] = {}
+        self._fitted: dict[_Key, _Curves | None] = {}
+        latest = {(_key(m), m.batch, m.seq_len): m for m in profile.measurements}
+        for (key, batch, seq_len), m in latest.items():
+            if m.outcome == MEASURED:
+                self._measured.setdefault(key, {})[batch, seq_len] = m
+            else:
+                self._over.setdefault(key, []).append((batch, seq_len))
+
+    def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
+        """Predicted cost of ``block`` under ``strategy``, with its source.
+
+        Raises:
+            ValueError: the strategy is unknown.
+        """
+        prior = prior_cost(block, strategy, workload, self.machine, self.profile.setting.sharded)
+        variant = canonical_strategy(block.kind, strategy)
+        key = block.structure, variant, workload.training
+        if key not in self._fitted:
+
+            def of(at: Point) -> BlockCost:
+                like = replace(workload, batch=at[0], seq_len=at[1])
+                return prior_cost(block, strategy, like, self.machine, self.profile.setting.sharded)
+
+            self._fitted[key] = self._fit(key, self.estimators[variant], of)
+        curves = self._fitted[key]
+        cost = prior if curves is None else _read(curves, workload, prior.comm_bytes)
+        if curves is None and (known := self._samples(key)):
+            cost = self._scaled(prior, known, block, strategy, workload)
+        return self._over_limit(cost, key, workload)
+
+    def rest(self, workload: Workload) -> BlockCost | None:
+        """Predicted for all that is not in a block; None where too little of it was measured."""
+        key = REST, "", workload.training
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(key, HYBRID, None)
+        curves = self._fitted[key]
+        return None if curves is None else _read(curves, workload, 0)
+
+    def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
+        """What ``explain`` says of this profile for these blocks."""
+        missing: dict[str, list[str]] = {}
+        for b in blocks:
+            if b.structure not in self.structures:
+                missing.setdefault(b.structure, []).append(b.name)
+        return (
+            f"costs from the profile {self.profile.path}",
+            *self.notes,
+            *(
+                f"not in the profile, so predicted by the analytic prior: {names[0]}"
+                + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+                for names in missing.values()
+            ),
+        )
+
+    def _samples(self, key: _Key) -> dict[Point, tuple[float, float, float]]:
+        """Seconds, bytes saved, bytes of workspace at every measured point."""
+        structure, variant, training = key
+        found = self._measured.get(key)
+        if found is None and not training:
+            found = self._measured.get((structure, variant, True))
+        return {p: _quantities(m, training) for p, m in (found or {}).items()}
+
+    def _fit(
+        self, key: _Key, estimator: str, prior: Callable[[Point], BlockCost] | None
+    ) -> _Curves | None:
+        samples = self._samples(key)
+        if len(samples) < MIN_POINTS:
+            return None
+        time_s, saved, workspace = ({p: row[i] for p, row in samples.items()} for i in range(3))
+
+        def growth(a: Point, b: Point) -> float:
+            assert prior is not None
+            return prior(b).time_s / prior(a).time_s
+
+        return _Curves(
+            Curve(time_s, estimator, growth if prior else None),
+            Curve(saved, estimator),
+            Curve(workspace, estimator),
+        )
+
+    def _scaled(
+        self,
+        prior: BlockCost,
+        known: Mapping[Point, tuple[float, float, float]],
+        block: BlockSpec,
+        strategy: str,
+        workload: Workload,
+    ) -> BlockCost:
+        """The prior, times what was measured over what the prior says there."""
+        logs: list[list[float]] = [[], [], []]
+        for (batch, seq_len), row in known.items():
+            like = replace(workload, batch=batch, seq_len=seq_len)
+            at = prior_cost(block, strategy, like, self.machine, self.profile.setting.sharded)
+            for i, (y, x) in enumerate(zip(row, (at.time_s, at.saved_bytes, at.workspace_bytes))):
+                if x > 0 and y > 0:
+                    logs[i].append(math.log(y / x))
+        time, saved, workspace = (math.exp(sum(x) / len(x)) if x else 1.0 for x in logs)
+        return replace(
+            prior,
+            time_s=prior.time_s * time,
+            saved_bytes=int(prior.saved_bytes * saved),
+            workspace_bytes=int(prior.workspace_bytes * workspace),
+        )
+
+    def _over_limit(self, cost: BlockCost, key: _Key, workload: Workload) -> BlockCost:
+        """At or beyond a workload that did not fit: more than the limit it did not fit."""
+        structure, variant, training = key
+        over = self._over.get(key, [])
+        if training:  # needs what the forward alone needs, and more
+            over = over + self._over.get((structure, variant, False), [])
+        limit = self.profile.setting.memory_limit or self.machine.capacity_bytes
+        if limit is None or not any(b <= workload.batch and s <= workload.seq_len for b, s in over):
+            return cost
+        return replace(cost, workspace_bytes=max(cost.workspace_bytes, limit + 1))
+
+
+def _key(m: Measurement) -> _Key:
+    if m.kind == REST:
+        return REST, "", m.training
+    return m.structure, canonical_strategy(m.kind, m.strategy), m.training
+
+
+def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
+    if training:
+        return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
+    return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
+
+
+def _read(curves: _Curves, workload: Workload, comm_bytes: int) -> BlockCost:
+    batch, seq_len = workload.batch, workload.seq_len
+    time_s, source = curves.time_s(batch, seq_len)
+    return BlockCost(
+        time_s=time_s,
+        saved_bytes=math.ceil(curves.saved_bytes(batch, seq_len)[0]),
+        workspace_bytes=math.ceil(curves.workspace_bytes(batch, seq_len)[0]),
+        comm_bytes=comm_bytes,
+        source=source,
+    )
+
+
+def _machine(profile: Profile) -> Machine:
+    """The rates that were measured with the profile, for the prior."""
+    given: dict[str, Any] = dict(profile.setting.machine)
+    known = {f.name for f in fields(Machine)}
+    try:
+        links = {n: Link(**link) for n, link in (given.pop("links", None) or {}).items()}
+        return Machine(**{k: v for k, v in given.items() if k in known}, links=links)
+    except (TypeError, AttributeError) as e:
+        raise ValueError(
+            f"{profile.path}:1: the fields of the machine are not those of this version ({e}); "
+            "measure again with `paradyse profile`"
+        ) from e
+
+
+def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) -> CostModel:
+    """The cost model of the profile at ``path``, if it is one of these blocks as they run here.
+
+    Args:
+        blocks: of the captured model.
+        present: what the model runs on; ``machine`` and ``memory_limit`` are not looked at.
+    Raises:
+        ValueError: the file cannot be read, or was measured on another number of ranks, in another
+            dtype, with weights at rest otherwise, or of another model.
+    """
+    profile = read_profile(path)
+    measured = profile.setting
+    again = f"paradyse profile --ranks {present.num_ranks}"
+    layouts = {True: "sharded weights", False: "whole weights on every rank"}
+    for ours, theirs, way_out in (
+        (
+            f"{present.num_ranks} ranks",
+            f"{measured.num_ranks} ranks",
+            f"measure on {present.num_ranks} ranks: {again}",
+        ),
+        (
+            present.dtype,
+            measured.dtype,
+            f"measure in this dtype: {again} --dtype {present.dtype}",
+        ),
+        (
+            layouts[present.sharded],
+            layouts[measured.sharded],
+            "measure the model as it is trained, " + layouts[present.sharded],
+        ),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"profile {path}: measured with {theirs}, this runs with {ours}; {way_out}, or "
+                "leave option 'cost_model' out"
+            )
+    of = {m.structure for m in profile.measurements if m.kind != REST}
+    mine = sorted({b.structure for b in blocks})
+    if mine and not of.intersection(mine):
+        raise ValueError(
+            f"profile {path}: a profile of another model: its blocks have the structures "
+            f"{', '.join(sorted(of)) or 'none'}, this model's {', '.join(mine)}; measure this "
+            f"model: {again}"
+        )
+    key = (path, profile.checksum, present.inner, present.device, *mine)
+    if key not in _MODELS:
+        notes = _differences(measured, present)
+        for note in notes:
+            log.warning("profile %s: %s", path, note)
+        _MODELS[key] = CostModel(profile, notes=notes)
+    return _MODELS[key]
+
+
+def _differences(measured: Setting, present: Setting) -> tuple[str, ...]:
+    """What may make the measurements wrong here, though they can be used."""
+    pairs = [
+        ("device", measured.device, present.device),
+        ("inner", measured.inner, present.inner),
+        *(
+            (name, measured.versions.get(name, "unknown"), present.versions.get(name, "unknown"))
+            for name in ("paradyse", "torch", "triton")
+        ),
+    ]
+    return tuple(
+        f"measured on {name} {theirs}, running on {ours}"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ``Setting.dtype`` has it."""
+    return str(dtype).removeprefix("torch.")
