@@ -387,6 +387,16 @@ def prior_cost(
     )
 
 
+def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine: Machine) -> float:
+    """Seconds in which the ranks' gradients of whole weights are brought together, predicted.
+
+    They are at the end of the backward of the model, so in no block's measured time.
+    """
+    t = _Tally()
+    _weights(t, block, strategy, workload, sharded=False)
+    return t.time_s(machine)
+
+
 def peak_bytes(costs: Iterable[BlockCost], static_bytes: int, machine: Machine) -> int:
     """Peak memory of a plan: static + sum saved + largest workspace + communicators (DESIGN 6)."""
     costs = tuple(costs)

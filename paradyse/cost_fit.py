@@ -2,7 +2,8 @@
 
 Time, bytes saved for backward and bytes of workspace are predicted by curves (``cost_curves``)
 where a strategy was measured, by the analytic prior (``cost.prior_cost``) where it was not. What a
-rank sends is always counted by the prior, which is exact in it.
+rank sends is always counted by the prior, which is exact in it; so is the time of bringing together
+the gradients of whole weights, which depends on the strategy and is measured as part of the rest.
 
 Stated conversions: a forward without gradients that was not measured is taken from the forward of
 training, and may need all the memory that training needs, as nothing smaller is known; two
@@ -23,10 +24,12 @@ from typing import Any
 import torch
 
 from paradyse.cost import (
+    Z_STRATEGIES,
     BlockCost,
     Link,
     Machine,
     canonical_strategy,
+    gradient_sum_s,
     prior_cost,
 )
 from paradyse.cost_curves import ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
@@ -59,6 +62,9 @@ class _Curves:
 
 _Key = tuple[str, str, bool]
 """Structure, variant, training."""
+
+_Samples = Mapping[Point, tuple[float, float, float]]
+"""Seconds, bytes saved, bytes of workspace at every measured point."""
 
 
 class CostModel:
@@ -104,29 +110,45 @@ class CostModel:
         Raises:
             ValueError: the strategy is unknown.
         """
-        prior = prior_cost(block, strategy, workload, self.machine, self.profile.setting.sharded)
         variant = canonical_strategy(block.kind, strategy)
         key = block.structure, variant, workload.training
+        sharded = self.profile.setting.sharded
+        samples = self._samples(key)
+        if not samples:
+            prior = prior_cost(block, strategy, workload, self.machine, sharded)
+            return self._over_limit(prior, key, workload)
+
+        def measurable(at: Point) -> BlockCost:
+            """The prior's answer, less what is in no block's measurements."""
+            like = replace(workload, batch=at[0], seq_len=at[1])
+            cost = prior_cost(block, strategy, like, self.machine, sharded)
+            return replace(cost, time_s=cost.time_s - self._outside(block, variant, like))
+
         if key not in self._fitted:
+            self._fitted[key] = self._fit(samples, self.estimators[variant], measurable)
+        curves, prior = self._fitted[key], measurable((workload.batch, workload.seq_len))
+        if curves is not None:
+            cost = _read(curves, workload, prior.comm_bytes)
+        else:
+            cost = _scaled(prior, samples, measurable)
+        outside = self._outside(block, variant, workload)
+        return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
 
-            def of(at: Point) -> BlockCost:
-                like = replace(workload, batch=at[0], seq_len=at[1])
-                return prior_cost(block, strategy, like, self.machine, self.profile.setting.sharded)
+    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost | None:
+        """Predicted for all that is not in a block; None where too little of it was measured.
 
-            self._fitted[key] = self._fit(key, self.estimators[variant], of)
-        curves = self._fitted[key]
-        cost = prior if curves is None else _read(curves, workload, prior.comm_bytes)
-        if curves is None and (known := self._samples(key)):
-            cost = self._scaled(prior, known, block, strategy, workload)
-        return self._over_limit(cost, key, workload)
-
-    def rest(self, workload: Workload) -> BlockCost | None:
-        """Predicted for all that is not in a block; None where too little of it was measured."""
+        What ``cost`` adds for ``blocks`` is taken off, as for the strategies that sum all their
+        gradients: it was measured under all of them, and most do.
+        """
         key = REST, "", workload.training
         if key not in self._fitted:
-            self._fitted[key] = self._fit(key, HYBRID, None)
+            self._fitted[key] = self._fit(self._samples(key), HYBRID, None)
         curves = self._fitted[key]
-        return None if curves is None else _read(curves, workload, 0)
+        if curves is None:
+            return None
+        cost = _read(curves, workload, 0)
+        outside = sum(self._outside(b, Z_STRATEGIES[0], workload) for b in blocks)
+        return replace(cost, time_s=max(0.0, cost.time_s - outside))
 
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
         """What ``explain`` says of this profile for these blocks."""
@@ -144,8 +166,13 @@ class CostModel:
             ),
         )
 
-    def _samples(self, key: _Key) -> dict[Point, tuple[float, float, float]]:
-        """Seconds, bytes saved, bytes of workspace at every measured point."""
+    def _outside(self, block: BlockSpec, variant: str, workload: Workload) -> float:
+        """Seconds that a block's strategy causes but its own measurements do not have."""
+        if self.profile.setting.sharded or not workload.training:
+            return 0.0
+        return gradient_sum_s(block, variant, workload, self.machine)
+
+    def _samples(self, key: _Key) -> _Samples:
         structure, variant, training = key
         found = self._measured.get(key)
         if found is None and not training:
@@ -153,9 +180,8 @@ class CostModel:
         return {p: _quantities(m, training) for p, m in (found or {}).items()}
 
     def _fit(
-        self, key: _Key, estimator: str, prior: Callable[[Point], BlockCost] | None
+        self, samples: _Samples, estimator: str, prior: Callable[[Point], BlockCost] | None
     ) -> _Curves | None:
-        samples = self._samples(key)
         if len(samples) < MIN_POINTS:
             return None
         time_s, saved, workspace = ({p: row[i] for p, row in samples.items()} for i in range(3))
@@ -168,30 +194,6 @@ class CostModel:
             Curve(time_s, estimator, growth if prior else None),
             Curve(saved, estimator),
             Curve(workspace, estimator),
-        )
-
-    def _scaled(
-        self,
-        prior: BlockCost,
-        known: Mapping[Point, tuple[float, float, float]],
-        block: BlockSpec,
-        strategy: str,
-        workload: Workload,
-    ) -> BlockCost:
-        """The prior, times what was measured over what the prior says there."""
-        logs: list[list[float]] = [[], [], []]
-        for (batch, seq_len), row in known.items():
-            like = replace(workload, batch=batch, seq_len=seq_len)
-            at = prior_cost(block, strategy, like, self.machine, self.profile.setting.sharded)
-            for i, (y, x) in enumerate(zip(row, (at.time_s, at.saved_bytes, at.workspace_bytes))):
-                if x > 0 and y > 0:
-                    logs[i].append(math.log(y / x))
-        time, saved, workspace = (math.exp(sum(x) / len(x)) if x else 1.0 for x in logs)
-        return replace(
-            prior,
-            time_s=prior.time_s * time,
-            saved_bytes=int(prior.saved_bytes * saved),
-            workspace_bytes=int(prior.workspace_bytes * workspace),
         )
 
     def _over_limit(self, cost: BlockCost, key: _Key, workload: Workload) -> BlockCost:
@@ -216,6 +218,26 @@ def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
     if training:
         return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
     return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
+
+
+def _scaled(
+    prior: BlockCost, samples: _Samples, measurable: Callable[[Point], BlockCost]
+) -> BlockCost:
+    """The prior, times what was measured over what the prior says there."""
+    logs: tuple[list[float], ...] = ([], [], [])
+    for at, measured in samples.items():
+        said = measurable(at)
+        pairs = zip(measured, (said.time_s, said.saved_bytes, said.workspace_bytes))
+        for ratios, (y, x) in zip(logs, pairs):
+            if x > 0 and y > 0:
+                ratios.append(math.log(y / x))
+    time, saved, workspace = (math.exp(sum(x) / len(x)) if x else 1.0 for x in logs)
+    return replace(
+        prior,
+        time_s=prior.time_s * time,
+        saved_bytes=int(prior.saved_bytes * saved),
+        workspace_bytes=int(prior.workspace_bytes * workspace),
+    )
 
 
 def _read(curves: _Curves, workload: Workload, comm_bytes: int) -> BlockCost:

@@ -201,8 +201,7 @@ def describe_device(device: torch.device) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [s.split(":")[1].strip() for s in lines if s.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"cpu, {names[0] if names else platform.machine()}, {cores} cores"
+    return f"cpu, {names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:

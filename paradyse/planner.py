@@ -117,7 +117,9 @@ class Planner:
 
     def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
         """Predicted cost of what is not in a block, where it was measured."""
-        rest = self.cost_model.rest(workload) if self.cost_model is not None else None
+        if self.cost_model is None:
+            return ()
+        rest = self.cost_model.rest(workload, self.blocks)
         return () if rest is None else (rest,)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:

@@ -16,7 +16,7 @@ import torch
 from test_planner import MACHINE, SHORT, model, planner
 
 from paradyse.config import parse_options
-from paradyse.cost import BlockCost, canonical_strategy, prior_cost
+from paradyse.cost import BlockCost, canonical_strategy, gradient_sum_s, prior_cost
 from paradyse.cost_curves import ESTIMATOR_NAMES
 from paradyse.cost_fit import ESTIMATORS, CostModel, dtype_name, load_cost_model
 from paradyse.planner import Planner
@@ -47,9 +47,13 @@ def measure(
     training: bool = True,
     batch: int = 1,
 ) -> Measurement:
-    """As the prior says, times ``factor``; 40 % of a step with gradients is its forward."""
+    """As the prior says, times ``factor``; 40 % of a step with gradients is its forward.
+
+    Bringing gradients together is not in it, as it is not in what is measured of a block.
+    """
     w = replace(SHORT, seq_len=seq_len, batch=batch, training=training)
     c = prior_cost(block, strategy, w, RATES)
+    c = replace(c, time_s=c.time_s - gradient_sum_s(block, strategy, w, RATES))
     return Measurement(
         structure=block.structure,
         kind=block.kind,
@@ -96,7 +100,8 @@ def test_predictions_follow_the_measurements_and_name_their_source() -> None:
             truth = prior_cost(ATTENTION, strategy, work(s), RATES)
             cost = m.cost(ATTENTION, strategy, work(s))
             assert cost.source == source
-            assert cost.time_s == pytest.approx(factor * truth.time_s, rel=0.1)
+            sums_s = gradient_sum_s(ATTENTION, strategy, work(s), RATES)
+            assert cost.time_s - sums_s == pytest.approx(factor * (truth.time_s - sums_s), rel=0.1)
             assert cost.saved_bytes == pytest.approx(truth.saved_bytes, rel=0.02)
             assert cost.workspace_bytes == pytest.approx(truth.workspace_bytes, rel=0.02)
             assert cost.comm_bytes == truth.comm_bytes
@@ -121,7 +126,8 @@ def test_two_measurements_or_fewer_scale_the_prior() -> None:
         m.cost(ATTENTION, "metp", work(700)),
         prior_cost(ATTENTION, "metp", work(700), RATES),
     )
-    assert cost.time_s == pytest.approx(0.25 * prior.time_s)
+    sums_s = gradient_sum_s(ATTENTION, "metp", work(700), RATES)
+    assert cost.time_s == pytest.approx(0.25 * (prior.time_s - sums_s) + sums_s)
     assert (cost.saved_bytes, cost.source) == (prior.saved_bytes, "prior")
 
 
@@ -130,7 +136,8 @@ def test_a_forward_alone_is_taken_from_training_where_only_that_was_measured() -
     step, forward = (
         CostModel(trained).cost(ATTENTION, "metp", work(2048, training=t)) for t in (True, False)
     )
-    assert forward.time_s == pytest.approx(0.4 * step.time_s, rel=0.05)
+    sums_s = gradient_sum_s(ATTENTION, "metp", work(2048), RATES)
+    assert forward.time_s == pytest.approx(0.4 * (step.time_s - sums_s), rel=0.05)
     assert forward.saved_bytes == 0
     both = step.saved_bytes + step.workspace_bytes
     assert forward.workspace_bytes == pytest.approx(both, rel=0.01)
@@ -205,19 +212,20 @@ def test_a_machine_that_is_none_is_refused() -> None:
 
 
 def test_the_plan_follows_the_profile_and_not_the_prior() -> None:
-    by_prior = planner().plan(SHORT).strategies[0]
+    w = work(8192)
+    by_prior = planner().plan(w).strategies[0]
     fastest = "metp"
     assert by_prior != fastest
     factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0) | {fastest: 1e-3}
     p = planner_on(profile_of(factors))
-    assert p.plan(SHORT) == Plan((fastest,) * 4)
-    report = explain_plan(p, SHORT)
+    assert p.plan(w) == Plan((fastest,) * 4)
+    report = explain_plan(p, w)
     assert {r.source for b in report.blocks for r in b.rows} == {"forest"}
     assert report.notes == ("costs from the profile p.jsonl",)
     text = str(report)
     assert "sent      source  why" in text
     assert "costs from the profile p.jsonl" in text
-    assert (report.time_s, report.peak_bytes) == p.predict(report.plan, SHORT)
+    assert (report.time_s, report.peak_bytes) == p.predict(report.plan, w)
 
 
 def test_explain_tells_what_was_not_measured() -> None:
@@ -242,7 +250,7 @@ def test_explain_names_what_a_strategy_needs_that_does_not_fit() -> None:
     assert "metp" not in plan.strategies[::2]
     why = {r.strategy: r.why for r in explain_plan(p, SHORT).blocks[0].rows}
     assert re.fullmatch(
-        r"0\.0\dx the time, but does not fit: needs 16\.\d GiB of 8\.0 GiB", why["metp"]
+        r"0\.\d\dx the time, but does not fit: needs 16\.\d GiB of 8\.0 GiB", why["metp"]
     )
 
 
@@ -266,6 +274,26 @@ def test_what_is_not_in_a_block_counts_for_memory_and_time() -> None:
     with pytest.raises(ValueError, match="no plan fits"):
         tight.plan(work(8192))
     assert without.rest(SHORT) == ()
+
+
+def test_gradients_of_whole_weights_are_counted_with_the_strategy_that_sums_them() -> None:
+    """They come at the end of the model's backward: measured with the rest, caused by a block."""
+    profile = profile_of({"megatron_ts": 1.0, "megatron_cz": 1.0})
+    sharded = replace(profile, setting=replace(SETTING, sharded=True))
+    for strategy, messages in (("megatron_ts", 1), ("megatron_cz", 2)):
+        whole, split = (
+            CostModel(x).cost(MLP, strategy, work(2048)).time_s for x in (profile, sharded)
+        )
+        sent = messages * MLP.num_weight_elements * 2 * 3 / 4
+        link_s = sent / RATES.bandwidth_bytes + RATES.latency_s
+        copies_s = 4 * MLP.num_weight_elements * 2 / RATES.memory_bandwidth
+        assert whole - split == pytest.approx(link_s + copies_s, rel=0.2)
+    row = Measurement("", "rest", "", 1, 0, True, "measured", 1.0, 1.0)
+    m = CostModel(profile_of({}, more=[replace(row, seq_len=s) for s in LENGTHS]))
+    alone, beside = m.rest(work(512)), m.rest(work(512), [MLP, MLP])
+    assert alone is not None and beside is not None
+    sums_s = gradient_sum_s(MLP, "megatron_cz", work(512), RATES)
+    assert alone.time_s - beside.time_s == pytest.approx(2 * sums_s)
 
 
 def test_blocks_of_equal_shape_but_another_structure_are_costed_apart() -> None:
