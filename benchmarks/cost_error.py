@@ -18,22 +18,20 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
 from common import Goal, Report, parser, table
 
-from paradyse.cost import Machine, gradient_sum_s, prior_cost
-from paradyse.cost_curves import ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
-from paradyse.cost_fit import CostModel
+from paradyse.cost import BlockCost, Machine, gradient_sum_s, prior_cost
+from paradyse.cost_curves import DEGREES, ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
+from paradyse.cost_fit import REST, CostModel, prior_growths
 from paradyse.profiles import MEASURED, Measurement, Profile, Setting, read_profile
 from paradyse.types import BlockSpec, MaskSpec, Workload
 
 Row = tuple[str, str, str, bool]
 """Kind, structure, variant, training."""
-
-Growth = Callable[[Point, Point], float]
 
 
 def llama_blocks(hidden: int, heads: int | None, kv_heads: int | None) -> dict[str, BlockSpec]:
@@ -62,20 +60,22 @@ def llama_blocks(hidden: int, heads: int | None, kv_heads: int | None) -> dict[s
     }
 
 
-def growth_of(profile: Profile, row: Row, blocks: Mapping[str, BlockSpec]) -> Growth | None:
-    """The prior's, of what is measured of a block: without its gradients' messages."""
+def prior_of(
+    profile: Profile, row: Row, blocks: Mapping[str, BlockSpec]
+) -> Callable[[Point], BlockCost] | None:
+    """The prior, of what is measured of a block: without the messages of its gradients."""
     kind, _, variant, training = row
     if kind not in blocks:
         return None
     block, machine, setting = blocks[kind], CostModel(profile).machine, profile.setting
 
-    def seconds(at: Point) -> float:
-        dtype = getattr(torch, setting.dtype)
-        w = Workload(*at, dtype, training, setting.num_ranks)
-        whole = prior_cost(block, variant, w, machine, setting.sharded).time_s
-        return whole - (0.0 if setting.sharded else gradient_sum_s(block, variant, w, machine))
+    def cost(at: Point) -> BlockCost:
+        w = Workload(*at, getattr(torch, setting.dtype), training, setting.num_ranks)
+        whole = prior_cost(block, variant, w, machine, setting.sharded)
+        sums_s = 0.0 if setting.sharded else gradient_sum_s(block, variant, w, machine)
+        return replace(whole, time_s=whole.time_s - sums_s)
 
-    return lambda a, b: seconds(b) / seconds(a)
+    return cost
 
 
 def by_row(profile: Profile) -> dict[Row, dict[Point, Measurement]]:
@@ -105,25 +105,28 @@ def errors_of(
     """(Estimator, where) to the relative errors of time and memory, and the row's name."""
     found: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for row, measured in by_row(profile).items():
-        growth = growth_of(profile, row, blocks)
+        prior = prior_of(profile, row, blocks)
+        growths = prior_growths(prior) if prior else (None,) * 3
+        degrees = DEGREES[:1] if row[0] == REST else DEGREES
         for where, fit, ask in splits(measured):
             for name in ESTIMATOR_NAMES:
-                some = {p: measured[p] for p in fit}
-                time_s = Curve({p: seconds(m) for p, m in some.items()}, name, growth)
-                saved = Curve({p: float(m.saved_bytes) for p, m in some.items()}, name)
-                workspace = Curve({p: float(m.workspace_bytes) for p, m in some.items()}, name)
+                samples = {p: quantities(measured[p]) for p in fit}
+                time_s, saved, workspace = (
+                    Curve({p: q[i] for p, q in samples.items()}, name, growth, degrees)
+                    for i, growth in enumerate(growths)
+                )
                 for p in ask:
-                    m = measured[p]
-                    held = m.saved_bytes + m.workspace_bytes
-                    off_s = abs(time_s(*p)[0] / seconds(m) - 1)
-                    off_bytes = abs((saved(*p)[0] + workspace(*p)[0]) / held - 1) if held else 0.0
+                    step_s, *held = quantities(measured[p])
+                    off_s = abs(time_s(*p)[0] / step_s - 1)
+                    predicted = saved(*p)[0] + workspace(*p)[0]
+                    off_bytes = abs(predicted / sum(held) - 1) if sum(held) else 0.0
                     label = " ".join(filter(None, (row[0], row[2])))
                     found.setdefault((name, where), []).append((off_s, off_bytes, label))
     return found
 
 
-def seconds(m: Measurement) -> float:
-    return m.forward_s + m.backward_s
+def quantities(m: Measurement) -> tuple[float, float, float]:
+    return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
 
 
 def known_law(noise: float = 0.03) -> Profile:

@@ -7,9 +7,9 @@ a step function, which between the lengths of a grid that doubles is off by up t
 
 - Within the range the forest is of the logarithm of measured over polynomial: it corrects what is
   smooth already.
-- The polynomial of a time is also held, weakly, to the analytic prior's growth beyond the range.
-  Where constant and linear terms outweigh the quadratic one at all measured lengths, noise hides
-  it, and yet it rules beyond them.
+- The polynomial is also held, weakly, to the analytic prior's growth beyond the range. Where
+  constant and linear terms outweigh the quadratic one at all measured lengths, noise hides it, and
+  yet it rules beyond them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ MIN_POINTS = 3
 NOISE_FLOOR = 1e-3
 """Relative error below which one polynomial is not better than another, and none is corrected."""
 
-GUESS_WEIGHT = 0.3
+GUESS_WEIGHT = 0.4
 """Of the prior's growth to four times the range, where a measurement's weight is 1: it is believed
-to 15 % where those are good to 5 %, which is how steps repeat on two CPU ranks. On the steps in
-``benchmarks/results/two_ranks.md`` the prior misses the growth from 1,024 tokens to 4,096 by 11 %,
-a polynomial alone by 29 to 46 %."""
+to 12 % where those are good to 5 %. On a Llama's blocks on two CPU ranks, up to 4,096 tokens
+(``benchmarks/cost_error.py``; processor time), predictions beyond 512, 724 and 1,024 tokens are off
+by 7, 5 and 3 % (median), 15, 19 and 24 % (90th percentile); without it by 21, 8 and 7 %, and 49, 52
+and 22 %."""
 
 Point = tuple[int, int]
 """Batch and length."""
+
+Growth = Callable[[Point, Point], float]
+"""How much larger a quantity is at the second point than at the first."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,10 @@ class Polynomial:
 
 
 def fit_polynomial(
-    points: Sequence[Point], values: Sequence[float], guess: tuple[Point, float] | None = None
+    points: Sequence[Point],
+    values: Sequence[float],
+    guess: tuple[Point, float] | None = None,
+    degrees: Sequence[int] = DEGREES,
 ) -> Polynomial:
     """The polynomial of least relative squared error whose degree Akaike's criterion prefers.
 
@@ -73,6 +80,7 @@ def fit_polynomial(
     Args:
         points: where ``values``, positive, were measured; at least ``MIN_POINTS``.
         guess: a point and a value there that is only believed with ``GUESS_WEIGHT``.
+        degrees: to choose from, in rising order.
     """
     at = np.array([*points, guess[0]] if guess else points, dtype=np.float64)
     target = np.array([*values, guess[1]] if guess else values, dtype=np.float64)
@@ -81,7 +89,7 @@ def fit_polynomial(
         weights[-1] = GUESS_WEIGHT
     scale = float(at[:, 1].max())
     best: tuple[float, np.ndarray] | None = None
-    for degree in DEGREES:
+    for degree in degrees:
         k, n = degree + 1, len(at)
         if n <= k and best is not None:
             break
@@ -158,13 +166,15 @@ class Curve:
         estimator: one of ``ESTIMATOR_NAMES``.
         growth: roughly how much larger the quantity is at the second point than at the first;
             None: not known.
+        degrees: of the polynomial, to choose from.
     """
 
     def __init__(
         self,
         measured: dict[Point, float],
         estimator: str,
-        growth: Callable[[Point, Point], float] | None = None,
+        growth: Growth | None = None,
+        degrees: Sequence[int] = DEGREES,
     ) -> None:
         self.measured, self.estimator = measured, estimator
         self._nothing = not any(measured.values())
@@ -179,8 +189,8 @@ class Curve:
         if estimator == HYBRID and growth is not None:
             longest = max(points, key=lambda p: (p[1], p[0]))
             beyond = (longest[0], 4 * longest[1])
-            guess = beyond, measured[longest] * growth(longest, beyond)
-        self._polynomial = fit_polynomial(points, values, guess)
+            guess = beyond, max(measured[longest], 1e-9) * growth(longest, beyond)
+        self._polynomial = fit_polynomial(points, values, guess, degrees)
         self._forest = None
         ratios = [math.log(v / self._polynomial(*p)) for p, v in zip(points, values)]
         if estimator == HYBRID and max(map(abs, ratios)) > NOISE_FLOOR:

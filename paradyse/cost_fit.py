@@ -1,16 +1,16 @@
 """Costs from a profile: one curve for each block structure, strategy and quantity.
 
 Time, bytes saved for backward and bytes of workspace are predicted by curves (``cost_curves``)
-where a strategy was measured, by the analytic prior (``cost.prior_cost``) where it was not. What a
-rank sends is always counted by the prior, which is exact in it; so is the time of bringing together
-the gradients of whole weights, which depends on the strategy and is measured as part of the rest.
+where a strategy was measured, by the analytic prior (``cost.prior_cost``) where it was not. The
+prior always gives what a rank sends, which it counts exactly, and the time of bringing together the
+gradients of whole weights, which a strategy causes but the rest of the step is measured with.
 
 Stated conversions: a forward without gradients that was not measured is taken from the forward of
 training, and may need all the memory that training needs, as nothing smaller is known; two
 measurements or fewer scale the prior.
 
-A new workload of a model with two block structures, eight variants, takes 1 ms to predict once the
-curves are fitted, and fitting them takes half a second, when it is first asked for training or not.
+A new workload of a model with two block structures, eight variants, takes 1 ms to predict on one
+CPU core. The curves are fitted when they are first asked for, all of these in about a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from paradyse.cost import (
     gradient_sum_s,
     prior_cost,
 )
-from paradyse.cost_curves import ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
+from paradyse.cost_curves import (
+    DEGREES,
+    ESTIMATOR_NAMES,
+    HYBRID,
+    MIN_POINTS,
+    Curve,
+    Growth,
+    Point,
+)
 from paradyse.profiles import MEASURED, Measurement, Profile, Setting, read_profile
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
 
@@ -184,16 +192,14 @@ class CostModel:
     ) -> _Curves | None:
         if len(samples) < MIN_POINTS:
             return None
-        time_s, saved, workspace = ({p: row[i] for p, row in samples.items()} for i in range(3))
-
-        def growth(a: Point, b: Point) -> float:
-            assert prior is not None
-            return prior(b).time_s / prior(a).time_s
-
+        growths: Sequence[Growth | None] = prior_growths(prior) if prior else (None,) * 3
+        # Embedding, head and loss are linear in the tokens.
+        degrees = DEGREES if prior else DEGREES[:1]
         return _Curves(
-            Curve(time_s, estimator, growth if prior else None),
-            Curve(saved, estimator),
-            Curve(workspace, estimator),
+            *(
+                Curve({p: row[i] for p, row in samples.items()}, estimator, growth, degrees)
+                for i, growth in enumerate(growths)
+            )
         )
 
     def _over_limit(self, cost: BlockCost, key: _Key, workload: Workload) -> BlockCost:
@@ -218,6 +224,23 @@ def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
     if training:
         return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
     return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
+
+
+def prior_growths(prior: Callable[[Point], BlockCost]) -> tuple[Growth, Growth, Growth]:
+    """Of time, bytes saved and bytes of workspace."""
+
+    def of(quantity: Callable[[BlockCost], float]) -> Growth:
+        def growth(a: Point, b: Point) -> float:
+            less, more = quantity(prior(a)), quantity(prior(b))
+            return more / less if less > 0 else 1.0
+
+        return growth
+
+    return (
+        of(lambda c: c.time_s),
+        of(lambda c: c.saved_bytes),
+        of(lambda c: c.workspace_bytes),
+    )
 
 
 def _scaled(

@@ -296,6 +296,45 @@ def test_gradients_of_whole_weights_are_counted_with_the_strategy_that_sums_them
     assert alone.time_s - beside.time_s == pytest.approx(2 * sums_s)
 
 
+def test_the_rest_of_a_step_is_linear_in_the_tokens() -> None:
+    """Little of it shows among the overhead, and a cubic through noise would be far off beyond."""
+    times = dict(zip((128, 256, 512, 1024, 2048), (9.02, 9.53, 9.88, 11.97, 15.8)))  # measured, ms
+    row = Measurement("", "rest", "", 1, 0, True)
+    rows = [replace(row, seq_len=s, forward_s=t / 1e3) for s, t in times.items()]
+    cost = CostModel(profile_of({}, more=rows)).rest(work(8192))
+    assert cost is not None
+    assert 32e-3 < cost.time_s < 40e-3
+
+
+def test_the_prior_steadies_memory_and_time_beyond_the_range() -> None:
+    off: dict[str, list[tuple[float, float, float]]] = {"hybrid": [], "polynomial": []}
+    truth = prior_cost(ATTENTION, "ulysses_z", work(16_384), RATES)
+    for seed in range(10):
+        rng = random.Random(seed)
+        exact = [measure(ATTENTION, "ulysses_z", s) for s in (256, 512, 1024, 2048, 4096)]
+        rows = [
+            replace(
+                m,
+                forward_s=m.forward_s * rng.uniform(0.9, 1.1),
+                saved_bytes=int(m.saved_bytes * rng.uniform(0.9, 1.1)),
+                workspace_bytes=int(m.workspace_bytes * rng.uniform(0.9, 1.1)),
+            )
+            for m in exact
+        ]
+        for name, errors in off.items():
+            m = CostModel(profile_of({}, more=rows), {"ulysses_z": name})
+            cost = m.cost(ATTENTION, "ulysses_z", work(16_384))
+            errors.append(
+                (
+                    abs(cost.time_s / truth.time_s - 1),
+                    abs(cost.saved_bytes / truth.saved_bytes - 1),
+                    abs(cost.workspace_bytes / truth.workspace_bytes - 1),
+                )
+            )
+    for hybrid, polynomial in zip(zip(*off["hybrid"]), zip(*off["polynomial"])):
+        assert sum(hybrid) < 0.5 * sum(polynomial)
+
+
 def test_blocks_of_equal_shape_but_another_structure_are_costed_apart() -> None:
     other = replace(ATTENTION, structure="other", name="layers.1.attention", layer=1)
     factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0) | {"metp": 1e-3}
