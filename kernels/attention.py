@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paradyse.kernels.attention_core import Call, Problem, stat_dtype
 from paradyse.kernels.attention_mask import (
@@ -227,6 +228,10 @@ def attention_forward(
             seed.
     """
     call = _call(q, k, v, q_runs, kv_runs, spec)
+    if isinstance(q, FakeTensor):  # a dry run: what a flash kernel allocates
+        b, h, n, _ = q.shape
+        out = q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2)
+        return out, q.new_empty(b, h, n, dtype=stat_dtype(q.dtype))
     dtype, width, value_width = q.dtype, max(q.shape[-1], v.shape[-1]), v.shape[-1]
     qkv = [_prepared(x, width, call.dense) for x in (q, k, v)]
     problems = _problems(q, k, call)
@@ -270,6 +275,9 @@ def attention_backward(
     is this subset's share of the sum, dk and dv these queries' share.
     """
     call = _call(q, k, v, q_runs, kv_runs, spec)
+    if isinstance(q, FakeTensor):
+        dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+        return dq, dk, dv
     width = max(q.shape[-1], v.shape[-1])
     grad_out, out, q_, k_, v_ = (_prepared(x, width, call.dense) for x in (grad_out, out, q, k, v))
     problems = _problems(q, k, call)
@@ -313,6 +321,8 @@ def bias_gradient(
     T5 needs).
     """
     assert spec.bias is not None
+    if isinstance(q, FakeTensor):
+        return torch.empty_like(spec.bias)
     call = Call(spec, q_runs, kv_runs, dense=True)
     grad_out, out, q, k, v = (_prepared(x, 0, True) for x in (grad_out, out, q, k, v))
     total = torch.zeros(spec.bias.shape, dtype=stat_dtype(q.dtype), device=q.device)

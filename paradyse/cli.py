@@ -13,6 +13,8 @@ from typing import Any
 MIN_CAP = 16
 INNER = ("inductor", "aot_eager", "eager")
 DTYPES = ("float32", "float64", "bfloat16")
+HERE = ("auto", "cpu", "cuda")
+"""Devices of this machine."""
 
 
 def _at_least(low: int, unit: str = "") -> Callable[[str], int]:
@@ -59,7 +61,7 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(e).removeprefix("it: ")) from None
 
 
-def _add_running(parser: argparse.ArgumentParser, ranks: int = 2) -> None:
+def _add_running(parser: argparse.ArgumentParser, ranks: int = 2, on_paper: bool = False) -> None:
     group = parser.add_argument_group("where it runs")
     group.add_argument(
         "--ranks",
@@ -70,9 +72,11 @@ def _add_running(parser: argparse.ArgumentParser, ranks: int = 2) -> None:
     )
     group.add_argument(
         "--device",
-        choices=("auto", "cpu", "cuda"),
+        choices=HERE if not on_paper else None,
         default="auto",
-        help="auto: GPUs where there is one for every rank, else CPUs (default: %(default)s)",
+        metavar=None if not on_paper else "NAME",
+        help="auto: GPUs where there is one for every rank, else CPUs (default: %(default)s)"
+        + (". Or one that is not here: a100-80gb, ..., or a TOML or JSON file" if on_paper else ""),
     )
     group.add_argument(
         "--timeout",
@@ -122,7 +126,9 @@ def _add_llama(
     parser.set_defaults(wide=wide)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_config(
+    parser: argparse.ArgumentParser, dtype: str | None = "float32", otherwise: str = ""
+) -> None:
     parser.add_argument(
         "--model",
         required=True,
@@ -140,7 +146,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         help="sequences (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of weights (default: %(default)s)"
+        "--dtype", choices=DTYPES, default=dtype, help=f"of weights (default: {dtype or otherwise})"
     )
 
 
@@ -211,13 +217,13 @@ def _verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
+    _add_config(parser, None, "float32; on paper bfloat16")
     parser.add_argument(
         "--lengths",
         type=_lengths,
-        default=[128, 1024, 8192],
         metavar="N,N,...",
-        help="sequence lengths to plan for (default: 128,1024,8192)",
+        help="sequence lengths to plan for (default: 128,1024,8192; on paper 2048 and its doubles "
+        "until nothing fits)",
     )
     parser.add_argument(
         "--plan",
@@ -231,7 +237,20 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="what a rank may need, such as 80GiB (default: what it has)",
     )
-    _add_running(parser)
+    _add_running(parser, on_paper=True)
+    group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
+    group.add_argument(
+        "--gpus", type=_at_least(2), metavar="N", help="devices of the cluster (default: 8)"
+    )
+    group.add_argument(
+        "--weights",
+        choices=("sharded", "replicated"),
+        default="sharded",
+        help="at rest 1/N on each device, or whole (default: %(default)s)",
+    )
+    group.add_argument(
+        "--out", metavar="FOLDER", help="write plan.html, and plan.png with matplotlib, here"
+    )
 
 
 def _profile(parser: argparse.ArgumentParser) -> None:
@@ -295,7 +314,7 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
     (
         "plan",
         "show the plan for each length, and why the other strategies lost",
-        "paradyse plan --model config.json --ranks 4 --lengths 512,8192",
+        "paradyse plan --model config.json --gpus 8 --device a100-80gb --out plans",
         _plan,
     ),
     (
@@ -345,6 +364,10 @@ def _run(args: argparse.Namespace) -> int:
         from paradyse import cli_doctor
 
         run = cli_doctor.run_doctor
+    elif args.command == "plan" and (args.gpus or args.device not in HERE):
+        from paradyse import cli_plan
+
+        run = cli_plan.run_plan_on_paper
     else:
         from paradyse import cli_model
 

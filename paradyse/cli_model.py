@@ -53,9 +53,9 @@ def run_plan(args: argparse.Namespace) -> int:
         {
             "config": read_config(args.model),
             "layers": args.layers,
-            "dtype": args.dtype,
+            "dtype": args.dtype or "float32",
             "batch": args.batch,
-            "lengths": args.lengths,
+            "lengths": args.lengths or [128, 1024, 8192],
             "options": {
                 "inner": "eager",
                 "plan": args.plan,

@@ -91,6 +91,8 @@ def test_help_is_immediate() -> None:
         (["verify"], "--model"),
         (["verify", "--model", "/no/config.json"], "no file /no/config.json"),
         (["plan", "--model", "x", "--memory-limit", "lots"], "cannot read 'lots' as a size"),
+        (["plan", "--model", "x", "--gpus", "1"], "1 is too small"),
+        (["plan", "--model", "x", "--device", "a200"], "unknown device 'a200': give one of a100"),
     ],
 )
 def test_wrong_flags_are_answered_in_words(
@@ -137,6 +139,17 @@ def test_plan_explains_each_length(config: str) -> None:
     assert code == 0, out
     assert "batch 1 x 64 tokens" in out and "batch 1 x 4096 tokens" in out
     assert out.count("chosen") >= 2
+
+
+def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: Path) -> None:
+    few = ["--layers", "1", "--lengths", "512,8192", "--out", str(tmp_path / "plans")]
+    code, out = run("plan", "--model", config, "--gpus", "16", "--device", "a100-40gb", *few)
+    assert code == 0, out
+    for part in ("16 x a100-40gb", "2 nodes", "8,192", "longest trainable length", "mixture"):
+        assert part in out
+    page = (tmp_path / "plans" / "plan.html").read_text()
+    assert "<svg" in page and "megatron_ts" in page
+    assert (tmp_path / "plans" / "plan.png").is_file() or "matplotlib is not installed" in out
 
 
 def test_bench_writes_every_run(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "describe": frozenset({"types", "pieces", "strategies", "program"}),
     "solver": frozenset(),
     "planner": frozenset({"types", "config", "cost", "solver", "strategies"}),
+    "devices": frozenset({"types", "cost"}),  # machines on paper
+    "dry_run": frozenset(  # a model on ranks that are not there
+        {"types", "config", "cost", "solver", "planner", "mesh", "comm", "kernels", "lower"}
+        | {"pieces", "weights", "strategies", "passes", "program", "capture", "describe"}
+    ),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     "corpus": frozenset(),  # text for the command line
     "launch": frozenset(),  # its local ranks
@@ -76,6 +81,7 @@ OPTIONAL = {
     "transformers": "paradyse/integrations.py",
     "safetensors": "paradyse/loading.py",
     "accelerate": "paradyse/trainer.py",
+    "matplotlib": "paradyse/cli_plan_page.py",
 }
 """Not a dependency: the one file that may import it."""
 

@@ -1,0 +1,198 @@
+"""What a dry run and a machine on paper say of every strategy at every length, and of the mixture.
+
+Memory is that of ``dry_run``; operations, bytes and messages are ``cost.prior_cost``'s, from the
+shapes of the captured blocks, at the rates of ``devices.machine_of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from paradyse.config import Options
+from paradyse.cost import BlockCost, Machine, canonical_strategy, prior_cost
+from paradyse.dry_run import DryRun
+from paradyse.planner import Planner
+from paradyse.solver import Choice, Group, smallest
+from paradyse.types import BlockSpec, Plan, Workload
+
+MIXTURE = "mixture"
+"""What the planner chooses, a strategy for every block."""
+
+LONGEST = 1 << 34
+"""Tokens at which the search for the longest length ends."""
+
+RESIDENT = 2
+"""Times a block's whole weights are there where they lie spread over ranks: its own, and the next
+block's on their way while it runs (``gathered.LOOK_AHEAD``)."""
+
+
+class PaperCosts:
+    """Costs for a ``Planner``: times predicted, memory seen in a dry run."""
+
+    def __init__(self, run: DryRun, machine: Machine, sharded: bool = True):
+        self.run, self.machine, self.sharded = run, machine, sharded
+
+    def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
+        prior = prior_cost(block, strategy, workload, self.machine, self.sharded)
+        sizes = self.run.block(block, strategy)
+        saved, workspace = sizes.at(self.run.tokens(workload.seq_len, workload.batch))
+        weights = RESIDENT * sizes.gathered_bytes if self.sharded else 0
+        return replace(prior, saved_bytes=saved, workspace_bytes=workspace + weights)
+
+    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
+        """Of embedding, head and loss: memory, and the time of their matmuls."""
+        tokens = self.run.tokens(workload.seq_len, workload.batch)
+        tables, most, flops = 0, 0, 0.0
+        for sizes in self.run.between:
+            saved, workspace = sizes.at(tokens)
+            weights = RESIDENT * sizes.gathered_bytes if self.sharded else 0
+            # what the head saves is gone before any block's backward: it is workspace
+            most = max(most, saved + workspace + weights)
+            tables += saved if sizes.lasting else 0
+            flops += sizes.flops(tokens)
+        return BlockCost(flops / self.machine.matmul_flops, tables, most, 0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One strategy (or the mixture) at one length."""
+
+    seq_len: int
+    time_s: float
+    """Of a step, forward and backward, without the optimizer."""
+    peak_bytes: int
+    """Of a rank."""
+    fits: bool
+    plan: tuple[str, ...]
+    """The strategy of every block."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The answer of ``look_ahead``."""
+
+    run: DryRun
+    machine: Machine
+    limit_bytes: float
+    batch: int
+    dtype: torch.dtype
+    infeasible: Mapping[str, str]
+    """Strategy -> why it cannot be the plan of all blocks."""
+    forecasts: Mapping[str, tuple[Forecast, ...]]
+    """Strategy, or ``MIXTURE`` -> one for each length; the mixture's only where it fits."""
+    longest: Mapping[str, int]
+    """Strategy, or ``MIXTURE`` -> the longest length that fits, in tokens; 0: none does."""
+
+
+def look_ahead(
+    run: DryRun,
+    machine: Machine,
+    lengths: Sequence[int] | Callable[[int], Sequence[int]],
+    dtype: torch.dtype,
+    batch: int = 1,
+    strategies: Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    sharded: bool = True,
+) -> Outlook:
+    """Every strategy, and the mixture of all, at ``lengths``.
+
+    Args:
+        lengths: tokens of a sequence; or a function of the longest length that fits.
+        batch: sequences a step. memory_limit: bytes a rank may use; None: what ``machine`` has.
+        strategies: what the mixture may use; None: all.
+    """
+    limit = memory_limit if memory_limit is not None else machine.capacity_bytes
+    machine = replace(machine, capacity_bytes=limit)
+    options = Options(strategies=tuple(strategies)) if strategies else Options()
+    options = replace(options, smoothing=0.0)  # plans by length alone, not by what came before
+    costs = cast(Any, PaperCosts(run, machine, sharded))
+    planner = Planner(
+        options, run.blocks, run.num_ranks, lambda _: machine, run.static_bytes, sharded, costs
+    )
+    bound = float("inf") if limit is None else float(limit)
+
+    def workload(seq_len: int) -> Workload:
+        return Workload(batch, seq_len, dtype, True, run.num_ranks)
+
+    infeasible = {}
+    for s in options.strategies:
+        why = [f"{b.name}: {b.infeasible[s]}" for b in run.blocks if s in b.infeasible]
+        if why:
+            infeasible[s] = why[0]
+    static = [s for s in options.strategies if s not in infeasible]
+
+    def need(s: str) -> Callable[[int], float]:
+        plan = Plan((s,) * len(run.blocks))
+        return lambda n: planner.predict(plan, workload(n))[1]
+
+    longest = {s: _longest(need(s), bound) for s in static}
+    longest[MIXTURE] = _longest(lambda n: _least(planner, workload(n)), bound)
+    if callable(lengths):
+        lengths = lengths(longest[MIXTURE])
+    forecasts = {
+        s: tuple(
+            _forecast(planner, Plan((s,) * len(run.blocks)), workload(n), bound) for n in lengths
+        )
+        for s in static
+    }
+    possible = [n for n in lengths if _least(planner, workload(n)) <= bound]
+    forecasts[MIXTURE] = tuple(
+        _forecast(planner, planner.plan(workload(n)), workload(n), bound) for n in possible
+    )
+    return Outlook(run, machine, bound, batch, dtype, infeasible, forecasts, longest)
+
+
+def _forecast(planner: Planner, plan: Plan, workload: Workload, bound: float) -> Forecast:
+    time_s, peak = planner.predict(plan, workload)
+    return Forecast(workload.seq_len, time_s, peak, peak <= bound, planner.variants(plan))
+
+
+def _least(planner: Planner, workload: Workload) -> float:
+    """Bytes of the smallest plan."""
+    groups: dict[Any, list[Choice]] = {}
+    counts: dict[Any, int] = {}
+    for block, costs in zip(planner.blocks, planner.costs(workload), strict=True):
+        key = (block.structure, tuple(planner.candidates(block)))
+        counts[key] = counts.get(key, 0) + 1
+        of = [costs[s] for s in planner.candidates(block)]
+        groups[key] = [Choice(c.time_s, c.saved_bytes, c.workspace_bytes) for c in of]
+    rest = planner.rest(workload)
+    (saved_and_workspace, _) = smallest([Group(counts[k], tuple(groups[k])) for k in groups])
+    between = sum(c.saved_bytes for c in rest)
+    least = saved_and_workspace + between
+    if rest:  # the head may need more than any block: then blocks need only save little
+        least = max(least, between + _least_saved(groups, counts) + rest[0].workspace_bytes)
+    machine = planner.machine(workload.dtype)
+    return least + planner.static_bytes + machine.communicator_bytes
+
+
+def _least_saved(groups: Mapping[Any, Sequence[Choice]], counts: Mapping[Any, int]) -> int:
+    return sum(n * min(c.saved_bytes for c in groups[k]) for k, n in counts.items())
+
+
+def _longest(need: Callable[[int], float], bound: float) -> int:
+    """The longest length up to ``LONGEST`` that needs at most ``bound`` bytes."""
+    if need(1) > bound:
+        return 0
+    low, high = 1, 2
+    while high < LONGEST and need(high) <= bound:
+        low, high = high, high * 2
+    while high - low > max(1, low >> 10):  # to a thousandth: the prediction is no better
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= bound else (low, middle)
+    return low
+
+
+def plan_in_words(blocks: Sequence[BlockSpec], plan: Sequence[str]) -> str:
+    """Per kind each strategy with how many blocks have it: ``attention metp; mlp 3 metp, ...``."""
+    parts = []
+    for kind in dict.fromkeys(b.kind for b in blocks):
+        names = [canonical_strategy(kind, s) for b, s in zip(blocks, plan) if b.kind == kind]
+        counts = {n: names.count(n) for n in names}
+        text = ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
+        parts.append(f"{kind} {text}")
+    return "; ".join(parts)
