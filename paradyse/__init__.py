@@ -23,6 +23,7 @@ _API = {
     "explain": "paradyse.backend",
     "stats": "paradyse.backend",
     "verify": "paradyse.verification",
+    "profile": "paradyse.profiler",
     "TrainerMixin": "paradyse.trainer",
     "replica_of": "paradyse.data",
     "replica_sampler": "paradyse.data",

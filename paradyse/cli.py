@@ -35,6 +35,23 @@ def _lengths(text: str) -> list[int]:
     return [parse(part) for part in text.split(",")]
 
 
+def _length_grid(text: str) -> list[int]:
+    """``128,256`` as it is, ``128:4096:6`` as so many lengths from the first to the last, each the
+    same factor above the one before."""
+    if ":" not in text:
+        return _lengths(text)
+    parse, parts = _at_least(1, " token"), text.split(":")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: give FIRST:LAST:HOW MANY, or N,N,...")
+    first, last, count = map(parse, parts)
+    if count < 2 or last <= first:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: the last must exceed the first, and two or more"
+        )
+    factor = (last / first) ** (1 / (count - 1))
+    return sorted({round(first * factor**i) for i in range(count)})
+
+
 def _seconds(text: str) -> float:
     return float(_at_least(1, " second")(text))
 
@@ -127,13 +144,17 @@ def _add_llama(
 
 
 def _add_config(
-    parser: argparse.ArgumentParser, dtype: str | None = "float32", otherwise: str = ""
+    parser: argparse.ArgumentParser,
+    dtype: str | None = "float32",
+    otherwise: str = "",
+    required: bool = True,
 ) -> None:
     parser.add_argument(
         "--model",
-        required=True,
+        required=required,
         metavar="CONFIG.json",
-        help="configuration of a HuggingFace model; weights are random",
+        help="configuration of a HuggingFace model; weights are random"
+        + ("" if required else " (default: a small Llama)"),
     )
     parser.add_argument(
         "--layers", type=_at_least(1), metavar="N", help="fewer layers than the configuration says"
@@ -254,11 +275,50 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser, required=False)
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="default: float32"
+        "--lengths",
+        type=_length_grid,
+        default=[128, 256, 512, 1024, 2048],
+        metavar="N,N,... or FIRST:LAST:HOW-MANY",
+        help="sequence lengths to measure (default: 128:2048:5)",
     )
-    parser.add_argument("--out", metavar="FILE", help="append the rates here, as JSON lines")
+    parser.add_argument(
+        "--strategies",
+        type=_strategies,
+        metavar="NAME,NAME,...",
+        help="what to measure (default: all)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=_bytes,
+        metavar="BYTES",
+        help="a strategy that needs more on a rank is measured no further (default: what it has)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_at_least(1),
+        default=5,
+        metavar="N",
+        help="timed steps of each strategy at each length (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sharded", action="store_true", help="weights at rest 1/p on each rank (paradyse.shard)"
+    )
+    parser.add_argument(
+        "--forward-only", action="store_true", help="without gradients, as in evaluation"
+    )
+    parser.add_argument(
+        "--out",
+        default="profile.jsonl",
+        metavar="FILE",
+        help="one JSON line a measurement; what is there is kept and not measured again "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="begin the file anew")
+    _add_inner(parser, "inductor")
     _add_running(parser)
+    parser.set_defaults(timeout=86400.0)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
@@ -307,8 +367,8 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
     ),
     (
         "profile",
-        "measure the machine's rates that plans are predicted from",
-        "paradyse profile --ranks 2 --out rates.jsonl",
+        "measure a model's blocks under every strategy, which plans are then predicted from",
+        "paradyse profile --ranks 2 --lengths 128:2048:5 --out profile.jsonl",
         _profile,
     ),
     (
@@ -364,6 +424,10 @@ def _run(args: argparse.Namespace) -> int:
         from paradyse import cli_doctor
 
         run = cli_doctor.run_doctor
+    elif args.command == "profile":
+        from paradyse import cli_profile
+
+        run = cli_profile.run_profile
     elif args.command == "plan" and (args.gpus or args.device not in HERE):
         from paradyse import cli_plan
 
@@ -374,7 +438,6 @@ def _run(args: argparse.Namespace) -> int:
         run = {
             "verify": cli_model.run_verify,
             "plan": cli_model.run_plan,
-            "profile": cli_model.run_profile,
         }[args.command]
     return run(args)
 

@@ -1,14 +1,13 @@
-"""``paradyse verify``, ``paradyse plan`` and ``paradyse profile``: on model and machine."""
+"""``paradyse verify`` and ``paradyse plan``: on a model of the user's."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from paradyse import launch
 from paradyse.cli_demo import setting_of
-from paradyse.cli_screen import make_console, show_table
+from paradyse.cli_screen import make_console
 from paradyse.integrations import read_config, require_transformers
 
 
@@ -69,32 +68,3 @@ def run_plan(args: argparse.Namespace) -> int:
         console.print(report if console.is_terminal else str(report), markup=False, highlight=False)
         console.print()
     return 0
-
-
-def run_profile(args: argparse.Namespace) -> int:
-    """Measures the machine, and says what is not measured yet."""
-    rows = _call(args, "profile", {"dtypes": args.dtypes}, "measuring")
-    console = make_console()
-    for row in rows:
-        cells = [(k, _format(v)) for k, v in row.items() if k != "links"]
-        cells += [
-            (f"link {name}", f"{link['latency_s'] * 1e6:.0f} us, {link['bandwidth_bytes']:.3g} B/s")
-            for name, link in row["links"].items()
-        ]
-        show_table(console, f"a rank's rates, {row['dtype']}", ("rate", "value"), cells)
-    if args.out:
-        with open(args.out, "a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        console.print(f"appended to {args.out}, one JSON line a dtype", highlight=False)
-    console.print(
-        "Measured: the machine's rates, from which plans are predicted. Profiles of blocks are not "
-        "part of this version, so there is no file to give to the option 'cost_model' yet: the "
-        "backend measures these rates by itself.",
-        markup=False,
-        highlight=False,
-    )
-    return 0
-
-
-def _format(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

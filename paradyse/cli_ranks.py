@@ -9,7 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from paradyse.corpus import TextFile
 from paradyse.cost import canonical_strategy
 from paradyse.integrations import LlamaSize
 from paradyse.launch import Rank
+from paradyse.profiles import Profile
 from paradyse.report import PlanReport, VerifyReport, short_key
 from paradyse.types import Plan, Workload
 
@@ -404,16 +405,37 @@ def verify(
     return report
 
 
-def profile(rank: Rank, dtypes: Sequence[str]) -> list[dict[str, Any]]:
-    """The machine's rates for each dtype, agreed between the ranks."""
-    from paradyse.machine import measure_machine
-    from paradyse.mesh import resolve_axis
+def profile(
+    rank: Rank,
+    config: dict[str, Any] | LlamaSize,
+    layers: int | None,
+    dtype: str,
+    sharded: bool,
+    arguments: Mapping[str, Any],
+) -> Profile | str:
+    """``paradyse.profile`` of a model with random weights; rank 0 reports how far it is.
 
-    rows = []
-    for name in dtypes:
-        machine = measure_machine(resolve_axis(), getattr(torch, name), torch.device(rank.device))
-        rows.append({"dtype": name, "ranks": rank.size, "device": rank.device, **asdict(machine)})
-    return rows
+    Args:
+        config: of the model; a size makes a Llama.
+        arguments: of ``paradyse.profile``, other than the model.
+    Returns:
+        The file, or why it is refused, on every rank alike.
+    """
+    import paradyse
+
+    if isinstance(config, LlamaSize):
+        model = integrations.make_llama(config).to(getattr(torch, dtype))
+    else:
+        model = integrations.make_model(config, layers, dtype=dtype)
+    model.to(rank.device)
+    if sharded:
+        paradyse.shard(model)
+    with integrations.whole_graphs():
+        try:
+            found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
+        except ValueError as e:
+            return str(e)
+    return found
 
 
 def sum_of_ranks(rank: Rank) -> float:

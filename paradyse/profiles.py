@@ -69,11 +69,15 @@ class Measurement:
     saved_bytes: int = 0
     """Held from forward to backward, weights and their gradients not counted."""
     workspace_bytes: int = 0
-    """The most held beyond that while the block ran, forward or backward."""
+    """The most held while the block ran beyond what all blocks of the step save: what must be added
+    to that sum."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     """Per collective, by a rank."""
     messages: Mapping[str, int] = field(default_factory=dict)
     """Per collective."""
+    floor_bytes: int = 0
+    """Of ``rest``: held when nothing is saved any more, as gradients are summed over ranks. A step
+    needs so much at least, whatever else it saves."""
 
 
 @dataclass(frozen=True)

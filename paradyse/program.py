@@ -4,7 +4,7 @@ chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,8 @@ class Program:
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
         self.between_id = comm.register_block("between blocks")
         self.tails: dict[fx.Node, Piece] = {}
+        self.make_frame: Callable[..., Frame] = Frame
+        """What runs the steps of a call; one that also watches them while they are profiled."""
         self.steps = self._make_steps(nodes)
         self.block_steps = [s for s in self.steps if isinstance(s, BlockStep)]
         self.weight_owners = self._weight_owners()
@@ -257,7 +259,7 @@ class Program:
         return self._run(args, constants)
 
     def _run(self, args: Sequence[Any], constants: StepConstants) -> Any:
-        frame = Frame(self, args, constants)
+        frame = self.make_frame(self, args, constants)
         averages = self.replicas.size > 1 and torch.is_grad_enabled()
         for i, step in enumerate(self.steps):
             frame.position = i

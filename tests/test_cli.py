@@ -93,6 +93,9 @@ def test_help_is_immediate() -> None:
         (["plan", "--model", "x", "--memory-limit", "lots"], "cannot read 'lots' as a size"),
         (["plan", "--model", "x", "--gpus", "1"], "1 is too small"),
         (["plan", "--model", "x", "--device", "a200"], "unknown device 'a200': give one of a100"),
+        (["profile", "--lengths", "64:32:3"], "the last must exceed the first"),
+        (["profile", "--lengths", "64:128"], "give FIRST:LAST:HOW MANY"),
+        (["profile", "--out", "/no/folder/p.jsonl"], "no folder /no/folder"),
     ],
 )
 def test_wrong_flags_are_answered_in_words(
@@ -163,13 +166,21 @@ def test_bench_writes_every_run(tmp_path: Path) -> None:
     assert {r["choice"] for r in rows} == {"auto", "megatron_cz"}
 
 
-def test_profile_appends_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "rates.jsonl"
-    code, out = run("profile", "--ranks", "1", "--device", "cpu", "--out", str(path))
+def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.jsonl"
+    few = ["--lengths", "16:32:2", "--strategies", "megatron_ts", "--repeats", "1"]
+    few += ["--inner", "eager", "--model", config, "--layers", "1", "--out", str(path)]
+    code, out = run("profile", *few)
     assert code == 0, out
-    (row,) = map(json.loads, path.read_text().splitlines())
-    assert row["matmul_flops"] > 0 and row["dtype"] == "float32"
-    assert "not part of this version" in " ".join(out.split())
+    assert "0/2  16 tokens, megatron_ts" in out and "2/2  done" in out
+    assert "fastest strategy of a block, batch 1, 2 ranks" in out
+    setting, *rows = map(json.loads, path.read_text().splitlines())
+    assert setting["num_ranks"] == 2 and setting["machine"]["matmul_flops"] > 0
+    assert {(r["kind"], r["seq_len"]) for r in rows} == {
+        (kind, n) for kind in ("attention", "mlp", "rest") for n in (16, 32)
+    }
+    code, out = run("profile", *few, "--dtype", "float64")
+    assert code == 2 and "another file" in out
 
 
 def test_doctor_finds_all_that_is_needed() -> None:

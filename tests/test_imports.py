@@ -59,7 +59,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset(),  # its local ranks
     "integrations": frozenset(),  # its models
     **dict.fromkeys(
-        ["__init__", "backend", "verification", "cli", "report", "trainer"], EVERYTHING
+        ["__init__", "backend", "verification", "profiler", "cli", "report", "trainer"], EVERYTHING
     ),
 }
 """Row: a module of the package, with those named after it (``cost`` and ``cost_forest``).
