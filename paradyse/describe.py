@@ -42,13 +42,14 @@ def mask_of(attention: fx.Node) -> MaskSpec | None:
 def _describe(program: Program, step: BlockStep) -> BlockSpec:
     block, scope = step.block, program.scope
     weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
-    split = [n.args[1].meta["val"] for n in (*block.up, block.down)]
+    split = [n.args[1].meta["val"] for n in (*block.up, *block.downs)]
+    down = block.down.args[1].meta["val"]
     heads = kv_heads = head_dim = intermediate = 0
     if block.attention is not None:
         q, k = (a.meta["val"].shape for a in block.attention.args[:2])
         heads, kv_heads, head_dim = q[1], k[1], q[3]
     else:
-        intermediate = split[-1].shape[1]
+        intermediate = down.shape[1]
     text = structure(step.piece, scope.names, scope.labels(WHOLE))
     return BlockSpec(
         name=block.label,
@@ -56,7 +57,7 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         layer=block.layer,
         structure=f"{zlib.crc32(text.encode()):08x}",
         infeasible=infeasible_reasons(scope, block),
-        hidden=split[-1].shape[0],
+        hidden=down.shape[0],
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

@@ -19,6 +19,9 @@ aten = torch.ops.aten
 _HEAVY = {aten.linear.default, aten.matmul.default, torch.ops.paradyse.attention.default}
 """Operators that no tail of a cache has."""
 
+_PASSED = {aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
+"""Operators that may stand between a value and one of several linears that read it."""
+
 
 @dataclass
 class Block:
@@ -29,19 +32,25 @@ class Block:
     kind: str
     layer: int
     up: list[fx.Node]
-    """The linears that read the block's normalized input: QKV, or the MLP's first ones."""
+    """The linears that heads (or columns) are made by: QKV, or the MLP's first ones. The second
+    one of a low-rank adapter is among them; its first one belongs to ``pre``."""
     region: list[fx.Node]
-    """Between ``up`` and ``down``: rotary embedding, attention, activation, gating."""
-    down: fx.Node
-    """The linear that writes the block's contribution."""
+    """Between ``up`` and ``downs``: rotary embedding, attention, activation, gating."""
+    downs: list[fx.Node]
+    """The linears that heads (or columns) go into, the widest first: the one that writes the
+    block's contribution, and the first one of an adapter of it."""
     attention: fx.Node | None = None
     pre: list[fx.Node] = field(default_factory=list)
     post: list[fx.Node] = field(default_factory=list)
     label: str = ""
 
     @property
+    def down(self) -> fx.Node:
+        return self.downs[0]
+
+    @property
     def core(self) -> list[fx.Node]:
-        return [*self.up, *self.region, self.down]
+        return [*self.up, *self.region, *self.downs]
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -98,7 +107,7 @@ class _Finder:
         found = sorted((b for b in blocks if b), key=lambda b: self.order[b.down])
         for block in found:
             block.pre = self._pre(block)
-        self._grow_posts(found)
+        found = self._grow_posts(found)
         counts = {"attention": 0, "mlp": 0}
         for block in found:
             block.layer = counts[block.kind]
@@ -145,7 +154,7 @@ class _Finder:
         """The block, unless something outside reads its inside; graph outputs may."""
         inside = set(block.core)
         for node in block.core:
-            if node is block.down:
+            if node in block.downs:
                 continue
             strangers = [u for u in node.users if u not in inside and not self._is_tail(u)]
             if strangers:
@@ -175,48 +184,59 @@ class _Finder:
         self.ctx.tails.update(tail)
         return True
 
+    def _fan_out(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The linears that read ``node``, the widest first, and what some read it through; none
+        where anything else reads it."""
+        passed: list[fx.Node] = []
+        linears: list[fx.Node] = []
+        for user in node.users:
+            ways = [user]
+            if user.target in _PASSED and user in self.split:
+                passed.append(user)
+                ways = list(user.users)
+            if any(
+                w.target != aten.linear.default or w not in self.split or w in self.taken
+                for w in ways
+            ):
+                return [], []
+            linears += ways
+        linears.sort(key=lambda n: (-n.meta["val"].shape[-1], self.order[n]))
+        return passed, linears
+
     def _attention(self, node: fx.Node) -> Block | None:
         up, before = self._back_to_linears(node.args[:3])
         after: list[fx.Node] = []
+        downs: list[fx.Node] = []
         frontier = next(
             (u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None
         )
-        while frontier is not None and frontier.target != aten.linear.default:
+        while frontier is not None and not downs:
             after.append(frontier)
+            passed, downs = self._fan_out(frontier)
+            after += passed
             users = [u for u in frontier.users if u.op != "output"]
+            if downs:
+                break
             if len(users) != 1 or users[0] not in self.split:
                 frontier = None
+            elif users[0].target == aten.linear.default:
+                downs = users
             else:
                 frontier = users[0]
-                after += (
-                    [
-                        n
-                        for n in self._back_to_linears([frontier])[1]
-                        if n not in after
-                        and n is not frontier
-                        and n not in before
-                        and n is not node
-                    ]
-                    if frontier.target != aten.linear.default
-                    else []
-                )
+                known = {*after, *before, frontier, node}
+                after += [n for n in self._back_to_linears([frontier])[1] if n not in known]
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
             return None
         region = self._sorted([*before, node, *after])
-        return self._claim(Block("attention", 0, up, region, frontier, attention=node))
+        return self._claim(Block("attention", 0, up, region, downs, attention=node))
 
     def _mlp(self, down: fx.Node) -> Block | None:
         x = down.args[0]
         if down not in self.split or down in self.taken or not isinstance(x, fx.Node):
             return None
         up, region = self._back_to_linears([x])
-        if (
-            not up
-            or not region
-            or len({u.args[0] for u in up}) != 1
-            or any(u in self.taken for u in up)
-        ):
+        if not up or not region or any(u in self.taken for u in up):
             return None
         columns = set(self.ctx.names.of(down.args[1])[1])
         for node in region:
@@ -228,7 +248,10 @@ class _Finder:
                 return None
         if self.order[up[0]] > self.order[down]:
             return None
-        return self._claim(Block("mlp", 0, up, region, down))
+        passed, downs = self._fan_out(x.args[0] if x.target in _PASSED else x)
+        if down not in downs:
+            passed, downs = [], [down]
+        return self._claim(Block("mlp", 0, up, self._sorted([*region, *passed]), downs))
 
     def _pre(self, block: Block) -> list[fx.Node]:
         inside = set(block.core)
@@ -252,21 +275,38 @@ class _Finder:
             self.taken[node] = block
         return self._sorted(pre)
 
-    def _grow_posts(self, blocks: list[Block]) -> None:
+    def _grow_posts(self, blocks: list[Block]) -> list[Block]:
         """Give each block what follows it up to the residual stream, alike for blocks alike in
-        their core.
+        their core; drop those of which several values are left.
         """
         growths = {id(b): self._growth(b) for b in blocks}
         groups: dict[str, list[Block]] = {}
         for block in blocks:
             groups.setdefault(self._shape_key(block), []).append(block)
+        dropped: set[int] = set()
         for group in groups.values():
-            cut = self._common_cut([growths[id(b)] for b in group])
+            cut = self._common_cut(group, [growths[id(b)] for b in group])
             for block in group:
                 nodes, cuts = growths[id(block)]
-                block.post = nodes[: cuts[cut]] if cut >= 0 else []
+                several = len(block.downs) > 1
+                if several and not cuts:
+                    dropped.add(id(block))
+                    self._drop(block)
+                    continue
+                at = max(cut, 0) if several else cut
+                block.post = nodes[: cuts[at]] if at >= 0 else []
                 for node in block.post:
                     self.taken[node] = block
+        return [b for b in blocks if id(b) not in dropped]
+
+    def _drop(self, block: Block) -> None:
+        others = ", ".join(map(str, block.downs[1:]))
+        self.ctx.note(
+            f"{block.kind} around {block.down} is not switchable: {others} read the same values, "
+            "and what they give is not added up"
+        )
+        for node in block.nodes:
+            del self.taken[node]
 
     def _shape_key(self, block: Block) -> str:
         return "|".join(
@@ -280,7 +320,7 @@ class _Finder:
         start = self.order[block.core[0]]
         absorbed: list[fx.Node] = []
         cuts: list[int] = []
-        active = [block.down]
+        active = [*block.downs]
         while True:
             users = self._sorted(
                 u for a in active for u in a.users if u not in available and u not in self.ctx.tails
@@ -310,10 +350,12 @@ class _Finder:
             owner is not None
             and owner is not block
             and self.order[owner.down] < self.order[block.down]
-            and (node is owner.down)
+            and node in owner.downs
         )
 
-    def _common_cut(self, growths: list[tuple[list[fx.Node], list[int]]]) -> int:
+    def _common_cut(
+        self, group: list[Block], growths: list[tuple[list[fx.Node], list[int]]]
+    ) -> int:
         """Index of the longest cut at which all growths look alike; -1 for none."""
         best = -1
         for i in range(min(len(cuts) for _, cuts in growths)):
@@ -325,10 +367,9 @@ class _Finder:
             nodes, cuts = growths[0]
             for i, cut in enumerate(cuts):
                 last = nodes[cut - 1]
-                if (
-                    last.target == aten.add.Tensor
-                    and len([a for a in last.all_input_nodes if a in self.split]) == 2
-                ):
+                mine = {*group[0].nodes, *nodes[:cut]}
+                others = [a for a in last.all_input_nodes if a in self.split and a not in mine]
+                if last.target == aten.add.Tensor and others:
                     return i
             return -1
         return best

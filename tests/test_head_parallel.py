@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,8 @@ from paradyse.mesh import Axis
 from paradyse.program import Program
 from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.group_pieces import evaluate, evaluate_ups, up_weights
-from paradyse.strategies.head_groups import Groups, Unsplittable, analyse
+from paradyse.strategies.groups import Groups, Unsplittable, Weight
+from paradyse.strategies.head_groups import analyse
 from paradyse.strategies.slots import head_slots
 from paradyse.weights import Rows
 
@@ -138,9 +140,10 @@ def capture(model: Any, inputs: dict[str, Any]) -> tuple[Program, dict[fx.Node, 
 
 
 def sum_of_groups(program: Program, groups: Groups, values: dict[fx.Node, Any]) -> Tensor:
-    """The block's contribution before its last bias, group after group on one rank."""
-    scope, block = program.scope, groups.block
+    """What the down projections give before their bias, side by side, group after group."""
+    scope = program.scope
     total: Any = 0
+    weights = split_weights(groups)
     for g in range(len(groups.slots.q)):
         env = {n: values[n] for n in groups.core.inputs if n in values}
         for node, rows in groups.slices.items():
@@ -148,15 +151,22 @@ def sum_of_groups(program: Program, groups: Groups, values: dict[fx.Node, Any]) 
         for node, form in groups.region_weights.items():
             env[node] = values[node] if form is None else form.take(values[node], g)
         taken = [
-            values[w.node] if w.form is None else w.form.take(values[w.node], g)
-            for w in [*up_weights(groups.ups), groups.down]
+            values[w.node] if w.form is None else w.form.take(values[w.node], g) for w in weights
         ]
-        for w, t in zip([*up_weights(groups.ups), groups.down], taken, strict=True):
+        for w, t in zip(weights, taken, strict=True):
             assert list(t.shape) == w.shape()
-        env.update(evaluate_ups(scope, groups.ups, values[groups.x], taken[:-1], groups.sizes))
+        env.update(evaluate_ups(scope, groups.ups, values, taken, groups.sizes))
         evaluate(scope, groups.core, env, groups.sizes)
-        total = total + F.linear(env[block.down.args[0]], groups.down.apply(taken[-1]))
+        last = taken[-len(groups.downs) :]
+        parts = [
+            F.linear(env[d.x], d.weight.apply(w)) for d, w in zip(groups.downs, last, strict=True)
+        ]
+        total = total + torch.cat(parts, -1)
     return total
+
+
+def split_weights(groups: Groups) -> list[Weight]:
+    return [*up_weights(groups.ups), *(d.weight for d in groups.downs)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -182,12 +192,14 @@ def check_groups(model: Any, inputs: dict[str, Any]) -> Program:
         for step in program.block_steps:
             groups = analyse(scope, step.block)
             got = sum_of_groups(program, groups, values)
-            want = values[step.block.down]
-            if groups.down_bias is not None:
-                want = want - groups.down_bias.apply(values[groups.down_bias.node])
+            parts = []
+            for d in groups.downs:
+                bias = d.bias.apply(values[d.bias.node]) if d.bias is not None else 0
+                parts.append(values[d.node] - bias)
+            want = torch.cat(parts, -1)
             assert relative(got, want) < CLOSE
-            weights = [w.node for w in [*up_weights(groups.ups), groups.down]]
-            _compare_gradients(got, want, [values[n] for n in dict.fromkeys(weights)])
+            weights = dict.fromkeys(w.node for w in split_weights(groups))
+            _compare_gradients(got, want, [values[n] for n in weights])
     return program
 
 
@@ -211,8 +223,9 @@ class _Layer(nn.Module):
         self.scale = nn.Parameter(torch.ones(32))
         self.out = nn.Linear(32, 32)
         self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.probe = nn.Linear(32, 8)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Any:
         x = self.embed(input_ids)
         h = self.norm(x)
         q, k, v = (layer(h) for layer in self.qkv)
@@ -229,6 +242,8 @@ class _Layer(nn.Module):
         if self.odd == "norm behind":
             o = F.layer_norm(o, (32,))
         x = x + self.out(o)
+        if self.odd == "probe":
+            return x + F.gelu(self.probe(o)).sum(-1, keepdim=True).cumsum(1), x
         h = F.gelu(self.up(x))
         return x + self.down(F.dropout(h, 0.5) if self.odd == "mlp dropout" else h)
 
@@ -266,18 +281,31 @@ class _Encoder(nn.Module):
         return self.layer(self.embed(input_ids))
 
 
-@pytest.mark.parametrize("how", ["repeat_interleave", "expand", "encoder"])
+PLAIN: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "repeat_interleave": (lambda: _RepeatedHeads("repeat_interleave"), 1),
+    "expand": (lambda: _RepeatedHeads("expand"), 1),
+    "encoder": (_Encoder, 2),
+    "projections of different values": (lambda: _Layer("sources"), 2),
+}
+
+
+@pytest.mark.parametrize("how", PLAIN)
 def test_groups_of_plain_modules(how: str) -> None:
     torch.manual_seed(0)
-    model = _Encoder() if how == "encoder" else _RepeatedHeads(how)
-    program = check_groups(model.double(), {"input_ids": torch.arange(14).view(2, 7)})
-    assert len(program.block_steps) == (2 if how == "encoder" else 1)
+    make, num_blocks = PLAIN[how]
+    program = check_groups(make().double(), {"input_ids": torch.arange(14).view(2, 7)})
+    assert len(program.block_steps) == num_blocks
+
+
+def test_a_second_reader_that_is_no_adapter() -> None:
+    program, _ = capture(_Layer("probe"), {"input_ids": torch.arange(10).view(2, 5)})
+    assert [s.block.kind for s in program.block_steps] == []
+    assert any("what they give is not added up" in note for note in program.ctx.notes)
 
 
 @pytest.mark.parametrize(
     ("odd", "kind", "reason"),
     [
-        ("sources", "attention", "its projections read different values"),
         ("weights", "attention", "a projection's weight is computed (aten.mul.Tensor)"),
         ("norm", "attention", "aten.layer_norm.default mixes all heads"),
         ("norm behind", "attention", "aten.layer_norm.default mixes all heads"),

@@ -8,7 +8,8 @@ from torch import fx
 
 import paradyse.strategies.ops  # noqa: F401  registers the attention operators
 from paradyse.pieces import Piece
-from paradyse.strategies.head_groups import Unsplittable, analyse
+from paradyse.strategies.groups import Unsplittable
+from paradyse.strategies.head_groups import analyse
 from paradyse.strategies.metp import MetpVariant, masks_inside
 from paradyse.strategies.tensor_parallel import TensorParallelVariant
 from paradyse.strategies.variant import Scope

@@ -12,15 +12,8 @@ from paradyse.kernels.dropout import hashed_dropout
 from paradyse.lower import Dims
 from paradyse.pieces import Override, Piece, is_weight, make_piece, run
 from paradyse.sharding import Factor, size_of
-from paradyse.strategies.head_groups import (
-    Groups,
-    Leaf,
-    Up,
-    Weight,
-    closure,
-    factors_of,
-    may_be_split,
-)
+from paradyse.strategies.groups import Groups, Leaf, Up, Weight
+from paradyse.strategies.head_groups import closure, factors_of, may_be_split
 from paradyse.strategies.variant import SPLIT, WHOLE, Scope, spec_dims
 
 _DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0)
@@ -42,23 +35,23 @@ class Segments:
     def __init__(self, scope: Scope, groups: Groups):
         block = groups.block
         pre = set(block.pre)
-        read_by_core = [n for n in (groups.x, *groups.core.inputs) if n in pre]
+        read_by_core = [n for n in (*groups.inputs, *groups.core.inputs) if n in pre]
         post = closure(scope, [block.output], block.post) if block.post else []
         read_by_post = [a for n in post for a in n.all_input_nodes if a in pre]
         ahead = list(dict.fromkeys([*read_by_core, *read_by_post]))
         self.pre = part("pre", closure(scope, ahead, pre), ahead)
         self.post = part("post", post, [block.output])
-        """Reads ``block.down``; where nothing follows the projection there are no nodes."""
-        taken = {groups.x, *groups.slices, *groups.region_weights}
+        """Reads ``block.downs``; where nothing follows the projection there are no nodes."""
+        taken = {*groups.inputs, *groups.slices, *groups.region_weights}
         taken.update(leaf.node for up in groups.ups for leaf in up.leaves)
         others = [n for n in groups.core.inputs if n not in taken]
         split = [n for n in others if scope.seq in factors_of(scope, n)]
-        self.gathered = [groups.x, *(n for n in split if n in pre or may_be_split(n))]
+        self.gathered = [*groups.inputs, *(n for n in split if n in pre or may_be_split(n))]
         """Values on local tokens that the core reads."""
         self.replicated = [n for n in others if n not in self.gathered]
         """Whole values that the core reads as they are."""
         outside = [*self.pre.inputs, *self.post.inputs, *(n for n in self.gathered if n not in pre)]
-        outside = [n for n in dict.fromkeys(outside) if n is not block.down and n not in pre]
+        outside = [n for n in dict.fromkeys(outside) if n not in block.downs and n not in pre]
         self.inputs = [n for n in outside if not is_weight(n)]
         """Values on local tokens that come from outside the block."""
         self.weights = [Weight(n, None) for n in outside if is_weight(n)]
@@ -82,22 +75,31 @@ def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], 
 
 
 def evaluate_ups(
-    scope: Scope, ups: Sequence[Up], x: Tensor, weights: Sequence[Tensor], sizes: dict[Factor, Any]
+    scope: Scope,
+    ups: Sequence[Up],
+    inputs: Mapping[fx.Node, Any],
+    weights: Sequence[Tensor],
+    sizes: dict[Factor, Any],
 ) -> dict[fx.Node, Tensor]:
     """The leaves' values within a group; ``weights`` in the order of ``up_weights``."""
     given = iter(weights)
     env: dict[fx.Node, Tensor] = {}
     for up in ups:
-        weight = up.weight.apply(next(given))
-        bias = up.bias.apply(next(given)) if up.bias is not None else None
-        y = torch.ops.aten.linear.default(x, weight, bias)
+        rows: dict[fx.Node, Tensor] = {}
+        for part in up.parts:
+            weight = part.weight.apply(next(given))
+            bias = part.bias.apply(next(given)) if part.bias is not None else None
+            rows[part.node] = torch.ops.aten.linear.default(inputs[part.x], weight, bias)
+        if up.join.nodes:
+            evaluate(scope, up.join, rows, {})
         for leaf in up.leaves:
-            env[leaf.node] = shape_leaf(scope, up, leaf, y, sizes)
+            env[leaf.node] = shape_leaf(scope, up, leaf, rows[up.node], sizes)
     return env
 
 
 def up_weights(ups: Sequence[Up]) -> list[Weight]:
-    return [w for up in ups for w in (up.weight, up.bias) if w is not None]
+    parts = [part for up in ups for part in up.parts]
+    return [w for part in parts for w in (part.weight, part.bias) if w is not None]
 
 
 def part(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from paradyse.pieces import Piece, is_weight, make_piece, run
+from paradyse.pieces import is_weight, make_piece, run
 from paradyse.sharding import Factor, resolve
-from paradyse.strategies.slots import Slots, head_slots, shared
+from paradyse.strategies.groups import Groups, Leaf, Projection, Unsplittable, Up, Weight
+from paradyse.strategies.slots import head_slots, shared
 from paradyse.strategies.variant import Scope, is_tensor
 from paradyse.weights import Form, Rows
 
@@ -59,89 +59,11 @@ _MOVES = {
 }
 """Operators that move elements and change none."""
 
+_JOINS = {aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, *_CASTS}
+"""Operators by which a projection and its adapter are added up, each row by itself."""
+
 _SPREADS = {aten.expand.default, aten.broadcast_to.default}
 _FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default}
-
-
-class Unsplittable(NotImplementedError):
-    """A block cannot be computed group by group; the text says why."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight as one linear takes it."""
-
-    node: fx.Node
-    """The parameter."""
-    form: Form
-    chain: tuple[fx.Node, ...] = ()
-    """Casts and transposes between the parameter and the linear."""
-
-    def apply(self, value: Tensor) -> Tensor:
-        """The linear's argument, from the parameter or its rows."""
-        for node in self.chain:
-            value = node.target(value, *node.args[1:], **node.kwargs)
-        return value
-
-    def shape(self) -> list[int]:
-        """Of the parameter in ``form``."""
-        shape = list(self.node.meta["val"].shape)
-        if self.form is not None:
-            shape[self.form.dim] = len(self.form.groups[0])
-        return shape
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A value that is a part of an up projection's output, rearranged."""
-
-    node: fx.Node
-    start: int
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class Up:
-    """An up projection restricted to a group: one linear, then its leaves."""
-
-    node: fx.Node
-    weight: Weight
-    bias: Weight | None
-    leaves: tuple[Leaf, ...]
-
-
-@dataclass(frozen=True)
-class Groups:
-    """A block as ``post(sum_g f(x, W_g))``. See ``analyse``."""
-
-    block: Any
-    slots: Slots
-    outer: Factor | None
-    """The factor of KV heads, or of columns; None where there is one KV head."""
-    inner: Factor | None
-    """The factor of query heads of one KV head; None where there is one."""
-    x: fx.Node
-    """The input of all up projections."""
-    ups: tuple[Up, ...]
-    core: Piece
-    """From the leaves to the input of ``block.down``."""
-    region_weights: dict[fx.Node, Form]
-    """Weights that ``core`` reads: by rows where they have a dim of heads, else whole."""
-    slices: dict[fx.Node, Rows]
-    """Other inputs of ``core`` that have a dim of heads."""
-    down: Weight
-    down_bias: Weight | None
-
-    @property
-    def sizes(self) -> dict[Factor, int]:
-        """Sizes of the factors of heads (or columns) within a group."""
-        sizes = ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub))
-        return {f: n for f, n in sizes if f is not None}
-
-    def text(self) -> str:
-        """What distinguishes two analyses of pieces of one structure."""
-        rows = [[(leaf.start, leaf.num_rows) for leaf in up.leaves] for up in self.ups]
-        return f"slots {self.slots.num_slots} x {self.slots.q_sub}, leaves {rows}"
 
 
 def analyse(scope: Scope, block: Any) -> Groups:
@@ -267,13 +189,13 @@ class _Analysis:
         return ""
 
     def result(self) -> Groups:
-        block, names = self.block, self.names
-        x = self._common_input()
-        ups = tuple(self._up(node) for node in block.up)
+        block = self.block
+        sources = self._sources()
+        ups = tuple(self._up(node, parts, sources) for node, parts in self._joined().items())
         leaves = [leaf.node for up in ups for leaf in up.leaves]
-        h = block.down.args[0]
-        inside = closure(self.scope, [h], self.members, leaves)
-        core = make_piece("core", inside, [h] if h in inside else [])
+        read = list(dict.fromkeys(d.args[0] for d in block.downs))
+        inside = closure(self.scope, read, self.members, leaves)
+        core = make_piece("core", inside, [h for h in read if h in inside])
         for node in core.nodes:
             if reason := self._spoils(node):
                 raise Unsplittable(reason)
@@ -291,37 +213,76 @@ class _Analysis:
                 raise Unsplittable(f"{node} carries {self._what()} from outside its projections")
             else:
                 slices[node] = rows
-        columns = names.of(h)[-1]
-        if not self.heads <= set(columns):
-            raise Unsplittable(f"the input of {block.down} is not made of {self._what()}")
-        index = torch.arange(h.meta["val"].shape[-1])
-        down = self._weight(block.down.args[1], 1, self._rows(index, columns, pad=True))
-        bias = block.down.args[2] if len(block.down.args) > 2 else None
-        down_bias = self._weight(bias, 0, None) if bias is not None else None
-        factors = (self.outer, self.inner)
         return Groups(
-            block, self.slots, *factors, x, ups, core, region_weights, slices, down, down_bias
+            block,
+            self.slots,
+            self.outer,
+            self.inner,
+            tuple(dict.fromkeys(sources.values())),
+            ups,
+            core,
+            region_weights,
+            slices,
+            tuple(map(self._down, block.downs)),
         )
 
-    def _common_input(self) -> fx.Node:
-        inputs = list(dict.fromkeys(u.args[0] for u in self.block.up))
-        # a cast may be spelled twice
-        spelled = {(n.target, str(n.args), str(n.kwargs)) for n in inputs}
-        if len(inputs) > 1 and (len(spelled) > 1 or inputs[0].op != "call_function"):
-            raise Unsplittable(f"its projections read different values ({inputs[0]}, {inputs[1]})")
-        x: fx.Node = inputs[0]
-        if self.scope.seq not in factors_of(self.scope, x):
-            raise Unsplittable(f"{x} has no sequence dim")
-        return x
+    def _sources(self) -> dict[fx.Node, fx.Node]:
+        """Up projection -> what it reads; one node for what is spelled twice, such as a cast."""
+        spelled: dict[Any, fx.Node] = {}
+        out: dict[fx.Node, fx.Node] = {}
+        for up in self.block.up:
+            x = up.args[0]
+            alike = x.op == "call_function" and x.target in _CASTS
+            key = (x.target, str(x.args), str(x.kwargs)) if alike else x
+            out[up] = x = spelled.setdefault(key, x)
+            if self.scope.seq not in factors_of(self.scope, x):
+                raise Unsplittable(f"{x} has no sequence dim")
+            if self.heads & factors_of(self.scope, x):
+                raise Unsplittable(f"{x} carries {self._what()} ahead of the projections")
+        return out
+
+    def _down(self, node: fx.Node) -> Projection:
+        h = node.args[0]
+        columns = self.names.of(h)[-1]
+        if not self.heads <= set(columns):
+            raise Unsplittable(f"the input of {node} is not made of {self._what()}")
+        index = torch.arange(h.meta["val"].shape[-1])
+        rows = self._rows(index, columns, pad=True)
+        return Projection(node, h, self._weight(node.args[1], 1, rows), self._bias(node, None))
 
     # ---- up projections
 
-    def _up(self, node: fx.Node) -> Up:
+    def _joined(self) -> dict[fx.Node, list[fx.Node]]:
+        """The values that are taken apart into leaves -> the linears that they are made of."""
+        out: dict[fx.Node, list[fx.Node]] = {}
+        for linear in self.block.up:
+            node = linear
+            try:
+                self._leaves(linear)
+            except Unsplittable:
+                node = self._join_of(linear)
+            out.setdefault(node, []).append(linear)
+        return out
+
+    def _join_of(self, linear: fx.Node) -> fx.Node:
+        """The last value on the way from ``linear`` that has a row for each of its rows."""
+        node = linear
+        while True:
+            users = [u for u in node.users if u in self.members]
+            if len(users) != 1 or users[0].target not in _JOINS:
+                return node
+            node = users[0]
+
+    def _up(self, node: fx.Node, linears: Sequence[fx.Node], sources: dict[fx.Node, fx.Node]) -> Up:
         leaves = self._leaves(node)
+        join = make_piece("join", closure(self.scope, [node], self.members, linears), [node])
+        shape = node.meta["val"].shape
+        alike = all(n.meta["val"].shape == shape for n in [*join.nodes, *join.inputs])
+        if not alike or not set(join.inputs) <= set(linears):
+            raise Unsplittable(f"{node} is made of more than projections and their adapters")
         moved = closure(self.scope, leaves, self.members, [node])
-        num_rows = node.meta["val"].shape[-1]
+        index = torch.arange(shape[-1]).view([1] * (len(shape) - 1) + [-1])
         tokens = {f: 1 for f in (self.scope.seq, self.scope.batch) if f is not None}
-        index = torch.arange(num_rows).view([1] * (node.meta["val"].ndim - 1) + [-1])
         piece = make_piece("movement", [n for n in moved if n is not node], leaves)
         values = [index if n is node else self._constant(n) for n in piece.inputs]
         found = run(piece, values, self.names, tokens) if leaves != [node] else (index,)
@@ -334,13 +295,11 @@ class _Analysis:
             out.append(Leaf(leaf, len(groups[0]), len(part[0])))
             groups = [a + b for a, b in zip(groups, part, strict=True)]
         table = shared(tuple(groups))
-        bias = node.args[2] if len(node.args) > 2 else None
-        return Up(
-            node,
-            self._weight(node.args[1], 0, table),
-            self._weight(bias, 0, table) if bias is not None else None,
-            tuple(out),
-        )
+        parts = []
+        for linear in linears:
+            weight, bias = self._weight(linear.args[1], 0, table), self._bias(linear, table)
+            parts.append(Projection(linear, sources[linear], weight, bias))
+        return Up(node, tuple(parts), join, tuple(out))
 
     def _leaves(self, node: fx.Node) -> list[fx.Node]:
         """The first values on each way from ``node`` that stay whole heads from there on."""
@@ -420,6 +379,10 @@ class _Analysis:
         if any(f in (self.scope.seq, self.scope.batch) for f in dim):
             raise Unsplittable(f"{node} merges {self._what()} and tokens into one dim")
         return Rows(at[0], self._rows(torch.arange(node.meta["val"].shape[at[0]]), dim, pad=False))
+
+    def _bias(self, linear: fx.Node, rows: tuple[tuple[int, ...], ...] | None) -> Weight | None:
+        bias = linear.args[2] if len(linear.args) > 2 else None
+        return self._weight(bias, 0, rows) if bias is not None else None
 
     def _weight(self, arg: fx.Node, dim: int, rows: tuple[tuple[int, ...], ...] | None) -> Weight:
         """Follow a linear's weight or bias back to the parameter; rows along ``dim`` of ``arg``."""

@@ -32,13 +32,8 @@ from paradyse.strategies.group_pieces import (
     part,
     up_weights,
 )
-from paradyse.strategies.head_groups import (
-    Unsplittable,
-    Weight,
-    analyse,
-    closure,
-    may_be_split,
-)
+from paradyse.strategies.groups import Projection, Unsplittable, Weight
+from paradyse.strategies.head_groups import analyse, closure, may_be_split
 from paradyse.strategies.variant import (
     NUM_COMMON,
     SPLIT,
@@ -88,14 +83,14 @@ class _Local:
 
     def __init__(self, variant: MetpVariant, name: str, nodes: Piece, first: Sequence[fx.Node]):
         """``first``: nodes that the piece reads, or passes on, besides what its operators read."""
-        scope, block = variant.scope, variant.groups.block
-        bias = variant.groups.down_bias if block.down in first else None
+        scope = variant.scope
+        biases = [d for d in variant.groups.downs if d.bias is not None and d.node in first]
         read = [n for n in nodes.inputs if n not in first]
         weights = {w.node for w in variant.segments.weights}
         self.inputs = [*first, *(n for n in read if n not in weights)]
         self.weights = [n for n in read if n in weights]
-        if bias is not None and bias.node not in self.weights:
-            self.weights.append(bias.node)
+        given = [d.bias.node for d in biases if d.bias is not None]
+        self.weights += [n for n in dict.fromkeys(given) if n not in self.weights]
         order = [*self.inputs, *self.weights]
         dims = [*common_dims(scope), *(spec_dims(scope, n, SPLIT) for n in order)]
         outputs = nodes.outputs or tuple(first)
@@ -104,8 +99,9 @@ class _Local:
             sizes = bind_sizes(dims, tensors)
             common = tensors[:NUM_COMMON]
             env = dict(zip(order, tensors[NUM_COMMON:], strict=True))
-            if bias is not None:
-                env[block.down] = env[block.down] + bias.apply(env[bias.node])
+            for d in biases:
+                assert d.bias is not None
+                env[d.node] = env[d.node] + d.bias.apply(env[d.bias.node])
             overrides = dropout_overrides(scope, variant.piece.nodes, SPLIT, sizes, common)
             evaluate(scope, nodes, env, bind_factors(scope, SPLIT, sizes), overrides)
             return contiguous([env[n] for n in outputs])
@@ -132,27 +128,25 @@ class _Stage:
         nodes: Piece,
         outputs: Sequence[fx.Node],
         attended: fx.Node | None = None,
-        down: Weight | None = None,
+        downs: Sequence[Projection] = (),
     ):
         """
         Args:
-            outputs: what the stage gives, if ``down`` is None; else the input of that projection.
+            outputs: what the stage gives where there are no ``downs``; else what those read.
             attended: the value that holds attention's output, which the stage reads.
         """
         scope, groups = variant.scope, variant.groups
         read = {*nodes.inputs, *outputs}
         self.ups = [u for u in groups.ups if any(leaf.node in read for leaf in u.leaves)]
-        self.reads_x = bool(self.ups) or groups.x in read
+        read.update(part.x for up in self.ups for part in up.parts)
         self.inputs = [i for i, n in enumerate(variant.local) if n in read]
         region = [Weight(n, form) for n, form in groups.region_weights.items() if n in read]
-        used = [*up_weights(self.ups), *region, *([down] if down is not None else [])]
+        used = [*up_weights(self.ups), *region, *(d.weight for d in downs)]
         self.weights = [variant.weights.index(w) for w in used]
-        num_up = len(used) - len(region) - (down is not None)
+        num_up = len(used) - len(region) - len(downs)
         self.reads_heads = has_dropout(nodes)
         dims = [*common_dims(scope)]
         dims += [((len(groups.slots.q[0]),),)] * self.reads_heads
-        if self.reads_x:
-            dims.append(spec_dims(scope, groups.x, SPLIT))
         if attended is not None:
             b, h, s, d = local_shape(scope, attended, groups.sizes, SPLIT)
             dims.append((b, s, h, d))
@@ -168,18 +162,19 @@ class _Stage:
                 every, heads = variant.piece.nodes, next(rest)
                 overrides = group_dropouts(scope, groups, every, SPLIT, sizes, common, heads)
             factors = {**bind_factors(scope, SPLIT, sizes), **groups.sizes}
-            env: dict[fx.Node, Any] = {groups.x: next(rest)} if self.reads_x else {}
+            env: dict[fx.Node, Any] = {}
             if attended is not None:
                 env[attended] = next(rest).transpose(1, 2)
             env.update((n, next(rest)) for n in local)
             ups = [next(rest) for _ in range(num_up)]
             if self.ups:
-                env.update(evaluate_ups(scope, self.ups, env[groups.x], ups, factors))
+                env.update(evaluate_ups(scope, self.ups, env, ups, factors))
             env.update((w.node, next(rest)) for w in region)
             evaluate(scope, nodes, env, factors, overrides)
-            if down is None:
+            if not downs:
                 return tuple(env[n] for n in outputs)
-            return (torch.ops.aten.linear.default(env[outputs[0]], down.apply(next(rest))),)
+            linear = torch.ops.aten.linear.default
+            return tuple(linear(env[d.x], d.weight.apply(next(rest))) for d in downs)
 
         key = f"{piece_key(scope, variant.piece, SPLIT, 'metp ' + groups.text())}\n{name}"
         self.lowered = LoweredPiece(scope, key, fn, dims)
@@ -187,7 +182,6 @@ class _Stage:
     def pick(self, group: _Group, attended: Tensor | None = None) -> list[Tensor]:
         """The stage's tensors after the common ones."""
         tensors = [group.heads] if self.reads_heads else []
-        tensors += [group.x] if self.reads_x else []
         if attended is not None:
             tensors.append(attended)
         return [
@@ -207,12 +201,11 @@ class _Group:
     index: int
     heads: Tensor
     """Query heads (or columns), int64; one that exists in place of one that is missing."""
-    x: Tensor
     local: list[Tensor]
     weights: list[Tensor]
 
     def all(self) -> list[Tensor]:
-        return [self.x, *self.local, *self.weights]
+        return [*self.local, *self.weights]
 
 
 class MetpVariant:
@@ -228,26 +221,26 @@ class MetpVariant:
         self.numbers: list[Any] = []
         if block.attention is not None:
             self.masks, self.numbers = attention_extras(block.attention.args[3:])
-        others = [*segments.gathered[1:], *segments.replicated, *groups.slices]
-        self.local = [n for n in others if n not in self.masks]
-        """Values on local tokens that the groups read besides x."""
+        read = [*segments.gathered, *segments.replicated, *groups.slices]
+        self.local = [n for n in read if n not in self.masks]
+        """Values on local tokens that the groups read."""
         region = [Weight(n, form) for n, form in groups.region_weights.items()]
-        self.weights = [*up_weights(groups.ups), *region, groups.down]
+        self.weights = [*up_weights(groups.ups), *region, *(d.weight for d in groups.downs)]
         """Weights of the groups, each in the form in which a group takes it."""
         self.used = [g for g, q in enumerate(groups.slots.q) if max(q) >= 0]
         self._heads: dict[int, Tensor] = {}
         self._make_stages(block)
         pre = segments.pre
         self.pre = _Local(self, "pre", pre, ()) if pre.nodes else None
-        self.post = _Local(self, "post", segments.post, (block.down,))
+        self.post = _Local(self, "post", segments.post, block.downs)
         around = [w.node for w in segments.weights]
-        bias = [groups.down_bias.node] if groups.down_bias is not None else []
+        bias = [d.bias.node for d in groups.downs if d.bias is not None]
         self.nodes = list(dict.fromkeys([*(w.node for w in self.weights), *around, *bias]))
 
     def _make_stages(self, block: Any) -> None:
         scope, groups, region = self.scope, self.groups, block.region
         leaves = [leaf.node for up in groups.ups for leaf in up.leaves]
-        h = block.down.args[0]
+        read = list(dict.fromkeys(d.x for d in groups.downs))
         self.before: _Stage | None = None
         attended = None
         nodes = groups.core
@@ -256,9 +249,9 @@ class MetpVariant:
             inside = closure(scope, qkv, region, leaves)
             self.before = _Stage(self, "before", part("before", inside, qkv), qkv)
             attended = next(u for u in block.attention.users if u.args[1] == 0)
-            inside = closure(scope, [h], region, [*leaves, attended])
-            nodes = part("after", inside, [h])
-        self.after = _Stage(self, "after", nodes, [h], attended, groups.down)
+            inside = closure(scope, read, region, [*leaves, attended])
+            nodes = part("after", inside, read)
+        self.after = _Stage(self, "after", nodes, read, attended, groups.downs)
 
     def __call__(self, values: Values) -> Any:
         env = self._weights(values)
@@ -271,15 +264,15 @@ class MetpVariant:
             self.pre(values, env)
         masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in self.masks)
         call = _Call(values.sizes, values.common, masks)
-        sources = [self.groups.x, *self.local, *(w.node for w in self.weights)]
+        sources = [*self.local, *(w.node for w in self.weights)]
         tensors = [env[n] for n in sources]
-        down, output = self.groups.block.down, self.groups.block.output
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            env[down] = _Stream.apply(self, call, *tensors)
+            sums = _Stream.apply(self, call, *tensors)
         else:
-            env[down] = self.forward_groups(call, tensors, [False] * len(tensors))[0]
+            sums = self.forward_groups(call, tensors, [False] * len(tensors))[0]
+        env.update(zip(self.groups.block.downs, sums, strict=True))
         self.post(values, env)
-        return (env[output],)
+        return (env[self.groups.block.output],)
 
     def _weights(self, values: Values) -> dict[fx.Node, Tensor]:
         """Whole weights, and shards where each rank holds the rows of its group: they stream."""
@@ -298,19 +291,19 @@ class MetpVariant:
 
     def stream(self, call: _Call, tensors: Sequence[Tensor]) -> WeightStream:
         """The sharded ones of ``tensors``' weights, group by group."""
-        return WeightStream(tensors[1 + len(self.local) :], self.used, int(call.common[3][1]))
+        return WeightStream(tensors[len(self.local) :], self.used, int(call.common[3][1]))
 
     def group(
         self, index: int, tensors: Sequence[Tensor], needs: Sequence[bool], stream: WeightStream
     ) -> _Group:
         """The tensors of group ``index``, detached; those asked for require gradients."""
-        n = 1 + len(self.local)
+        n = len(self.local)
         local = []
-        for node, t in zip(self.local, tensors[1:n], strict=True):
+        for node, t in zip(self.local, tensors[:n], strict=True):
             rows = self.groups.slices.get(node)
             local.append(t.detach() if rows is None else rows.take(t.detach(), index).contiguous())
-        x, weights = tensors[0].detach(), self.group_weights(index, tensors[n:], stream)
-        out = _Group(index, self.heads(index, x.device), x, local, weights)
+        weights = self.group_weights(index, tensors[n:], stream)
+        out = _Group(index, self.heads(index, tensors[0].device), local, weights)
         for t, need in zip(out.all(), needs, strict=True):
             if need:
                 t.requires_grad_()
@@ -350,14 +343,16 @@ class MetpVariant:
 
     def forward_groups(
         self, call: _Call, tensors: Sequence[Tensor], needs: Sequence[bool]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The sum over groups, before bias; and per group attention's output and log-sum-exp.
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Per down projection the sum over groups, before bias; and per group attention's output
+        and log-sum-exp.
 
         Args:
-            tensors: x, the other local values, the whole weights. needs: which need gradients; the
+            tensors: the local values, the whole weights. needs: which need gradients; the
                 stages then run as they will in backward, so that nothing is compiled twice.
         """
-        total: Tensor | None = None
+        totals: list[Tensor] = []
+        ys: list[Tensor] = []
         saved: list[Tensor] = []
         stream = self.stream(call, tensors)
         for index in self.used:
@@ -372,27 +367,26 @@ class MetpVariant:
                 saved += [out, lse]
                 attended = out.transpose(1, 2).detach().requires_grad_(any(needs))
             with torch.set_grad_enabled(any(needs)):
-                y = self.after(call, group, attended)[0].detach()
-            exact = y.to(_sum_dtype(y))
-            total = exact if total is None else total.add_(exact)
-        assert total is not None
-        return total.to(y.dtype), saved
+                ys = [y.detach() for y in self.after(call, group, attended)]
+            exact = [y.to(_sum_dtype(y)) for y in ys]
+            totals = [t.add_(y) for t, y in zip(totals, exact, strict=True)] if totals else exact
+        return tuple(t.to(y.dtype) for t, y in zip(totals, ys, strict=True)), saved
 
     def backward_groups(
         self,
         call: _Call,
         tensors: Sequence[Tensor],
         saved: Sequence[Tensor],
-        grad: Tensor,
+        grads_of_sums: Sequence[Tensor],
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``."""
-        forms: list[Rows | None] = [None]
+        forms: list[Rows | None] = []
         forms += [self.groups.slices.get(n) for n in self.local]
         forms += [w.form for w in self.weights]
         totals: list[Tensor | None] = [None] * len(tensors)
         stream = self.stream(call, tensors)
-        first = 1 + len(self.local)
+        first = len(self.local)
         for place, index in enumerate(self.used):
             group = self.group(index, tensors, needs, stream)
             of_group: dict[int, Tensor] = {}
@@ -404,9 +398,11 @@ class MetpVariant:
                 attended = out.transpose(1, 2).detach().requires_grad_()
             inputs = leaves if attended is None else [*leaves, attended]
             with torch.enable_grad():
-                y = self.after(call, group, attended)[0]
-            grads = list(torch.autograd.grad(y, inputs, grad.to(y.dtype), allow_unused=True))
-            del y
+                ys = self.after(call, group, attended)
+            given = [(y, g) for y, g in zip(ys, grads_of_sums, strict=True) if y.requires_grad]
+            results, cotangents = zip(*given, strict=True)
+            grads = list(torch.autograd.grad(results, inputs, cotangents, allow_unused=True))
+            del ys, given, results
             stream.set_apart(where, grads, first, of_group)
             _add(totals, where, grads[: len(leaves)], forms, index, tensors)
             if self.before is None:
@@ -469,17 +465,17 @@ class _Stream(torch.autograd.Function):
     """The sum over groups, with what backward does written out."""
 
     @staticmethod
-    def forward(ctx: Any, variant: MetpVariant, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, variant: MetpVariant, call: _Call, *tensors: Tensor) -> Any:
         needs = ctx.needs_input_grad[2:]
-        y, saved = variant.forward_groups(call, tensors, needs)
+        sums, saved = variant.forward_groups(call, tensors, needs)
         ctx.of = (variant, call, len(tensors))
         ctx.save_for_backward(*tensors, *saved)
-        return y
+        return sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         variant, call, n = ctx.of
         kept = ctx.saved_tensors  # once: where the block is checkpointed each access runs it again
         tensors, saved = kept[:n], kept[n:]
         needs = ctx.needs_input_grad[2:]
-        return None, None, *variant.backward_groups(call, tensors, saved, grad, needs)
+        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs)

@@ -13,7 +13,8 @@ from torch import fx
 from paradyse.gathered import layout_of
 from paradyse.shards import ShardLayout
 from paradyse.strategies.group_pieces import up_weights
-from paradyse.strategies.head_groups import Unsplittable, Weight, analyse
+from paradyse.strategies.groups import Unsplittable, Weight
+from paradyse.strategies.head_groups import analyse
 from paradyse.strategies.variant import Scope
 
 
@@ -29,7 +30,7 @@ def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
         return {}
     region = [Weight(n, form) for n, form in groups.region_weights.items()]
     out: dict[fx.Node, ShardLayout] = {}
-    for weight in [*up_weights(groups.ups), *region, groups.down]:
+    for weight in [*up_weights(groups.ups), *region, *(d.weight for d in groups.downs)]:
         if weight.form is None:
             continue
         num_rows = weight.node.meta["val"].shape[weight.form.dim]

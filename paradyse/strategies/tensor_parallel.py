@@ -25,7 +25,8 @@ from paradyse.strategies.group_pieces import (
     on_tokens,
     up_weights,
 )
-from paradyse.strategies.head_groups import Weight, analyse
+from paradyse.strategies.groups import Weight
+from paradyse.strategies.head_groups import analyse
 from paradyse.strategies.variant import (
     NUM_COMMON,
     SPLIT,
@@ -52,7 +53,7 @@ class TensorParallelVariant:
         self.segments = segments = Segments(scope, groups)
         self.replicated = [*segments.replicated, *groups.slices]
         region = [Weight(n, form) for n, form in groups.region_weights.items()]
-        last = [groups.down, *([groups.down_bias] if groups.down_bias is not None else [])]
+        last = [w for d in groups.downs for w in (d.weight, d.bias) if w is not None]
         self.weights = [*up_weights(groups.ups), *region, *last, *segments.weights]
         self.nodes = [w.node for w in self.weights]
         self.forms = [w.form for w in self.weights]
@@ -66,7 +67,7 @@ class TensorParallelVariant:
         dims += [local_shape(scope, n, groups.sizes, WHOLE) for n in self.replicated]
         dims += [tuple((n,) for n in w.shape()) for w in self.weights]
         self.dims = dims
-        at = [piece.nodes.index(n) for n in [*block.up, block.down]]
+        at = [piece.nodes.index(n) for n in [*block.up, *block.downs]]
         key = piece_key(scope, piece, WHOLE, f"megatron_ts {at} {groups.text()}")
         self.piece = piece
         self.lowered = LoweredPiece(scope, key, self._compute, dims)
@@ -81,8 +82,10 @@ class TensorParallelVariant:
         core_env: dict[fx.Node, Any] = {n: next(rest) for n in self.replicated}
         ups = [next(rest) for _ in up_weights(groups.ups)]
         core_env.update((n, next(rest)) for n in groups.region_weights)
-        down = groups.down.apply(next(rest))
-        bias = groups.down_bias.apply(next(rest)) if groups.down_bias is not None else None
+        downs = []
+        for d in groups.downs:
+            weight = d.weight.apply(next(rest))
+            downs.append((weight, d.bias.apply(next(rest)) if d.bias is not None else None))
         env.update((w.node, next(rest)) for w in segments.weights)
         here = bind_factors(scope, SPLIT, sizes)
         everywhere = {**bind_factors(scope, WHOLE, sizes), **groups.sizes}
@@ -102,15 +105,31 @@ class TensorParallelVariant:
             )
 
         evaluate(scope, segments.pre, env, here, overrides)
-        for node in segments.gathered:
-            core_env[node] = on_tokens(scope, node, env[node], here, gather)
-        core_env.update(evaluate_ups(scope, groups.ups, core_env[groups.x], ups, everywhere))
+        for nodes in self._messages():
+            sent = env[nodes[0]] if len(nodes) == 1 else torch.cat([env[n] for n in nodes], -1)
+            came = on_tokens(scope, nodes[0], sent, here, gather)
+            parts = came.split([n.meta["val"].shape[-1] for n in nodes], -1)
+            core_env.update(zip(nodes, parts if len(nodes) > 1 else [came], strict=True))
+        core_env.update(evaluate_ups(scope, groups.ups, core_env, ups, everywhere))
         evaluate(scope, groups.core, core_env, everywhere, overrides)
-        partial = torch.ops.aten.linear.default(core_env[block.down.args[0]], down)
-        y = on_tokens(scope, block.down, partial, everywhere, scatter)
-        env[block.down] = y if bias is None else y + bias
+        for d, (weight, bias) in zip(groups.downs, downs, strict=True):
+            partial = torch.ops.aten.linear.default(core_env[d.x], weight)
+            y = on_tokens(scope, d.node, partial, everywhere, scatter)
+            env[d.node] = y if bias is None else y + bias
         evaluate(scope, segments.post, env, here, overrides)
         return contiguous([env[block.output]])
+
+    def _messages(self) -> list[list[fx.Node]]:
+        """The values to gather, in messages: the narrow ones that adapters make share one."""
+        inputs = self.groups.inputs
+        widest = max(inputs, key=lambda n: n.meta["val"].shape[-1])
+        together: dict[Any, list[fx.Node]] = {}
+        for node in self.segments.gathered:
+            val, dims = node.meta["val"], self.scope.names.of(node)
+            alone = node is widest or node not in inputs or self.scope.seq in dims[-1]
+            key = node if alone else (val.dtype, *map(tuple, dims[:-1]))
+            together.setdefault(key, []).append(node)
+        return list(together.values())
 
     def _attention(self, common: Sequence[Tensor], heads: Tensor | None) -> Override:
         def whole_sequence(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
