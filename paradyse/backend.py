@@ -31,6 +31,7 @@ from paradyse.describe import describe_blocks, describe_masks
 from paradyse.gathered import Shelf, gather
 from paradyse.machine import agreed_capacity, describe_device, device_of, measure_machine
 from paradyse.mesh import Axis, resolve_axis, resolve_replicas
+from paradyse.online import Feedback
 from paradyse.planner import Planner
 from paradyse.profiles import Setting, present_versions
 from paradyse.program import Program, StepConstants
@@ -250,6 +251,9 @@ class _Graph:
             if not n.meta.get("weight") and isinstance(n.meta.get("val"), Tensor)
         ]
         self._constants: dict[Any, StepConstants] = {}
+        self.feedback: Feedback | None = None
+        if axis.size > 1 and self.blocks and self.planner.chooses:
+            self.feedback = Feedback(program, self.planner, self.guard.forget)
 
     def _cost_model(self) -> CostModel | None:
         """Of the profile that the options name; on one rank there is nothing to choose."""
@@ -290,7 +294,10 @@ class _Graph:
         replicas = self.capture.replicas
         if replicas.size > 1 and must_check(replicas, False):
             check_agreement(replicas, [], {WEIGHTS: self._checksum_of_weights()}, "")
-        return self.program(args, constants)
+        if self.feedback is None or not torch.is_grad_enabled():
+            return self.program(args, constants)
+        workload = self.guard.workload(sizes.get("B", 1), sizes[WHOLE], True)
+        return self.feedback.run(args, constants, workload)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan.strategies)

@@ -8,7 +8,8 @@ before is one dictionary look-up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +73,10 @@ class Planner:
         self.sharded = sharded
         self.cost_model = cost_model
         self._function = options.plan if callable(options.plan) else None
-        self._signatures = tuple(self._signature(b) for b in self.blocks)
+        self.kinds = tuple(self._kind(b) for b in self.blocks)
+        """Blocks of one kind cost the same and have the same choices."""
+        self._factors: Mapping[tuple[Hashable, str], float] = {}
+        self._ran: frozenset[tuple[Hashable, str]] = frozenset()
         self._plans: dict[Workload, Plan] = {}
         self._auto: dict[tuple[tuple[str, ...], Workload], Plan] = {}
         self._named: dict[Hashable, tuple[str, ...]] = {}
@@ -97,23 +101,61 @@ class Planner:
         self._previous = plan
         return plan
 
+    @property
+    def chooses(self) -> bool:
+        """Whether any block's strategy is the planner's to choose."""
+        return self._function is None and AUTO in self._names(self.options.plan)
+
     def variants(self, plan: Plan) -> tuple[str, ...]:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
         return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
 
+    def correct(
+        self,
+        factors: Mapping[tuple[Hashable, str], float],
+        ran: frozenset[tuple[Hashable, str]] = frozenset(),
+    ) -> None:
+        """Multiply predicted times from now on; plans are decided anew. On every rank alike.
+
+        Args:
+            factors: (kind of block, variant) -> factor; 1 for those that it does not have.
+            ran: those of them that were measured in this run.
+        """
+        self._factors, self._ran = factors, ran
+        self._plans.clear()
+        self._auto.clear()
+
     def costs(self, workload: Workload) -> Costs:
-        """Predicted cost of every feasible strategy of every block."""
+        """Expected cost of every feasible strategy of every block: predicted, and corrected."""
+        predicted = self.predicted_costs(workload)
+        if not self._factors:
+            return predicted
+        known: dict[Hashable, dict[str, BlockCost]] = {}
+        for block, kind, costs in zip(self.blocks, self.kinds, predicted):
+            if kind not in known:
+                known[kind] = {
+                    s: self._corrected(c, (kind, canonical_strategy(block.kind, s)))
+                    for s, c in costs.items()
+                }
+        return tuple(known[k] for k in self.kinds)
+
+    def _corrected(self, cost: BlockCost, key: tuple[Hashable, str]) -> BlockCost:
+        source = "online" if key in self._ran else cost.source
+        return replace(cost, time_s=cost.time_s * self._factors.get(key, 1.0), source=source)
+
+    def predicted_costs(self, workload: Workload) -> Costs:
+        """The same by the cost model alone."""
         machine = self.machine(workload.dtype)
         known: dict[Hashable, dict[str, BlockCost]] = {}
-        for block, signature in zip(self.blocks, self._signatures):
-            if signature not in known:
-                known[signature] = {
+        for block, kind in zip(self.blocks, self.kinds):
+            if kind not in known:
+                known[kind] = {
                     s: prior_cost(block, s, workload, machine, self.sharded)
                     if self.cost_model is None
                     else self.cost_model.cost(block, s, workload)
                     for s in block.feasible()
                 }
-        return tuple(known[s] for s in self._signatures)
+        return tuple(known[k] for k in self.kinds)
 
     def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
         """Predicted cost of what is not in a block, where it was measured."""
@@ -149,8 +191,7 @@ class Planner:
                 by_variant.setdefault(canonical_strategy(block.kind, s), s)
         return tuple(by_variant.values())
 
-    def _signature(self, b: BlockSpec) -> Hashable:
-        """Blocks of equal signature cost the same and have the same choices."""
+    def _kind(self, b: BlockSpec) -> Hashable:
         widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
         weights = (b.num_weight_elements, b.num_split_weight_elements)
         measured_as = "" if self.cost_model is None else b.structure
@@ -257,7 +298,7 @@ class Planner:
         members: dict[tuple[Hashable, tuple[str, ...]], list[int]] = {}
         for i, (block, name) in enumerate(zip(self.blocks, names)):
             choices = self.candidates(block) if name == AUTO else (name,)
-            members.setdefault((self._signatures[i], choices), []).append(i)
+            members.setdefault((self.kinds[i], choices), []).append(i)
         groups = []
         for (_, choices), at in members.items():
             of = [costs[at[0]][s] for s in choices]

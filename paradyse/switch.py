@@ -32,6 +32,14 @@ class Guard:
         self.plan_of: dict[int, str] = {}
         self._last: Any = None
 
+    def workload(self, batch: int, seq_len: int, training: bool) -> Workload:
+        like = self._like
+        return Workload(batch, seq_len, like.dtype, training, like.num_ranks, like.mask)
+
+    def forget(self) -> None:
+        """Ask for every plan anew."""
+        self._known.clear()
+
     def __call__(
         self, batch: int, seq_len: int, training: bool, make: Callable[[Plan], Any]
     ) -> Any:
@@ -41,9 +49,7 @@ class Guard:
         key = (batch, seq_len, training)
         found = self._known.get(key) if self._fixed else None
         if found is None:
-            like = self._like
-            workload = Workload(batch, seq_len, like.dtype, training, like.num_ranks, like.mask)
-            plan = self._plan(workload)
+            plan = self._plan(self.workload(batch, seq_len, training))
             found = (plan, make(plan))
             if self._fixed:
                 if len(self._known) >= self._capacity:

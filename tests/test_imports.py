@@ -54,6 +54,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         {"types", "config", "cost", "solver", "planner", "mesh", "comm", "kernels", "lower"}
         | {"pieces", "weights", "strategies", "passes", "program", "capture", "describe"}
     ),
+    "online": frozenset({"types", "comm", "cost", "planner", "program"}),  # costs fed back
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     "corpus": frozenset(),  # text for the command line
     "launch": frozenset(),  # its local ranks
@@ -71,6 +72,7 @@ PART_OF = {
     "chunks": "comm",
     "gathered": "weights",
     "frame": "program",
+    "profiler_marks": "program",
 }
 """Modules that belong to a row of another name."""
 
