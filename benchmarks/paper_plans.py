@@ -1,0 +1,73 @@
+"""Plans on paper for 10-billion-class models: LLaMA and OPT on 8 and on 1,024 devices, and on a
+cluster of unequal devices.
+
+    python benchmarks/paper_plans.py | tee benchmarks/results/paper_plans.txt
+
+Nothing is trained or measured on a device: see ``paradyse/dry_run.py`` and ``paradyse/devices.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from paradyse.cli_plan import default_lengths, dry_run_of, remarks, tables_of
+from paradyse.devices import DEVICES, Cluster, Network, machine_of, read_cluster
+from paradyse.dry_run_plan import look_ahead
+from paradyse.report import text_table
+
+# LLaMA-13B (arXiv 2302.13971, table 2) and OPT-13B (arXiv 2205.01068, table 1).
+MODELS: dict[str, dict[str, Any]] = {
+    "LLaMA-13B": {
+        "model_type": "llama",
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_attention_heads": 40,
+        "vocab_size": 32000,
+    },
+    "OPT-13B": {
+        "model_type": "opt",
+        "num_hidden_layers": 40,
+        "hidden_size": 5120,
+        "word_embed_proj_dim": 5120,
+        "ffn_dim": 20480,
+        "num_attention_heads": 40,
+        "vocab_size": 50272,
+    },
+}
+
+# Two kinds in one axis: the older has half the memory.
+UNEQUAL = Cluster((DEVICES["a100-80gb"], DEVICES["a100-40gb"]), Network())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 1024])
+    parser.add_argument("--layers", type=int, help="fewer than the models have")
+    args = parser.parse_args()
+    a100 = read_cluster("a100-80gb")
+    for num_gpus in args.gpus:
+        for name, config in MODELS.items():
+            start = time.process_time()
+            run = dry_run_of(config, args.layers, "bfloat16", num_gpus, sharded=True)
+            took = time.process_time() - start
+            clusters = {"a100-80gb": a100}
+            if num_gpus <= 8:
+                clusters["a100-80gb and a100-40gb"] = UNEQUAL
+            for devices, cluster in clusters.items():
+                machine = machine_of(cluster, num_gpus)
+                outlook = look_ahead(run, machine, default_lengths, torch.bfloat16)
+                print(f"# {name} on {num_gpus} x {devices}, bfloat16, batch 1, sharded weights")
+                print(f"# {machine.source}; the dry run took {took:.0f} s of one core\n")
+                for title, header, rows in tables_of(outlook, cluster, num_gpus):
+                    print(f"{title}\n{text_table(header, rows)}\n", flush=True)
+    for remark in remarks(machine)[1:]:
+        print(f"note: {remark}")
+
+
+if __name__ == "__main__":
+    main()
