@@ -298,11 +298,12 @@ class StepMemory:
     """Bytes of one step on this rank, beyond those held when it began."""
 
     saved_bytes: dict[int, int]
-    """Per block id, by how much more was held once the block was done in forward; -1: the same of
-    all that is in no block. They add up to what is held when forward ends."""
+    """Per block id, by how much more was held once the block was done in forward; -1: what is held
+    beyond their sum when the first block's backward begins."""
     workspace_bytes: dict[int, int]
-    """Per block id, the most held while it ran beyond that sum, the gradients of later blocks'
-    weights left out; -1: the same of what is in no block, until the last block's backward."""
+    """Per block id, the most held while it ran, beyond what it saves in forward and beyond what was
+    held when its backward began; -1: the most held beyond all that is saved, such as logits, until
+    the last block's backward."""
     floor_bytes: int
     """The most held after the last block's backward, when nothing is saved any more."""
     peak_bytes: int
@@ -322,21 +323,20 @@ def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
             coming = 0
         held.append(levels[i].held_bytes - coming)
     spans = sorted(find_spans(watch.marks), key=lambda s: s.first)
-    total = held[watch.marks.index((LOSS, -1))]
     saved = {s.block: held[s.last] - held[s.first] for s in spans if not s.backward}
-    workspace = dict.fromkeys((-1, *saved), 0)
-    peaks = [level.peak_bytes - total for level in levels]
+    workspace = dict.fromkeys(saved, 0)
+    peaks = [level.peak_bytes for level in levels]
     outside = set(range(1, len(levels)))
-    gradients = 0
     for s in spans:
         inside = range(s.first + 1, s.last + 1)
         outside.difference_update(inside)
-        most = max(peaks[i] for i in inside) - gradients
-        workspace[s.block] = max(workspace[s.block], most)
-        if s.backward:
-            gradients += max(0, held[s.last] - held[s.first] + saved[s.block])
-    backward_ends = max((s.last for s in spans if s.backward), default=len(levels))
-    workspace[-1] = max(0, *(peaks[i] for i in outside if i <= backward_ends))
-    floor = max((peaks[i] + total for i in outside if i > backward_ends), default=0)
-    saved[-1] = total - sum(saved.values())
-    return StepMemory(saved, workspace, floor, max(peaks[1:]) + total)
+        beyond = max(peaks[i] for i in inside) - held[s.first if s.backward else s.last]
+        workspace[s.block] = max(workspace[s.block], beyond)
+    backward = [s for s in spans if s.backward]
+    turn = backward[0].first if backward else watch.marks.index((LOSS, -1))
+    end = max((s.last for s in backward), default=len(levels))
+    saved[-1] = max(0, held[turn] - sum(saved.values()))
+    workspace[-1] = max(0, *(peaks[i] for i in outside if i <= end)) - sum(saved.values())
+    workspace[-1] = max(0, workspace[-1])
+    floor = max((peaks[i] for i in outside if i > end), default=0)
+    return StepMemory(saved, workspace, floor, max(peaks[1:]))

@@ -67,10 +67,11 @@ class Measurement:
     forward_s: float = 0.0
     backward_s: float = 0.0
     saved_bytes: int = 0
-    """Held from forward to backward, weights and their gradients not counted."""
+    """Held from forward to backward, weights and their gradients not counted; of ``rest``: what is
+    still held when the blocks' backward begins, gradients included."""
     workspace_bytes: int = 0
-    """The most held while the block ran beyond what all blocks of the step save: what must be added
-    to that sum."""
+    """The most held beyond that while the block ran, forward or backward; of ``rest``: beyond all
+    that is saved, such as logits."""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     """Per collective, by a rank."""
     messages: Mapping[str, int] = field(default_factory=dict)
