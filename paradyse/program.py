@@ -190,7 +190,7 @@ class Program:
 
     def _piece_step(self, piece: Piece, split: bool) -> PieceStep:
         split = split and self.axis.size > 1
-        grads = any(is_tensor(n) and n.meta["val"].requires_grad for n in piece.inputs)
+        grads = any(getattr(n.meta.get("tensor_meta"), "requires_grad", False) for n in piece.inputs)
         if len(piece.nodes) <= (EAGER_NODES if grads else EAGER_INDEX_NODES):
             return PieceStep(piece, split, eager=True)
         layout = SPLIT if split else WHOLE

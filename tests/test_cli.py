@@ -152,7 +152,7 @@ def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: P
         assert part in out
     page = (tmp_path / "plans" / "plan.html").read_text()
     assert "<svg" in page and "megatron_ts" in page
-    assert (tmp_path / "plans" / "plan.png").is_file() or "matplotlib is not installed" in out
+    assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
 
 
 def test_bench_writes_every_run(tmp_path: Path) -> None:
