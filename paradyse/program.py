@@ -190,7 +190,8 @@ class Program:
 
     def _piece_step(self, piece: Piece, split: bool) -> PieceStep:
         split = split and self.axis.size > 1
-        grads = any(getattr(n.meta.get("tensor_meta"), "requires_grad", False) for n in piece.inputs)
+        metas = (n.meta.get("tensor_meta") for n in piece.inputs)
+        grads = any(getattr(m, "requires_grad", False) for m in metas)
         if len(piece.nodes) <= (EAGER_NODES if grads else EAGER_INDEX_NODES):
             return PieceStep(piece, split, eager=True)
         layout = SPLIT if split else WHOLE
