@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +29,7 @@ import torch.distributed as dist
 
 from paradyse.config import check_strategy, parse_bytes
 from paradyse.cost import canonical_strategy
-from paradyse.machine import measure_machine
+from paradyse.machine import describe_device, measure_machine
 from paradyse.profiler_marks import StepMemory
 from paradyse.profiler_steps import MakeBatch, Steps
 from paradyse.profiles import (
@@ -118,7 +116,7 @@ def profile(
     machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
     setting = Setting(
         versions=present_versions(),
-        device=_device_name(steps.device),
+        device=describe_device(steps.device),
         num_ranks=steps.axis.size,
         dtype=str(steps.parameters[0].dtype).removeprefix("torch."),
         sharded=any(isinstance(p, ShardedTensor) for p in steps.parameters),
@@ -408,15 +406,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return any(t in str(error) for t in ("can't allocate memory", "not enough memory"))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(v for k, _, v in (x.partition(":") for x in lines) if k.strip() == "model name")
-    except (OSError, StopIteration):  # not Linux, or a processor without a name there
-        pass
-    return f"cpu, {name.strip()}, {os.cpu_count()} cores"
