@@ -15,8 +15,7 @@ import torch
 from paradyse.config import Options
 from paradyse.cost import BlockCost, Machine, canonical_strategy, prior_cost
 from paradyse.dry_run import DryRun
-from paradyse.planner import Planner
-from paradyse.solver import Choice, Group, smallest
+from paradyse.planner import Planner, longest_length
 from paradyse.types import BlockSpec, Plan, Workload
 
 MIXTURE = "mixture"
@@ -125,12 +124,15 @@ def look_ahead(
             infeasible[s] = why[0]
     static = [s for s in options.strategies if s not in infeasible]
 
+    def least(seq_len: int) -> float:
+        return planner.least_bytes(workload(seq_len))
+
     def need(s: str) -> Callable[[int], float]:
         plan = Plan((s,) * len(run.blocks))
         return lambda n: planner.predict(plan, workload(n))[1]
 
-    longest = {s: _longest(need(s), bound) for s in static}
-    longest[MIXTURE] = _longest(lambda n: _least(planner, workload(n)), bound)
+    longest = {s: longest_length(need(s), bound, LONGEST) for s in static}
+    longest[MIXTURE] = longest_length(least, bound, LONGEST)
     if callable(lengths):
         lengths = lengths(longest[MIXTURE])
     forecasts = {
@@ -139,7 +141,7 @@ def look_ahead(
         )
         for s in static
     }
-    possible = [n for n in lengths if _least(planner, workload(n)) <= bound]
+    possible = [n for n in lengths if least(n) <= bound]
     forecasts[MIXTURE] = tuple(
         _forecast(planner, planner.plan(workload(n)), workload(n), bound) for n in possible
     )
@@ -149,42 +151,6 @@ def look_ahead(
 def _forecast(planner: Planner, plan: Plan, workload: Workload, bound: float) -> Forecast:
     time_s, peak = planner.predict(plan, workload)
     return Forecast(workload.seq_len, time_s, peak, peak <= bound, planner.variants(plan))
-
-
-def _least(planner: Planner, workload: Workload) -> float:
-    """Bytes of the smallest plan."""
-    groups: dict[Any, list[Choice]] = {}
-    counts: dict[Any, int] = {}
-    for block, costs in zip(planner.blocks, planner.costs(workload), strict=True):
-        key = (block.structure, tuple(planner.candidates(block)))
-        counts[key] = counts.get(key, 0) + 1
-        of = [costs[s] for s in planner.candidates(block)]
-        groups[key] = [Choice(c.time_s, c.saved_bytes, c.workspace_bytes) for c in of]
-    rest = planner.rest(workload)
-    (saved_and_workspace, _) = smallest([Group(counts[k], tuple(groups[k])) for k in groups])
-    between = sum(c.saved_bytes for c in rest)
-    least = saved_and_workspace + between
-    if rest:  # the head may need more than any block: then blocks need only save little
-        least = max(least, between + _least_saved(groups, counts) + rest[0].workspace_bytes)
-    machine = planner.machine(workload.dtype)
-    return least + planner.static_bytes + machine.communicator_bytes
-
-
-def _least_saved(groups: Mapping[Any, Sequence[Choice]], counts: Mapping[Any, int]) -> int:
-    return sum(n * min(c.saved_bytes for c in groups[k]) for k, n in counts.items())
-
-
-def _longest(need: Callable[[int], float], bound: float) -> int:
-    """The longest length up to ``LONGEST`` that needs at most ``bound`` bytes."""
-    if need(1) > bound:
-        return 0
-    low, high = 1, 2
-    while high < LONGEST and need(high) <= bound:
-        low, high = high, high * 2
-    while high - low > max(1, low >> 10):  # to a thousandth: the prediction is no better
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= bound else (low, middle)
-    return low
 
 
 def plan_in_words(blocks: Sequence[BlockSpec], plan: Sequence[str]) -> str:

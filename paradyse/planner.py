@@ -41,6 +41,23 @@ def describe_workload(w: Workload) -> str:
     return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
 
 
+def longest_length(need: Callable[[int], float], limit: float, most: int) -> int:
+    """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
+
+    Args:
+        need: of a length, growing with it. most: the search ends here.
+    """
+    if need(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high < most and need(high) <= limit:
+        low, high = high, high * 2
+    while high - low > max(1, low >> 10):
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= limit else (low, middle)
+    return low
+
+
 class Planner:
     """Chooses plans for the blocks of one captured graph.
 
@@ -295,6 +312,37 @@ class Planner:
     def _choose(self, names: tuple[str, ...], workload: Workload) -> Plan:
         """The fastest plan that fits, with ``names`` fixed where they are not "auto"."""
         costs = self.costs(workload)
+        members, groups = self._groups(names, workload)
+        rest = self.rest(workload)
+        limit = self.memory_limit(workload.dtype)
+        fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
+        counts = fastest(groups, limit - fixed)
+        if counts is None:
+            counts = self._over_the_limit(names, limit, workload)
+        strategies = [""] * len(self.blocks)
+        for (choices, at), row in zip(members, counts):
+            taken = [s for s, n in zip(choices, row) for _ in range(n)]
+            for i, s in zip(at, taken):
+                strategies[i] = s
+        best = self._smooth(Plan(tuple(strategies)), names, costs, rest, limit - fixed)
+        log.info("plan for %s: %s", describe_workload(workload), best.key)
+        return best
+
+    def least_bytes(self, workload: Workload, names: tuple[str, ...] | None = None) -> int:
+        """Bytes of a rank that the smallest plan needs.
+
+        Args:
+            names: a strategy or "auto" for every block; None: the planner's to choose for all.
+        """
+        _, groups = self._groups(names or (AUTO,) * len(self.blocks), workload)
+        return smallest(groups)[0] + peak_bytes((), self.static_bytes, self.machine(workload.dtype))
+
+    def _groups(
+        self, names: tuple[str, ...], workload: Workload
+    ) -> tuple[list[tuple[tuple[str, ...], list[int]]], list[Group]]:
+        """Blocks that cost the same with their choices, and the same for the solver; what is in no
+        block comes last, where it was measured."""
+        costs = self.costs(workload)
         members: dict[tuple[Hashable, tuple[str, ...]], list[int]] = {}
         for i, (block, name) in enumerate(zip(self.blocks, names)):
             choices = self.candidates(block) if name == AUTO else (name,)
@@ -306,29 +354,22 @@ class Planner:
             groups.append(Group(len(at), options))
         rest = self.rest(workload)
         groups += [Group(1, (Choice(0.0, c.saved_bytes, c.workspace_bytes),)) for c in rest]
-
-        limit = self.memory_limit(workload.dtype)
-        fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
-        counts = fastest(groups, limit - fixed)
-        if counts is None:
-            counts = self._over_the_limit(groups, fixed, limit, workload)
-        strategies = [""] * len(self.blocks)
-        for ((_, choices), at), row in zip(members.items(), counts):
-            taken = [s for s, n in zip(choices, row) for _ in range(n)]
-            for i, s in zip(at, taken):
-                strategies[i] = s
-        best = self._smooth(Plan(tuple(strategies)), names, costs, rest, limit - fixed)
-        log.info("plan for %s: %s", describe_workload(workload), best.key)
-        return best
+        return [(choices, at) for (_, choices), at in members.items()], groups
 
     def _over_the_limit(
-        self, groups: list[Group], fixed: int, limit: float, workload: Workload
+        self, names: tuple[str, ...], limit: float, workload: Workload
     ) -> tuple[tuple[int, ...], ...]:
-        need, counts = smallest(groups)
+        _, counts = smallest(self._groups(names, workload)[1])
+
+        def need(seq_len: int) -> int:
+            return self.least_bytes(replace(workload, seq_len=seq_len), names)
+
+        longest = longest_length(need, limit, workload.seq_len)
         text = (
             f"no plan fits for {describe_workload(workload)}: the smallest needs "
-            f"{format_bytes(need + fixed)} a rank, {format_bytes(self.static_bytes)} of them "
-            "weights, gradients and optimizer state"
+            f"{format_bytes(need(workload.seq_len))} a rank, {format_bytes(self.static_bytes)} of "
+            "them weights, gradients and optimizer state; the longest sequences that would fit "
+            f"have {longest} tokens"
         )
         if self.options.memory_limit is not None:
             allowed = ", ".join(self.options.strategies)

@@ -14,7 +14,7 @@ import torch
 
 from paradyse.config import parse_options
 from paradyse.cost import Machine
-from paradyse.planner import Planner, format_bytes
+from paradyse.planner import Planner, format_bytes, longest_length
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Plan, Workload
 
 MACHINE = Machine(3e14, 2e12, 1e-5, 2e11, op_overhead_s=0.0, capacity_bytes=2**36)
@@ -295,12 +295,37 @@ def test_a_list_is_ambiguous_where_blocks_do_not_pair_up() -> None:
 def test_nothing_fits_names_the_need_the_limit_and_the_way_out() -> None:
     pattern = (
         r"no plan fits for batch 1 x 65536 tokens, bfloat16, training, 4 ranks: the smallest needs "
-        r"\d+\.\d MiB a rank, 0 B of them weights, gradients and optimizer state, but option "
+        r"\d+\.\d MiB a rank, 0 B of them weights, gradients and optimizer state; the longest "
+        r"sequences that would fit have \d+ tokens, but option "
         r"'memory_limit' is 1\.0 MiB; raise it, use more ranks or shorter or fewer sequences, or "
         r"allow more strategies \(now: megatron_ts, .*metp\)"
     )
     with pytest.raises(ValueError, match=pattern):
         planner(memory_limit="1MiB").plan(LONG)
+
+
+def test_the_longest_length_named_fits_and_little_more_does_not() -> None:
+    limited = planner(memory_limit="200MiB")
+    with pytest.raises(ValueError, match="longest sequences that would fit") as error:
+        limited.plan(replace(LONG, seq_len=10**7))
+    found = re.search(r"have (\d+) tokens", str(error.value))
+    assert found is not None
+    longest = int(found[1])
+    assert longest > 100
+    limited.plan(replace(LONG, seq_len=longest))
+    with pytest.raises(ValueError, match="no plan fits"):
+        limited.plan(replace(LONG, seq_len=longest + longest // 100))
+
+
+def test_a_mixture_trains_at_least_as_long_as_any_strategy() -> None:
+    limit = 200 * 2**20
+
+    def longest(strategies: list[str]) -> int:
+        chooses = planner(strategies=strategies, memory_limit=limit)
+        return longest_length(lambda n: chooses.least_bytes(replace(LONG, seq_len=n)), limit, 10**7)
+
+    alone = {s: longest([s]) for s in ATTENTION_STRATEGIES}
+    assert longest(list(ATTENTION_STRATEGIES)) >= max(alone.values()) > min(alone.values())
 
 
 @pytest.mark.parametrize(("batch", "seq_len"), [(0, 5), (5, 0)])
