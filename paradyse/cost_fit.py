@@ -102,6 +102,9 @@ class CostModel:
                 )
         self.machine = _machine(profile)
         self.structures = frozenset(m.structure for m in profile.measurements if m.kind != REST)
+        self.floor_bytes = max((m.floor_bytes for m in profile.measurements), default=0)
+        """A training step holds this much beyond static whatever the plan: at the end of backward,
+        when gradients of replicated weights are summed."""
         self._measured: dict[_Key, dict[Point, Measurement]] = {}
         self._over: dict[_Key, list[Point]] = {}
         self._fitted: dict[_Key, _Curves | None] = {}

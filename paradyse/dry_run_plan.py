@@ -32,6 +32,9 @@ block's on their way while it runs (``gathered.LOOK_AHEAD``)."""
 class PaperCosts:
     """Costs for a ``Planner``: times predicted, memory seen in a dry run."""
 
+    floor_bytes = 0
+    """Sharded weights' gradients are summed block by block."""
+
     def __init__(self, run: DryRun, machine: Machine, sharded: bool = True):
         self.run, self.machine, self.sharded = run, machine, sharded
 

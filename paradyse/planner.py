@@ -186,6 +186,7 @@ class Planner:
         chosen = [c[s] for c, s in zip(self.costs(workload), plan.strategies)]
         chosen += self.rest(workload)
         peak = peak_bytes(chosen, self.static_bytes, self.machine(workload.dtype))
+        peak = max(peak, self._least_peak(workload))
         return sum(c.time_s for c in chosen), peak
 
     def memory_limit(self, dtype: torch.dtype) -> float:
@@ -317,7 +318,7 @@ class Planner:
         limit = self.memory_limit(workload.dtype)
         fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
         counts = fastest(groups, limit - fixed)
-        if counts is None:
+        if counts is None or self._least_peak(workload) > limit:
             counts = self._over_the_limit(names, limit, workload)
         strategies = [""] * len(self.blocks)
         for (choices, at), row in zip(members, counts):
@@ -335,7 +336,13 @@ class Planner:
             names: a strategy or "auto" for every block; None: the planner's to choose for all.
         """
         _, groups = self._groups(names or (AUTO,) * len(self.blocks), workload)
-        return smallest(groups)[0] + peak_bytes((), self.static_bytes, self.machine(workload.dtype))
+        fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
+        return max(smallest(groups)[0] + fixed, self._least_peak(workload))
+
+    def _least_peak(self, workload: Workload) -> int:
+        """Bytes of a rank that every plan needs at some moment."""
+        floor = self.cost_model.floor_bytes if self.cost_model and workload.training else 0
+        return peak_bytes((), self.static_bytes + floor, self.machine(workload.dtype))
 
     def _groups(
         self, names: tuple[str, ...], workload: Workload

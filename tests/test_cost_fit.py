@@ -276,6 +276,19 @@ def test_what_is_not_in_a_block_counts_for_memory_and_time() -> None:
     assert without.rest(SHORT) == ()
 
 
+def test_a_step_needs_its_floor_whatever_the_plan() -> None:
+    """The sums of gradients at the end of backward, when little is saved any more."""
+    factors, floor = dict.fromkeys(ATTENTION_STRATEGIES, 1.0), 10**12
+    row = replace(rest(512), saved_bytes=0, workspace_bytes=0, floor_bytes=floor)
+    p = planner_on(profile_of(factors, more=[row]))
+    plan = p.plan(work(512))
+    assert p.predict(plan, work(512))[1] == p.least_bytes(work(512)) >= floor
+    assert p.least_bytes(replace(work(512), training=False)) < floor
+    tight = planner_on(profile_of(factors, more=[row]), memory_limit=floor - 1)
+    with pytest.raises(ValueError, match="the longest sequences that would fit have 0 tokens"):
+        tight.plan(work(512))
+
+
 def test_gradients_of_whole_weights_are_counted_with_the_strategy_that_sums_them() -> None:
     """They come at the end of the model's backward: measured with the rest, caused by a block."""
     profile = profile_of({"megatron_ts": 1.0, "megatron_cz": 1.0})
