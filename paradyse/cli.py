@@ -343,6 +343,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="runs of each length under each choice (default: %(default)s)",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the time of every run here")
+    parser.add_argument("--out", metavar="FOLDER", help="write bench.html and bench.png here")
     _add_inner(parser, "inductor")
     _add_llama(parser, 4, 256)
     _add_running(parser)

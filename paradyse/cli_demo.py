@@ -14,11 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from paradyse import launch
+from paradyse.cli_charts import Chart, Line, Page, write_charts
 from paradyse.cli_ranks import AUTO, Infeasible, Phase, Replayed, StepDone
 from paradyse.cli_screen import Screen, make_console, show_table
 from paradyse.corpus import LengthRange, TextFile, draw_files, length_ranges
@@ -300,10 +303,39 @@ def run_bench(args: argparse.Namespace) -> int:
     show_table(console, title, ("length", "plan of auto", AUTO, *choices), rows)
     for infeasible in record.infeasible:
         console.print(f"{infeasible.choice}: {infeasible.why}", markup=False, highlight=False)
+    if args.out:
+        header = ("length", "plan of auto", AUTO, *choices)
+        for line in write_charts(
+            Path(args.out),
+            "bench",
+            _bench_page(str(size), record, choices, lengths),
+            [(title, header, rows)],
+        ):
+            console.print(line, markup=False, highlight=False)
     if args.csv:
         _write_csv(args.csv, record.replayed)
         console.print(f"every run is in {args.csv}", markup=False, highlight=False)
     return 0
+
+
+def _bench_page(title: str, record: Record, choices: Sequence[str], lengths: Sequence[int]) -> Page:
+    """Time against length, and added up from the shortest on."""
+    order = sorted({r.index for r in record.replayed}, key=lambda i: lengths[i])
+    single, summed = [], []
+    for choice in (AUTO, *choices):
+        times = [(lengths[i], t) for i in order if (t := record.median_s(choice, i)) is not None]
+        totals = accumulate(t for _, t in times)
+        single.append(Line(choice, tuple((n, t, True) for n, t in times)))
+        summed.append(
+            Line(choice, tuple((n, t, True) for (n, _), t in zip(times, totals, strict=True)))
+        )
+    return Page(
+        title,
+        (
+            Chart("Time of forward and backward", "s", tuple(single)),
+            Chart("Time of all sequences up to a length", "s", tuple(summed)),
+        ),
+    )
 
 
 def _write_csv(path: str, replayed: Sequence[Replayed]) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from paradyse import integrations
-from paradyse.cli_plan_page import Table, write_page, write_png
+from paradyse.cli_charts import Table, write_charts
+from paradyse.cli_plan_page import page_of
 from paradyse.cli_screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.cost import Machine
@@ -79,19 +80,8 @@ def run_plan_on_paper(args: argparse.Namespace) -> int:
     for note in [*run.notes, *remarks(machine)]:
         console.print(f"note: {note}", markup=False, highlight=False)
     if args.out:
-        folder = Path(args.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_page(folder / "plan.html", title, outlook, tables)
-        console.print(f"wrote {folder / 'plan.html'}", markup=False, highlight=False)
-        if write_png(folder / "plan.png", title, outlook):
-            console.print(f"wrote {folder / 'plan.png'}", markup=False, highlight=False)
-        else:
-            console.print(
-                "no plan.png: matplotlib is not installed (pip install 'paradyse[plot]'); the page "
-                "has the same charts",
-                markup=False,
-                highlight=False,
-            )
+        for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
+            console.print(line, markup=False, highlight=False)
     return 0
 
 

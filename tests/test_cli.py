@@ -158,8 +158,12 @@ def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: P
 def test_bench_writes_every_run(tmp_path: Path) -> None:
     path = tmp_path / "times.csv"
     few = ["--lengths", "24,40", "--strategies", "megatron_cz", "--rounds", "2"]
-    code, out = run("bench", *few, "--csv", str(path), *TINY, "--inner", "eager")
+    out_flag = ["--out", str(tmp_path / "charts")]
+    code, out = run("bench", *few, "--csv", str(path), *out_flag, *TINY, "--inner", "eager")
     assert code == 0, out
+    page = (tmp_path / "charts" / "bench.html").read_text()
+    assert page.count("<path") > 8 and "megatron_cz" in page and "http" not in page
+    assert (tmp_path / "charts" / "bench.png").stat().st_size > 10_000
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 2

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from paradyse import dry_run as dry
 from paradyse import dry_run_ops
-from paradyse.cli_plan_page import charts_of, svg_of, write_page
+from paradyse.cli_charts import svg_of, write_page
+from paradyse.cli_plan_page import charts_of, page_of
 from paradyse.cost import Machine
 from paradyse.devices import machine_of, read_cluster
 from paradyse.dry_run import DryRun, capture_program, dry_run, fake_world, measure_step
@@ -234,7 +235,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing_outside(
 ) -> None:
     outlook = outlook_of(llama8)
     path = tmp_path / "plan.html"
-    write_page(path, "a < b & c", outlook, [("t", ("a", "b"), [("1", "<2>")])])
+    write_page(path, page_of("a < b & c", outlook), [("t", ("a", "b"), [("1", "<2>")])])
     text = path.read_text()
     links = Links()
     links.feed(text)

@@ -83,7 +83,7 @@ OPTIONAL = {
     "transformers": "paradyse/integrations.py",
     "safetensors": "paradyse/loading.py",
     "accelerate": "paradyse/trainer.py",
-    "matplotlib": "paradyse/cli_plan_page.py",
+    "matplotlib": "paradyse/cli_charts.py",
 }
 """Not a dependency: the one file that may import it."""
 

@@ -1,0 +1,237 @@
+"""Charts for people: one HTML page with nothing outside it, and a PNG.
+
+Both draw the same values: the page as SVG of its own, the PNG by matplotlib, which is optional.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from paradyse.types import ATTENTION_STRATEGIES
+
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+COLOURS = dict(
+    zip(ATTENTION_STRATEGIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"), strict=True)
+)
+BLACK = "#000000"
+"""Of what chooses among strategies; drawn thicker."""
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 70, 46, 16, 150
+"""Of a chart and its margins, in pixels."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve; from the first point that does not fit on it is dashed."""
+
+    name: str
+    points: tuple[tuple[float, float, bool], ...]
+    """(tokens, value, fits)."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Values against the length, both axes logarithmic."""
+
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    limit: float | None = None
+    """Drawn across."""
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Per length the share of blocks that each strategy computes."""
+
+    title: str
+    lengths: tuple[int, ...]
+    shares: tuple[Mapping[str, float], ...]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Powers of ten inside, or the two ends."""
+    inside = [10.0**k for k in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    return [t for t in inside if low <= t <= high] or [low, high]
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1 else f"{x:g}"
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Any:
+    span = math.log(high / low) or 1.0
+    return lambda x: start + (end - start) * math.log(x / low) / span
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", colour: str = "#333") -> str:
+    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"'
+    return f"<text {where}>{escape(text)}</text>"
+
+
+def svg_of(chart: Chart) -> str:
+    """``chart`` as an SVG element."""
+    points = [p for line in chart.lines for p in line.points]
+    if not points:
+        return "<svg/>"
+    values = [v for _, v, _ in points] + ([chart.limit] if chart.limit else [])
+    xs, low, high = [n for n, _, _ in points], min(values) / 1.3, max(values) * 1.3
+    x = _scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) * 2, LEFT, WIDTH - RIGHT)
+    y = _scale(low, high, HEIGHT - BOTTOM, TOP)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">']
+    parts.append(f"<title>{escape(chart.title)}</title>")
+    for t in _ticks(low, high):
+        parts.append(
+            f'<path d="M{LEFT} {y(t):.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>'
+            + _text(LEFT - 6, y(t) + 4, f"{_number(t)} {chart.unit}", "end")
+        )
+    for n in sorted(set(xs))[:: max(1, len(set(xs)) // 6)]:
+        parts.append(
+            f'<path d="M{x(n):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>'
+            + _text(x(n), HEIGHT - BOTTOM + 18, _number(n))
+        )
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "tokens in a sequence"))
+    if chart.limit:
+        at = y(chart.limit)
+        parts.append(f'<path d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}" stroke="#c00"/>')
+        parts.append(_text(WIDTH - RIGHT + 8, at + 4, "limit", "start", "#c00"))
+    for i, line in enumerate(chart.lines):
+        colour, wide = COLOURS.get(line.name, BLACK), 1.5 if line.name in COLOURS else 3
+        for fits, dash in ((True, ""), (False, ' stroke-dasharray="4 4"')):
+            d = _path([(x(n), y(v), f) for n, v, f in line.points], fits)
+            if d:
+                parts.append(
+                    f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="{wide}"{dash}/>'
+                )
+        parts.append(_text(WIDTH - RIGHT + 8, TOP + 30 + 18 * i, line.name, "start", colour))
+    return "".join(parts) + "</svg>"
+
+
+def _path(points: Sequence[tuple[float, float, bool]], fits: bool) -> str:
+    """Through the points that fit, or from the last of them through the others."""
+    first = next((i for i, p in enumerate(points) if not p[2]), len(points))
+    part = points[:first] if fits else points[max(0, first - 1) :] if first < len(points) else ()
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b, _ in part) if part else ""
+
+
+def svg_of_bands(bands: Bands) -> str:
+    """``bands`` as an SVG element: one bar for each length."""
+    height = 180
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">']
+    parts.append(f"<title>{escape(bands.title)}</title>")
+    step = (WIDTH - LEFT - RIGHT) / max(1, len(bands.lengths))
+    names: dict[str, None] = {}
+    for i, (n, shares) in enumerate(zip(bands.lengths, bands.shares, strict=True)):
+        top, left = float(TOP), LEFT + i * step
+        for name, share in shares.items():
+            names[name] = None
+            tall = share * (height - TOP - BOTTOM)
+            parts.append(
+                f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{step - 2:.1f}" '
+                f'height="{tall:.1f}" fill="{COLOURS[name]}"/>'
+            )
+            top += tall
+        if i % max(1, len(bands.lengths) // 6) == 0:
+            parts.append(_text(left + step / 2, height - BOTTOM + 18, _number(n)))
+    for i, name in enumerate(names):
+        parts.append(_text(WIDTH - RIGHT + 8, TOP + 12 + 18 * i, name, "start", COLOURS[name]))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "tokens in a sequence"))
+    return "".join(parts) + "</svg>"
+
+
+STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+svg{max-width:100%;height:auto;font:12px system-ui,sans-serif}
+table{border-collapse:collapse}td,th{padding:.2rem .8rem;text-align:right}
+td:first-child,th:first-child{text-align:left}tr:nth-child(even){background:#f4f4f4}"""
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, header, rows."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is drawn."""
+
+    title: str
+    charts: Sequence[Chart]
+    bands: Sequence[Bands] = ()
+
+
+def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
+    """One self-contained HTML page: charts as inline SVG, then ``tables``."""
+    body = [f"<h1>{escape(page.title)}</h1>"]
+    for chart in page.charts:
+        body.append(f"<h2>{escape(chart.title)}</h2>{svg_of(chart)}")
+    for bands in page.bands:
+        body.append(f"<h2>{escape(bands.title)}</h2>{svg_of_bands(bands)}")
+    for name, header, rows in tables:
+        head = "".join(f"<th>{escape(h)}</th>" for h in header)
+        lines = "".join(
+            "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows
+        )
+        body.append(f"<h2>{escape(name)}</h2><table><tr>{head}</tr>{lines}</table>")
+    path.write_text(
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>'
+        f"<title>{escape(page.title)}</title><style>{STYLE}</style></head>"
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def write_png(path: Path, page: Page) -> bool:
+    """The charts as a PNG; False where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    charts, bands = page.charts, page.bands
+    figure = Figure(figsize=(9, 4 * len(charts) + 2.2 * len(bands)), layout="constrained")
+    figure.suptitle(page.title)
+    heights = [4.0] * len(charts) + [2.2] * len(bands)
+    axes = figure.subplots(len(heights), 1, height_ratios=heights)
+    for ax, chart in zip(axes, charts):
+        for line in chart.lines:
+            for fits, style in ((True, "-"), (False, "--")):
+                first = next((i for i, p in enumerate(line.points) if not p[2]), len(line.points))
+                part = line.points[:first] if fits else line.points[max(0, first - 1) :]
+                if part and (fits or first < len(line.points)):
+                    ax.plot(
+                        [p[0] for p in part],
+                        [p[1] for p in part],
+                        style,
+                        color=COLOURS.get(line.name, BLACK),
+                        label=line.name if fits or not first else None,
+                    )
+        if chart.limit:
+            ax.axhline(chart.limit, color="#c00", linewidth=1)
+        ax.set(xscale="log", yscale="log", title=chart.title, ylabel=chart.unit)
+        ax.legend(fontsize="small")
+    for ax, band in zip(axes[len(charts) :], bands):
+        labels, base = [_number(n) for n in band.lengths], [0.0] * len(band.lengths)
+        for name in ATTENTION_STRATEGIES:
+            share = [s.get(name, 0.0) for s in band.shares]
+            if any(share):
+                ax.bar(labels, share, bottom=base, color=COLOURS[name], label=name)
+                base = [a + b for a, b in zip(base, share)]
+        ax.set(title=band.title, xlabel="tokens in a sequence")
+        ax.tick_params(axis="x", labelrotation=45)
+        ax.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def write_charts(folder: Path, name: str, page: Page, tables: Sequence[Table]) -> list[str]:
+    """``name.html`` and, where matplotlib is installed, ``name.png``; what to tell about them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_page(folder / f"{name}.html", page, tables)
+    if write_png(folder / f"{name}.png", page):
+        return [f"wrote {folder / name}.html and .png"]
+    return [
+        f"wrote {folder / name}.html",
+        f"no {name}.png: matplotlib is not installed (pip install 'paradyse[plot]'); the page has "
+        "the same charts",
+    ]
