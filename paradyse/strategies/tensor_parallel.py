@@ -106,10 +106,12 @@ class TensorParallelVariant:
 
         evaluate(scope, segments.pre, env, here, overrides)
         for nodes in self._messages():
-            sent = env[nodes[0]] if len(nodes) == 1 else torch.cat([env[n] for n in nodes], -1)
+            parts = [env[n] for n in nodes]
+            sent = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
             came = on_tokens(scope, nodes[0], sent, here, gather)
-            parts = came.split([n.meta["val"].shape[-1] for n in nodes], -1)
-            core_env.update(zip(nodes, parts if len(nodes) > 1 else [came], strict=True))
+            widths = [x.shape[-1] for x in parts]
+            # one alone may have the sequence last, which is longer now
+            core_env.update(zip(nodes, came.split(widths, -1) if len(nodes) > 1 else [came]))
         core_env.update(evaluate_ups(scope, groups.ups, core_env, ups, everywhere))
         evaluate(scope, groups.core, core_env, everywhere, overrides)
         for d, (weight, bias) in zip(groups.downs, downs, strict=True):
