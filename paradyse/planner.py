@@ -120,8 +120,11 @@ class Planner:
 
     @property
     def chooses(self) -> bool:
-        """Whether any block's strategy is the planner's to choose."""
-        return self._function is None and AUTO in self._names(self.options.plan)
+        """Whether any block's strategy is the planner's to choose. A plan that does not fit the
+        model is told of when it is asked for, not here."""
+        form = self.options.plan
+        parts = (form.attention, form.mlp) if isinstance(form, PlanByKind) else (form,)
+        return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
 
     def variants(self, plan: Plan) -> tuple[str, ...]:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
