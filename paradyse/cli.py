@@ -274,6 +274,15 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_strategies(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--strategies",
+        type=_strategies,
+        metavar="NAME,NAME,...",
+        help=f"{what} (default: all)",
+    )
+
+
 def _profile(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, required=False)
     parser.add_argument(
@@ -283,12 +292,7 @@ def _profile(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,... or FIRST:LAST:HOW-MANY",
         help="sequence lengths to measure (default: 128:2048:5)",
     )
-    parser.add_argument(
-        "--strategies",
-        type=_strategies,
-        metavar="NAME,NAME,...",
-        help="what to measure (default: all)",
-    )
+    _add_strategies(parser, "what to measure")
     parser.add_argument(
         "--memory-limit",
         type=_bytes,
@@ -329,12 +333,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="the trace itself, instead of --steps, --cap and --seed",
     )
-    parser.add_argument(
-        "--strategies",
-        type=_strategies,
-        metavar="NAME,NAME,...",
-        help="what to compare auto with (default: all)",
-    )
+    _add_strategies(parser, "what to compare auto with")
     parser.add_argument(
         "--rounds",
         type=_at_least(1),

@@ -10,7 +10,6 @@ that are overridden and begin with an underscore are not public; each calls the 
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from paradyse.mesh import Axis, resolve_axis, resolve_replicas
 from paradyse.sharded_model import full_state_dict
 from paradyse.shards import ShardedTensor
 
-log = logging.getLogger(__name__)
-
 SHARDS = "shards"
 """Folder in a checkpoint of Trainer's: a sharded model and its optimizer, each rank its rows."""
+
+WHOLE_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+"""Files in a checkpoint of Trainer's: an optimizer's state that is not in parts."""
 
 SCHEDULER = "scheduler.pt"
 """File in a checkpoint of Trainer's, by its own name for it."""
@@ -126,8 +126,12 @@ class TrainerMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, SHARDS).is_dir():
             if checkpoint is not None and _is_sharded(self.model):
-                log.warning("%s holds no optimizer state in parts: it starts anew", checkpoint)
-                return None
+                whole = [n for n in WHOLE_OPTIMIZER if Path(checkpoint, n).exists()]
+                if whole:
+                    raise ValueError(
+                        f"{Path(checkpoint, whole[0])} was written by a run whose weights were "
+                        "whole on every rank; leave paradyse.shard out to go on from it"
+                    )
             return super()._load_optimizer_and_scheduler(checkpoint)
         load_checkpoint(Path(checkpoint, SHARDS), self.model, _plain(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER)))
