@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1, help="groups of ranks")
     parser.add_argument("--whole", action="store_true", help="every rank holds all weights")
     parser.add_argument("--inner", default="inductor", help="compiler of the pieces")
+    parser.add_argument("--plan", default="auto", help="auto, or one strategy for all lengths")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     args = parser.parse_args()
 
@@ -131,7 +132,7 @@ def main() -> None:
         eval_dataset=Documents(folder, 40, 5, args.longest),
         data_collator=pad,
         mesh=mesh,
-        backend_options={"inner": args.inner},
+        backend_options={"inner": args.inner, "plan": args.plan},
     )
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model(str(args.out / "final"))

@@ -252,13 +252,14 @@ def test_example_trains_saves_and_resumes(pool1: RankPool, tmp_path: Path) -> No
 
     options = {"eval_steps": 2, "prediction_loss_only": True}
     folder = tmp_path / "two"
-    history = start(folder, 2)
+    fixed = ("--plan", "ulysses_z")  # two starts of auto may plan, and round, differently
+    history = start(folder, 2, *fixed)
     ((want, _),) = pool1.run(plain, str(tmp_path / "plain"), options, 40, timeout_s=100)
     assert losses(history) == pytest.approx(want, rel=EXACT)
 
     last = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4")
     shutil.rmtree(folder / "checkpoint-4")
-    again = start(folder, 2, "--resume")
+    again = start(folder, 2, *fixed, "--resume")
     assert losses(again) == pytest.approx(want, rel=EXACT)
     resumed = transformers.AutoModelForCausalLM.from_pretrained(folder / "final")
     for (name, a), b in zip(resumed.named_parameters(), last.parameters(), strict=True):
