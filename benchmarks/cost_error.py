@@ -1,6 +1,6 @@
 """How far predicted costs are off at lengths that were not profiled.
 
-    .venv/bin/python benchmarks/cost_error.py profile.jsonl --hidden 256
+    .venv/bin/python benchmarks/cost_error.py PROFILE.jsonl ... --model CONFIG.json ...
 
 Takes measurements away from a profile and predicts them from the others, with each estimator:
 
@@ -9,7 +9,7 @@ Takes measurements away from a profile and predicts them from the others, with e
 
 An error is |predicted - measured| / measured, of the time and of the memory (saved and workspace)
 of one block structure under one strategy. The hybrid also looks at the analytic prior, for which
-the blocks' widths must be known: those of the Llama of ``benchmarks/common.py`` of a hidden size.
+the blocks' widths must be known: those of the models given, found by their structure.
 """
 
 from __future__ import annotations
@@ -19,55 +19,40 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from common import Goal, Report, parser, table
+from common import Goal, Report, llama, parser, table
 
+from paradyse.cli_plan import dry_run_of
 from paradyse.cost import BlockCost, Machine, gradient_sum_s, prior_cost
 from paradyse.cost_curves import DEGREES, ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
 from paradyse.cost_fit import REST, CostModel, prior_growths
+from paradyse.integrations import read_config
 from paradyse.profiles import MEASURED, Measurement, Profile, Setting, read_profile
-from paradyse.types import BlockSpec, MaskSpec, Workload
+from paradyse.types import BlockSpec, Workload
 
 Row = tuple[str, str, str, bool]
 """Kind, structure, variant, training."""
 
 
-def llama_blocks(hidden: int, heads: int | None, kv_heads: int | None) -> dict[str, BlockSpec]:
-    """By kind, the blocks of ``common.llama``."""
-    heads = heads or hidden // 32
-    kv_heads = kv_heads or heads // 2
-    width, d = -(-hidden * 8 // 3 // 8) * 8, hidden // heads
-    weights = {"attention": 2 * hidden * d * (heads + kv_heads), "mlp": 3 * hidden * width}
-    shapes = {
-        "attention": {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": d},
-        "mlp": {"intermediate": width},
-    }
-    return {
-        kind: BlockSpec(
-            kind,
-            kind,
-            0,
-            kind,
-            hidden=hidden,
-            num_weight_elements=n,
-            num_split_weight_elements=n,
-            mask=MaskSpec(right=0) if kind == "attention" else None,
-            **shapes[kind],
-        )
-        for kind, n in weights.items()
-    }
+def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
+    """By structure, the blocks of a model on the profile's ranks."""
+    setting = profile.setting
+    run = dry_run_of(config, None, setting.dtype, setting.num_ranks, setting.sharded)
+    return {b.structure: b for b in run.blocks}
 
 
 def prior_of(
     profile: Profile, row: Row, blocks: Mapping[str, BlockSpec]
 ) -> Callable[[Point], BlockCost] | None:
     """The prior, of what is measured of a block: without the messages of its gradients."""
-    kind, _, variant, training = row
-    if kind not in blocks:
+    _, structure, variant, training = row
+    if structure not in blocks:
         return None
-    block, machine, setting = blocks[kind], CostModel(profile).machine, profile.setting
+    block, machine, setting = blocks[structure], CostModel(profile).machine, profile.setting
 
     def cost(at: Point) -> BlockCost:
         w = Workload(*at, getattr(torch, setting.dtype), training, setting.num_ranks)
@@ -129,12 +114,12 @@ def quantities(m: Measurement) -> tuple[float, float, float]:
     return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
 
 
-def known_law(noise: float = 0.03) -> Profile:
+def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
     """Measurements that were not made: the prior of a small machine, each off by some noise."""
     machine = Machine(9e10, 6e9, 1.5e-4, 1e9, attention_flops=5.5e10, op_overhead_s=3e-6)
     setting = Setting({}, "none", 2, "float32", True, "eager", asdict(machine))
     rng, rows = np.random.default_rng(0), []
-    for kind, block in llama_blocks(256, None, None).items():
+    for structure, block in blocks_of(config, Profile(setting, (), "a known law", 0)).items():
         for strategy in ("megatron_ts", "megatron_cz", "metp"):
             for s in (128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096):
                 c = prior_cost(
@@ -143,7 +128,8 @@ def known_law(noise: float = 0.03) -> Profile:
                 step_s = c.time_s * math.exp(noise * rng.standard_normal())
                 times = step_s / 3, step_s / 1.5
                 held = c.saved_bytes, c.workspace_bytes
-                rows.append(Measurement(kind, kind, strategy, 1, s, True, MEASURED, *times, *held))
+                at = structure, block.kind, strategy, 1, s, True, MEASURED
+                rows.append(Measurement(*at, *times, *held))
     return Profile(setting, tuple(rows), "a known law", 0)
 
 
@@ -151,18 +137,17 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def main(args: argparse.Namespace) -> int:
-    if args.profile is None and not args.quick:
-        raise SystemExit("give the path of a profile, or --quick")
-    profile = known_law() if args.profile is None else read_profile(args.profile)
-    hidden = 256 if args.profile is None else args.hidden
-    blocks = llama_blocks(hidden, args.heads, args.kv_heads) if hidden else {}
+def report_on(report: Report, profile: Profile, name: str, blocks: Mapping[str, BlockSpec]) -> None:
+    """Tables and goals of one profile."""
     setting = profile.setting
-    report = Report("cost_error", args)
+    known = {m.structure for m in profile.measurements if m.kind != REST} <= blocks.keys()
     report.add(
+        f"## {name}, {setting.num_ranks} ranks",
+        "",
         f"{len(profile.measurements)} measurements on {setting.device}, {setting.num_ranks} ranks, "
         f"{setting.dtype}, inner={setting.inner}, "
-        f"{'sharded' if setting.sharded else 'whole'} weights.",
+        f"{'sharded' if setting.sharded else 'whole'} weights; the hybrid "
+        f"{'looks' if known else 'cannot look'} at the prior.",
         "",
     )
     found = errors_of(profile, blocks)
@@ -176,33 +161,60 @@ def main(args: argparse.Namespace) -> int:
         "p90",
     )
     rows = []
-    for (name, where), errors in sorted(found.items(), key=lambda x: (x[0][1], x[0][0])):
+    for (estimator, where), errors in sorted(found.items(), key=lambda x: (x[0][1], x[0][0])):
         cells = [str(len(errors))]
         for i in (0, 1):
             values = [e[i] for e in errors]
             cells += [percent(statistics.median(values)), percent(float(np.quantile(values, 0.9)))]
-        rows.append((name, where, *cells))
-    report.add(*table(header, rows), "", "## The hybrid's time errors by strategy", "")
+        rows.append((estimator, where, *cells))
+    report.add(*table(header, rows), "", "The hybrid's time errors by strategy:", "")
     labels = sorted({e[2] for errors in found.values() for e in errors})
     wheres = [w for w in ("between", "beyond") if (HYBRID, w) in found]
     medians = []
     for label in labels:
         of = [[e[0] for e in found[HYBRID, w] if e[2] == label] for w in wheres]
         medians.append((label, *(percent(statistics.median(x)) if x else "-" for x in of)))
-    report.add(*table(("part", *(f"{w}, median" for w in wheres)), medians))
+    report.add(*table(("part", *(f"{w}, median" for w in wheres)), medians), "")
     for where in wheres:
         values = [e[0] for e in found[HYBRID, where]]
+        median, p90 = statistics.median(values), float(np.quantile(values, 0.9))
+        of = f"{name}, {setting.num_ranks} ranks"
         report.goals += [
-            Goal(f"median time error {where}, %", 100 * statistics.median(values), 10, False),
-            Goal(f"90th percentile {where}, %", 100 * float(np.quantile(values, 0.9)), 25, False),
+            Goal(f"{of}: median time error {where}, %", 100 * median, 10, False),
+            Goal(f"{of}: 90th percentile {where}, %", 100 * p90, 25, False),
         ]
+
+
+def main(args: argparse.Namespace) -> int:
+    if not args.profiles and not args.quick:
+        raise SystemExit("give the path of a profile, or --quick")
+    report = Report("cost_error", args)
+    if args.quick:
+        config = llama(1, 256).config.to_dict()
+        law = known_law(config)
+        report_on(report, law, "a known law", blocks_of(config, law))
+    configs = [read_config(path) for path in args.model]
+    for path in args.profiles:
+        profile = read_profile(path)
+        needed = {m.structure for m in profile.measurements if m.kind != REST}
+        name, blocks = Path(path).stem, {}
+        for config in configs:
+            found = blocks_of(config, profile)
+            if needed <= found.keys():
+                name, blocks = str(config["model_type"]), found
+                break
+        report_on(report, profile, name, blocks)
     return report.finish("predictions only")
 
 
 if __name__ == "__main__":
     flags = parser(__doc__)
-    flags.add_argument("profile", nargs="?", help="file that `paradyse profile` wrote")
-    flags.add_argument("--hidden", type=int, help="of the profiled Llama (default: no prior)")
-    flags.add_argument("--heads", type=int, help="default: hidden / 32")
-    flags.add_argument("--kv-heads", type=int, help="default: half the heads")
+    flags.add_argument("profiles", nargs="*", help="files that `paradyse profile` wrote")
+    flags.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="CONFIG.json",
+        help="of a profiled model, for the prior; once for each (default: no prior)",
+    )
     raise SystemExit(main(flags.parse_args()))

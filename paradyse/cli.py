@@ -304,7 +304,8 @@ def _profile(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=5,
         metavar="N",
-        help="timed steps of each strategy at each length (default: %(default)s)",
+        help="timed steps of each strategy at each length, up to 5 times as many where they are "
+        "short (default: %(default)s)",
     )
     parser.add_argument(
         "--sharded", action="store_true", help="weights at rest 1/p on each rank (paradyse.shard)"

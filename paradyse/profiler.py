@@ -55,6 +55,10 @@ Part = tuple[str, str, str]
 REST: Part = ("", "rest", "")
 """All that is in no block."""
 
+LEAST_S, MOST_REPEATS = 1.0, 5
+"""Steps of less than LEAST_S / repeats seconds are timed more often, up to MOST_REPEATS times as
+often: the median of a few short ones would be noise."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -97,7 +101,7 @@ def profile(
         training: forward and backward, in training mode; False: forward alone, without gradients.
         memory_limit: bytes a rank may hold, weights and gradients included, or text such as
             "80GiB"; None: the device's capacity less a reserve.
-        repeats: timed steps for each strategy and length.
+        repeats: timed steps for each strategy and length; more where steps are short (``LEAST_S``).
         progress: called on rank 0 before each strategy at each length, and at the end.
         options: of the backend, other than ``plan``, ``strategies`` and ``memory_limit``.
         make_batch: ``(batch, seq_len)`` to the keyword arguments of one call, equal on all ranks;
@@ -135,8 +139,9 @@ def profile(
             for name in names:
                 if progress is not None and _is_first():
                     progress(Progress(done, total, f"{seq_len} tokens, {name}"))
-                row.measure(name)
+                row.prepare(name)
                 done += 1
+            row.time()
             row.close()
     if progress is not None and _is_first():
         progress(Progress(done, total, ""))
@@ -294,7 +299,9 @@ class _Row:
 
     def __init__(self, steps: Steps, book: _Book, ask: _Asked, seq_len: int) -> None:
         self.steps, self.book, self.ask, self.seq_len = steps, book, ask, seq_len
-        self.rest = _Samples()
+        self.memory: dict[str, StepMemory] = {}
+        """Of the strategies that are to be timed."""
+        self.samples: dict[Part, _Samples] = {}
         self.over = {
             name
             for name in ask.names
@@ -313,48 +320,65 @@ class _Row:
     def _missing(self, parts: Iterable[Part]) -> list[Part]:
         return [p for p in parts if (p, self.seq_len) not in self.book.known]
 
-    def measure(self, name: str) -> None:
-        """What is not in the book yet of the strategy at this length."""
+    def prepare(self, name: str) -> None:
+        """Watch the memory of a step under the strategy, unless all of it is in the book."""
         if name not in self.over and self._missing(self._parts(name)):
-            self._measure(name)
+            self._prepare(name)
+
+    def time(self) -> None:
+        """Time what was prepared, and write it down.
+
+        Strategies take turns, so what disturbs the machine for a while disturbs them alike.
+        """
+        if not self.memory and self._missing([REST]):  # all that a kill left out
+            for name in self.ask.names:
+                if not self.memory and name not in self.over:
+                    self._prepare(name)
+        repeats, i = dict.fromkeys(self.memory, self.ask.repeats), 0
+        while left := [name for name, n in repeats.items() if i < n]:
+            for name in left:
+                step_s = self._time(name, first=i == 0)
+                if i == 0:
+                    often = math.ceil(LEAST_S / max(_everyone(step_s)))
+                    repeats[name] = max(repeats[name], min(often, MOST_REPEATS * repeats[name]))
+            i += 1
+        missing = self._missing(self.samples)
+        self._write({p: self.samples[p] for p in missing})
 
     def close(self) -> None:
-        """Write down the rest, of the steps under all strategies, and what was over the limit."""
-        if self._missing([REST]):
-            for name in self.ask.names:  # after a kill it may be all that is missing
-                if not self.rest.forward_s and name not in self.over:
-                    self._measure(name)
-            if self.rest.forward_s:
-                self._write({REST: self.rest})
+        """Write down what was over the limit."""
         lost = [p for s in self.ask.names if s in self.over for p in self._missing(self._parts(s))]
         earlier = [n for n in self.book.lengths() if n < self.seq_len]
         lost = [p for p in lost if not any(self.book.get(p, n, OVER_LIMIT) for n in earlier)]
         self.book.add(self.seq_len, {p: {"outcome": OVER_LIMIT} for p in lost})
 
-    def _measure(self, name: str) -> None:
-        steps, seq_len = self.steps, self.seq_len
+    def _prepare(self, name: str) -> None:
         memory = None if self._predicted_peak(name) > self.ask.limit else self._memory(name)
         if memory is None:
             self.over.add(name)
-            log.info("%s at %d tokens: %s", name, seq_len, OVER_LIMIT)
-            return
-        samples: dict[Part, _Samples] = {}
-        self.rest.floor_bytes = max(self.rest.floor_bytes, memory.floor_bytes)
-        for i in range(self.ask.repeats):
-            before = steps.traffic()
-            times = steps.times(seq_len, name)
-            sent = {} if i else steps.traffic()
-            for block, forward_s in times.forward_s.items():
-                part = REST if block == -1 else self._part(steps.block_of[block], name)
-                of = self.rest if part == REST else samples.setdefault(part, _Samples())
-                of.forward_s.append(forward_s)
-                of.backward_s.append(times.backward_s.get(block, 0.0))
-                if block in sent:
-                    of.saved_bytes.append(memory.saved_bytes[block])
-                    of.workspace_bytes.append(memory.workspace_bytes[block])
-                    of.sent_bytes.append(sent[block][0] - before[block][0])
-                    of.messages.append(sent[block][1] - before[block][1])
-        self._write({p: samples[p] for p in self._missing(samples)})
+            log.info("%s at %d tokens: %s", name, self.seq_len, OVER_LIMIT)
+        else:
+            self.memory[name] = memory
+
+    def _time(self, name: str, first: bool) -> float:
+        """Seconds of one step, and what its parts took; the first one tells of bytes as well."""
+        steps, memory = self.steps, self.memory[name]
+        before = steps.traffic() if first else {}
+        times = steps.times(self.seq_len, name)
+        sent = steps.traffic() if first else {}
+        for block, forward_s in times.forward_s.items():
+            part = REST if block == -1 else self._part(steps.block_of[block], name)
+            of = self.samples.setdefault(part, _Samples())
+            of.forward_s.append(forward_s)
+            of.backward_s.append(times.backward_s.get(block, 0.0))
+            if first:
+                of.saved_bytes.append(memory.saved_bytes[block])
+                of.workspace_bytes.append(memory.workspace_bytes[block])
+                of.sent_bytes.append(sent[block][0] - before[block][0])
+                of.messages.append(sent[block][1] - before[block][1])
+        rest = self.samples[REST]
+        rest.floor_bytes = max(rest.floor_bytes, memory.floor_bytes)
+        return times.step_s
 
     def _write(self, samples: Mapping[Part, _Samples]) -> None:
         ranks = _everyone([s.summary() for s in samples.values()])

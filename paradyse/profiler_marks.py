@@ -281,6 +281,10 @@ class StepTimes:
     """Per block id; -1: all that is in no block."""
     backward_s: dict[int, float]
 
+    @property
+    def step_s(self) -> float:
+        return sum(self.forward_s.values()) + sum(self.backward_s.values())
+
 
 def times_of(watch: Watch, seconds: Sequence[float]) -> StepTimes:
     """What each block took. The parts add up to the whole step."""

@@ -162,26 +162,26 @@ def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_pat
 
 def measure_until_killed(path: str) -> None:
     def progress(p: profiler.Progress) -> None:
-        if p.done == 2:
+        if p.done == len(ATTENTION_STRATEGIES) + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     given = {"options": EAGER, "make_batch": tiny_batch, "progress": progress}
-    profile(make_tiny(), path, (24,), repeats=1, **given)
+    profile(make_tiny(), path, (9, 24), repeats=1, **given)
 
 
-def count_steps(path: str) -> tuple[Profile, list[str]]:
-    """Goes on with a file; the strategies that were measured."""
-    measured = []
+def count_steps(path: str) -> tuple[Profile, set[tuple[int, str]]]:
+    """Goes on with a file; the lengths and strategies that were measured."""
+    measured = set()
     times = Steps.times
 
     def counted(self: Steps, seq_len: int, plan: str) -> Any:
-        measured.append(plan)
+        measured.add((seq_len, plan))
         return times(self, seq_len, plan)
 
     Steps.times = counted  # type: ignore[method-assign]
     try:
         given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch}
-        return profile(make_tiny(), path, (24,), repeats=1, **given), measured
+        return profile(make_tiny(), path, (9, 24), repeats=1, **given), measured
     finally:
         Steps.times = times  # type: ignore[method-assign]
 
@@ -191,18 +191,18 @@ def test_a_killed_profile_is_gone_on_with(pool2: RankPool, tmp_path: Path) -> No
     with pytest.raises(RankFailure, match="rank 0 of 2 died"):
         pool2.run(measure_until_killed, str(path), timeout_s=120)
     first = path.read_bytes()
-    assert {(m.kind, m.strategy) for m in read_profile(path).measurements} == {
-        (kind, s) for kind in ("attention", "mlp") for s in ("megatron_ts", "megatron_cz")
-    }
+    kept = [key(m) for m in read_profile(path).measurements]
+    assert len(kept) == len(ATTENTION) + len(MLP) + 1
+    assert {seq_len for *_, seq_len in kept} == {9}
     with path.open("ab") as file:
         file.write(first.splitlines()[-1][:40])  # as if it had been killed while it wrote
     ((found, measured), _) = pool2.run(count_steps, str(path), timeout_s=120)
     assert path.read_bytes().startswith(first)
-    assert measured == ["ulysses_z", "colossal_z", "metp"]
+    assert measured == {(24, s) for s in ATTENTION_STRATEGIES}
     keys = [key(m) for m in found.measurements]
-    assert len(keys) == len(set(keys)) == len(ATTENTION) + len(MLP) + 1
+    assert len(keys) == len(set(keys)) == 2 * len(kept)
     ((again, measured), _) = pool2.run(count_steps, str(path), timeout_s=120)
-    assert measured == [] and again == found
+    assert not measured and again == found
 
 
 def measure_to_a_limit(folder: str) -> list[Profile]:
