@@ -57,6 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "online": frozenset({"types", "comm", "cost", "planner", "program"}),  # costs fed back
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     "corpus": frozenset(),  # text for the command line
+    "length_distributions": frozenset(),  # published ones, for traces
     "launch": frozenset(),  # its local ranks
     "integrations": frozenset(),  # its models
     **dict.fromkeys(
