@@ -171,7 +171,7 @@ def _add_config(
     )
 
 
-def _add_trace(parser: argparse.ArgumentParser, steps: int, what: str) -> None:
+def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> None:
     parser.add_argument(
         "--steps",
         type=_at_least(1),
@@ -184,7 +184,7 @@ def _add_trace(parser: argparse.ArgumentParser, steps: int, what: str) -> None:
         type=_at_least(MIN_CAP, " tokens"),
         default=4096,
         metavar="N",
-        help="longest file, in bytes, one byte a token (default: %(default)s)",
+        help="longest sequence, in tokens (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
 
@@ -327,13 +327,22 @@ def _profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    _add_trace(parser, 12, "lengths, drawn from the standard library's files")
-    parser.add_argument(
-        "--lengths",
-        type=_lengths,
-        metavar="N,N,...",
-        help="the trace itself, instead of --steps, --cap and --seed",
+    group = parser.add_argument_group(
+        "the trace of lengths; without a source, of the standard library's files"
     )
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--lengths", type=_lengths, metavar="N,N,...", help="the lengths themselves"
+    )
+    source.add_argument("--lengths-file", metavar="FILE", help="a file of them, as many as it has")
+    source.add_argument(
+        "--distribution", metavar="NAME", help="GitHubCode or GRCh38, --cap being their longest"
+    )
+    source.add_argument("--text", metavar="FOLDER", help="text files")
+    group.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json for text (default: bytes are tokens)"
+    )
+    _add_trace(group, 12, "lengths to draw")
     _add_strategies(parser, "what to compare auto with")
     parser.add_argument(
         "--rounds",
@@ -342,8 +351,12 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="runs of each length under each choice (default: %(default)s)",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write the time of every run here")
-    parser.add_argument("--out", metavar="FOLDER", help="write bench.html and bench.png here")
+    parser.add_argument("--csv", metavar="FILE", help="write every run here")
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="write bench.csv, bench.html and, with matplotlib, bench.png here",
+    )
     _add_inner(parser, "inductor")
     _add_llama(parser, 4, 256)
     _add_running(parser)
@@ -380,8 +393,8 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
     ),
     (
         "bench",
-        "time a trace of lengths under auto and each static strategy",
-        "paradyse bench --ranks 2 --lengths 128,512,2048 --csv times.csv",
+        "time and memory of a trace of lengths under auto and each static strategy",
+        "paradyse bench --ranks 2 --distribution GRCh38 --steps 16 --cap 8192 --out bench",
         _bench,
     ),
     ("doctor", "check that everything needed is there", "paradyse doctor", _doctor),
@@ -417,10 +430,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     run: Callable[[Any], int]
-    if args.command in ("demo", "bench"):
+    if args.command == "demo":
         from paradyse import cli_demo
 
-        run = {"demo": cli_demo.run_demo, "bench": cli_demo.run_bench}[args.command]
+        run = cli_demo.run_demo
+    elif args.command == "bench":
+        from paradyse import cli_bench
+
+        run = cli_bench.run_bench
     elif args.command == "doctor":
         from paradyse import cli_doctor
 

@@ -43,6 +43,8 @@ class Chart:
     lines: tuple[Line, ...]
     limit: float | None = None
     """Drawn across."""
+    marks: tuple[tuple[float, float, str], ...] = ()
+    """(tokens, value, text) of points to be pointed out."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ def svg_of(chart: Chart) -> str:
                     f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="{wide}"{dash}/>'
                 )
         parts.append(_text(WIDTH - RIGHT + 8, TOP + 30 + 18 * i, line.name, "start", colour))
+    for n, v, text in chart.marks:
+        at = f'cx="{x(n):.1f}" cy="{y(v):.1f}"'
+        parts.append(f'<circle {at} r="5" fill="none" stroke="#333"/>')
+        parts.append(_text(x(n), y(v) - 10, text))
     return "".join(parts) + "</svg>"
 
 
@@ -192,7 +198,7 @@ def write_png(path: Path, page: Page) -> bool:
     figure = Figure(figsize=(9, 4 * len(charts) + 2.2 * len(bands)), layout="constrained")
     figure.suptitle(page.title)
     heights = [4.0] * len(charts) + [2.2] * len(bands)
-    axes = figure.subplots(len(heights), 1, height_ratios=heights)
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for ax, chart in zip(axes, charts):
         for line in chart.lines:
             for fits, style in ((True, "-"), (False, "--")):
@@ -208,6 +214,9 @@ def write_png(path: Path, page: Page) -> bool:
                     )
         if chart.limit:
             ax.axhline(chart.limit, color="#c00", linewidth=1)
+        for n, v, text in chart.marks:
+            ax.plot(n, v, "o", markersize=9, markerfacecolor="none", markeredgecolor="#333")
+            ax.annotate(text, (n, v), (0, 9), textcoords="offset points", ha="center", fontsize=8)
         ax.set(xscale="log", yscale="log", title=chart.title, ylabel=chart.unit)
         ax.legend(fontsize="small")
     for ax, band in zip(axes[len(charts) :], bands):
@@ -217,6 +226,8 @@ def write_png(path: Path, page: Page) -> bool:
             if any(share):
                 ax.bar(labels, share, bottom=base, color=COLOURS[name], label=name)
                 base = [a + b for a, b in zip(base, share)]
+        few = range(0, len(labels), max(1, len(labels) // 12))
+        ax.set_xticks([*few], [labels[i] for i in few])
         ax.set(title=band.title, xlabel="tokens in a sequence")
         ax.tick_params(axis="x", labelrotation=45)
         ax.legend(fontsize="small")

@@ -1,28 +1,25 @@
-"""``paradyse demo`` and ``paradyse bench``: a model over ranks, its plans, and what they are worth.
+"""``paradyse demo``: a model over ranks, its plans, and what they are worth.
 
-The demo trains on real text, replays some of it under each static strategy, and trains once more
+It trains on real text, replays some of it under each static strategy, and trains once more
 in one process, eagerly: the losses of both trainings have to agree.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from paradyse import launch
-from paradyse.cli_charts import Chart, Line, Page, write_charts
-from paradyse.cli_ranks import AUTO, Infeasible, Phase, Replayed, StepDone
+from paradyse.cli_ranks import StepDone
+from paradyse.cli_replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
 from paradyse.cli_screen import Screen, make_console, show_table
 from paradyse.corpus import LengthRange, TextFile, draw_files, length_ranges
 from paradyse.integrations import LlamaSize, require_transformers
@@ -41,6 +38,8 @@ class Record:
     steps: list[StepDone] = field(default_factory=list)
     replayed: list[Replayed] = field(default_factory=list)
     infeasible: list[Infeasible] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
 
     def hear(self, screen: Screen, value: Any) -> None:
         if isinstance(value, StepDone):
@@ -49,6 +48,11 @@ class Record:
         elif isinstance(value, Replayed):
             self.replayed.append(value)
             screen.tick()
+        elif isinstance(value, Held):
+            self.held.append(value)
+            screen.tick()
+        elif isinstance(value, Planned):
+            self.planned.append(value)
         elif isinstance(value, Infeasible):
             self.infeasible.append(value)
         elif isinstance(value, Phase):
@@ -57,6 +61,10 @@ class Record:
     def num_rounds(self) -> int:
         """How often every file was replayed under every choice."""
         return min(Counter((r.choice, r.index) for r in self.replayed).values(), default=0)
+
+    def choices(self) -> list[str]:
+        """What was replayed, ``auto`` first."""
+        return list(dict.fromkeys(r.choice for r in self.replayed))
 
     def median_s(self, choice: str, index: int) -> float | None:
         times = [r.time_s for r in self.replayed if r.choice == choice and r.index == index]
@@ -179,7 +187,7 @@ def _summarize(
     record: Record,
     results: list[dict[str, Any]],
 ) -> None:
-    choices = [c for c in dict.fromkeys(r.choice for r in record.replayed) if c != AUTO]
+    choices = [c for c in record.choices() if c != AUTO]
     rows = []
     for r in ranges:
         steps = [s for s in record.steps if s.num_tokens in r]
@@ -188,13 +196,13 @@ def _summarize(
         plans = Counter(s.plan for s in steps)
         plan = "; ".join(p if len(plans) == 1 else f"{p} ({n})" for p, n in plans.most_common())
         at = sorted({x.index for x in record.replayed if x.num_tokens in r})
-        rows.append((str(r), str(len(steps)), plan, *_times(record, choices, at)))
+        rows.append((str(r), str(len(steps)), plan, *choice_times(record, choices, at)))
     trained = AUTO if args.plan == AUTO else "training's plan"
     header = ("length", "steps", "plan used", trained, *choices)
     console.print()
     if record.replayed:
         everything = sorted({x.index for x in record.replayed})
-        rows.append(("all", str(len(record.steps)), "", *_times(record, choices, everything)))
+        rows.append(("all", str(len(record.steps)), "", *choice_times(record, choices, everything)))
         title = (
             f"forward and backward of the same files, {len(everything)} in all, up to "
             f"{args.per_range} of each range, under {trained} and each static plan: medians of "
@@ -217,7 +225,7 @@ def _summarize(
     )
 
 
-def _times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
+def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
     """Time of the files ``at`` under auto; under each of ``choices``, times that."""
     if not at:
         return ("-",) * (1 + len(choices))
@@ -256,91 +264,3 @@ def _check_losses(
         highlight=False,
     )
     return ok
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    """Replays a trace of lengths under auto and every strategy; the exit code."""
-    require_transformers()
-    console = make_console()
-    device = launch.choose_device(args.device, args.ranks)
-    lengths = args.lengths
-    if lengths is None:
-        lengths = [f.num_tokens for f in draw_files(args.steps, args.cap, args.seed)]
-    strategies = args.strategies or (ATTENTION_STRATEGIES if args.ranks > 1 else ())
-    size = llama_size(args, max(lengths))
-    console.print(
-        f"{size}; {args.ranks} ranks on {device}; inner compiler: {args.inner}; trace of "
-        f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)}",
-        markup=False,
-        highlight=False,
-    )
-    record = Record()
-    with Screen(console, 0) as screen:
-        screen.phase("starting")
-        launch.run_ranks(
-            "paradyse.cli_ranks:bench",
-            args.ranks,
-            {
-                "size": size,
-                "lengths": lengths,
-                "seed": args.seed,
-                "options": {"inner": args.inner},
-                "rounds": args.rounds,
-                "strategies": strategies,
-            },
-            setting_of(args, device),
-            lambda rank, value: record.hear(screen, value),
-        )
-    choices = [c for c in dict.fromkeys(r.choice for r in record.replayed) if c != AUTO]
-    plans = {r.index: r.plan for r in record.replayed if r.choice == AUTO}
-    rows = []
-    for i in sorted(plans, key=lambda i: lengths[i]):
-        rows.append((str(lengths[i]), plans[i], *_times(record, choices, [i])))
-    rows.append(("all", "", *_times(record, choices, sorted(plans))))
-    title = (
-        f"forward and backward: median of {record.num_rounds()} warm runs, interleaved; * fastest"
-    )
-    show_table(console, title, ("length", "plan of auto", AUTO, *choices), rows)
-    for infeasible in record.infeasible:
-        console.print(f"{infeasible.choice}: {infeasible.why}", markup=False, highlight=False)
-    if args.out:
-        header = ("length", "plan of auto", AUTO, *choices)
-        for line in write_charts(
-            Path(args.out),
-            "bench",
-            _bench_page(str(size), record, choices, lengths),
-            [(title, header, rows)],
-        ):
-            console.print(line, markup=False, highlight=False)
-    if args.csv:
-        _write_csv(args.csv, record.replayed)
-        console.print(f"every run is in {args.csv}", markup=False, highlight=False)
-    return 0
-
-
-def _bench_page(title: str, record: Record, choices: Sequence[str], lengths: Sequence[int]) -> Page:
-    """Time against length, and added up from the shortest on."""
-    order = sorted({r.index for r in record.replayed}, key=lambda i: lengths[i])
-    single, summed = [], []
-    for choice in (AUTO, *choices):
-        times = [(lengths[i], t) for i in order if (t := record.median_s(choice, i)) is not None]
-        totals = accumulate(t for _, t in times)
-        single.append(Line(choice, tuple((n, t, True) for n, t in times)))
-        summed.append(
-            Line(choice, tuple((n, t, True) for (n, _), t in zip(times, totals, strict=True)))
-        )
-    return Page(
-        title,
-        (
-            Chart("Time of forward and backward", "s", tuple(single)),
-            Chart("Time of all sequences up to a length", "s", tuple(summed)),
-        ),
-    )
-
-
-def _write_csv(path: str, replayed: Sequence[Replayed]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("index", "num_tokens", "choice", "plan", "time_s"))
-        for r in replayed:
-            writer.writerow((r.index, r.num_tokens, r.choice, r.plan, f"{r.time_s:.6f}"))

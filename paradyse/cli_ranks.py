@@ -5,8 +5,6 @@ Every function here runs on all ranks, started by ``paradyse.launch``; rank 0 re
 
 from __future__ import annotations
 
-import gc
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paradyse import integrations
+from paradyse.cli_replay import Phase, block_kinds, describe_plan, replay, wait_for_all
 from paradyse.corpus import TextFile
-from paradyse.cost import canonical_strategy
 from paradyse.integrations import LlamaSize
 from paradyse.launch import Rank
 from paradyse.profiles import Profile
-from paradyse.report import PlanReport, VerifyReport, short_key
-from paradyse.types import Plan, Workload
+from paradyse.report import PlanReport, VerifyReport
 
-AUTO = "auto"
 REPLAY_S = 60.0
 """No further round of the demo's replay begins after this long; the first is always whole."""
 ALONE_S = 60.0
 """The one-process training that losses are checked against ends here, at the latest."""
-GIVEN = "the function given as option 'plan': "
-"""How errors about a plan begin here; the function is ours, so it tells people nothing."""
 LEARNING_RATE, MOMENTUM = 0.03, 0.9
 """Plain SGD: its steps are linear in the gradient, so rounding errors stay rounding errors, where
 Adam's division raises those of near-zero gradients to full steps. At this rate a difference of 1e-7
@@ -55,35 +49,6 @@ class StepDone:
     """Of the process, or of the device's memory on CUDA, during this step."""
     compiled: int
     """Compilations so far, of pieces and variants."""
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """One forward and backward of a file under a choice, everything compiled before."""
-
-    choice: str
-    index: int
-    """Of the file in the trace."""
-    num_tokens: int
-    plan: str
-    time_s: float
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What the ranks are at, for people."""
-
-    text: str
-    steps: int = 0
-    """Reports that will follow; 0: unknown."""
-
-
-@dataclass(frozen=True)
-class Infeasible:
-    """A strategy that cannot be the plan of this model."""
-
-    choice: str
-    why: str
 
 
 class Peak:
@@ -118,41 +83,6 @@ class Peak:
 def _batch(file: TextFile, device: str) -> dict[str, Tensor]:
     ids = torch.tensor([file.tokens()], device=device)  # [1, S]
     return {"input_ids": ids, "labels": ids}
-
-
-def _wait(rank: Rank) -> None:
-    """All ranks, and the device, have come here."""
-    if rank.device == "cuda":
-        torch.cuda.synchronize()
-    if rank.size > 1:
-        dist.barrier()
-
-
-def describe_plan(key: str, kinds: Sequence[str]) -> str:
-    """A plan's key in words: one name where all blocks run alike, else attention and MLP apart.
-
-    Args:
-        kinds: of the blocks, in the order of the key's names.
-    """
-    names: dict[str, list[str]] = {"attention": [], "mlp": []}
-    for kind, name in zip(kinds, key.split(",")):
-        names[kind].append(name)
-    attention, mlp = names["attention"], names["mlp"]
-    if len(set(attention)) == 1:
-        # An MLP's variant has several names: say the one that its neighbours have.
-        same = canonical_strategy("mlp", attention[0])
-        mlp = [attention[0] if canonical_strategy("mlp", m) == same else m for m in mlp]
-    texts = short_key(",".join(attention)), short_key(",".join(mlp))
-    if not all(texts) or texts[0] == texts[1]:
-        return texts[0] or texts[1]
-    return f"attention {texts[0]}, mlp {texts[1]}"
-
-
-def _kinds(compiled: torch.nn.Module, num_tokens: int) -> list[str]:
-    """The kinds of the blocks of a model that has run at this length."""
-    import paradyse
-
-    return [b.kind for b in paradyse.explain(compiled, 1, num_tokens).blocks]
 
 
 def train(
@@ -195,11 +125,11 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             value = float(loss.detach())
-            _wait(rank)
+            wait_for_all(rank)
             time_s = time.perf_counter() - start
             now = paradyse.stats(compiled)
             plans.append(now.plan_per_length.get(file.num_tokens, ""))
-            kinds = kinds or _kinds(compiled, file.num_tokens)
+            kinds = kinds or block_kinds(compiled, file.num_tokens)
             highest = max(highest, peak.read_bytes())
             done = StepDone(
                 i,
@@ -217,7 +147,7 @@ def train(
         if replay_at and rounds:
             known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
             trace = [(i, _batch(files[i], rank.device), known[i]) for i in replay_at]
-            _replay(rank, model, trace, strategies, rounds, options, REPLAY_S)
+            replay(rank, model, trace, strategies, rounds, options, REPLAY_S)
     return {"peak_bytes": highest, "stats": counters}
 
 
@@ -250,110 +180,6 @@ def train_alone(
         time_s = time.perf_counter() - start
         rank.send(StepDone(i, file.name, file.num_tokens, "eager", losses[-1], time_s, 0, 0))
     return {"losses": losses}
-
-
-Trace = Sequence[tuple[int, dict[str, Tensor], str]]
-"""Index of the file, its batch, and the key of the plan that ``auto`` means for it ("": ask)."""
-
-
-def _any_rank(rank: Rank, yes: bool) -> bool:
-    """Whether it is so on any rank: what ranks do next must not hang on their own clocks."""
-    answer = torch.tensor(float(yes), device=rank.device)
-    if rank.size > 1:
-        dist.all_reduce(answer, dist.ReduceOp.MAX)
-    return bool(answer)
-
-
-def _replay(
-    rank: Rank,
-    model: torch.nn.Module,
-    trace: Trace,
-    strategies: Sequence[str],
-    rounds: int,
-    options: Mapping[str, Any],
-    limit_s: float = math.inf,
-) -> None:
-    """Forward and backward of ``trace`` under every choice, after all of them are compiled.
-
-    One compiled model for all choices: its plan option is a function that says the current one.
-    """
-    current: list[Any] = [AUTO]
-
-    def plan(workload: Workload) -> Any:
-        return current[0]
-
-    compiled = torch.compile(model, backend="paradyse", options={**options, "plan": plan})
-
-    def run(choice: str, batch: dict[str, Tensor], known: str) -> float:
-        current[0] = Plan(tuple(known.split(","))) if choice == AUTO and known else choice
-        _wait(rank)
-        start = time.perf_counter()
-        compiled(**batch).loss.backward()
-        _wait(rank)
-        time_s = time.perf_counter() - start
-        model.zero_grad()
-        return time_s
-
-    import paradyse
-
-    plans: dict[int, str] = {}
-    by_length = sorted(trace, key=lambda t: t[1]["input_ids"].shape[1])
-    choices = []
-    for choice in (AUTO, *strategies):
-        if rank.rank == 0:
-            rank.send(Phase(f"compiling {choice}"))
-        try:
-            # Its own plans on all of the trace for auto; else a short and a long one, which brings
-            # the variants and the graph of any length.
-            ends = by_length if choice == AUTO else [by_length[0], by_length[-1]]
-            for _, batch, known in ends:
-                run(choice, batch, known)
-        except (ValueError, NotImplementedError) as e:  # on every rank alike
-            if choice == AUTO:
-                raise
-            if rank.rank == 0:
-                rank.send(Infeasible(choice, str(e).removeprefix(GIVEN)))
-            continue
-        choices.append(choice)
-        if choice == AUTO:
-            kinds = _kinds(compiled, by_length[0][1]["input_ids"].shape[1])
-            keys = paradyse.stats(compiled).plan_per_length
-            plans = {n: describe_plan(key, kinds) for n, key in keys.items()}
-    if rank.rank == 0:
-        rank.send(Phase("timing", rounds * len(trace) * len(choices)))
-    gc.collect()
-    began = time.monotonic()
-    for r in range(rounds):
-        if r and _any_rank(rank, time.monotonic() - began > limit_s):
-            break
-        for index, batch, known in trace:
-            n = batch["input_ids"].shape[1]
-            # Another one goes first each time: what follows a neighbour's garbage is slower.
-            order = choices[r % len(choices) :] + choices[: r % len(choices)]
-            for choice in order:
-                time_s = run(choice, batch, known)
-                if rank.rank == 0:
-                    text = plans[n] if choice == AUTO else choice
-                    rank.send(Replayed(choice, index, n, text, time_s))
-
-
-def bench(
-    rank: Rank,
-    size: LlamaSize,
-    lengths: Sequence[int],
-    seed: int,
-    options: Mapping[str, Any],
-    rounds: int,
-    strategies: Sequence[str],
-) -> None:
-    """Replays a trace of lengths with random tokens; nothing is trained."""
-    model = integrations.make_llama(size, seed).to(rank.device)
-    trace = []
-    for i, n in enumerate(lengths):
-        ids = torch.randint(size.vocabulary, (1, n)).to(rank.device)
-        trace.append((i, {"input_ids": ids, "labels": ids}, ""))
-    with integrations.whole_graphs():
-        _replay(rank, model, trace, strategies, rounds, options)
 
 
 def _random_batch(model: torch.nn.Module, batch: int, seq_len: int, device: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,30 +62,78 @@ def draw_files(
     Raises:
         ValueError: ``cap`` is too small, the folder does not exist, or it has no such file.
     """
-    if cap < MIN_TOKENS:
-        raise ValueError(f"a cap of {cap} tokens leaves no text; give at least {MIN_TOKENS}")
-    root = standard_library() if folder is None else Path(folder)
-    if not root.is_dir():
-        raise ValueError(f"no folder {root}; name another one with text files in it")
-    suffixes = (".py",) if folder is None else SUFFIXES
+    _check_cap(cap)
+    root, suffixes = _root(folder)
     found = []
-    for path in _walk(root):
-        if path.suffix in suffixes and path.is_file():
-            size = path.stat().st_size
-            if MIN_TOKENS <= size <= cap:
-                name = path.relative_to(root).as_posix()
-                found.append(TextFile(str(path.resolve()), name, size))
+    for path, size in _text_files(root, suffixes):
+        if MIN_TOKENS <= size <= cap:
+            name = path.relative_to(root).as_posix()
+            found.append(TextFile(str(path.resolve()), name, size))
     if not found:
-        raise ValueError(
-            f"no text file of {MIN_TOKENS} to {cap} bytes below {root}; raise the cap, or name "
-            f"another folder (files ending in {', '.join(suffixes)} are read)"
-        )
+        raise ValueError(_none_found("bytes", cap, root, suffixes))
     shuffle = random.Random(seed).shuffle
     files: list[TextFile] = []
     while len(files) < num_files:
         shuffle(found)
         files += found[: num_files - len(files)]
     return files
+
+
+def draw_lengths(
+    count_tokens: Callable[[str], int],
+    num_files: int,
+    cap: int,
+    seed: int = 0,
+    folder: str | os.PathLike[str] | None = None,
+) -> list[int]:
+    """Lengths of files as ``draw_files`` draws them, in the tokens that ``count_tokens`` finds.
+
+    Files are read in the order in which they are drawn, and no more of them than it takes. Bytes
+    that are no UTF-8 count as replacement characters.
+
+    Raises:
+        ValueError: as ``draw_files``.
+    """
+    _check_cap(cap)
+    root, suffixes = _root(folder)
+    paths = [path for path, size in _text_files(root, suffixes) if size]
+    random.Random(seed).shuffle(paths)
+    lengths: list[int] = []
+    for path in paths:
+        if len(lengths) == num_files:
+            break
+        length = count_tokens(path.read_text(encoding="utf-8", errors="replace"))
+        lengths += [length] if MIN_TOKENS <= length <= cap else []
+    if not lengths:
+        raise ValueError(_none_found("tokens", cap, root, suffixes))
+    return [lengths[i % len(lengths)] for i in range(num_files)]
+
+
+def _check_cap(cap: int) -> None:
+    if cap < MIN_TOKENS:
+        raise ValueError(f"a cap of {cap} tokens leaves no text; give at least {MIN_TOKENS}")
+
+
+def _root(folder: str | os.PathLike[str] | None) -> tuple[Path, tuple[str, ...]]:
+    """The folder, and how names of text files end there."""
+    root = standard_library() if folder is None else Path(folder)
+    if not root.is_dir():
+        raise ValueError(f"no folder {root}; name another one with text files in it")
+    return root, (".py",) if folder is None else SUFFIXES
+
+
+def _none_found(unit: str, cap: int, root: Path, suffixes: Sequence[str]) -> str:
+    return (
+        f"no text file of {MIN_TOKENS} to {cap} {unit} below {root}; raise the cap, or name "
+        f"another folder (files ending in {', '.join(suffixes)} are read)"
+    )
+
+
+def _text_files(root: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, int]]:
+    """Text files below ``root``, and their bytes."""
+    for path in _walk(root):
+        if path.suffix in suffixes and path.is_file():
+            yield path, path.stat().st_size
 
 
 def _walk(root: Path) -> Iterator[Path]:

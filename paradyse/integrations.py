@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,26 @@ def make_model(
     else:
         model = transformers.AutoModelForCausalLM.from_config(parsed)
     return model.to(getattr(torch, dtype))
+
+
+def token_counter(path: str) -> Callable[[str], int]:
+    """A function that counts the tokens of a text, by a model's ``tokenizer.json`` (or the folder
+    that has it). Nothing is downloaded.
+
+    Raises:
+        ValueError: there is no such file, or it is no tokenizer.
+    """
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(f"no file {file}; give a HuggingFace tokenizer.json, or its folder")
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as e:
+        raise ValueError(f"{file} is no tokenizer.json: {e}") from e
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def vocabulary_of(model: torch.nn.Module) -> int:

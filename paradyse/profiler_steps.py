@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -112,8 +112,7 @@ class Steps:
 
     def watch(self, watch: Watch | None) -> None:
         """Have every program's frames mark their edges in ``watch``; None: plain frames."""
-        for program in self._programs:
-            program.make_frame = partial(WatchedFrame, watch) if watch else Frame
+        _watch(self._programs, watch)
 
     def run(self, seq_len: int, plan: str) -> None:
         """One step; compiles what ``plan`` needs. Gradients are there afterwards."""
@@ -164,12 +163,7 @@ class Steps:
 
     def static_bytes(self) -> int:
         """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""
-        weights = [p.local if isinstance(p, ShardedTensor) else p for p in self.parameters]
-        sizes = [w.untyped_storage().nbytes() for w in weights]
-        grads = [w.nbytes for w, p in zip(weights, self.parameters) if p.requires_grad]
-        sizes += [b.untyped_storage().nbytes() for b in self.model.buffers()]
-        held = sum(sizes) + sum(grads) * self.training
-        return max(held, torch.cuda.memory_allocated()) if self.device.type == "cuda" else held
+        return static_bytes(self.model, self.training)
 
     def free(self) -> None:
         """After a step that found no memory: let go of what it left behind."""
@@ -208,6 +202,44 @@ class Steps:
         if name == AUTO or all(name in b.feasible() for b in self.blocks):
             return name
         return Plan(tuple(name if name in b.feasible() else b.feasible()[0] for b in self.blocks))
+
+
+def static_bytes(model: torch.nn.Module, training: bool) -> int:
+    """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""
+    parameters = list(model.parameters())
+    weights = [p.local if isinstance(p, ShardedTensor) else p for p in parameters]
+    sizes = [w.untyped_storage().nbytes() for w in weights]
+    grads = [w.nbytes for w, p in zip(weights, parameters) if p.requires_grad]
+    sizes += [b.untyped_storage().nbytes() for b in model.buffers()]
+    held = sum(sizes) + sum(grads) * training
+    on_cuda = parameters[0].device.type == "cuda"
+    return max(held, torch.cuda.memory_allocated()) if on_cuda else held
+
+
+def peak_beyond(compiled: torch.nn.Module, device: torch.device, step: Callable[[], object]) -> int:
+    """The most bytes that a step holds at any moment beyond those held when it began.
+
+    Args:
+        step: runs ``compiled``, which has run before.
+    """
+    programs = [g.program for c in captures_of(compiled) for g in c.graphs.values()]
+    gc.collect()
+    with DeviceMemory() if device.type == "cuda" else HostMemory() as probe:
+        watch = Watch(probe)
+        _watch(programs, watch)
+        try:
+            watch.mark(START)
+            step()
+            watch.mark(END)
+        finally:
+            _watch(programs, None)
+    return max(level.peak_bytes for level in probe.read()[1:])
+
+
+def _watch(programs: Sequence[Program], watch: Watch | None) -> None:
+    """Have the programs' frames mark their edges in ``watch``; None: plain frames."""
+    for program in programs:
+        program.make_frame = partial(WatchedFrame, watch) if watch else Frame
 
 
 def _loss_of(out: Any) -> Tensor:

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from paradyse import cli, cli_demo, cli_doctor
 from paradyse.cli_demo import Record, pick_files
-from paradyse.cli_ranks import Phase, StepDone, describe_plan
+from paradyse.cli_ranks import StepDone
+from paradyse.cli_replay import Phase, describe_plan
 from paradyse.cli_screen import Screen
 from paradyse.corpus import TextFile, length_ranges
 from paradyse.types import ATTENTION_STRATEGIES
@@ -87,6 +88,13 @@ def test_help_is_immediate() -> None:
         (["demo", "--heads", "4", "--kv-heads", "3", "--hidden", "64"], "cannot share 3 KV heads"),
         (["demo", "--text", "/no/such/folder"], "no folder /no/such/folder"),
         (["bench", "--lengths", "12,x"], "'x' is not a whole number"),
+        (["bench", "--lengths-file", "/no/file"], "no file /no/file; give one with a length on"),
+        (["bench", "--distribution", "pile"], "unknown distribution 'pile': give one of GitHub"),
+        (["bench", "--text", "/no/such/folder"], "no folder /no/such/folder"),
+        (["bench", "--text", "x", "--lengths", "3"], "not allowed with argument"),
+        (["bench", "--tokenizer", "/no/file"], "no file /no/file; give a HuggingFace tokenizer"),
+        (["bench", "--tokenizer", "x", "--lengths", "3"], "give it with --text, or alone"),
+        (["bench", "--csv", "/no/folder/t.csv"], "no folder /no/folder"),
         (["bench", "--strategies", "metp,auto"], "unknown strategy 'auto'"),
         (["verify"], "--model"),
         (["verify", "--model", "/no/config.json"], "no file /no/config.json"),
@@ -155,19 +163,30 @@ def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: P
     assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
 
 
-def test_bench_writes_every_run(tmp_path: Path) -> None:
-    path = tmp_path / "times.csv"
-    few = ["--lengths", "24,40", "--strategies", "megatron_cz", "--rounds", "2"]
-    out_flag = ["--out", str(tmp_path / "charts")]
-    code, out = run("bench", *few, "--csv", str(path), *out_flag, *TINY, "--inner", "eager")
+def test_bench_writes_time_plan_and_memory_of_every_run(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("300  # a comment\n24\n")
+    few = ["--lengths-file", str(tmp_path / "lengths.txt"), "--strategies", "megatron_cz,metp"]
+    few += ["--rounds", "2", "--csv", str(tmp_path / "t.csv"), "--out", str(tmp_path / "charts")]
+    code, out = run("bench", *few, *TINY, "--inner", "eager")
     assert code == 0, out
     page = (tmp_path / "charts" / "bench.html").read_text()
-    assert page.count("<path") > 8 and "megatron_cz" in page and "http" not in page
+    assert page.count("<path") > 8 and "metp" in page and "http" not in page
+    for part in ("Time of all sequences", "Peak memory", "attention blocks under auto", "<rect"):
+        assert part in page
     assert (tmp_path / "charts" / "bench.png").stat().st_size > 10_000
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 2
-    assert {r["choice"] for r in rows} == {"auto", "megatron_cz"}
+    text = (tmp_path / "t.csv").read_text()
+    assert text == (tmp_path / "charts" / "bench.csv").read_text()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 2 * 2 * 3
+    assert {r["choice"] for r in rows} == {"auto", "megatron_cz", "metp"}
+    assert all(r["plan"] and int(r["peak_bytes"]) > 0 for r in rows)
+    for name in ("megatron_cz", "metp"):
+        of = {r["num_tokens"]: r for r in rows if r["choice"] == name}
+        short, long = of["24"], of["300"]
+        assert short["cumulative_s"] == short["median_s"]
+        total_s = float(short["median_s"]) + float(long["median_s"])
+        assert float(long["cumulative_s"]) == pytest.approx(total_s, abs=2e-6)
+        assert int(long["peak_bytes"]) > int(short["peak_bytes"])
 
 
 def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
