@@ -36,6 +36,7 @@ from paradyse.types import BlockSpec, Workload
 
 Row = tuple[str, str, str, bool]
 """Kind, structure, variant, training."""
+Errors = dict[tuple[str, str], list[tuple[float, float, str, int]]]
 
 
 def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
@@ -84,11 +85,9 @@ def splits(points: Mapping[Point, Measurement]) -> Iterator[tuple[str, list[Poin
             yield where, fit, ask
 
 
-def errors_of(
-    profile: Profile, blocks: Mapping[str, BlockSpec]
-) -> dict[tuple[str, str], list[tuple[float, float, str]]]:
-    """(Estimator, where) to the relative errors of time and memory, and the row's name."""
-    found: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> Errors:
+    """(Estimator, where) to the relative errors of time and memory, the row's name, the length."""
+    found: Errors = {}
     for row, measured in by_row(profile).items():
         prior = prior_of(profile, row, blocks)
         growths = prior_growths(prior) if prior else (None,) * 3
@@ -106,8 +105,31 @@ def errors_of(
                     predicted = saved(*p)[0] + workspace(*p)[0]
                     off_bytes = abs(predicted / sum(held) - 1) if sum(held) else 0.0
                     label = " ".join(filter(None, (row[0], row[2])))
-                    found.setdefault((name, where), []).append((off_s, off_bytes, label))
+                    found.setdefault((name, where), []).append((off_s, off_bytes, label, p[1]))
     return found
+
+
+def by_length(found: Errors) -> list[str]:
+    """Lines of a table: errors of time of every estimator in each range of lengths, and the
+    hybrid's of memory. Ranges double."""
+    cells: dict[tuple[str, int], dict[str, list[tuple[float, float]]]] = {}
+    for (name, where), errors in found.items():
+        for off_s, off_bytes, _, seq_len in errors:
+            at = cells.setdefault((where, seq_len.bit_length() - 1), {})
+            at.setdefault(name, []).append((off_s, off_bytes))
+    rows = []
+    for (where, power), of in sorted(cells.items(), key=lambda x: (x[0][0] != "between", x[0][1])):
+        row = [f"{where}, {2**power} to {2 ** (power + 1) - 1}", str(len(of[HYBRID]))]
+        for values in [
+            *([e[0] for e in of[n]] for n in ESTIMATOR_NAMES),
+            [e[1] for e in of[HYBRID]],
+        ]:
+            row += [percent(statistics.median(values)), percent(float(np.quantile(values, 0.9)))]
+        rows.append(row)
+    header = ["lengths", "predictions"]
+    for what in (*(f"{n}, time" for n in ESTIMATOR_NAMES), f"{HYBRID}, memory"):
+        header += [f"{what} median", "p90"]
+    return table(header, rows)
 
 
 def quantities(m: Measurement) -> tuple[float, float, float]:
@@ -175,6 +197,7 @@ def report_on(report: Report, profile: Profile, name: str, blocks: Mapping[str, 
         of = [[e[0] for e in found[HYBRID, w] if e[2] == label] for w in wheres]
         medians.append((label, *(percent(statistics.median(x)) if x else "-" for x in of)))
     report.add(*table(("part", *(f"{w}, median" for w in wheres)), medians), "")
+    report.add("Errors by length, in tokens:", "", *by_length(found), "")
     for where in wheres:
         values = [e[0] for e in found[HYBRID, where]]
         median, p90 = statistics.median(values), float(np.quantile(values, 0.9))
