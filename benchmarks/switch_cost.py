@@ -31,7 +31,7 @@ from switched import Switched, on_two_ranks
 from paradyse.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES
 
-LENGTHS = (256, 1024)
+LENGTHS = (128, 512)
 LEVEL = 0.95
 """Of all comparisons of a table together."""
 MOST_NOISE = 2.0
@@ -149,7 +149,7 @@ def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=11)
+    arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
     arguments.add_argument("--inner", default="inductor")
     args = arguments.parse_args()

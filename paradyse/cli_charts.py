@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -196,7 +197,7 @@ def write_png(path: Path, page: Page) -> bool:
 
     charts, bands = page.charts, page.bands
     figure = Figure(figsize=(9, 4 * len(charts) + 2.2 * len(bands)), layout="constrained")
-    figure.suptitle(page.title)
+    figure.suptitle(textwrap.fill(page.title, 90))
     heights = [4.0] * len(charts) + [2.2] * len(bands)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for ax, chart in zip(axes, charts):
