@@ -94,7 +94,9 @@ class BlockCost:
     comm_bytes: int
     """Sent by this rank."""
     source: str = "prior"
-    """What predicted the time: "prior", "forest" or "polynomial" (``cost_curves``)."""
+    """What the time comes from: "prior", "forest" or "polynomial" (``cost_curves``), "online"."""
+    memory_source: str = ""
+    """"online" where the bytes were corrected by this run; empty where they are as predicted."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch.fx.node import map_aggregate
 from paradyse.capture import build_program, is_model_state, trace_inputs
 from paradyse.config import Options
 from paradyse.describe import describe_blocks
-from paradyse.dry_run_memory import Growth, Sample, Saved, Timeline, fit_growth
+from paradyse.dry_run_memory import Growth, Sample, Timeline, fit_growth
 from paradyse.dry_run_ops import bodies
 from paradyse.frame import Frame, _zero
 from paradyse.kernels.attention_mask import position_intervals
@@ -36,6 +36,7 @@ from paradyse.mesh import SINGLE, Axis, TokenLayout, resolve_axis
 from paradyse.passes.retrace import InputLike
 from paradyse.pieces import is_weight
 from paradyse.program import BlockStep, PieceStep, Program
+from paradyse.saved import Saved
 from paradyse.shards import ShardedTensor, even_layout
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.metp import MetpVariant

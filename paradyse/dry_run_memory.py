@@ -15,26 +15,17 @@ public; tried on torch 2.13 (``tests/test_dry_run.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
-
-def storages(values: Iterable[Any]) -> dict[int, int]:
-    """Identity -> bytes of the memory of the tensors among ``values``, each once."""
-    return {
-        x.untyped_storage()._cdata: x.untyped_storage().nbytes()
-        for x in values
-        if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x)
-    }
+from paradyse.saved import storages
 
 
 class Timeline(TorchDispatchMode):
@@ -83,32 +74,6 @@ class Timeline(TorchDispatchMode):
         for key in [k for k, (ref, _) in self._made.items() if ref.expired()]:
             del self._made[key]
         self.alive_bytes.append(sum(n for _, n in self._made.values()))
-
-
-@dataclass
-class Saved:
-    """Memory that autograd keeps for backward, seen by its hooks."""
-
-    found: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    """Identity -> the memory, its bytes."""
-
-    def watch(self) -> AbstractContextManager[Any]:
-        """Inside, every tensor saved is recorded."""
-
-        def pack(x: Tensor) -> Tensor:
-            if not is_traceable_wrapper_subclass(x):
-                storage = x.untyped_storage()
-                self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            return x
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-    def num_bytes(self, but: Iterable[Any]) -> int:
-        """Of all memory that is still kept, without that of ``but``."""
-        others = storages(but)
-        return sum(
-            n for key, (ref, n) in self.found.items() if key not in others and not ref.expired()
-        )
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,17 @@
 """Plans that follow the run: what blocks really take is fed back to the planner.
 
-One training call in ``SAMPLE_EVERY`` is watched: clocks at the edges of every block, read only when
-they are long past. Every ``REFRESH_EVERY`` calls the ranks agree, in one small message, on a factor
-for each kind of block and variant, measured over predicted seconds on the slowest rank; plans are
-chosen anew where a factor has changed. A variant that has not run yet is trusted as far as the best
-one of its block: so the planner tries it once what it runs has become slow, and then knows.
+One training call in ``SAMPLE_EVERY`` of a scale of lengths is watched: clocks at the edges of every
+block. Memory does not drift as times do: it is watched once for every variant and scale, and again
+when a call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
+message, on what the slowest of them took and the fullest of them held, against what was predicted
+(``corrections``); plans are chosen anew where that changed. Clocks and the message's answer are
+read ``SETTLE`` calls after they were started, so that the host does not wait for the device.
+
+Memory is read off the allocator on CUDA, whose statistics are left as they are for others to read:
+the peak between two edges is known where it is the highest so far, and is else taken for what was
+held at them. The CPU's allocator keeps none: there autograd's hooks tell what backward needs, and
+workspace stays as predicted; a rank on which the user's own hooks take what is saved, to compress
+it or to move it elsewhere, measures nothing.
 """
 
 from __future__ import annotations
@@ -13,39 +20,137 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from paradyse import comm
+from paradyse.corrections import (
+    CONSTANTS,
+    FLOOR,
+    RATIOS,
+    REST,
+    REST_SAVED,
+    REST_WORKSPACE,
+    SAVED,
+    STATIC,
+    TIME,
+    WORKSPACE,
+    Corrections,
+    Key,
+    num_tokens,
+    scale_of,
+)
 from paradyse.cost import canonical_strategy
 from paradyse.frame import Frame
 from paradyse.planner import Planner
-from paradyse.profiler_marks import END, Clock, Watch, WatchedFrame, find_spans
+from paradyse.profiler_marks import (
+    END,
+    GRAD,
+    START,
+    Clock,
+    DeviceMemory,
+    SavedMemory,
+    Watch,
+    WatchedFrame,
+    find_spans,
+    memory_of,
+)
 from paradyse.program import Program, StepConstants
+from paradyse.saved import may_watch
+from paradyse.shards import ShardedTensor
 from paradyse.types import Workload
 
 log = logging.getLogger(__name__)
 
-ONLINE = comm.register_block("online costs")
+MESSAGES = comm.register_block("online costs")
 """Block id of the messages by which ranks agree."""
 
 SAMPLE_EVERY = 4
-"""Training calls of which one is watched."""
+"""Training calls of a scale of which one is watched."""
 
 REFRESH_EVERY = 16
 """Training calls between two agreements."""
+
+SETTLE = 4
+"""Calls by which the host may be ahead of the device."""
 
 WARM_UP = 2
 """Calls of a plan before it is watched: the first ones compile."""
 
 CHANGE = 0.2
-"""Plans are chosen anew where a factor has changed by more than this share since they were."""
+"""Plans are chosen anew where a time has changed by more than this share since they were."""
 
-Key = tuple[Hashable, str]
-"""What a factor is of: a kind of block (``Planner.kinds``), and a variant of it."""
+MEMORY_CHANGE = 0.01
+"""The same of bytes."""
+
+Slot = tuple[str, Hashable, int]
+"""A quantity, what it is of, and the scale or number of tokens (``corrections.Rows``)."""
+
+
+@dataclass
+class StepWatch(Watch):
+    """The marks of one call and of its backward, with whose end it closes."""
+
+    closed: bool = False
+    _ending: bool = False
+
+    def mark(self, at: str, block: int = -1) -> None:
+        if self.closed:  # a second backward through the same graph
+            return
+        super().mark(at, block)
+        if at == GRAD and not self._ending:
+            self._ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.close)
+
+    def close(self) -> None:
+        """The step is over: where there was no backward, when the next one begins."""
+        if not self.closed:
+            super().mark(END)
+            self.closed = True
+
+
+@dataclass
+class _Record:
+    """One watched call."""
+
+    call: int
+    workload: Workload
+    strategies: tuple[str, ...]
+    memory: bool
+    """What was watched: memory, else time."""
+    watch: StepWatch | None = None
+    """None: this rank could not, or the call failed."""
+    missing_bytes: int = 0
+    """Of gradients that were not there when the call began: they are static all the same."""
+
+
+class _Agreement:
+    """A message under way, of what ``records`` tell."""
+
+    def __init__(self, slots: dict[Slot, float], records: Sequence[_Record], program: Program):
+        self.slots, self.records = tuple(slots), records
+        device, on_cuda = program.device, program.device.type == "cuda"
+        mine = torch.tensor(list(slots.values()), dtype=torch.float64, pin_memory=on_cuda)
+        mine = mine.to(device, non_blocking=True)
+        self._sent = comm.start_all_gather(mine, program.axis, MESSAGES)
+        self._event: Any = None
+        if on_cuda:  # the copy waits on the device for the message, and the host for neither
+            self._answer = self._sent.wait().to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> dict[Slot, float]:
+        """The largest value of any rank."""
+        if self._event is None:
+            self._answer = self._sent.wait()
+        else:
+            self._event.synchronize()
+        return dict(zip(self.slots, self._answer.amax(0).tolist(), strict=True))
 
 
 class Feedback:
@@ -57,80 +162,224 @@ class Feedback:
 
     def __init__(self, program: Program, planner: Planner, forget: Callable[[], None]) -> None:
         self.program, self.planner, self.forget = program, planner, forget
-        variants = [
-            dict.fromkeys(canonical_strategy(b.kind, s) for s in b.feasible())
-            for b in planner.blocks
-        ]
-        pairs = zip(planner.kinds, variants, strict=True)
-        self.keys: list[Key] = list(dict.fromkeys((k, v) for k, names in pairs for v in names))
-        self.factors: dict[Key, float] = {}
-        """Of those that ran, as agreed."""
-        self._best: dict[Hashable, float] = {}
-        """Kind of block -> the lowest factor it ever had."""
-        self._used: dict[Key, float] = {}
-        """The factors of the present plans."""
+        self.measured: dict[str, dict[Hashable, dict[int, float]]] = {
+            quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)
+        }
+        """As agreed (``Corrections.measured``)."""
+        self._best: dict[Hashable, dict[int, float]] = {}
+        self._used = self._snapshot()
+        """What the present plans were chosen by."""
         self._calls = 0
         self._runs: Counter[tuple[str, ...]] = Counter()
-        self._open: Watch | None = None
+        self._of_scale: Counter[int] = Counter()
+        self._known: dict[tuple[Key, int], int] = {}
+        """Key and scale -> the most tokens whose memory was watched."""
+        self._open: StepWatch | None = None
         """The last one watched, until the next call."""
-        self._watched: list[tuple[Watch, Clock, Workload, tuple[str, ...]]] = []
+        self._records: list[_Record] = []
+        """Since the last agreement."""
+        self._agreement: _Agreement | None = None
+        self._known_keys: dict[tuple[str, ...], Mapping[Key, Sequence[int]]] = {}
 
     def run(self, args: Sequence[Any], constants: StepConstants, workload: Workload) -> Any:
         """The program's call, watched if it is its turn."""
         self._calls += 1
         if self._open is not None:
-            self._open.mark(END)
+            self._open.close()
             self._open = None
         if self._calls % REFRESH_EVERY == 0:
-            self._refresh()
-        self._runs[constants.strategies] += 1
-        if self._calls % SAMPLE_EVERY or self._runs[constants.strategies] <= WARM_UP:
+            self._start_agreement()
+        elif self._calls % REFRESH_EVERY == SETTLE:
+            self._finish_agreement()
+        strategies, scale = constants.strategies, scale_of(workload)
+        self._runs[strategies] += 1
+        self._of_scale[scale] += 1
+        if self._runs[strategies] <= WARM_UP:
             return self.program(args, constants)
-        clock = Clock(self.program.device)
-        watch = Watch(clock)
-        self._open = watch
-        self._watched.append((watch, clock, workload, constants.strategies))
+        if self._is_new(strategies, workload):
+            record = self._watch_memory(args, workload, strategies)
+        elif self._of_scale[scale] % SAMPLE_EVERY == 0:
+            watch = StepWatch(Clock(self.program.device))
+            record = _Record(self._calls, workload, strategies, False, watch)
+        else:
+            return self.program(args, constants)
+        self._records.append(record)
+        return self._run_watched(record, args, constants)
+
+    def _run_watched(self, record: _Record, args: Sequence[Any], constants: StepConstants) -> Any:
+        watch = self._open = record.watch
+        if watch is None:
+            return self.program(args, constants)
         self.program.make_frame = partial(WatchedFrame, watch)
+        watch.mark(START)
+        probe = watch.probe
         try:
-            return self.program(args, constants)
+            with probe if isinstance(probe, SavedMemory) else nullcontext():
+                return self.program(args, constants)
+        except BaseException:
+            record.watch = None
+            watch.close()
+            raise
         finally:
             self.program.make_frame = Frame
 
-    def _refresh(self) -> None:
-        """Agree on factors; every rank is here at the same call."""
-        measured = self._measured()
-        mine = torch.tensor([measured.get(k, 0.0) for k in self.keys], dtype=torch.float64)
-        self._watched.clear()
-        axis = self.program.axis
-        everyone = comm.all_gather(mine.to(self.program.device), axis, ONLINE).cpu()
-        for key, latest in zip(self.keys, everyone.amax(0).tolist(), strict=True):
-            if latest > 0:
-                before = self.factors.get(key, latest)
-                self.factors[key] = math.sqrt(before * latest)
-                best = self._best.get(key[0], math.inf)
-                self._best[key[0]] = min(best, self.factors[key])
-        now = {k: self.factors.get(k, self._best.get(k[0], 1.0)) for k in self.keys}
-        changes = (abs(math.log(now[k] / self._used.get(k, 1.0))) for k in self.keys)
-        if max(changes, default=0.0) > math.log1p(CHANGE):
-            self._used = now
-            self.planner.correct(now, frozenset(self.factors))
-            self.forget()
-            log.info("plans are chosen anew after call %d: measured costs changed", self._calls)
+    def _keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
+        """Of a plan, with the places of their blocks."""
+        found = self._known_keys.get(strategies)
+        if found is None:
+            pairs = zip(self.planner.blocks, self.planner.kinds, strategies, strict=True)
+            members: dict[Key, list[int]] = {}
+            for i, (block, kind, s) in enumerate(pairs):
+                members.setdefault((kind, canonical_strategy(block.kind, s)), []).append(i)
+            found = self._known_keys[strategies] = members
+        return found
 
-    def _measured(self) -> dict[Key, float]:
-        """Measured over predicted seconds of what was watched since the last agreement: medians."""
-        ratios: dict[Key, list[float]] = {}
+    def _is_new(self, strategies: tuple[str, ...], workload: Workload) -> bool:
+        """Whether memory is to be watched: once it is known that backward follows calls."""
+        if not self.measured[TIME]:
+            return False
+        scale, tokens = scale_of(workload), num_tokens(workload)
+        return any(self._known.get((k, scale), 0) < tokens for k in self._keys(strategies))
+
+    def _watch_memory(
+        self, args: Sequence[Any], workload: Workload, strategies: tuple[str, ...]
+    ) -> _Record:
+        scale, tokens = scale_of(workload), num_tokens(workload)
+        for key in self._keys(strategies):
+            self._known[key, scale] = max(tokens, self._known.get((key, scale), 0))
+        record = _Record(self._calls, workload, strategies, True)
+        record.missing_bytes = _missing_gradients(args)
+        if self.program.device.type == "cuda":
+            record.watch = StepWatch(DeviceMemory(reset=False))
+        elif may_watch():
+            given = (a.local if isinstance(a, ShardedTensor) else a for a in args)
+            record.watch = StepWatch(SavedMemory(given))
+        return record
+
+    def _start_agreement(self) -> None:
+        """Tell the others what was measured; every rank is here at the same call."""
+        old = [r for r in self._records if r.call <= self._calls - SETTLE]
+        self._records = self._records[len(old) :]
+        if slots := self._read(old):
+            self._agreement = _Agreement(slots, old, self.program)
+
+    def _finish_agreement(self) -> None:
+        """Take what the ranks agree on; every rank is here at the same call."""
+        if self._agreement is None:
+            return
+        agreed, records = self._agreement.wait(), self._agreement.records
+        self._agreement = None
+        for (quantity, of, at), latest in agreed.items():
+            if latest > 0:
+                row = self.measured[quantity].setdefault(of, {})
+                before = row.get(at, latest)
+                is_time = quantity == TIME
+                row[at] = math.sqrt(before * latest) if is_time else max(before, latest)
+                if is_time:
+                    assert isinstance(of, tuple)
+                    best = self._best.setdefault(of[0], {})
+                    best[at] = min(best.get(at, math.inf), row[at])
+        for r in records:  # no rank could: to be watched again
+            if r.memory and not agreed[REST_SAVED, None, num_tokens(r.workload)]:
+                for key in self._keys(r.strategies):
+                    self._known.pop((key, scale_of(r.workload)), None)
+        now, used = self._snapshot(), self._used
+        changed = {q for q, of, at in agreed if _changed(q, of, at, now, used)}
+        if changed:
+            self._used = now
+            self.planner.correct(now)
+            self.forget()
+            what = ", ".join(sorted(changed))
+            log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
+
+    def _snapshot(self) -> Corrections:
+        table = {
+            q: {of: dict(row) for of, row in rows.items()} for q, rows in self.measured.items()
+        }
+        return Corrections(table, {kind: dict(row) for kind, row in self._best.items()})
+
+    def _read(self, records: Sequence[_Record]) -> dict[Slot, float]:
+        """What this rank saw in ``records``; 0 where it saw nothing. The slots are the same on all
+        ranks."""
+        slots = {slot: 0.0 for r in records for slot in self._slots_of(r)}
+        times: dict[Slot, list[float]] = {}
+        for r in records:
+            if r.memory:
+                slots |= {slot: max(slots[slot], n) for slot, n in self._memory(r).items()}
+            else:
+                for key, ratio in self._times(r):
+                    times.setdefault((TIME, key, scale_of(r.workload)), []).append(ratio)
+        return slots | {slot: statistics.median(ratios) for slot, ratios in times.items()}
+
+    def _slots_of(self, record: _Record) -> Iterator[Slot]:
+        """What the record can tell of."""
+        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
+        for quantity in (SAVED, WORKSPACE) if record.memory else (TIME,):
+            for key in self._keys(record.strategies):
+                yield quantity, key, scale
+        if record.memory:
+            yield from ((quantity, None, tokens) for quantity in REST)
+            yield from ((quantity, None, 0) for quantity in CONSTANTS)
+
+    def _times(self, record: _Record) -> list[tuple[Key, float]]:
+        """Measured over predicted seconds of the blocks whose forward and backward were seen."""
+        watch, parts = record.watch, dict[int, list[float]]()
+        if watch is None:
+            return []
+        assert isinstance(watch.probe, Clock)
         at = {step.block_id: i for i, step in enumerate(self.program.block_steps)}
-        for watch, clock, workload, strategies in self._watched:
-            seconds, parts = clock.read(), dict[int, list[float]]()
-            for span in find_spans(watch.marks):
-                if watch.marks[span.last][0] != END:  # else its end was not seen
-                    took = seconds[span.exit] - seconds[span.first]
-                    parts.setdefault(at[span.block], []).append(took)
-            costs = self.planner.predicted_costs(workload)
-            whole = {i: sum(took) for i, took in parts.items() if len(took) == 2}
-            for i, took_s in whole.items():
-                block, strategy = self.planner.blocks[i], strategies[i]
-                key = self.planner.kinds[i], canonical_strategy(block.kind, strategy)
-                ratios.setdefault(key, []).append(took_s / costs[i][strategy].time_s)
-        return {k: statistics.median(v) for k, v in ratios.items()}
+        seconds = watch.probe.read()
+        for span in find_spans(watch.marks):
+            if watch.marks[span.last][0] != END:  # else its end was not seen
+                parts.setdefault(at[span.block], []).append(
+                    seconds[span.exit] - seconds[span.first]
+                )
+        costs = self.planner.predicted_costs(record.workload)
+        return [
+            (key, sum(parts[i]) / costs[i][record.strategies[i]].time_s)
+            for key, members in self._keys(record.strategies).items()
+            for i in members
+            if len(parts.get(i, ())) == 2
+        ]
+
+    def _memory(self, record: _Record) -> dict[Slot, float]:
+        """What the call held, as slots; nothing where it was not watched or had no backward."""
+        watch = record.watch
+        if watch is None or not any(what == GRAD for what, _ in watch.marks):
+            return {}
+        probe = watch.probe
+        assert isinstance(probe, DeviceMemory | SavedMemory)
+        held = memory_of(watch, probe.read())
+        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
+        costs = self.planner.predicted_costs(record.workload)
+        found: dict[Slot, float] = {}
+        for key, at in self._keys(record.strategies).items():
+            cost = costs[at[0]][record.strategies[at[0]]]
+            ids = [self.program.block_steps[i].block_id for i in at]
+            saved = max(0.0, statistics.fmean(held.saved_bytes[i] for i in ids))
+            workspace = max(held.workspace_bytes[i] for i in ids)
+            found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
+            found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
+        found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
+        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
+        found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
+        if isinstance(probe, DeviceMemory):
+            found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
+        return found
+
+
+def _changed(quantity: str, of: Hashable, at: int, now: Corrections, used: Corrections) -> bool:
+    """Whether a cost is known for the first time, or has become another one."""
+    if of not in now.measured[quantity]:
+        return False
+    after, before = (c.value(quantity, of, at) for c in (now, used))
+    share = CHANGE if quantity == TIME else MEMORY_CHANGE
+    return of not in used.measured[quantity] or abs(after - before) > share * before
+
+
+def _missing_gradients(args: Sequence[Any]) -> int:
+    """Bytes of the gradients of the weights among ``args`` that are not there yet."""
+    missing = (
+        a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and a.grad is None
+    )
+    return sum((a.local if isinstance(a, ShardedTensor) else a).nbytes for a in missing)

@@ -8,13 +8,14 @@ before is one dictionary look-up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, parse_plan
+from paradyse.corrections import FLOOR, STATIC, Corrections
 from paradyse.cost import BlockCost, Machine, canonical_strategy, peak_bytes, prior_cost
 from paradyse.cost_fit import CostModel
 from paradyse.solver import Choice, Group, fastest, smallest
@@ -67,7 +68,8 @@ class Planner:
         num_ranks: size p of the sequence axis. With one rank every block is ``replicated``.
         machine: gives the rates of a rank for a dtype, equal on all ranks; called when a choice is
             to be made or explained, on every rank, so it may issue collectives.
-        static_bytes: weights, gradients and optimizer state of a rank: what every plan needs.
+        static_bytes: weights, gradients and optimizer state of a rank: what every plan needs. More,
+            where the run was seen to hold more.
         sharded: weights at rest are 1/p on each rank.
         cost_model: predicts from measurements; None: the analytic prior.
     """
@@ -92,8 +94,7 @@ class Planner:
         self._function = options.plan if callable(options.plan) else None
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
-        self._factors: Mapping[tuple[Hashable, str], float] = {}
-        self._ran: frozenset[tuple[Hashable, str]] = frozenset()
+        self._corrections: Corrections | None = None
         self._plans: dict[Workload, Plan] = {}
         self._auto: dict[tuple[tuple[str, ...], Workload], Plan] = {}
         self._named: dict[Hashable, tuple[str, ...]] = {}
@@ -130,38 +131,26 @@ class Planner:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
         return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
 
-    def correct(
-        self,
-        factors: Mapping[tuple[Hashable, str], float],
-        ran: frozenset[tuple[Hashable, str]] = frozenset(),
-    ) -> None:
-        """Multiply predicted times from now on; plans are decided anew. On every rank alike.
-
-        Args:
-            factors: (kind of block, variant) -> factor; 1 for those that it does not have.
-            ran: those of them that were measured in this run.
-        """
-        self._factors, self._ran = factors, ran
+    def correct(self, corrections: Corrections) -> None:
+        """Correct predictions from now on; plans are decided anew. On every rank alike."""
+        self._corrections = corrections
+        self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
         self._plans.clear()
         self._auto.clear()
 
     def costs(self, workload: Workload) -> Costs:
         """Expected cost of every feasible strategy of every block: predicted, and corrected."""
-        predicted = self.predicted_costs(workload)
-        if not self._factors:
+        predicted, corrections = self.predicted_costs(workload), self._corrections
+        if corrections is None:
             return predicted
         known: dict[Hashable, dict[str, BlockCost]] = {}
         for block, kind, costs in zip(self.blocks, self.kinds, predicted):
             if kind not in known:
                 known[kind] = {
-                    s: self._corrected(c, (kind, canonical_strategy(block.kind, s)))
+                    s: corrections.apply(c, (kind, canonical_strategy(block.kind, s)), workload)
                     for s, c in costs.items()
                 }
         return tuple(known[k] for k in self.kinds)
-
-    def _corrected(self, cost: BlockCost, key: tuple[Hashable, str]) -> BlockCost:
-        source = "online" if key in self._ran else cost.source
-        return replace(cost, time_s=cost.time_s * self._factors.get(key, 1.0), source=source)
 
     def predicted_costs(self, workload: Workload) -> Costs:
         """The same by the cost model alone."""
@@ -178,10 +167,10 @@ class Planner:
         return tuple(known[k] for k in self.kinds)
 
     def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
-        """Predicted cost of what is not in a block, where it was measured."""
-        if self.cost_model is None:
-            return ()
-        rest = self.cost_model.rest(workload, self.blocks)
+        """Cost of what is not in a block, where any of it was measured."""
+        model, corrections = self.cost_model, self._corrections
+        rest = model.rest(workload, self.blocks) if model else None
+        rest = corrections.apply_to_rest(rest, workload) if corrections else rest
         return () if rest is None else (rest,)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
@@ -344,7 +333,10 @@ class Planner:
 
     def _least_peak(self, workload: Workload) -> int:
         """Bytes of a rank that every plan needs at some moment."""
-        floor = self.cost_model.floor_bytes if self.cost_model and workload.training else 0
+        floor = 0
+        if workload.training:
+            floor = self.cost_model.floor_bytes if self.cost_model else 0
+            floor = max(floor, self._corrections.constant(FLOOR) if self._corrections else 0)
         return peak_bytes((), self.static_bytes + floor, self.machine(workload.dtype))
 
     def _groups(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Protocol, Self
@@ -21,6 +21,7 @@ from paradyse.frame import Frame
 from paradyse.gathered import Shelf
 from paradyse.pieces import is_weight
 from paradyse.program import BlockStep
+from paradyse.saved import Saved, storages
 from paradyse.shards import Messages, ShardedTensor
 
 START, LOSS, END = "start", "loss", "end"
@@ -74,7 +75,7 @@ class Clock:
         """Seconds from the first mark to each."""
         first = self._points[0]
         if self._cuda:
-            torch.cuda.synchronize()
+            self._points[-1].synchronize()
             return [first.elapsed_time(p) / 1e3 for p in self._points]
         return [p - first for p in self._points]
 
@@ -89,9 +90,16 @@ class Level:
 
 
 class DeviceMemory:
-    """The CUDA allocator's own statistics."""
+    """The CUDA allocator's own statistics.
 
-    def __init__(self) -> None:
+    Args:
+        reset: start the peak anew at every mark. False leaves it to whoever else reads it: between
+            two marks it is then known if it is the highest so far; else what is held at them is
+            given, which is no more.
+    """
+
+    def __init__(self, reset: bool = True) -> None:
+        self.reset = reset
         self._points: list[tuple[int, int]] = []
 
     def __enter__(self) -> Self:
@@ -101,12 +109,56 @@ class DeviceMemory:
         pass
 
     def note(self) -> None:
-        self._points.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
-        torch.cuda.reset_peak_memory_stats()
+        found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        self._points.append((found["current"], found["peak"]))
+        if self.reset:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def first_bytes(self) -> int:
+        """Held at the first mark."""
+        return self._points[0][0]
 
     def read(self) -> list[Level]:
-        first = self._points[0][0]
-        return [Level(held - first, peak - first) for held, peak in self._points]
+        first = self.first_bytes
+        return [Level(held - first, peak - first) for held, peak in self._levels()]
+
+    def _levels(self) -> list[tuple[int, int]]:
+        if self.reset:
+            return self._points
+        out = self._points[:1]
+        for (before, highest), (held, peak) in pairwise(self._points):
+            out.append((held, peak if peak > highest else max(before, held)))
+        return out
+
+
+class SavedMemory:
+    """What autograd keeps for backward, on a device whose allocator keeps no statistics. Inside,
+    all that is saved is seen. Memory that only serves for a moment is not: peaks are what is held.
+
+    Args:
+        given: tensors that are there anyway, such as weights.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self._given = frozenset(storages(given))
+        self._saved = Saved()
+        self._hooks = self._saved.watch()
+        self._held: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def note(self) -> None:
+        self._held.append(self._saved.alive_bytes(self._given))
+
+    def read(self) -> list[Level]:
+        pairs = zip(self._held, [0, *self._held])
+        return [Level(held, max(held, before)) for held, before in pairs]
 
 
 class HostMemory:

@@ -55,13 +55,22 @@ class StrategyRow:
     comm_bytes: int | None = None
     """Sent by a rank in a step."""
     source: str = ""
-    """What predicted the time (``BlockCost.source``); several for a plan of unlike blocks."""
+    """What the time comes from (``BlockCost.source``); several for a plan of unlike blocks."""
+    memory_source: str = ""
+    """"online" where the bytes were corrected by this run (``BlockCost.memory_source``)."""
 
     def cells(self) -> tuple[str, ...]:
         if self.time_s is None or self.peak_bytes is None or self.comm_bytes is None:
             return self.strategy, "-", "-", "-", "-", self.why
         sizes = format_bytes(self.peak_bytes), format_bytes(self.comm_bytes)
-        return self.strategy, format_seconds(self.time_s), *sizes, self.source, self.why
+        return self.strategy, format_seconds(self.time_s), *sizes, self._sources(), self.why
+
+    def _sources(self) -> str:
+        if self.memory_source == self.source:
+            return self.source
+        if self.memory_source:
+            return f"{self.source}, memory {self.memory_source}"
+        return "online time" if self.source == "online" else self.source
 
 
 @dataclass(frozen=True)
@@ -208,7 +217,8 @@ def _block_rows(
         else:
             reason = _why_not_faster(planner, workload, plan, i, s)
             why = f"{_slower(c.time_s, best.time_s)}, but {reason}"
-        rows.append(StrategyRow(s, why, c.time_s, _memory(c), c.comm_bytes, c.source))
+        sources = c.source, c.memory_source
+        rows.append(StrategyRow(s, why, c.time_s, _memory(c), c.comm_bytes, *sources))
     return tuple(rows)
 
 
@@ -245,8 +255,9 @@ def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> Str
         why = _over(peak, limit)
     else:
         why = _slower(time_s, planner.predict(plan, workload)[0])
-    sources = dict.fromkeys(c[s].source for c in costs)
-    return StrategyRow(s, why, time_s, peak, sent, ", ".join(sources))
+    sources = ", ".join(dict.fromkeys(c[s].source for c in costs))
+    memory = {c[s].memory_source for c in costs}
+    return StrategyRow(s, why, time_s, peak, sent, sources, min(memory, default=""))
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from paradyse.cli_plan_page import charts_of, page_of
 from paradyse.cost import Machine
 from paradyse.devices import machine_of, read_cluster
 from paradyse.dry_run import DryRun, capture_program, dry_run, fake_world, measure_step
-from paradyse.dry_run_memory import Sample, Saved, Timeline, fit_growth
+from paradyse.dry_run_memory import Sample, Timeline, fit_growth
 from paradyse.dry_run_plan import MIXTURE, Outlook, look_ahead
 from paradyse.integrations import whole_graphs
+from paradyse.saved import Saved
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec
 
 SEQ_LEN = 92

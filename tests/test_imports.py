@@ -24,6 +24,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cost": frozenset({"types", "profiles"}),
     "machine": frozenset({"types", "mesh", "comm", "cost"}),  # measures what cost computes with
     "lower": frozenset({"types"}),
+    "saved": frozenset(),  # what autograd keeps
     "pieces": frozenset({"types", "sharding"}),  # a part of a graph at other sizes
     "replicas": frozenset({"mesh", "comm"}),  # the data-parallel axis
     "data": frozenset({"mesh"}),  # which batches a rank reads
@@ -41,20 +42,24 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "program": frozenset(  # the steps of a capture, and the frame of one call
         {"types", "mesh", "comm", "sharding", "lower", "pieces", "weights", "deferred"}
-        | {"strategies", "passes", "replicas"}
+        | {"strategies", "passes", "replicas", "saved"}
     ),
     "capture": frozenset(
         {"config", "mesh", "sharding", "pieces", "strategies", "passes", "program"}
     ),
     "describe": frozenset({"types", "pieces", "strategies", "program"}),
     "solver": frozenset(),
-    "planner": frozenset({"types", "config", "cost", "solver", "strategies"}),
+    "corrections": frozenset({"types", "cost"}),  # what a run has shown of its costs
+    "planner": frozenset({"types", "config", "cost", "corrections", "solver", "strategies"}),
     "devices": frozenset({"types", "cost"}),  # machines on paper
     "dry_run": frozenset(  # a model on ranks that are not there
         {"types", "config", "cost", "solver", "planner", "mesh", "comm", "kernels", "lower"}
         | {"pieces", "weights", "strategies", "passes", "program", "capture", "describe"}
+        | {"saved"}
     ),
-    "online": frozenset({"types", "comm", "cost", "planner", "program"}),  # costs fed back
+    "online": frozenset(  # costs fed back
+        {"types", "comm", "cost", "corrections", "planner", "program", "saved"}
+    ),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     "corpus": frozenset(),  # text for the command line
     "length_distributions": frozenset(),  # published ones, for traces
