@@ -10,9 +10,11 @@ all-gather 70 ms, reduce-scatter 39 ms, all-reduce 12 ms, all-to-all 4.5 ms.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -79,6 +81,21 @@ def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveE
     )
 
 
+_PAUSES: list[float] = []
+"""Seconds after every collective, while ``settled`` is entered."""
+
+
+@contextlib.contextmanager
+def settled(pause_s: float = 1e-3) -> Iterator[None]:
+    """Inside, a rank pauses after every collective until the thread that ran it is done with its
+    buffers: where memory is watched, that thread's giving back would not be seen."""
+    _PAUSES.append(pause_s)
+    try:
+        yield
+    finally:
+        _PAUSES.pop()
+
+
 class Pending:
     """A collective under way. ``wait`` returns its result."""
 
@@ -95,6 +112,8 @@ class Pending:
                     raise RuntimeError("wait returned False")
         except RuntimeError as e:
             raise _fail(*self._context, e) from e
+        if _PAUSES:
+            time.sleep(_PAUSES[-1])
         self._keep = None
         return self._result
 

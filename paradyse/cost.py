@@ -6,8 +6,8 @@ and, when training, backward. The bytes each strategy sends are those of REFEREN
 recomputed from the block's own shapes: grouped KV heads, gated MLPs, windows, padding of the
 sequence and of the heads.
 
-Peak memory of a plan (DESIGN 6) is static + sum of what blocks save + the largest workspace +
-communicators: ``peak_bytes``.
+Peak memory of a plan (DESIGN 6) is static + communicators + what blocks save and need while they
+run, at the moment when that is most: ``peak_bytes``.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ class BlockCost:
     """Held only while the block runs."""
     comm_bytes: int
     """Sent by this rank."""
+    left_bytes: int = 0
+    """Held from the block's backward to the end of the step: gradients of whole weights, which are
+    summed over ranks when all are there."""
     source: str = "prior"
     """What the time comes from: "prior", "forest" or "polynomial" (``cost_curves``), "online"."""
     memory_source: str = ""
@@ -386,7 +389,15 @@ def prior_cost(
         saved_bytes=int(t.saved_bytes) if workload.training else 0,
         workspace_bytes=int(t.workspace_bytes),
         comm_bytes=int(sum(t.sent_bytes.values())),
+        left_bytes=gradient_bytes(block, workload, sharded),
     )
+
+
+def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
+    """Of a block's whole weights: held until the ranks' are summed, at the end of backward."""
+    if sharded or not workload.training:
+        return 0
+    return block.num_weight_elements * workload.dtype.itemsize
 
 
 def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine: Machine) -> float:
@@ -399,9 +410,28 @@ def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine:
     return t.time_s(machine)
 
 
-def peak_bytes(costs: Iterable[BlockCost], static_bytes: int, machine: Machine) -> int:
-    """Peak memory of a plan: static + sum saved + largest workspace + communicators (DESIGN 6)."""
-    costs = tuple(costs)
-    workspace = max((c.workspace_bytes for c in costs), default=0)
-    saved = sum(c.saved_bytes for c in costs)
-    return static_bytes + saved + workspace + machine.communicator_bytes
+def peak_bytes(
+    costs: Iterable[BlockCost],
+    static_bytes: int,
+    machine: Machine,
+    rest: Iterable[BlockCost] = (),
+) -> int:
+    """Peak memory of a plan: static + communicators + the most held at any moment of a step.
+
+    While a block runs, that is what it and the blocks before it save, what the blocks after it left
+    behind when their backward was done, and its workspace: so no more than the sum of all that is
+    saved + the largest workspace (DESIGN 6), by much in a model of few layers.
+
+    Args:
+        costs: of the blocks, in the order of computation.
+        rest: of what is in no block: saved all the time; its workspace is needed when all blocks
+            have saved.
+    """
+    costs, rest = tuple(costs), tuple(rest)
+    saved, left, most = 0, sum(c.left_bytes for c in costs), 0
+    for c in costs:
+        saved, left = saved + c.saved_bytes, left - c.left_bytes
+        most = max(most, saved + left + c.workspace_bytes)
+    most = max(most, saved + max((c.workspace_bytes for c in rest), default=0))
+    fixed = static_bytes + machine.communicator_bytes
+    return fixed + sum(c.saved_bytes for c in rest) + most

@@ -185,12 +185,13 @@ class Curve:
         if estimator == FOREST:
             self._forest: Forest | None = fit_forest(points, values)
             return
-        guess = None
-        if estimator == HYBRID and growth is not None:
+        self._polynomial = fit_polynomial(points, values, None, degrees)
+        exact = all(abs(self._polynomial(*p) / v - 1) < NOISE_FLOOR for p, v in zip(points, values))
+        if estimator == HYBRID and growth is not None and not exact:
             longest = max(points, key=lambda p: (p[1], p[0]))
             beyond = (longest[0], 4 * longest[1])
             guess = beyond, max(measured[longest], 1e-9) * growth(longest, beyond)
-        self._polynomial = fit_polynomial(points, values, guess, degrees)
+            self._polynomial = fit_polynomial(points, values, guess, degrees)
         self._forest = None
         ratios = [math.log(v / self._polynomial(*p)) for p, v in zip(points, values)]
         if estimator == HYBRID and max(map(abs, ratios)) > NOISE_FLOOR:

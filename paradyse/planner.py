@@ -16,9 +16,9 @@ import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, parse_plan
 from paradyse.corrections import FLOOR, STATIC, Corrections
-from paradyse.cost import BlockCost, Machine, canonical_strategy, peak_bytes, prior_cost
+from paradyse.cost import BlockCost, Machine, canonical_strategy, prior_cost
 from paradyse.cost_fit import CostModel
-from paradyse.solver import Choice, Group, fastest, smallest
+from paradyse.planner_fit import Choices
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -175,11 +175,8 @@ class Planner:
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step's blocks, and its rest where measured."""
-        chosen = [c[s] for c, s in zip(self.costs(workload), plan.strategies)]
-        chosen += self.rest(workload)
-        peak = peak_bytes(chosen, self.static_bytes, self.machine(workload.dtype))
-        peak = max(peak, self._least_peak(workload))
-        return sum(c.time_s for c in chosen), peak
+        choices = self._choices(plan.strategies, workload)
+        return choices.time_s(plan.strategies), choices.peak(plan.strategies)
 
     def memory_limit(self, dtype: torch.dtype) -> float:
         """Bytes a plan may need on a rank: the option, else the capacity, else infinite."""
@@ -304,20 +301,12 @@ class Planner:
 
     def _choose(self, names: tuple[str, ...], workload: Workload) -> Plan:
         """The fastest plan that fits, with ``names`` fixed where they are not "auto"."""
-        costs = self.costs(workload)
-        members, groups = self._groups(names, workload)
-        rest = self.rest(workload)
+        choices = self._choices(names, workload)
         limit = self.memory_limit(workload.dtype)
-        fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
-        counts = fastest(groups, limit - fixed)
-        if counts is None or self._least_peak(workload) > limit:
-            counts = self._over_the_limit(names, limit, workload)
-        strategies = [""] * len(self.blocks)
-        for (choices, at), row in zip(members, counts):
-            taken = [s for s, n in zip(choices, row) for _ in range(n)]
-            for i, s in zip(at, taken):
-                strategies[i] = s
-        best = self._smooth(Plan(tuple(strategies)), names, costs, rest, limit - fixed)
+        strategies = choices.fastest(limit)
+        if strategies is None:
+            strategies = self._over_the_limit(names, limit, workload)
+        best = self._smooth(Plan(strategies), names, choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -327,49 +316,66 @@ class Planner:
         Args:
             names: a strategy or "auto" for every block; None: the planner's to choose for all.
         """
-        _, groups = self._groups(names or (AUTO,) * len(self.blocks), workload)
-        fixed = peak_bytes((), self.static_bytes, self.machine(workload.dtype))
-        return max(smallest(groups)[0] + fixed, self._least_peak(workload))
+        return self._choices(names or (AUTO,) * len(self.blocks), workload).smallest()[0]
 
-    def _least_peak(self, workload: Workload) -> int:
-        """Bytes of a rank that every plan needs at some moment."""
-        floor = 0
-        if workload.training:
-            floor = self.cost_model.floor_bytes if self.cost_model else 0
-            floor = max(floor, self._corrections.constant(FLOOR) if self._corrections else 0)
-        return peak_bytes((), self.static_bytes + floor, self.machine(workload.dtype))
+    def longest(self, workload: Workload, most: int, names: tuple[str, ...] | None = None) -> int:
+        """The longest sequences, in tokens up to ``most``, for which a plan fits the memory limit:
+        as ``workload`` but for their length. 0: none does.
 
-    def _groups(
-        self, names: tuple[str, ...], workload: Workload
-    ) -> tuple[list[tuple[tuple[str, ...], list[int]]], list[Group]]:
-        """Blocks that cost the same with their choices, and the same for the solver; what is in no
-        block comes last, where it was measured."""
-        costs = self.costs(workload)
-        members: dict[tuple[Hashable, tuple[str, ...]], list[int]] = {}
-        for i, (block, name) in enumerate(zip(self.blocks, names)):
-            choices = self.candidates(block) if name == AUTO else (name,)
-            members.setdefault((self.kinds[i], choices), []).append(i)
-        groups = []
-        for (_, choices), at in members.items():
-            of = [costs[at[0]][s] for s in choices]
-            options = tuple(Choice(c.time_s, c.saved_bytes, c.workspace_bytes) for c in of)
-            groups.append(Group(len(at), options))
-        rest = self.rest(workload)
-        groups += [Group(1, (Choice(0.0, c.saved_bytes, c.workspace_bytes),)) for c in rest]
-        return [(choices, at) for (_, choices), at in members.items()], groups
-
-    def _over_the_limit(
-        self, names: tuple[str, ...], limit: float, workload: Workload
-    ) -> tuple[tuple[int, ...], ...]:
-        _, counts = smallest(self._groups(names, workload)[1])
+        Args:
+            names: as of ``least_bytes``.
+        """
 
         def need(seq_len: int) -> int:
             return self.least_bytes(replace(workload, seq_len=seq_len), names)
 
-        longest = longest_length(need, limit, workload.seq_len)
+        return longest_length(need, self.memory_limit(workload.dtype), most)
+
+    def _choices(self, names: Sequence[str], workload: Workload) -> Choices:
+        """For every block what its name allows."""
+        free = {k: self.candidates(b) for k, b in zip(self.kinds, self.blocks)}
+        return Choices(
+            self.kinds,
+            [free[k] if n == AUTO else (n,) for k, n in zip(self.kinds, names)],
+            self._simple(names),
+            self.costs(workload),
+            self.rest(workload),
+            self.static_bytes,
+            self._floor_bytes() if workload.training else 0,
+            self.cost_model.margin if self.cost_model else 0.0,
+            self.machine(workload.dtype),
+        )
+
+    def _floor_bytes(self) -> int:
+        """What every plan of a training step needs beyond static at some moment."""
+        predicted = self.cost_model.floor_bytes if self.cost_model else 0
+        return max(predicted, self._corrections.constant(FLOOR) if self._corrections else 0)
+
+    def _simple(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """One allowed strategy for all blocks whose name is "auto", where all of them have it."""
+        plans = []
+        for s in self.options.strategies if AUTO in names else ():
+            of: dict[Hashable, str | None] = {}
+            for kind, b in zip(self.kinds, self.blocks):
+                if kind not in of:
+                    variant = canonical_strategy(b.kind, s)
+                    same = (
+                        c for c in self.candidates(b) if canonical_strategy(b.kind, c) == variant
+                    )
+                    of[kind] = next(same, None)
+            plan = [of[k] if n == AUTO else n for k, n in zip(self.kinds, names)]
+            if None not in plan:
+                plans.append(tuple(map(str, plan)))
+        return plans
+
+    def _over_the_limit(
+        self, names: tuple[str, ...], limit: float, workload: Workload
+    ) -> tuple[str, ...]:
+        need, strategies = self._choices(names, workload).smallest()
+        longest = self.longest(workload, workload.seq_len, names)
         text = (
             f"no plan fits for {describe_workload(workload)}: the smallest needs "
-            f"{format_bytes(need(workload.seq_len))} a rank, {format_bytes(self.static_bytes)} of "
+            f"{format_bytes(need)} a rank, {format_bytes(self.static_bytes)} of "
             "them weights, gradients and optimizer state; the longest sequences that would fit "
             f"have {longest} tokens"
         )
@@ -381,15 +387,14 @@ class Planner:
             )
         # The capacity is the machine's word, not the user's, and the prediction is no measurement.
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
-        return counts
+        return strategies
 
     def _smooth(
         self,
         best: Plan,
         names: tuple[str, ...],
-        costs: Costs,
-        rest: tuple[BlockCost, ...],
-        budget: float,
+        choices: Choices,
+        limit: float,
     ) -> Plan:
         """The previous plan instead, where it is legal, fits, and is nearly as fast."""
         previous = self._previous
@@ -398,10 +403,8 @@ class Planner:
         for block, name, s in zip(self.blocks, names, previous.strategies):
             if s != name and (name != AUTO or s not in self.candidates(block)):
                 return best
-        old = [c[s] for c, s in zip(costs, previous.strategies)]
-        new = [c[s] for c, s in zip(costs, best.strategies)]
-        held = [*old, *rest]
-        saved = sum(c.saved_bytes for c in held) + max(c.workspace_bytes for c in held)
-        best_s = sum(c.time_s for c in new)
-        keep = sum(c.time_s for c in old) <= best_s * (1 + self.options.smoothing)
-        return previous if keep and saved <= budget else best
+        rest_s = sum(c.time_s for c in choices.rest)
+        best_s = choices.time_s(best.strategies) - rest_s
+        old_s = choices.time_s(previous.strategies) - rest_s
+        keep = old_s <= best_s * (1 + self.options.smoothing)
+        return previous if keep and choices.peak(previous.strategies) <= limit else best

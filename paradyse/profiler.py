@@ -7,10 +7,10 @@ medians over repeats and over blocks of equal structure; of ranks the slowest co
 that holds or sends most.
 
 Memory is watched in a step of its own, with gradients in place as from a step before. Such a step
-needs static + the sum of saved + the largest workspace, or static + floor if that is more: where
-weights are replicated their gradients are summed at the end of backward, when nothing is saved any
-more. The time of that is part of ``rest``, while its bytes are booked to the blocks that own the
-weights, as ``paradyse.stats`` books them.
+needs static + the most its blocks hold at any moment (``cost.peak_bytes``), or static + floor if
+that is more: where weights are replicated their gradients are summed at the end of backward, when
+nothing is saved any more. The time of that is part of ``rest``, while its bytes are booked to the
+blocks that own the weights, as ``paradyse.stats`` books them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,13 @@ import torch
 import torch.distributed as dist
 
 from paradyse.config import check_strategy, parse_bytes
-from paradyse.cost import canonical_strategy
+from paradyse.cost import (
+    BlockCost,
+    Machine,
+    canonical_strategy,
+    gradient_bytes,
+    peak_bytes,
+)
 from paradyse.machine import describe_device, measure_machine
 from paradyse.profiler_marks import StepMemory
 from paradyse.profiler_steps import MakeBatch, Steps
@@ -128,7 +134,7 @@ def profile(
         machine=asdict(machine),
         memory_limit=limit,
     )
-    book = _Book(Path(path), setting, batch, training)
+    book = _Book(Path(path), setting, machine, batch, training)
     ask = _Asked(tuple(names), repeats, limit or machine.capacity_bytes or math.inf)
     lengths = sorted(set(lengths))
     done, total = 0, len(lengths) * len(names)
@@ -202,8 +208,10 @@ def _from_first(make: Callable[[], T]) -> T:
 class _Book:
     """The file: what is known, on all ranks alike, and what is written by the first."""
 
-    def __init__(self, path: Path, setting: Setting, batch: int, training: bool) -> None:
-        self.path, self.setting = path, setting
+    def __init__(
+        self, path: Path, setting: Setting, machine: Machine, batch: int, training: bool
+    ) -> None:
+        self.path, self.setting, self.machine = path, setting, machine
         self.batch, self.training = batch, training
         self.known: dict[tuple[Part, int], Measurement] = {}
         for m in _from_first(self._open):
@@ -414,16 +422,21 @@ class _Row:
 
     def _beyond_static(self, name: str, seq_len: int) -> int:
         """What a step needs, by what was measured; 0 where something is missing."""
-        parts = self._parts(name) + Counter([REST])
-        found = {p: self.book.get(p, seq_len) for p in parts}
-        rows = [(m, parts[p]) for p, m in found.items() if m is not None]
-        if len(rows) < len(found):
+        rest = self.book.get(REST, seq_len)
+        found = [self.book.get(self._part(b, name), seq_len) for b in self.steps.blocks]
+        rows = [m for m in found if m is not None]
+        if rest is None or len(rows) < len(found):
             return 0
-        saved = sum(m.saved_bytes * n for m, n in rows)
-        workspace, floor = (
-            max(x) for x in zip(*((m.workspace_bytes, m.floor_bytes) for m, _ in rows))
-        )
-        return max(saved + workspace, floor)
+        w = self.steps.workload(seq_len)
+        left = [gradient_bytes(b, w, self.book.setting.sharded) for b in self.steps.blocks]
+        costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
+        alone = replace(self.book.machine, communicator_bytes=0)
+        return max(peak_bytes(costs, 0, alone, [_held(rest)]), rest.floor_bytes)
+
+
+def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:
+    """The memory of a measurement."""
+    return BlockCost(0.0, m.saved_bytes, m.workspace_bytes, 0, left_bytes)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

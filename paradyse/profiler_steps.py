@@ -132,7 +132,10 @@ class Steps:
         """What a step holds, gradients in place from the one before."""
         inputs = self._inputs(seq_len)
         gc.collect()
-        with DeviceMemory() if self.device.type == "cuda" else HostMemory() as probe:
+        with (
+            comm.settled(),
+            DeviceMemory() if self.device.type == "cuda" else HostMemory() as probe,
+        ):
             watch = Watch(probe)
             self.watch(watch)
             self._step(inputs, plan, watch)
@@ -160,6 +163,11 @@ class Steps:
         sent = sum((t.sent_bytes for t in between), Counter[str]())
         counts[-1] = (sent, sum((t.calls for t in between), Counter[str]()))
         return counts
+
+    def workload(self, seq_len: int) -> Workload:
+        """What a step at this length is for the planner."""
+        dtype = self.parameters[0].dtype
+        return Workload(self.batch, seq_len, dtype, self.training, self.axis.size)
 
     def static_bytes(self) -> int:
         """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""

@@ -81,14 +81,23 @@ def fastest(groups: Sequence[Group], budget_bytes: float) -> Counts | None:
 
 def smallest(groups: Sequence[Group]) -> tuple[int, Counts]:
     """The least sum saved + largest workspace of any assignment, and that assignment."""
-    options: list[tuple[int, Counts]] = []
+    return min(((_needed(groups, c), c) for c in frontier(groups)), default=(0, ()))
+
+
+def frontier(groups: Sequence[Group]) -> list[Counts]:
+    """Under every bound on the workspace that can be kept, the assignment that saves least."""
+    out: list[Counts] = []
     for limit in sorted({c.workspace_bytes for g in groups for c in g.choices}):
         kept = [_undominated(g, limit) for g in groups]
         if all(kept):
-            picked = [k[-1] for k in kept]
-            saved = sum(g.count * g.choices[i].saved_bytes for g, i in zip(groups, picked))
-            options.append((limit + saved, _counts(groups, picked)))
-    return min(options, default=(0, ()))
+            out.append(_counts(groups, [k[-1] for k in kept]))
+    return list(dict.fromkeys(out))
+
+
+def _needed(groups: Sequence[Group], counts: Counts) -> int:
+    """Sum saved + largest workspace."""
+    used = [(n, c) for g, row in zip(groups, counts) for n, c in zip(row, g.choices) if n]
+    return sum(n * c.saved_bytes for n, c in used) + max(c.workspace_bytes for _, c in used)
 
 
 def _undominated(group: Group, workspace_limit: int) -> list[int]:

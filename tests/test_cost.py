@@ -265,10 +265,15 @@ def test_the_z_names_are_one_variant_of_an_mlp() -> None:
     )
 
 
-def test_peak_is_static_plus_saved_plus_the_largest_workspace_plus_communicators() -> None:
-    costs = [BlockCost(1.0, 10, 100, 0), BlockCost(1.0, 20, 300, 0)]
+def test_peak_is_static_plus_communicators_plus_the_most_held_at_any_moment() -> None:
     machine = replace(GPU, communicator_bytes=5)
-    assert peak_bytes(costs, 1000, machine) == 1000 + 30 + 300 + 5
+    wide, narrow = BlockCost(1.0, 10, 300, 0), BlockCost(1.0, 20, 100, 0)
+    assert peak_bytes([wide, narrow], 1000, machine) == 1005 + 10 + 300  # the rest is gone by then
+    assert peak_bytes([narrow, wide], 1000, machine) == 1005 + 30 + 300
+    gradients = [replace(c, left_bytes=50) for c in (wide, narrow)]
+    assert peak_bytes(gradients, 1000, machine) == 1005 + 10 + 50 + 300
+    loss = BlockCost(1.0, 7, 400, 0)
+    assert peak_bytes([wide, narrow], 1000, machine, [loss]) == 1005 + 7 + 30 + 400
     assert peak_bytes([], 7, machine) == 12
 
 
