@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from common import (
     Goal,
@@ -34,8 +33,8 @@ from common import (
     random_tokens,
     table,
 )
+from contenders import Ours, plans_of, time_step
 from counterparts import ContextParallel, TensorParallel
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
@@ -50,22 +49,6 @@ COUNTERPARTS = {"megatron_ts": (TENSOR,), "megatron_cz": (RING, RING_COMPILED)}
 
 TOLERANCE = 1e-4
 """Relative, float32, of losses and of each gradient (by norm), against one-process eager."""
-
-
-class Ours:
-    """A contender: the unmodified model, compiled with a plan."""
-
-    def __init__(self, model: Any, plan: str, inner: str):
-        self.model = model
-        self.run = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": inner})
-
-    def step(self, ids: Tensor) -> Tensor:
-        loss = self.run(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
 
 def measure(
@@ -104,23 +87,12 @@ def measure(
         for seq_len in trace:
             ids = random_tokens(seq_len)
             for name, contender in contenders.items():
-                taken = _time(contender, ids)
+                taken = time_step(contender, ids)
                 if run:  # the first run warms up
                     seconds[name][seq_len].append(taken)
         rank.send(f"run {run} of {runs}" if run else "warmed up")
-    plans = _plans(contenders["auto"].run, trace) if "auto" in contenders else {}
+    plans = plans_of(contenders["auto"].run) if "auto" in contenders else {}
     return {"seconds": seconds, "plans": plans}
-
-
-def _time(contender: Any, ids: Tensor) -> float:
-    """Seconds of one step on the slower rank."""
-    contender.model.zero_grad()
-    dist.barrier()
-    start = time.perf_counter()
-    contender.step(ids)
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def _check(name: str, contender: Any, reference: Any, seq_len: int) -> None:
@@ -140,19 +112,6 @@ def _check(name: str, contender: Any, reference: Any, seq_len: int) -> None:
         error = float((grads[weight] - p.grad).norm() / p.grad.norm())
         if not error <= TOLERANCE:
             sys.exit(f"not timed: {at} has the gradient of {weight} off by {error:.1e}")
-
-
-def _plans(compiled: Any, trace: tuple[int, ...]) -> dict[int, str]:
-    """Length -> the plan that auto chose, for people."""
-    import paradyse
-
-    out = {}
-    known: Mapping[int, str] = paradyse.stats(compiled).plan_per_length
-    for seq_len in trace:
-        parts = known.get(seq_len, "").split(",")
-        kinds = sorted(set(parts), key=parts.index)
-        out[seq_len] = " + ".join(f"{parts.count(k)} {k}" for k in kinds)
-    return out
 
 
 @dataclass

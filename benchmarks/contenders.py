@@ -1,0 +1,52 @@
+"""For benchmarks of training on several ranks: a model under a plan, and its steps timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ours:
+    """A contender: the unmodified model, compiled with a plan and further options."""
+
+    def __init__(self, model: Any, plan: Any, inner: str, **options: Any):
+        self.model = model
+        options = {"plan": plan, "inner": inner, **options}
+        self.run = torch.compile(model, backend="paradyse", options=options)
+
+    def step(self, ids: Tensor) -> Tensor:
+        loss = self.run(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+def time_step(contender: Any, ids: Tensor) -> float:
+    """Seconds of one step on the slowest rank."""
+    contender.model.zero_grad()
+    dist.barrier()
+    start = time.perf_counter()
+    contender.step(ids)
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def plans_of(compiled: Any) -> dict[int, str]:
+    """Length -> the plan that a compiled model ran last, for people."""
+    import paradyse
+
+    out = {}
+    known: Mapping[int, str] = paradyse.stats(compiled).plan_per_length
+    for seq_len, plan in known.items():
+        parts = plan.split(",")
+        kinds = sorted(set(parts), key=parts.index)
+        out[seq_len] = " + ".join(f"{parts.count(k)} {k}" for k in kinds)
+    return out
