@@ -1,0 +1,276 @@
+"""Two ranks: the longest sequence that each static strategy and ``auto`` train under a limit.
+
+    python benchmarks/memory_bound.py            # 5 minutes on two cores
+    python benchmarks/memory_bound.py --quick    # tiny sizes, to see that it runs
+
+A profile is made first, without a limit and up to --longest tokens. Limits are what the static
+strategies need, in the middle, at parts of that length. Memory is measured in real steps: weights,
+gradients and two moments of an optimizer, and the most that is held beyond them in a step.
+
+By measurement: the longest length at which a step was measured to stay within the limit, searched
+for until a thousandth. ``auto`` is asked for a plan for all of these lengths, and its steps are
+measured too. Predicted: what the planner says before anything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Goal, Report, llama, parser, table
+
+from paradyse.config import AUTO
+from paradyse.integrations import make_model, read_config, whole_graphs
+from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.planner import Planner, format_bytes, longest_length
+from paradyse.profiler_steps import Steps
+from paradyse.types import ATTENTION_STRATEGIES, Plan, Workload
+
+PARTS = (0.25, 0.5)
+"""Of the longest profiled length: where the limits are."""
+
+CLOSE = 1 / 256
+"""How near to the true longest length the search by measurement goes, as a share."""
+
+
+class Bounded:
+    """Steps of one model under a memory limit, and the planner that plans them."""
+
+    def __init__(self, model: Any, options: Mapping[str, Any], shortest: int):
+        from paradyse.backend import captures_of
+
+        self.steps = Steps(model, options, 1, True, None)
+        self.steps.find_blocks(shortest)
+        mine = [c for c in captures_of(model) if c.options.plan == self.steps._current_plan]
+        graphs = [g for c in mine for g in c.graphs.values() if g.blocks]
+        self.planner: Planner = graphs[-1].planner
+        self.dtype: torch.dtype = graphs[-1].dtype
+
+    def work(self, seq_len: int) -> Workload:
+        return Workload(1, seq_len, self.dtype, True, self.planner.num_ranks)
+
+    def need(self, strategy: str, seq_len: int) -> int:
+        """Bytes predicted."""
+        names = (strategy,) * len(self.planner.blocks)
+        return self.planner.predict(Plan(names), self.work(seq_len))[1]
+
+    def held(self, plan: str, seq_len: int) -> int:
+        """Bytes measured, of the rank that holds most."""
+        self.steps.run(seq_len, plan)
+        memory = self.steps.memory(seq_len, plan).peak_bytes
+        told = torch.tensor(self.planner.static_bytes + memory)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return int(told)
+
+    def longest(self, strategy: str, limit: int, start: int) -> tuple[int, int]:
+        """The longest length whose step is measured to fit, and its bytes.
+
+        Args:
+            start: a length near it.
+        """
+        known: dict[int, int] = {}
+
+        def at(n: int) -> int:
+            if n not in known:
+                known[n] = self.held(strategy, n)
+            return known[n]
+
+        low, high = 0, 0
+        n = max(1, start)
+        while not (low and high and high - low <= max(1, CLOSE * low)):
+            if at(n) <= limit:
+                low = n
+                n = (low + high) // 2 if high else math.ceil(n * (1 + 8 * CLOSE))
+            else:
+                high = n
+                n = (low + high) // 2 if low else math.floor(n / (1 + 8 * CLOSE))
+            if n < 1:
+                return 0, 0
+        return low, known[low]
+
+
+def measure(
+    rank: Rank,
+    config: Mapping[str, Any] | None,
+    layers: int,
+    hidden: int,
+    path: str,
+    longest: int,
+    inner: str,
+    sharded: bool,
+) -> list[dict[str, Any]]:
+    """What one rank does: a row of figures for each limit."""
+    import paradyse
+
+    with whole_graphs():
+        model = make_model(dict(config), layers) if config else llama(layers, hidden)
+        if sharded:
+            paradyse.shard(model)
+        options = {"inner": inner}
+        lengths = [longest >> i for i in range(4, -1, -1)]
+        paradyse.profile(
+            model,
+            path,
+            lengths,
+            repeats=1,
+            options=options,
+            progress=lambda p: rank.send(f"profile: {p.done} of {p.total}  {p.text}"),
+        )
+        options["cost_model"] = path
+        free = Bounded(model, options, lengths[0])
+        names = [
+            s for s in ATTENTION_STRATEGIES if all(s in b.feasible() for b in free.planner.blocks)
+        ]
+        rows = []
+        with free.steps.prepared():
+            for part in PARTS:
+                needs = sorted(free.need(s, int(part * longest)) for s in names)
+                rows.append(bound(rank, model, options, names, needs[len(needs) // 2], lengths[0]))
+    return rows
+
+
+def bound(
+    rank: Rank,
+    model: Any,
+    options: Mapping[str, Any],
+    names: list[str],
+    limit: int,
+    shortest: int,
+) -> dict[str, Any]:
+    """Everything under one limit."""
+    bounded = Bounded(model, {**options, "memory_limit": limit}, min(16, shortest))
+    most = 1 << 24
+    row: dict[str, Any] = {"limit": limit, "static": bounded.planner.static_bytes}
+    row["strategies"] = {}
+    for s in names:
+        said = longest_length(lambda n, s=s: bounded.need(s, n), limit, most)
+        predicted_at = bounded.held(s, said) if said else 0
+        real, held = bounded.longest(s, limit, said)
+        rank.send(f"{format_bytes(limit)}, {s}: {said} predicted, {real} measured")
+        row["strategies"][s] = {"said": said, "held": predicted_at, "real": real}
+        try:
+            row["strategies"][s]["auto"] = bounded.held(AUTO, real) if real else 0
+        except ValueError:  # refused on every rank alike
+            row["strategies"][s]["auto"] = None
+    said = bounded.planner.longest(bounded.work(1), most)
+    row["auto"] = {"said": said, "held": bounded.held(AUTO, said) if said else 0}
+    plan = bounded.planner.plan(bounded.work(said)).strategies if said else ()
+    row["plan"] = {s: plan.count(s) for s in dict.fromkeys(plan)}
+    try:
+        bounded.steps.run(max(2, said + said // 50), AUTO)
+        row["refusal"] = ""
+    except ValueError as e:
+        row["refusal"] = str(e)
+    return row
+
+
+def share(num_bytes: int | None, limit: int) -> str:
+    return "refused" if num_bytes is None else f"{100 * num_bytes / limit:.1f} %"
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", help="config.json; default: a Llama of hidden 256")
+    arguments.add_argument("--layers", type=int, default=4)
+    arguments.add_argument("--longest", type=int, default=4096, help="tokens")
+    arguments.add_argument("--inner", default="inductor")
+    arguments.add_argument("--sharded", action="store_true", help="weights 1/p on each rank")
+    args = arguments.parse_args()
+    hidden = 256
+    if args.quick:
+        args.longest, args.layers, args.inner, hidden = 512, 2, "eager", 64
+    setting = Setting(
+        timeout_s=7200, silence_s=1800, env={"PYTHONPATH": str(Path(__file__).parent)}
+    )
+
+    def show(rank: int, line: str) -> None:
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            "config": read_config(args.model) if args.model else None,
+            "layers": args.layers,
+            "hidden": hidden,
+            "path": str(Path(folder) / "profile.jsonl"),
+            "longest": args.longest,
+            "inner": args.inner,
+            "sharded": args.sharded,
+        }
+        try:
+            rows = run_ranks("memory_bound:measure", 2, given, setting, show)[0]
+        except RanksFailed as e:
+            sys.exit(str(e))
+    return write_report(args, rows, hidden)
+
+
+def write_report(args: argparse.Namespace, rows: list[dict[str, Any]], hidden: int) -> int:
+    report = Report("memory_bound_sharded" if args.sharded else "memory_bound", args)
+    what = args.model or f"Llama of hidden {hidden}"
+    weights = "sharded" if args.sharded else "whole"
+    report.add(
+        f"{what}, {args.layers} layers, {weights} weights, two ranks, inner={args.inner}. Lengths "
+        "in tokens; shares are of the limit, as measured."
+    )
+    for row in rows:
+        limit, auto = row["limit"], row["auto"]
+        of = row["strategies"]
+        report.add(
+            "",
+            f"## {format_bytes(limit)} a rank, {format_bytes(row['static'])} of them weights, "
+            "gradients and optimizer state",
+            "",
+        )
+        cells = [
+            (
+                s,
+                str(x["said"]),
+                share(x["held"], limit),
+                str(x["real"]),
+                share(x["auto"], limit),
+            )
+            for s, x in of.items()
+        ]
+        cells.append((AUTO, str(auto["said"]), share(auto["held"], limit), "", ""))
+        header = ["plan", "longest, predicted", "held there", "by measurement", "auto there"]
+        report.add(*table(header, cells), "")
+        report.add(
+            "`auto` at its longest: " + ", ".join(f"{n} {s}" for s, n in row["plan"].items()),
+            f"2 % longer: {row['refusal'] or '**not refused**'}",
+        )
+        best = max(of.values(), key=lambda x: x["real"])["real"]
+        held = [x["auto"] for x in of.values() if x["auto"]] + [auto["held"]]
+        at = format_bytes(limit)
+        report.goals += [
+            Goal(
+                f"{at}: longest of `auto` over the best static's, measured",
+                auto["said"] / best if best else 1.0,
+                1.0,
+                at_least=True,
+            ),
+            Goal(f"{at}: most that `auto` held, of the limit", max(held) / limit, 1.0, False),
+            Goal(
+                f"{at}: lengths refused that a static strategy trains",
+                float(sum(x["auto"] is None for x in of.values())),
+                0,
+                False,
+            ),
+            Goal(
+                f"{at}: prediction off, most of any static, %",
+                100 * max(abs(limit / x["held"] - 1) for x in of.values() if x["held"]),
+                5,
+                False,
+            ),
+        ]
+    return report.finish("two processes of one thread")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
