@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+many_models = torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
+"""Decorates what compiles one model under many plans: Dynamo counts them all as recompilations of
+one function, and at its limit would run it eagerly without a word."""
+
 
 class Ours:
     """A contender: the unmodified model, compiled with a plan and further options."""

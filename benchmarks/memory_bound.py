@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Goal, Report, llama, parser, table
+from contenders import many_models
 
 from paradyse.config import AUTO
 from paradyse.integrations import make_model, read_config, whole_graphs
@@ -96,6 +97,7 @@ class Bounded:
         return low, known[low]
 
 
+@many_models
 def measure(
     rank: Rank,
     config: Mapping[str, Any] | None,

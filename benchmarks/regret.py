@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Goal, Report, check_equal, llama, median, milliseconds, parser, table
-from contenders import Ours, plans_of, time_step
+from contenders import Ours, many_models, plans_of, time_step
 
 from paradyse.corpus import draw_files
 from paradyse.integrations import make_model, read_config, vocabulary_of, whole_graphs
@@ -69,6 +69,7 @@ def draw_traces(count: int, lengths: Sequence[int]) -> dict[str, Counter[int]]:
     return {n: Counter(lengths[bisect_left(lengths, s)] for s in of) for n, of in drawn.items()}
 
 
+@many_models
 def measure(
     rank: Rank,
     config: Mapping[str, Any] | None,
@@ -128,6 +129,7 @@ def measure(
             began = began or time.perf_counter()
             tell(f"run {num_runs}" if num_runs else "warmed up")
     chosen = plans_of(made[AUTO].run)
+    assert set(chosen) >= set(lengths), "auto was not planned at every length"
     return {"seconds": found, "plans": chosen, "left_out": left_out, "runs": num_runs}
 
 

@@ -33,7 +33,7 @@ from common import (
     random_tokens,
     table,
 )
-from contenders import Ours, plans_of, time_step
+from contenders import Ours, many_models, plans_of, time_step
 from counterparts import ContextParallel, TensorParallel
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -51,6 +51,7 @@ TOLERANCE = 1e-4
 """Relative, float32, of losses and of each gradient (by norm), against one-process eager."""
 
 
+@many_models
 def measure(
     rank: Rank,
     layers: int,
