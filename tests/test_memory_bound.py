@@ -91,7 +91,6 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
 def test_auto_trains_what_any_strategy_can(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
     found, other = pool2.run(train_to_a_limit, str(tmp_path / "p"), sharded, timeout_s=300)
     assert found == other
-    print(found)
     limit, longest = found["limit"], found["longest"]
     statics = {s: longest[s] for s in ATTENTION_STRATEGIES}
     assert len(set(statics.values())) > 2 and longest[AUTO] >= max(statics.values())
