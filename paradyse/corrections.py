@@ -81,7 +81,7 @@ class Corrections:
             return cost
         saved, workspace = (int(self.value(q, None, num_tokens(workload))) for q in REST)
         if cost is None:
-            return BlockCost(0.0, saved, workspace, 0, ONLINE, ONLINE)
+            return BlockCost(0.0, saved, workspace, 0, source=ONLINE, memory_source=ONLINE)
         return replace(
             cost,
             saved_bytes=max(cost.saved_bytes, saved),
