@@ -6,12 +6,13 @@ No value of Sq x Sk elements exists. ``attention_backward`` takes the *final* ou
 log-sum-exp, so a ring calls it once per visiting K/V shard and sums: P = exp(scores - lse) is then
 right for any subset of keys (FlashAttention-2, arXiv 2307.08691, section 3.1; blockwise ring, arXiv
 2310.01889). On a CPU most work goes to PyTorch's flash kernel, which is exact in float64, float32,
-bfloat16 and float16.
+bfloat16 and float16; on CUDA to the Triton kernels of ``flash_runs``, but for what they refuse.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,13 @@ from paradyse.kernels.attention_mask import (
     Runs,
     Tile,
     data_intervals,
-    dropout_keep,
     position_intervals,
     row_blocks,
     run_positions,
     runs_len,
     segments,
 )
+from paradyse.kernels.flash_reference import dense_attention
 
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
@@ -43,42 +44,8 @@ def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """``attention_forward`` by its definition, with dense scores and differentiable: for tests."""
-    i, j = run_positions(q_runs, q.device)[:, None], run_positions(kv_runs, q.device)
-    visible = ((i < spec.seq_len) & (j < spec.seq_len))[None, None]
-    if spec.left is not None:
-        visible = visible & (j >= i - spec.left)
-    if spec.right is not None:
-        visible = visible & (j <= i + spec.right)
-    if spec.chunk is not None:
-        visible = visible & (i // spec.chunk == j // spec.chunk)
-    rows, keys = (x.clamp(max=spec.seq_len - 1) for x in (i[:, 0], j))
-    if spec.key_padding is not None:
-        visible = visible & spec.key_padding[:, None, None, keys]
-    if spec.document_ids is not None:
-        ids = spec.document_ids
-        visible = visible & (ids[:, rows][:, None, :, None] == ids[:, keys][:, None, None])
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)).to(stat_dtype(q.dtype)) * spec.scale
-    bias = spec.head_bias(q.shape[1])
-    if bias is not None:
-        if bias.shape[2] > 1:
-            bias = bias[:, :, rows]
-        if bias.shape[3] > 1:
-            bias = bias[..., keys]
-        if bias.dtype == torch.bool:
-            visible = visible & bias
-        else:
-            scores = scores + bias
-    scores = scores.masked_fill(~visible, -torch.inf)
-    lse = scores.logsumexp(-1)
-    p = torch.where(
-        visible, scores - torch.where(lse == -torch.inf, 0, lse)[..., None], -torch.inf
-    ).exp()
-    if spec.dropout_p > 0:
-        keep = dropout_keep(spec, slice(0, q.shape[0]), q.shape[1], i[:, 0], j)
-        p = p * keep / max(1 - spec.dropout_p, 1e-9)
-    return p.to(q.dtype) @ v, lse
+    at = run_positions(q_runs, q.device), run_positions(kv_runs, q.device)
+    return dense_attention(q, k, v, *at, spec)
 
 
 # Which tiles
@@ -211,6 +178,15 @@ def _call(
     )
 
 
+def _triton_kernels(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> ModuleType | None:
+    """``flash_runs`` where it computes this call. Imported late: Triton is for Linux only."""
+    if q.device.type != "cuda":
+        return None
+    from paradyse.kernels import flash_runs
+
+    return flash_runs if flash_runs.supports(q, k, v, spec) else None
+
+
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
@@ -232,6 +208,9 @@ def attention_forward(
         b, h, n, _ = q.shape
         out = q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2)
         return out, q.new_empty(b, h, n, dtype=stat_dtype(q.dtype))
+    kernels = _triton_kernels(q, k, v, spec)
+    if kernels is not None:
+        return kernels.forward(q, k, v, q_runs, kv_runs, spec)
     dtype, width, value_width = q.dtype, max(q.shape[-1], v.shape[-1]), v.shape[-1]
     qkv = [_prepared(x, width, call.dense) for x in (q, k, v)]
     problems = _problems(q, k, call)
@@ -278,6 +257,9 @@ def attention_backward(
     if isinstance(q, FakeTensor):
         dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
         return dq, dk, dv
+    kernels = _triton_kernels(q, k, v, spec)
+    if kernels is not None:
+        return kernels.backward(grad_out, q, k, v, out, lse, q_runs, kv_runs, spec)
     width = max(q.shape[-1], v.shape[-1])
     grad_out, out, q_, k_, v_ = (_prepared(x, width, call.dense) for x in (grad_out, out, q, k, v))
     problems = _problems(q, k, call)

@@ -1,0 +1,126 @@
+"""What kernels do to one pair of a query and a key: visibility, softcap, bias, dropout.
+
+``rows`` and ``keys`` stand for values per query and per key that broadcast against each other, as
+[R, 1] and [1, K] or, in transposed tiles, [1, R] and [K, 1].
+"""
+
+from __future__ import annotations
+
+
+import triton
+import triton.language as tl
+
+_FAR = tl.constexpr(2**30)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+NO_BIAS, BOOL_BIAS, FLOAT_BIAS = 0, 1, 2
+
+
+@triton.jit
+def tanh(x):
+    """By exp2, which is one instruction; saturates without overflow, absolute error 1e-7."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2_E)))
+
+
+@triton.jit
+def visible_pairs(
+    lo,
+    hi,
+    row_document,
+    key_position,
+    key_document,
+    HAS_LO: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    seen = key_position <= hi
+    if HAS_LO:
+        seen = seen & (key_position >= lo)
+    if HAS_DOCUMENTS:
+        seen = seen & (row_document == key_document)
+    return seen
+
+
+@triton.jit
+def mix(x):
+    """``attention_mask._mix`` on uint32."""
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    x = (x ^ (x >> 16)) * 0x45D9F3B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def hash_rows(seed, b, head, position):
+    """The part of ``attention_mask.dropout_keep``'s hash that a query has. ``seed`` int64, the others
+    int32, ``position`` a vector; uint32.
+    """
+    zero = tl.zeros_like(position).to(tl.uint32)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32) + zero
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32) + zero
+    head_bits = (head.to(tl.uint32) + zero) * 0x27D4EB2D
+    rows = mix(mix(low) ^ (b.to(tl.uint32) + zero))
+    return mix(mix(rows ^ high ^ head_bits) ^ position.to(tl.uint32))
+
+
+@triton.jit
+def hash_keys(position):
+    return mix(position.to(tl.uint32) + 0x3C6EF372)
+
+
+@triton.jit
+def kept_pairs(row_hash, key_hash, threshold):
+    return mix(row_hash ^ key_hash) >= threshold
+
+
+@triton.jit
+def add_bias(
+    scores,
+    seen,
+    bias,
+    row_position,
+    key_position,
+    stride_row,
+    stride_key,
+    post,
+    BIAS: tl.constexpr,
+):
+    """Scores, which are still to be multiplied by ``post`` to be of base 2, and what is visible,
+    after the bias of one sequence and head.
+    """
+    where = bias + row_position.to(tl.int64) * stride_row + key_position.to(tl.int64) * stride_key
+    if BIAS == 1:
+        seen = seen & (tl.load(where, mask=seen, other=0) != 0)
+    if BIAS == 2:
+        scores += tl.load(where, mask=seen, other=0).to(tl.float32) * (_LOG2_E / post)
+    return scores, seen
+
+
+@triton.jit
+def load_tile(
+    base,
+    start,
+    stride,
+    valid,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """[BLOCK, BLOCK_D] tokens from ``start`` on, 0 past the width and, if MASKED, where not
+    ``valid`` [BLOCK]. WIDEN: to float32, for the interpreter, which cannot compute in bfloat16.
+    """
+    d = tl.arange(0, BLOCK_D)
+    where = base + tl.cast(start, tl.int64) * stride
+    where += tl.arange(0, BLOCK)[:, None] * stride + d[None, :]
+    if MASKED:
+        if D == BLOCK_D:
+            tile = tl.load(where, mask=valid[:, None], other=0.0)
+        else:
+            tile = tl.load(where, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    elif D == BLOCK_D:
+        tile = tl.load(where)
+    else:
+        tile = tl.load(where, mask=(d < D)[None, :], other=0.0)
+    if WIDEN:
+        tile = tile.to(tl.float32)
+    return tile

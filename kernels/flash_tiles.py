@@ -1,0 +1,425 @@
+"""Which tiles of the scores a kernel has to visit, found on the device and without a sync.
+
+Order: kernels, the tables they fill, public function.
+
+By position a query sees the keys whose position lies in one interval [lo, hi]: causal, window, chunk
+and length are all of this form. A hidden key (padding, past the end) gets a position beyond every
+interval, so all that remains per pair is two comparisons and, with documents, one more. Bounds of
+both over groups of tokens tell which tiles nobody sees and which everybody sees. Visited tiles of one
+row of tiles are kept as segments [begin, end): memory grows with the length, not with its square, and
+the loops that read them step through keys in order. Inspired by the block masks of FlexAttention
+(arXiv 2412.05496), which list each tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paradyse.kernels.attention_mask import AttentionSpec
+
+GROUP = 16
+"""Tokens that share one entry of the bounds; every tile size is a multiple."""
+
+MAX_SEGMENTS = 32
+"""Segments kept per row of tiles and kind. A row with more (documents shuffled in runs of tiles) is
+visited from its first visible tile to its last, with a mask throughout: slower, and as exact."""
+
+FAR = 2**30
+"""Position of a key that nobody sees. Positions are below it."""
+
+_GROUP = tl.constexpr(GROUP)
+_FAR = tl.constexpr(FAR)
+_CAP = tl.constexpr(MAX_SEGMENTS)
+_HEADER = tl.constexpr(4)
+ROW_INTS = 4 + 2 * (2 * MAX_SEGMENTS + 1)
+"""int32 values per row of tiles: number of full segments, first partial segment, number of partial
+segments, unused; then (begin, end) of the full ones, and of the partial ones, whose last entry is the
+one of a row with too many."""
+_ROW_INTS = tl.constexpr(ROW_INTS)
+
+
+# Kernels
+
+
+@triton.jit
+def _group_minmax(x, valid, low, high):
+    return tl.min(tl.where(valid, x, high), 1), tl.max(tl.where(valid, x, low), 1)
+
+
+@triton.jit(do_not_specialize=["left", "right", "chunk"])
+def describe_queries(
+    positions,
+    documents,
+    rows,
+    row_documents,
+    bounds,
+    document_bounds,
+    num_rows,
+    num_groups,
+    seq_len,
+    stride_documents,
+    left,
+    right,
+    chunk,
+    HAS_DOCUMENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Per query [lo, hi, position]; per group the least and largest lo and hi, and document."""
+    b = tl.program_id(1)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    inside = at < num_rows
+    i = tl.load(positions + at, mask=inside, other=-1).to(tl.int32)
+    valid = inside & (i >= 0) & (i < seq_len)
+    lo = tl.where(left >= 0, tl.maximum(i - left, 0), 0)
+    hi = tl.where(right >= 0, tl.minimum(i + right, seq_len - 1), seq_len - 1)
+    size = tl.maximum(chunk, 1)
+    begin = i // size * size
+    lo = tl.where(chunk > 0, tl.maximum(lo, begin), lo)
+    hi = tl.where(chunk > 0, tl.minimum(hi, begin + size - 1), hi)
+    lo = tl.where(valid, lo, _FAR)
+    hi = tl.where(valid, hi, -1)
+    tl.store(rows + at, lo, mask=inside)
+    tl.store(rows + num_rows + at, hi, mask=inside)
+    tl.store(rows + 2 * num_rows + at, i, mask=inside)
+    in_bounds = group < num_groups
+    tl.store(bounds + group, tl.min(lo, 1), mask=in_bounds)
+    tl.store(bounds + num_groups + group, tl.max(lo, 1), mask=in_bounds)
+    tl.store(bounds + 2 * num_groups + group, tl.min(hi, 1), mask=in_bounds)
+    tl.store(bounds + 3 * num_groups + group, tl.max(hi, 1), mask=in_bounds)
+    if HAS_DOCUMENTS:
+        ids = tl.load(documents + b.to(tl.int64) * stride_documents + i, mask=valid, other=0)
+        tl.store(row_documents + b.to(tl.int64) * num_rows + at, ids, mask=inside)
+        least, most = _group_minmax(ids, valid, -_FAR, _FAR)
+        where = document_bounds + b.to(tl.int64) * 2 * num_groups + group
+        tl.store(where, least, mask=in_bounds)
+        tl.store(where + num_groups, most, mask=in_bounds)
+
+
+@triton.jit
+def describe_keys(
+    positions,
+    documents,
+    padding,
+    key_positions,
+    key_documents,
+    bounds,
+    document_bounds,
+    num_keys,
+    num_groups,
+    seq_len,
+    stride_documents,
+    stride_padding,
+    HAS_DOCUMENTS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Per key its position (FAR for a hidden one) and document; per group the least position of a
+    visible key, the largest of one, the largest of all, and the documents of the visible ones."""
+    b = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    inside = at < num_keys
+    j = tl.load(positions + at, mask=inside, other=-1).to(tl.int32)
+    valid = inside & (j >= 0) & (j < seq_len)
+    if HAS_PADDING:
+        seen = tl.load(padding + b * stride_padding + j, mask=valid, other=0)
+        valid = valid & (seen != 0)
+    in_bounds = group < num_groups
+    far = tl.where(valid, j, _FAR)
+    tl.store(key_positions + b * num_keys + at, far, mask=inside)
+    where = bounds + b * 3 * num_groups + group
+    tl.store(where, tl.min(far, 1), mask=in_bounds)
+    tl.store(where + num_groups, tl.max(tl.where(valid, j, -1), 1), mask=in_bounds)
+    tl.store(where + 2 * num_groups, tl.max(far, 1), mask=in_bounds)
+    if HAS_DOCUMENTS:
+        ids = tl.load(documents + b * stride_documents + j, mask=valid, other=0)
+        tl.store(key_documents + b * num_keys + at, ids, mask=inside)
+        least, most = _group_minmax(ids, valid, -_FAR, _FAR)
+        where = document_bounds + b * 2 * num_groups + group
+        tl.store(where, least, mask=in_bounds)
+        tl.store(where + num_groups, most, mask=in_bounds)
+
+
+@triton.jit
+def _tile_min(bounds, tile, num_groups, other, R: tl.constexpr):
+    at = tile[:, None] * R + tl.arange(0, R)[None, :]
+    return tl.min(tl.load(bounds + at, mask=(at >= 0) & (at < num_groups), other=other), 1)
+
+
+@triton.jit
+def _tile_max(bounds, tile, num_groups, other, R: tl.constexpr):
+    at = tile[:, None] * R + tl.arange(0, R)[None, :]
+    return tl.max(tl.load(bounds + at, mask=(at >= 0) & (at < num_groups), other=other), 1)
+
+
+@triton.jit
+def _tile_kinds(
+    query_tile,
+    key_tile,
+    query_bounds,
+    key_bounds,
+    query_documents,
+    key_documents,
+    query_groups,
+    key_groups,
+    HAS_DOCUMENTS: tl.constexpr,
+    ALLOW_FULL: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+):
+    """0 where no pair of a tile is visible, 2 where all are, 1 between. One of the two arguments has
+    one element.
+
+    Groups past the end are hidden ones, so a tile that reaches past the end is never full.
+    """
+    lo_min = _tile_min(query_bounds, query_tile, query_groups, _FAR, QR)
+    lo_max = _tile_max(query_bounds + query_groups, query_tile, query_groups, _FAR, QR)
+    hi_min = _tile_min(query_bounds + 2 * query_groups, query_tile, query_groups, -1, QR)
+    hi_max = _tile_max(query_bounds + 3 * query_groups, query_tile, query_groups, -1, QR)
+    first = _tile_min(key_bounds, key_tile, key_groups, _FAR, KR)
+    last = _tile_max(key_bounds + key_groups, key_tile, key_groups, -1, KR)
+    last_of_all = _tile_max(key_bounds + 2 * key_groups, key_tile, key_groups, _FAR, KR)
+    some = (first <= hi_max) & (last >= lo_min)
+    every = (first >= lo_max) & (last_of_all <= hi_min)
+    if HAS_DOCUMENTS:
+        q_least = _tile_min(query_documents, query_tile, query_groups, _FAR, QR)
+        q_most = _tile_max(query_documents + query_groups, query_tile, query_groups, -_FAR, QR)
+        k_least = _tile_min(key_documents, key_tile, key_groups, _FAR, KR)
+        k_most = _tile_max(key_documents + key_groups, key_tile, key_groups, -_FAR, KR)
+        some = some & (k_least <= q_most) & (k_most >= q_least)
+        every = every & (q_least == q_most) & (k_least == k_most) & (q_least == k_least)
+    if ALLOW_FULL:
+        return some.to(tl.int32) + (some & every).to(tl.int32)
+    else:
+        return some.to(tl.int32)
+
+
+@triton.jit
+def find_segments(
+    table,
+    query_bounds,
+    key_bounds,
+    query_documents,
+    key_documents,
+    query_groups,
+    key_groups,
+    num_inner,
+    ROWS_ARE_QUERIES: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    ALLOW_FULL: tl.constexpr,
+    QR: tl.constexpr,
+    KR: tl.constexpr,
+    STEP: tl.constexpr,
+) -> None:
+    """One row of the table: the segments of tiles of keys for a tile of queries, or the reverse."""
+    b = tl.program_id(1).to(tl.int64)
+    outer = tl.program_id(0) + tl.zeros([1], tl.int32)
+    row = table + (b * tl.num_programs(0) + tl.program_id(0)) * _ROW_INTS
+    keys = key_bounds + b * 3 * key_groups
+    q_docs = query_documents + b * 2 * query_groups
+    k_docs = key_documents + b * 2 * key_groups
+    num_full, num_partial, begin, end = 0, 0, num_inner, 0
+    for start in range(0, num_inner, STEP):
+        t = start + tl.arange(0, STEP)
+        if ROWS_ARE_QUERIES:
+            kind = _tile_kinds(
+                outer, t, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
+                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
+            )  # fmt: skip
+            before = _tile_kinds(
+                outer, t - 1, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
+                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
+            )  # fmt: skip
+            after = _tile_kinds(
+                outer, t + 1, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
+                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
+            )  # fmt: skip
+        else:
+            kind = _tile_kinds(
+                t, outer, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
+                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
+            )  # fmt: skip
+            before = _tile_kinds(
+                t - 1, outer, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
+                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
+            )  # fmt: skip
+            after = _tile_kinds(
+                t + 1, outer, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
+                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
+            )  # fmt: skip
+        first = ((kind == 2) & (before != 2)).to(tl.int32)
+        rank = num_full + tl.cumsum(first, 0) - 1
+        kept = rank < _CAP
+        at = row + _HEADER + 2 * rank
+        tl.store(at, t, mask=kept & (first != 0))
+        tl.store(at + 1, t + 1, mask=kept & (kind == 2) & (after != 2))
+        num_full += tl.sum(first, 0)
+        first = ((kind == 1) & (before != 1)).to(tl.int32)
+        rank = num_partial + tl.cumsum(first, 0) - 1
+        kept = rank < _CAP
+        at = row + _HEADER + 2 * _CAP + 2 * rank
+        tl.store(at, t, mask=kept & (first != 0))
+        tl.store(at + 1, t + 1, mask=kept & (kind == 1) & (after != 1))
+        num_partial += tl.sum(first, 0)
+        begin = tl.minimum(begin, tl.min(tl.where(kind > 0, t, num_inner), 0))
+        end = tl.maximum(end, tl.max(tl.where(kind > 0, t + 1, 0), 0))
+    too_many = (num_full > _CAP) | (num_partial > _CAP)
+    tl.store(row, tl.where(too_many, 0, num_full))
+    tl.store(row + 1, tl.where(too_many, _CAP, 0))
+    tl.store(row + 2, tl.where(too_many, 1, num_partial))
+    tl.store(row + _HEADER + 4 * _CAP, begin)
+    tl.store(row + _HEADER + 4 * _CAP + 1, end)
+
+
+# Tables
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What the kernels read of a mask: arrays per token, and bounds per group of tokens.
+
+    M is 1, or the number of sequences if their masks differ.
+    """
+
+    rows: Tensor
+    """[3, Sq] int32: first and last visible position, and the query's own. A row that sees nothing
+    has FAR and -1."""
+    row_documents: Tensor
+    """[M, Sq], or ``rows`` without documents."""
+    key_positions: Tensor
+    """[M, Sk] int32, FAR where hidden."""
+    key_documents: Tensor
+    """[M, Sk], or ``key_positions`` without documents."""
+    row_bounds: Tensor
+    """[4, Gq] int32: least and largest first, least and largest last position."""
+    row_document_bounds: Tensor
+    """[M, 2, Gq]."""
+    key_bounds: Tensor
+    """[M, 3, Gk] int32."""
+    key_document_bounds: Tensor
+    """[M, 2, Gk]."""
+    has_lo: bool
+    """A query may not see keys that lie before others that it sees."""
+    has_documents: bool
+
+    @property
+    def num_masks(self) -> int:
+        """M."""
+        return self.key_positions.shape[0]
+
+    def segments(self, rows: int, keys: int, transposed: bool, allow_full: bool) -> Tensor:
+        """[num_masks, T, ROW_INTS] int32 for tiles of ``rows`` queries and ``keys`` keys.
+
+        T counts tiles of queries and segments are of tiles of keys; ``transposed``: the reverse.
+        """
+        assert rows % GROUP == 0 and keys % GROUP == 0, (rows, keys)
+        num_q = triton.cdiv(self.rows.shape[1], rows)
+        num_k = triton.cdiv(self.key_positions.shape[1], keys)
+        outer, inner = (num_k, num_q) if transposed else (num_q, num_k)
+        table = self.rows.new_empty((self.num_masks, outer, ROW_INTS))
+        find_segments[(outer, self.num_masks)](
+            table,
+            self.row_bounds,
+            self.key_bounds,
+            self.row_document_bounds,
+            self.key_document_bounds,
+            self.row_bounds.shape[-1],
+            self.key_bounds.shape[-1],
+            inner,
+            ROWS_ARE_QUERIES=not transposed,
+            HAS_DOCUMENTS=self.has_documents,
+            ALLOW_FULL=allow_full,
+            QR=rows // GROUP,
+            KR=keys // GROUP,
+            STEP=64,
+            enable_fp_fusion=True,
+        )
+        return table
+
+
+def _stride(x: Tensor | None) -> int:
+    """Between sequences; 0 for one row for all."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec) -> Visibility:
+    """The visibility of keys at ``kv_positions`` [Sk] to queries at ``q_positions`` [Sq], int, in any
+    order; bias and dropout are no part of it.
+    """
+    device, num_rows, num_keys = q_positions.device, len(q_positions), len(kv_positions)
+    q_positions, kv_positions = q_positions.contiguous(), kv_positions.contiguous()
+    documents, padding = spec.document_ids, spec.key_padding
+    if documents is not None:
+        documents = documents.to(device).contiguous()
+        if documents.dtype not in (torch.int32, torch.int64):
+            documents = documents.int()
+    if padding is not None:
+        padding = padding.to(device).contiguous().view(torch.uint8)
+    num_masks = max(1 if x is None else x.shape[0] for x in (padding, documents))
+    q_groups, k_groups = triton.cdiv(num_rows, GROUP), triton.cdiv(num_keys, GROUP)
+    int32 = {"dtype": torch.int32, "device": device}
+    rows = torch.empty((3, num_rows), **int32)
+    row_bounds = torch.empty((4, q_groups), **int32)
+    key_positions = torch.empty((num_masks, num_keys), **int32)
+    key_bounds = torch.empty((num_masks, 3, k_groups), **int32)
+    row_documents, row_document_bounds = rows, row_bounds
+    key_documents, key_document_bounds = key_positions, key_bounds
+    if documents is not None:
+        row_documents = documents.new_empty((num_masks, num_rows))
+        row_document_bounds = documents.new_empty((num_masks, 2, q_groups))
+        key_documents = documents.new_empty((num_masks, num_keys))
+        key_document_bounds = documents.new_empty((num_masks, 2, k_groups))
+    limit = [-1 if x is None else min(x, FAR - 1) for x in (spec.left, spec.right, spec.chunk)]
+    groups = 32
+    describe_queries[(triton.cdiv(q_groups, groups), num_masks)](
+        q_positions,
+        q_positions if documents is None else documents,
+        rows,
+        row_documents,
+        row_bounds,
+        row_document_bounds,
+        num_rows,
+        q_groups,
+        spec.seq_len,
+        _stride(documents),
+        *limit,
+        HAS_DOCUMENTS=documents is not None,
+        GROUPS=groups,
+        enable_fp_fusion=True,
+    )
+    describe_keys[(triton.cdiv(k_groups, groups), num_masks)](
+        kv_positions,
+        kv_positions if documents is None else documents,
+        kv_positions if padding is None else padding,
+        key_positions,
+        key_documents,
+        key_bounds,
+        key_document_bounds,
+        num_keys,
+        k_groups,
+        spec.seq_len,
+        _stride(documents),
+        _stride(padding),
+        HAS_DOCUMENTS=documents is not None,
+        HAS_PADDING=padding is not None,
+        GROUPS=groups,
+        enable_fp_fusion=True,
+    )
+    return Visibility(
+        rows,
+        row_documents,
+        key_positions,
+        key_documents,
+        row_bounds,
+        row_document_bounds,
+        key_bounds,
+        key_document_bounds,
+        has_lo=spec.left is not None or spec.chunk is not None,
+        has_documents=documents is not None,
+    )
