@@ -141,13 +141,10 @@ def forward_kernel(
     head_ids,
     stride_qb,
     stride_qh,
-    stride_qs,
     stride_kb,
     stride_kh,
-    stride_ks,
     stride_vb,
     stride_vh,
-    stride_vs,
     stride_ob,
     stride_oh,
     stride_os,
@@ -177,6 +174,9 @@ def forward_kernel(
     DROPOUT: tl.constexpr,
     HAS_HEAD_IDS: tl.constexpr,
     WIDEN: tl.constexpr,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
 ) -> None:
     """One tile of queries of one head. Late tiles, which see most under a causal mask, go first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -195,7 +195,7 @@ def forward_kernel(
     start_m = tile * BLOCK_M
     at = start_m + tl.arange(0, BLOCK_M)
     inside = at < num_rows
-    q_tile = load_tile(q, start_m, stride_qs, inside, D, BLOCK_D, BLOCK_M, True, WIDEN)
+    q_tile = load_tile(q, start_m, STRIDE_Q, inside, D, BLOCK_D, BLOCK_M, True, WIDEN)
     lo = at
     if HAS_LO:
         lo = tl.load(rows + at, mask=inside, other=_FAR)
@@ -223,7 +223,7 @@ def forward_kernel(
             begin, end = tl.load(full + 2 * s), tl.load(full + 2 * s + 1)
             for n in range(begin, end):
                 acc, highest, total = _attend_tile(
-                    acc, highest, total, q_tile, k, v, stride_ks, stride_vs, n * BLOCK_N, num_keys,
+                    acc, highest, total, q_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
                     lo, hi, row_position, row_document, row_hash, key_positions, key_documents,
                     bias, stride_bias_row, stride_bias_key, pre, post, threshold,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
@@ -234,7 +234,7 @@ def forward_kernel(
         begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
         for n in range(begin, end):
             acc, highest, total = _attend_tile(
-                acc, highest, total, q_tile, k, v, stride_ks, stride_vs, n * BLOCK_N, num_keys,
+                acc, highest, total, q_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
                 lo, hi, row_position, row_document, row_hash, key_positions, key_documents,
                 bias, stride_bias_row, stride_bias_key, pre, post, threshold,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
@@ -271,9 +271,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor,
         *plan.mask_tensors(),
         table,
         *plan.pair_tensors(),
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
         *out.stride()[:3],
         *plan.bias_strides(),
         h,
@@ -285,6 +285,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         **plan.constants(),
+        STRIDE_Q=q.stride(2),
+        STRIDE_K=k.stride(2),
+        STRIDE_V=v.stride(2),
         **config.options(),
     )
     return out, lse

@@ -124,3 +124,45 @@ def load_tile(
     if WIDEN:
         tile = tile.to(tl.float32)
     return tile
+
+
+@triton.jit
+def probabilities(
+    scores,
+    lse2,
+    lo,
+    hi,
+    row_position,
+    row_document,
+    key_position,
+    key_document,
+    bias,
+    stride_bias_row,
+    stride_bias_key,
+    pre,
+    post,
+    MASKED: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Probabilities before dropout, and the slope of the softcap. Values per row and key broadcast
+    against the tile, which may be transposed.
+    """
+    slope = 1.0
+    if SOFTCAP:
+        scores = tanh(scores * pre)
+        slope = 1.0 - scores * scores
+    if MASKED:
+        seen = visible_pairs(
+            lo, hi, row_document, key_position, key_document, HAS_LO, HAS_DOCUMENTS
+        )
+        if BIAS > 0:
+            scores, seen = add_bias(
+                scores, seen, bias, row_position, key_position, stride_bias_row, stride_bias_key,
+                post, BIAS,
+            )  # fmt: skip
+        return tl.where(seen, tl.exp2(scores * post - lse2), 0.0), slope
+    else:
+        return tl.exp2(scores * post - lse2), slope

@@ -1,0 +1,249 @@
+"""Gradients of keys and values: a program has a tile of keys and steps through queries."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paradyse.kernels.flash_pairs import hash_keys, hash_rows, kept_pairs, load_tile, probabilities
+from paradyse.kernels.flash_tiles import FAR, MAX_SEGMENTS, ROW_INTS
+
+_FAR = tl.constexpr(FAR)
+_CAP = tl.constexpr(MAX_SEGMENTS)
+_ROW_INTS = tl.constexpr(ROW_INTS)
+
+
+@triton.jit
+def _keys_tile(
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    grad,
+    stride_q,
+    stride_g,
+    start,
+    num_rows,
+    key_position,
+    key_document,
+    lse2,
+    delta,
+    rows,
+    row_documents,
+    seed,
+    b,
+    head,
+    bias,
+    stride_bias_row,
+    stride_bias_key,
+    pre,
+    post,
+    inv_keep,
+    threshold,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    at = start + tl.arange(0, BLOCK_M)
+    valid = at < num_rows
+    lo, hi, document, position, row_hash = at, at, at, at, at
+    if MASKED:
+        inside = valid
+        hi = tl.load(rows + num_rows + at, mask=inside, other=-1)
+        valid = hi >= 0
+        if HAS_LO:
+            lo = tl.load(rows + at, mask=inside, other=_FAR)
+        if HAS_DOCUMENTS:
+            document = tl.load(row_documents + at, mask=inside, other=0)
+        row_lse2 = tl.load(lse2 + at, mask=inside, other=float("inf"))
+        row_delta = tl.load(delta + at, mask=inside, other=0.0)
+    else:
+        row_lse2 = tl.load(lse2 + at)
+        row_delta = tl.load(delta + at)
+    # In this orientation a thread has many queries. Products that start from -lse and -delta need no
+    # register for either.
+    BLOCK_N: tl.constexpr = k.shape[0]
+    if SOFTCAP or BIAS == 2:
+        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        base = row_lse2[None, :]
+    else:
+        scores = tl.broadcast_to((row_lse2 / -post)[None, :], [BLOCK_N, BLOCK_M])
+        base = 0.0
+    if DROPOUT or BIAS > 0:
+        position = tl.load(rows + 2 * num_rows + at, mask=at < num_rows, other=0)
+    if DROPOUT:
+        row_hash = hash_rows(seed, b, head, position)
+    q_tile = load_tile(q, start, stride_q, valid, D, BLOCK_D, BLOCK_M, MASKED, WIDEN)
+    scores = tl.dot(k, tl.trans(q_tile), scores, input_precision="ieee")
+    p, slope = probabilities(
+        scores, base, lo[None, :], hi[None, :], position[None, :], document[None, :],
+        key_position[:, None], key_document[:, None], bias, stride_bias_row, stride_bias_key, pre,
+        post, MASKED, HAS_LO, HAS_DOCUMENTS, SOFTCAP, BIAS,
+    )  # fmt: skip
+    g_tile = load_tile(grad, start, stride_g, valid, DV, BLOCK_DV, BLOCK_M, MASKED, WIDEN)
+    if DROPOUT:
+        keep = kept_pairs(row_hash[None, :], hash_keys(key_position)[:, None], threshold)
+        dropped = tl.where(keep, p * inv_keep, 0.0)
+    else:
+        dropped = p
+    dv = tl.dot(dropped.to(g_tile.dtype), g_tile, dv, input_precision="ieee")
+    if DROPOUT:
+        dp = tl.dot(v, tl.trans(g_tile), input_precision="ieee")
+        ds = p * (tl.where(keep, dp * inv_keep, 0.0) - row_delta[None, :])
+    else:
+        dp = tl.broadcast_to(-row_delta[None, :], [BLOCK_N, BLOCK_M])
+        ds = p * tl.dot(v, tl.trans(g_tile), dp, input_precision="ieee")
+    if SOFTCAP:
+        ds = ds * slope
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=["num_heads", "group", "split", "num_rows", "num_keys", "threshold"]
+)
+def keys_kernel(
+    q,
+    k,
+    v,
+    grad,
+    lse2,
+    delta,
+    dk,
+    dv,
+    rows,
+    row_documents,
+    key_positions,
+    key_documents,
+    table,
+    bias,
+    seed,
+    head_ids,
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    stride_gb,
+    stride_gh,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_row,
+    stride_bias_key,
+    num_heads,
+    group,
+    split,
+    num_rows,
+    num_keys,
+    num_masks,
+    pre,
+    post,
+    inv_keep,
+    threshold,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HAS_HEAD_IDS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
+    STRIDE_G: tl.constexpr,
+) -> None:
+    """dk [split, B, Sk, Hk, D] and dv of one tile of keys, through ``group / split`` heads."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1) % split
+    kv_heads = num_heads // group
+    kv_head = tl.program_id(1) // split % kv_heads
+    b = tl.program_id(1) // split // kv_heads
+    mask_b = (b % num_masks).to(tl.int64)
+    b64, kv64 = b.to(tl.int64), kv_head.to(tl.int64)
+    key_positions += mask_b * num_keys
+    key_documents += mask_b * num_keys
+    row_documents += mask_b * num_rows
+    segments = table + (mask_b * tl.num_programs(0) + tile) * _ROW_INTS
+    start_n = tile * BLOCK_N
+    at = start_n + tl.arange(0, BLOCK_N)
+    inside = at < num_keys
+    key_position = tl.load(key_positions + at, mask=inside, other=_FAR)
+    valid = key_position < _FAR
+    key_document = at
+    if HAS_DOCUMENTS:
+        key_document = tl.load(key_documents + at, mask=inside, other=0)
+    k += b64 * stride_kb + kv64 * stride_kh
+    v += b64 * stride_vb + kv64 * stride_vh
+    k_tile = load_tile(k, start_n, STRIDE_K, valid, D, BLOCK_D, BLOCK_N, True, WIDEN)
+    v_tile = load_tile(v, start_n, STRIDE_V, valid, DV, BLOCK_DV, BLOCK_N, True, WIDEN)
+    seed_value = 0
+    if DROPOUT:
+        seed_value = tl.load(seed)
+        threshold = threshold.to(tl.uint32)
+    dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    heads = group // split
+    for i in range(0, heads):
+        h = kv_head * group + part * heads + i
+        h64 = h.to(tl.int64)
+        head = h
+        if DROPOUT and HAS_HEAD_IDS:
+            head = tl.load(head_ids + h).to(tl.int32)
+        line = (b64 * num_heads + h64) * num_rows
+        head_q = q + b64 * stride_qb + h64 * stride_qh
+        head_g = grad + b64 * stride_gb + h64 * stride_gh
+        head_bias = bias + b64 * stride_bias_b + h64 * stride_bias_h
+        if BIAS == 0:
+            for s in range(0, tl.load(segments)):
+                begin = tl.load(segments + 4 + 2 * s)
+                end = tl.load(segments + 5 + 2 * s)
+                for m in range(begin, end):
+                    dk_tile, dv_tile = _keys_tile(
+                        dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
+                        m * BLOCK_M, num_rows, key_position, key_document, lse2 + line,
+                        delta + line, rows, row_documents, seed_value, b, head, head_bias,
+                        stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
+                        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
+                        BIAS, DROPOUT, WIDEN,
+                    )  # fmt: skip
+        partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
+        for s in range(0, tl.load(segments + 2)):
+            begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
+            for m in range(begin, end):
+                dk_tile, dv_tile = _keys_tile(
+                    dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
+                    m * BLOCK_M, num_rows, key_position, key_document, lse2 + line,
+                    delta + line, rows, row_documents, seed_value, b, head, head_bias,
+                    stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
+                    BIAS, DROPOUT, WIDEN,
+                )  # fmt: skip
+    # dk and dv are contiguous: [split, B, Sk, Hk, D].
+    batches = tl.num_programs(1) // (split * kv_heads)
+    token = ((part * batches + b).to(tl.int64) * num_keys + start_n) * kv_heads + kv_head
+    line_d, line_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    steps = tl.arange(0, BLOCK_N)[:, None] * kv_heads
+    where_k = dk + token * D + steps * D + line_d[None, :]
+    where_v = dv + token * DV + steps * DV + line_dv[None, :]
+    dk_tile = dk_tile * scale
+    keep_k, keep_v = inside[:, None] & (line_d < D)[None, :], inside[:, None] & (line_dv < DV)[None, :]
+    tl.store(where_k, dk_tile.to(dk.dtype.element_ty), mask=keep_k)
+    tl.store(where_v, dv_tile.to(dv.dtype.element_ty), mask=keep_v)
