@@ -32,7 +32,7 @@ def delta_kernel(
     lse,
     grad_lse,
     delta,
-    lse2,
+    shift,
     stride_ob,
     stride_oh,
     stride_os,
@@ -41,13 +41,14 @@ def delta_kernel(
     stride_gs,
     num_heads,
     num_rows,
+    post,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_GRAD_LSE: tl.constexpr,
 ) -> None:
-    """Per query sum(out * grad_out) - grad_lse, and lse in base 2; 0 and inf where it sees nothing,
-    so that its probabilities come out as 0.
+    """Per query what is added to gradients of probabilities, grad_lse - sum(out * grad_out), and to
+    scores, -lse in their units. 0 and -inf where it sees nothing, so that probabilities are 0.
     """
     start = tl.program_id(0) * BLOCK
     at = start + tl.arange(0, BLOCK)
@@ -60,11 +61,12 @@ def delta_kernel(
     grad += b * stride_gb + h * stride_gh
     o = load_tile(out, start, stride_os, seen, DV, BLOCK_DV, BLOCK, True, True)
     g = load_tile(grad, start, stride_gs, seen, DV, BLOCK_DV, BLOCK, True, True)
-    total = tl.sum(o * g, 1)
+    total = -tl.sum(o * g, 1)
     if HAS_GRAD_LSE:
-        total -= tl.load(grad_lse + line, mask=seen, other=0.0)
+        total += tl.load(grad_lse + line, mask=seen, other=0.0)
     tl.store(delta + line, total, mask=inside)
-    tl.store(lse2 + line, tl.where(seen, value * _LOG2_E, float("inf")), mask=inside)
+    value = tl.where(seen, value * (-_LOG2_E / post), -float("inf"))
+    tl.store(shift + line, value, mask=inside)
 
 
 def launch_backward(
@@ -86,7 +88,7 @@ def launch_backward(
     dq = q.new_empty((b, n, h, d))
     dk = k.new_empty((split, b, num_keys, kv_heads, d), dtype=sums)
     dv = v.new_empty((split, b, num_keys, kv_heads, dv_width), dtype=sums)
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta, shift = torch.empty_like(lse), torch.empty_like(lse)
     if lse.numel():
         delta_kernel[(triton.cdiv(n, 64), b * h)](
             out,
@@ -94,18 +96,19 @@ def launch_backward(
             lse,
             lse if grad_lse is None else grad_lse,
             delta,
-            lse2,
+            shift,
             *out.stride()[:3],
             *grad_out.stride()[:3],
             h,
             n,
+            plan.scalars()[1],
             DV=dv_width,
             BLOCK_DV=padded_width(dv_width),
             BLOCK=64,
             HAS_GRAD_LSE=grad_lse is not None,
             enable_fp_fusion=True,
         )
-    tensors, statistics = (q, k, v, grad_out), (lse2, delta)
+    tensors, statistics = (q, k, v, grad_out), (shift, delta)
     strides = [s for x in tensors for s in x.stride()[:2]]
     for name, x in zip("QKVG", tensors, strict=True):
         constants[f"STRIDE_{name}"] = x.stride(2)
@@ -130,6 +133,7 @@ def launch_backward(
             *sizes,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
+            MASKED_STAGES=1,
             **constants,
             **config.options(),
         )

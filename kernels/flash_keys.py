@@ -27,7 +27,7 @@ def _keys_tile(
     num_rows,
     key_position,
     key_document,
-    lse2,
+    shift,
     delta,
     rows,
     row_documents,
@@ -65,19 +65,19 @@ def _keys_tile(
             lo = tl.load(rows + at, mask=inside, other=_FAR)
         if HAS_DOCUMENTS:
             document = tl.load(row_documents + at, mask=inside, other=0)
-        row_lse2 = tl.load(lse2 + at, mask=inside, other=float("inf"))
+        row_shift = tl.load(shift + at, mask=inside, other=-float("inf"))
         row_delta = tl.load(delta + at, mask=inside, other=0.0)
     else:
-        row_lse2 = tl.load(lse2 + at)
+        row_shift = tl.load(shift + at)
         row_delta = tl.load(delta + at)
-    # In this orientation a thread has many queries. Products that start from -lse and -delta need no
+    # In this orientation a thread has many queries. Products that start from shift and delta need no
     # register for either.
     BLOCK_N: tl.constexpr = k.shape[0]
     if SOFTCAP or BIAS == 2:
         scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        base = row_lse2[None, :]
+        base = (row_shift * post)[None, :]
     else:
-        scores = tl.broadcast_to((row_lse2 / -post)[None, :], [BLOCK_N, BLOCK_M])
+        scores = tl.broadcast_to(row_shift[None, :], [BLOCK_N, BLOCK_M])
         base = 0.0
     if DROPOUT or BIAS > 0:
         position = tl.load(rows + 2 * num_rows + at, mask=at < num_rows, other=0)
@@ -99,9 +99,9 @@ def _keys_tile(
     dv = tl.dot(dropped.to(g_tile.dtype), g_tile, dv, input_precision="ieee")
     if DROPOUT:
         dp = tl.dot(v, tl.trans(g_tile), input_precision="ieee")
-        ds = p * (tl.where(keep, dp * inv_keep, 0.0) - row_delta[None, :])
+        ds = p * (tl.where(keep, dp * inv_keep, 0.0) + row_delta[None, :])
     else:
-        dp = tl.broadcast_to(-row_delta[None, :], [BLOCK_N, BLOCK_M])
+        dp = tl.broadcast_to(row_delta[None, :], [BLOCK_N, BLOCK_M])
         ds = p * tl.dot(v, tl.trans(g_tile), dp, input_precision="ieee")
     if SOFTCAP:
         ds = ds * slope
@@ -117,7 +117,7 @@ def keys_kernel(
     k,
     v,
     grad,
-    lse2,
+    shift,
     delta,
     dk,
     dv,
@@ -158,6 +158,7 @@ def keys_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -218,7 +219,7 @@ def keys_kernel(
                 for m in range(begin, end):
                     dk_tile, dv_tile = _keys_tile(
                         dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
-                        m * BLOCK_M, num_rows, key_position, key_document, lse2 + line,
+                        m * BLOCK_M, num_rows, key_position, key_document, shift + line,
                         delta + line, rows, row_documents, seed_value, b, head, head_bias,
                         stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
                         D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
@@ -227,10 +228,10 @@ def keys_kernel(
         partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
         for s in range(0, tl.load(segments + 2)):
             begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
-            for m in range(begin, end):
+            for m in tl.range(begin, end, num_stages=MASKED_STAGES):
                 dk_tile, dv_tile = _keys_tile(
                     dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
-                    m * BLOCK_M, num_rows, key_position, key_document, lse2 + line,
+                    m * BLOCK_M, num_rows, key_position, key_document, shift + line,
                     delta + line, rows, row_documents, seed_value, b, head, head_bias,
                     stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True, HAS_LO, HAS_DOCUMENTS, SOFTCAP,

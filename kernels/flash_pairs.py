@@ -129,7 +129,7 @@ def load_tile(
 @triton.jit
 def probabilities(
     scores,
-    lse2,
+    base,
     lo,
     hi,
     row_position,
@@ -148,7 +148,7 @@ def probabilities(
     BIAS: tl.constexpr,
 ):
     """Probabilities before dropout, and the slope of the softcap. Values per row and key broadcast
-    against the tile, which may be transposed.
+    against the tile, which may be transposed. ``base`` is minus the lse in base 2.
     """
     slope = 1.0
     if SOFTCAP:
@@ -163,6 +163,6 @@ def probabilities(
                 scores, seen, bias, row_position, key_position, stride_bias_row, stride_bias_key,
                 post, BIAS,
             )  # fmt: skip
-        return tl.where(seen, tl.exp2(scores * post - lse2), 0.0), slope
+        return tl.where(seen, tl.exp2(scores * post + base), 0.0), slope
     else:
-        return tl.exp2(scores * post - lse2), slope
+        return tl.exp2(scores * post + base), slope

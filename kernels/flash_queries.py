@@ -24,7 +24,7 @@ def _queries_tile(
     stride_v,
     start,
     num_keys,
-    lse2,
+    base,
     delta,
     lo,
     hi,
@@ -67,7 +67,7 @@ def _queries_tile(
     k_tile = load_tile(k, start, stride_k, valid, D, BLOCK_D, BLOCK_N, MASKED, WIDEN)
     scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
     p, slope = probabilities(
-        scores, lse2[:, None], lo[:, None], hi[:, None], row_position[:, None],
+        scores, base[:, None], lo[:, None], hi[:, None], row_position[:, None],
         row_document[:, None], position[None, :], document[None, :], bias, stride_bias_row,
         stride_bias_key, pre, post, MASKED, HAS_LO, HAS_DOCUMENTS, SOFTCAP, BIAS,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def _queries_tile(
     if DROPOUT:
         keep = kept_pairs(row_hash[:, None], hash_keys(position)[None, :], threshold)
         dp = tl.where(keep, dp * inv_keep, 0.0)
-    ds = p * (dp - delta[:, None])
+    ds = p * (dp + delta[:, None])
     if SOFTCAP:
         ds = ds * slope
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
@@ -88,7 +88,7 @@ def queries_kernel(
     k,
     v,
     grad,
-    lse2,
+    shift,
     delta,
     dq,
     rows,
@@ -161,7 +161,7 @@ def queries_kernel(
     q_tile = load_tile(q, start_m, STRIDE_Q, valid, D, BLOCK_D, BLOCK_M, True, WIDEN)
     g_tile = load_tile(grad, start_m, STRIDE_G, valid, DV, BLOCK_DV, BLOCK_M, True, WIDEN)
     line = tl.program_id(1).to(tl.int64) * num_rows + at
-    row_lse2 = tl.load(lse2 + line, mask=inside, other=float("inf"))
+    row_base = tl.load(shift + line, mask=inside, other=-float("inf")) * post
     row_delta = tl.load(delta + line, mask=inside, other=0.0)
     lo, row_document, row_position, row_hash = at, at, at, at
     if HAS_LO:
@@ -183,7 +183,7 @@ def queries_kernel(
             for n in range(begin, end):
                 acc = _queries_tile(
                     acc, q_tile, g_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
-                    row_lse2, row_delta, lo, hi, row_position, row_document, row_hash,
+                    row_base, row_delta, lo, hi, row_position, row_document, row_hash,
                     key_positions, key_documents, bias, stride_bias_row, stride_bias_key, pre,
                     post, inv_keep, threshold, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, HAS_LO,
                     HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
@@ -194,7 +194,7 @@ def queries_kernel(
         for n in range(begin, end):
             acc = _queries_tile(
                 acc, q_tile, g_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
-                row_lse2, row_delta, lo, hi, row_position, row_document, row_hash,
+                row_base, row_delta, lo, hi, row_position, row_document, row_hash,
                 key_positions, key_documents, bias, stride_bias_row, stride_bias_key, pre,
                 post, inv_keep, threshold, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_LO,
                 HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
