@@ -11,7 +11,6 @@ their sum is taken in the program, or over a few programs' float32 parts where k
 
 from __future__ import annotations
 
-
 import torch
 import triton
 import triton.language as tl
@@ -160,9 +159,7 @@ def launch_backward(
     return dq.transpose(1, 2), whole_dk.transpose(1, 2), whole_dv.transpose(1, 2)
 
 
-def _split(
-    b: int, h: int, kv_heads: int, num_keys: int, block_n: int, device: torch.device
-) -> int:
+def _split(b: int, h: int, kv_heads: int, num_keys: int, block_n: int, device: torch.device) -> int:
     """Programs that share the heads of a group: enough for two per multiprocessor, or all heads."""
     group, programs = h // kv_heads, triton.cdiv(num_keys, block_n) * b * kv_heads
     if device.type != "cuda":

@@ -8,7 +8,6 @@ others through one with it; hidden tiles are in neither (``flash_tiles``).
 
 from __future__ import annotations
 
-
 import torch
 import triton
 import triton.language as tl
@@ -219,7 +218,7 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     if BIAS == 0:
         full = segments + 4
-        for s in range(0, tl.load(segments)):
+        for s in range(tl.load(segments)):
             begin, end = tl.load(full + 2 * s), tl.load(full + 2 * s + 1)
             for n in range(begin, end):
                 acc, highest, total = _attend_tile(
@@ -230,7 +229,7 @@ def forward_kernel(
                     BIAS, DROPOUT, WIDEN,
                 )  # fmt: skip
     partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
-    for s in range(0, tl.load(segments + 2)):
+    for s in range(tl.load(segments + 2)):
         begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
         for n in range(begin, end):
             acc, highest, total = _attend_tile(

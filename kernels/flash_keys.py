@@ -109,9 +109,7 @@ def _keys_tile(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["num_heads", "group", "split", "num_rows", "num_keys", "threshold"]
-)
+@triton.jit(do_not_specialize=["num_heads", "group", "split", "num_rows", "num_keys", "threshold"])
 def keys_kernel(
     q,
     k,
@@ -202,7 +200,7 @@ def keys_kernel(
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     heads = group // split
-    for i in range(0, heads):
+    for i in range(heads):
         h = kv_head * group + part * heads + i
         h64 = h.to(tl.int64)
         head = h
@@ -213,7 +211,7 @@ def keys_kernel(
         head_g = grad + b64 * stride_gb + h64 * stride_gh
         head_bias = bias + b64 * stride_bias_b + h64 * stride_bias_h
         if BIAS == 0:
-            for s in range(0, tl.load(segments)):
+            for s in range(tl.load(segments)):
                 begin = tl.load(segments + 4 + 2 * s)
                 end = tl.load(segments + 5 + 2 * s)
                 for m in range(begin, end):
@@ -226,7 +224,7 @@ def keys_kernel(
                         BIAS, DROPOUT, WIDEN,
                     )  # fmt: skip
         partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
-        for s in range(0, tl.load(segments + 2)):
+        for s in range(tl.load(segments + 2)):
             begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
             for m in tl.range(begin, end, num_stages=MASKED_STAGES):
                 dk_tile, dv_tile = _keys_tile(
@@ -245,6 +243,9 @@ def keys_kernel(
     where_k = dk + token * D + steps * D + line_d[None, :]
     where_v = dv + token * DV + steps * DV + line_dv[None, :]
     dk_tile = dk_tile * scale
-    keep_k, keep_v = inside[:, None] & (line_d < D)[None, :], inside[:, None] & (line_dv < DV)[None, :]
+    keep_k, keep_v = (
+        inside[:, None] & (line_d < D)[None, :],
+        inside[:, None] & (line_dv < DV)[None, :],
+    )
     tl.store(where_k, dk_tile.to(dk.dtype.element_ty), mask=keep_k)
     tl.store(where_v, dv_tile.to(dv.dtype.element_ty), mask=keep_v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def configs_for(capability: tuple[int, int], itemsize: int, width: int) -> Confi
     return _CONFIGS[generation, itemsize, max(64, padded_width(width))]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 

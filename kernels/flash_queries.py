@@ -178,7 +178,7 @@ def queries_kernel(
         threshold = threshold.to(tl.uint32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if BIAS == 0:
-        for s in range(0, tl.load(segments)):
+        for s in range(tl.load(segments)):
             begin, end = tl.load(segments + 4 + 2 * s), tl.load(segments + 5 + 2 * s)
             for n in range(begin, end):
                 acc = _queries_tile(
@@ -189,7 +189,7 @@ def queries_kernel(
                     HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
                 )  # fmt: skip
     partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
-    for s in range(0, tl.load(segments + 2)):
+    for s in range(tl.load(segments + 2)):
         begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
         for n in range(begin, end):
             acc = _queries_tile(

@@ -7,7 +7,7 @@ steps meet the same lists again, and then nothing but the kernels themselves is 
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
     return reason is None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log_refusal(reason: str) -> None:
     log.warning("attention without the Triton kernels, by dense tiles in PyTorch: %s", reason)
 
@@ -68,7 +68,9 @@ def _plan(
 
 
 def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous() for x in tensors)
+    return tuple(
+        x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous() for x in tensors
+    )
 
 
 def forward(

@@ -51,7 +51,10 @@ def _group_minmax(x, valid, low, high):
     return tl.min(tl.where(valid, x, high), 1), tl.max(tl.where(valid, x, low), 1)
 
 
-@triton.jit(do_not_specialize=["left", "right", "chunk"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_groups", "seq_len", "stride_documents"]
+    + ["left", "right", "chunk"]
+)
 def describe_queries(
     positions,
     documents,
@@ -101,7 +104,9 @@ def describe_queries(
         tl.store(where + num_groups, most, mask=in_bounds)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_keys", "num_groups", "seq_len", "stride_documents", "stride_padding"]
+)
 def describe_keys(
     positions,
     documents,
@@ -159,39 +164,45 @@ def _tile_max(bounds, tile, num_groups, other, R: tl.constexpr):
 
 
 @triton.jit
-def _tile_kinds(
-    query_tile,
-    key_tile,
-    query_bounds,
-    key_bounds,
-    query_documents,
-    key_documents,
-    query_groups,
-    key_groups,
-    HAS_DOCUMENTS: tl.constexpr,
-    ALLOW_FULL: tl.constexpr,
-    QR: tl.constexpr,
-    KR: tl.constexpr,
-):
-    """0 where no pair of a tile is visible, 2 where all are, 1 between. One of the two arguments has
-    one element.
-
-    Groups past the end are hidden ones, so a tile that reaches past the end is never full.
+def _query_tiles(
+    tile, bounds, documents, num_groups, HAS_DOCUMENTS: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Bounds of tiles of queries. Groups past the end are hidden ones, so a tile that reaches past
+    the end is never full.
     """
-    lo_min = _tile_min(query_bounds, query_tile, query_groups, _FAR, QR)
-    lo_max = _tile_max(query_bounds + query_groups, query_tile, query_groups, _FAR, QR)
-    hi_min = _tile_min(query_bounds + 2 * query_groups, query_tile, query_groups, -1, QR)
-    hi_max = _tile_max(query_bounds + 3 * query_groups, query_tile, query_groups, -1, QR)
-    first = _tile_min(key_bounds, key_tile, key_groups, _FAR, KR)
-    last = _tile_max(key_bounds + key_groups, key_tile, key_groups, -1, KR)
-    last_of_all = _tile_max(key_bounds + 2 * key_groups, key_tile, key_groups, _FAR, KR)
+    lo_min = _tile_min(bounds, tile, num_groups, _FAR, R)
+    lo_max = _tile_max(bounds + num_groups, tile, num_groups, _FAR, R)
+    hi_min = _tile_min(bounds + 2 * num_groups, tile, num_groups, -1, R)
+    hi_max = _tile_max(bounds + 3 * num_groups, tile, num_groups, -1, R)
+    least, most = lo_min, lo_min
+    if HAS_DOCUMENTS:
+        least = _tile_min(documents, tile, num_groups, _FAR, R)
+        most = _tile_max(documents + num_groups, tile, num_groups, -_FAR, R)
+    return lo_min, lo_max, hi_min, hi_max, least, most
+
+
+@triton.jit
+def _key_tiles(tile, bounds, documents, num_groups, HAS_DOCUMENTS: tl.constexpr, R: tl.constexpr):
+    first = _tile_min(bounds, tile, num_groups, _FAR, R)
+    last = _tile_max(bounds + num_groups, tile, num_groups, -1, R)
+    last_of_all = _tile_max(bounds + 2 * num_groups, tile, num_groups, _FAR, R)
+    least, most = first, first
+    if HAS_DOCUMENTS:
+        least = _tile_min(documents, tile, num_groups, _FAR, R)
+        most = _tile_max(documents + num_groups, tile, num_groups, -_FAR, R)
+    return first, last, last_of_all, least, most
+
+
+@triton.jit
+def _kinds(queries, keys, HAS_DOCUMENTS: tl.constexpr, ALLOW_FULL: tl.constexpr):
+    """0 where no pair of a tile is visible, 2 where all are, 1 between. One of the two arguments is
+    of one tile.
+    """
+    lo_min, lo_max, hi_min, hi_max, q_least, q_most = queries
+    first, last, last_of_all, k_least, k_most = keys
     some = (first <= hi_max) & (last >= lo_min)
     every = (first >= lo_max) & (last_of_all <= hi_min)
     if HAS_DOCUMENTS:
-        q_least = _tile_min(query_documents, query_tile, query_groups, _FAR, QR)
-        q_most = _tile_max(query_documents + query_groups, query_tile, query_groups, -_FAR, QR)
-        k_least = _tile_min(key_documents, key_tile, key_groups, _FAR, KR)
-        k_most = _tile_max(key_documents + key_groups, key_tile, key_groups, -_FAR, KR)
         some = some & (k_least <= q_most) & (k_most >= q_least)
         every = every & (q_least == q_most) & (k_least == k_most) & (q_least == k_least)
     if ALLOW_FULL:
@@ -201,6 +212,17 @@ def _tile_kinds(
 
 
 @triton.jit
+def _add_segments(segments, t, kind, before, count, KIND: tl.constexpr):
+    """Store the begins and ends of a kind's segments among tiles ``t``; their number so far."""
+    first = ((kind == KIND) & (before != KIND)).to(tl.int32)
+    rank = count + tl.cumsum(first, 0) - 1
+    at = segments + 2 * rank
+    tl.store(at, t, mask=(rank < _CAP) & (first != 0))
+    tl.store(at + 1, t, mask=(rank < _CAP) & (kind != KIND) & (before == KIND))
+    return count + tl.sum(first, 0)
+
+
+@triton.jit(do_not_specialize=["query_groups", "key_groups", "num_inner"])
 def find_segments(
     table,
     query_bounds,
@@ -216,7 +238,7 @@ def find_segments(
     QR: tl.constexpr,
     KR: tl.constexpr,
     STEP: tl.constexpr,
-) -> None:
+):
     """One row of the table: the segments of tiles of keys for a tile of queries, or the reverse."""
     b = tl.program_id(1).to(tl.int64)
     outer = tl.program_id(0) + tl.zeros([1], tl.int32)
@@ -224,49 +246,26 @@ def find_segments(
     keys = key_bounds + b * 3 * key_groups
     q_docs = query_documents + b * 2 * query_groups
     k_docs = key_documents + b * 2 * key_groups
+    if ROWS_ARE_QUERIES:
+        own = _query_tiles(outer, query_bounds, q_docs, query_groups, HAS_DOCUMENTS, QR)
+    else:
+        own = _key_tiles(outer, keys, k_docs, key_groups, HAS_DOCUMENTS, KR)
     num_full, num_partial, begin, end = 0, 0, num_inner, 0
-    for start in range(0, num_inner, STEP):
+    for start in range(0, num_inner + 1, STEP):  # tile num_inner, which is hidden, ends the last
         t = start + tl.arange(0, STEP)
         if ROWS_ARE_QUERIES:
-            kind = _tile_kinds(
-                outer, t, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
-                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
-            )  # fmt: skip
-            before = _tile_kinds(
-                outer, t - 1, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
-                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
-            )  # fmt: skip
-            after = _tile_kinds(
-                outer, t + 1, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
-                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
-            )  # fmt: skip
+            these = _key_tiles(t, keys, k_docs, key_groups, HAS_DOCUMENTS, KR)
+            former = _key_tiles(t - 1, keys, k_docs, key_groups, HAS_DOCUMENTS, KR)
+            kind = _kinds(own, these, HAS_DOCUMENTS, ALLOW_FULL)
+            before = _kinds(own, former, HAS_DOCUMENTS, ALLOW_FULL)
         else:
-            kind = _tile_kinds(
-                t, outer, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
-                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
-            )  # fmt: skip
-            before = _tile_kinds(
-                t - 1, outer, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
-                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
-            )  # fmt: skip
-            after = _tile_kinds(
-                t + 1, outer, query_bounds, keys, q_docs, k_docs, query_groups, key_groups,
-                HAS_DOCUMENTS, ALLOW_FULL, QR, KR,
-            )  # fmt: skip
-        first = ((kind == 2) & (before != 2)).to(tl.int32)
-        rank = num_full + tl.cumsum(first, 0) - 1
-        kept = rank < _CAP
-        at = row + _HEADER + 2 * rank
-        tl.store(at, t, mask=kept & (first != 0))
-        tl.store(at + 1, t + 1, mask=kept & (kind == 2) & (after != 2))
-        num_full += tl.sum(first, 0)
-        first = ((kind == 1) & (before != 1)).to(tl.int32)
-        rank = num_partial + tl.cumsum(first, 0) - 1
-        kept = rank < _CAP
-        at = row + _HEADER + 2 * _CAP + 2 * rank
-        tl.store(at, t, mask=kept & (first != 0))
-        tl.store(at + 1, t + 1, mask=kept & (kind == 1) & (after != 1))
-        num_partial += tl.sum(first, 0)
+            these = _query_tiles(t, query_bounds, q_docs, query_groups, HAS_DOCUMENTS, QR)
+            former = _query_tiles(t - 1, query_bounds, q_docs, query_groups, HAS_DOCUMENTS, QR)
+            kind = _kinds(these, own, HAS_DOCUMENTS, ALLOW_FULL)
+            before = _kinds(former, own, HAS_DOCUMENTS, ALLOW_FULL)
+        num_full = _add_segments(row + _HEADER, t, kind, before, num_full, 2)
+        partial = row + _HEADER + 2 * _CAP
+        num_partial = _add_segments(partial, t, kind, before, num_partial, 1)
         begin = tl.minimum(begin, tl.min(tl.where(kind > 0, t, num_inner), 0))
         end = tl.maximum(end, tl.max(tl.where(kind > 0, t + 1, 0), 0))
     too_many = (num_full > _CAP) | (num_partial > _CAP)

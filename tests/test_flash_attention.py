@@ -1,0 +1,470 @@
+"""``flash_attention`` and its Triton kernels against attention by definition in float64.
+
+Natively on CUDA. Without it the kernel tests run in a process of their own in Triton's interpreter,
+which has to be chosen before Triton is imported; what is not marked runs on the CPU path in this one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paradyse.kernels.attention import merge_partials
+from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
+from paradyse.kernels.flash_attention import flash_attention, flash_attention_backward
+from paradyse.kernels.flash_plan import INTERPRETED
+from paradyse.kernels.flash_reference import dense_attention, visible_pairs
+from paradyse.kernels.flash_runs import backward, forward
+from paradyse.kernels.flash_tiles import GROUP, MAX_SEGMENTS, describe_mask
+
+NATIVE = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if NATIVE else "cpu"
+kernels = pytest.mark.skipif(
+    not (NATIVE or INTERPRETED), reason="runs in the interpreter's process"
+)
+
+# Relative norms. Sums of a few hundred terms in float32; for the others one rounding of probabilities
+# and of the result (2^-11, 2^-8) on top of inputs that both sides share.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.skipif(NATIVE or INTERPRETED, reason="this is the process")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@contextmanager
+def memory_full_of_nan() -> Iterator[None]:
+    """Memory that is allocated but not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def relative(got: Tensor, want: Tensor, floor: float = 1e-30) -> float:
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp(min=floor))
+
+
+def make(sizes: tuple[int, ...], n_q: int, n_k: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and a gradient of out of fresh random values, laid out as a model has them."""
+    b, h, h_kv, d, dv = sizes
+    shapes = [(b, n_q, h, d), (b, n_k, h_kv, d), (b, n_k, h_kv, dv), (b, n_q, h, dv)]
+    return [torch.randn(x, device=DEVICE).to(dtype).transpose(1, 2) for x in shapes]
+
+
+def check(
+    spec: AttentionSpec,
+    i: Tensor,
+    j: Tensor,
+    sizes: tuple[int, ...] = (2, 1, 1, 16, 16),
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+) -> None:
+    """Output, lse and every gradient; tokens past the end hold NaN."""
+    q, k, v, grad = make(sizes, len(i), len(j), dtype)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out0, lse0 = dense_attention(*exact, i, j, spec, softcap)
+    grads0 = torch.autograd.grad(out0, exact, grad.double())
+    for x, at in ((q, i), (grad, i), (k, j), (v, j)):
+        x[:, :, at >= spec.seq_len] = torch.nan
+    where = {"q_positions": i, "kv_positions": j, "mask_spec": spec, "scale": spec.scale}
+    with memory_full_of_nan():
+        out, lse = flash_attention(q, k, v, **where, softcap=softcap)
+        grads = flash_attention_backward(grad, q, k, v, out, lse, **where, softcap=softcap)
+    assert out.dtype == dtype and not out.isnan().any()
+    unseen = lse0 == -torch.inf
+    assert torch.equal(lse == -torch.inf, unseen) and (out[unseen] == 0).all()
+    assert (grads[0][unseen] == 0).all()
+    assert relative(lse[~unseen], lse0[~unseen]) <= min(TOLERANCE[dtype], TOLERANCE[torch.float32])
+    floor = float(grad[:, :, i < spec.seq_len].double().norm()) * max(1.0, spec.scale)
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), (out, *grads), (out0, *grads0), strict=True
+    ):
+        assert got.shape == want.shape
+        assert relative(got, want, floor) <= TOLERANCE[dtype], name
+
+
+def at(runs: Runs) -> Tensor:
+    return run_positions(runs, DEVICE)
+
+
+def balanced(s: int, rank: int) -> Runs:
+    c = -(-s // 4)
+    return (rank * c, c), ((3 - rank) * c, c)
+
+
+def mask(name: str, s: int, b: int = 2) -> dict[str, Any]:
+    positions = torch.arange(s, device=DEVICE)
+    ends = torch.randint(0, s, (b, 1), device=DEVICE)
+    breaks = torch.rand(b, s, device=DEVICE) < 0.08
+    return {
+        "full": {},
+        "causal": {"right": 0},
+        "window": {"left": 9, "right": 0},
+        "both sides": {"left": 4, "right": 3},
+        "chunks": {"right": 0, "chunk": 11},
+        "left padding": {"right": 0, "key_padding": positions >= ends},
+        "right padding": {"key_padding": positions <= ends},
+        "holes": {"left": 20, "key_padding": torch.rand(b, s, device=DEVICE) > 0.3},
+        "nothing": {"key_padding": torch.zeros(b, s, dtype=torch.bool, device=DEVICE)},
+        "packed": {"right": 0, "document_ids": breaks.cumsum(1)},
+        "packed, padded": {
+            "right": 0,
+            "document_ids": breaks[:1].cumsum(1).int(),
+            "key_padding": positions >= ends,
+        },
+        "mixed documents": {
+            "left": 30,
+            "document_ids": torch.randint(0, 3, (b, s), device=DEVICE) << 40,
+        },
+    }[name]
+
+
+MASKS = (
+    "full",
+    "causal",
+    "window",
+    "both sides",
+    "chunks",
+    "left padding",
+    "right padding",
+    "holes",
+    "nothing",
+    "packed",
+    "packed, padded",
+    "mixed documents",
+)
+
+
+@kernels
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str) -> None:
+    """A whole sequence whose last tokens are padding; no length fills a tile."""
+    s = 40
+    whole = at(((0, s + 3),))
+    check(AttentionSpec(s, 0.3, **mask(name, s)), whole, whole)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["causal", "window", "packed, padded"])
+def test_positions_of_a_ring_and_shuffled_ones(name: str) -> None:
+    s = 61
+    spec = AttentionSpec(s, 0.3, **mask(name, s))
+    check(spec, at(balanced(s, 0)), at(balanced(s, 1)))
+    check(spec, at(((3, 7),)), torch.randperm(s, device=DEVICE))
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.bfloat16, (1, 4, 2, 16, 16)),
+        (torch.float16, (1, 2, 2, 20, 16)),
+        (torch.float32, (2, 3, 1, 33, 5)),
+        (torch.bfloat16, (1, 1, 1, 80, 96)),
+        (torch.float32, (1, 2, 1, 200, 256)),
+    ],
+)
+def test_dtypes_widths_and_grouped_heads(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    i = torch.arange(35, device=DEVICE)
+    check(AttentionSpec(35, sizes[3] ** -0.5, right=0), i, i.int(), sizes, dtype)
+
+
+@kernels
+@pytest.mark.parametrize("n", [1, 16, 33])
+def test_lengths(n: int) -> None:
+    check(AttentionSpec(n, 0.5, right=0), at(((0, n),)), at(((0, n),)), (1, 1, 1, 16, 16))
+
+
+@kernels
+def test_softcap() -> None:
+    i = torch.arange(40, device=DEVICE)
+    check(AttentionSpec(40, 2.0, right=0), i, i, softcap=5.0)
+    check(AttentionSpec(40, 2.0, **mask("holes", 40)), i, i, softcap=5.0)
+
+
+@kernels
+@pytest.mark.parametrize("shape", [(1, 2, 40, 40), (2, 1, 40, 1), (1, 3, 1, 40)])
+def test_bias(shape: tuple[int, ...]) -> None:
+    i = torch.arange(40, device=DEVICE)
+    heads = torch.tensor([2, 0], device=DEVICE) if shape[1] == 3 else None
+    for bias in (torch.randn(shape, device=DEVICE), torch.rand(shape, device=DEVICE) > 0.3):
+        spec = AttentionSpec(40, 0.3, right=0, bias=bias, head_ids=heads)
+        check(spec, i[:20], i, (2, 2, 1, 16, 16), softcap=3.0 if shape[0] == 2 else None)
+
+
+@kernels
+def test_scores_of_any_magnitude() -> None:
+    i = torch.arange(40, device=DEVICE)
+    q, k, v, _ = make((1, 1, 1, 16, 16), 40, 40, torch.float32)
+    q, k = q.round(), k.round()  # so that scores of 1e4 are exact
+    spec = AttentionSpec(40, 1024.0, right=0)
+    out, lse = flash_attention(q, k, v, q_positions=i, kv_positions=i, mask_spec=spec, scale=1024.0)
+    out0, lse0 = dense_attention(q.double(), k.double(), v.double(), i, i, spec)
+    assert lse0.abs().max() > 1e4
+    assert relative(lse, lse0) < 2e-7
+    # 2e-3: float32 holds scores of 1e4 in base 2 to 1e-3.
+    assert relative(out, out0) < 2e-3
+
+
+@kernels
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_dropout_drops_the_pairs_of_the_definition(p: float) -> None:
+    """Which know nothing of tiles, ranks or which of the heads are here."""
+    s, seed = 45, torch.tensor(2**40 + 11)
+    heads = torch.tensor([5, 1], device=DEVICE)
+    spec = AttentionSpec(s, 0.3, right=0, dropout_p=p, seed=seed, head_ids=heads)
+    check(spec, at(balanced(s, 1)), at(balanced(s, 0)), (2, 2, 1, 16, 16))
+    if p < 1:
+        spec = AttentionSpec(s, 0.3, left=30, dropout_p=p, seed=seed.to(DEVICE))
+        check(spec, at(((0, s),)), at(((0, s),)), softcap=4.0)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["causal", "packed, padded"])
+def test_subsets_of_keys_compose(name: str) -> None:
+    """Merged partial outputs are the output; gradients from the final out and lse add up."""
+    s, cut = 52, 23
+    spec = AttentionSpec(s, 0.3, **mask(name, s))
+    q, k, v, grad = make((2, 1, 1, 16, 16), s, s, torch.float32)
+    i = torch.arange(s, device=DEVICE)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out0, lse0 = dense_attention(*exact, i, i, spec)
+    grads0 = torch.autograd.grad(out0, exact, grad.double())
+    out, lse = torch.zeros_like(out0).float(), torch.full_like(lse0, -torch.inf).float()
+    parts = (slice(0, cut), slice(cut, s))
+    rest: dict[str, Any] = {"q_positions": i, "mask_spec": spec, "scale": spec.scale}
+    for keys in parts:
+        part = flash_attention(q, k[:, :, keys], v[:, :, keys], kv_positions=i[keys], **rest)
+        out, lse = merge_partials(out, lse, *part)
+    each = [
+        flash_attention_backward(
+            grad, q, k[:, :, keys], v[:, :, keys], out, lse, kv_positions=i[keys], **rest
+        )
+        for keys in parts
+    ]
+    dq, dk, dv = zip(*each, strict=True)
+    got = (out, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2))
+    for x, want in zip(got, (out0, *grads0), strict=True):
+        assert relative(x, want) < TOLERANCE[torch.float32]
+
+
+@kernels
+def test_lse_has_a_gradient_and_runs_are_the_same() -> None:
+    s = 40
+    spec = AttentionSpec(s, 0.3, **mask("left padding", s, 1))
+    i = torch.arange(s, device=DEVICE)
+    q, k, v, grad = make((1, 4, 1, 16, 16), s, s, torch.float32)
+    ins = [x.requires_grad_() for x in (q, k, v)]
+    where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec, "scale": 0.3}
+    grads = []
+    for _ in range(2):
+        out, lse = flash_attention(*ins, **where)
+        loss = (out * grad).sum() + lse[lse > -torch.inf].square().sum()
+        grads.append(torch.autograd.grad(loss, ins))
+    exact = [x.detach().double().requires_grad_() for x in ins]
+    out, lse = dense_attention(*exact, i, i, spec)
+    loss = (out * grad).sum() + lse[lse > -torch.inf].square().sum()
+    for got, again, want in zip(*grads, torch.autograd.grad(loss, exact), strict=True):
+        assert relative(got, want) < TOLERANCE[torch.float32]
+        assert torch.equal(got, again)
+
+
+@kernels
+def test_runs_give_what_positions_give() -> None:
+    s = 45
+    spec = AttentionSpec(s, 0.3, right=0)
+    runs = balanced(s, 0), balanced(s, 1)
+    q, k, v, grad = make((1, 2, 1, 16, 16), 24, 24, torch.float32)
+    where: dict[str, Any] = {"q_positions": at(runs[0]), "kv_positions": at(runs[1])}
+    where |= {"mask_spec": spec, "scale": 0.3}
+    out, lse = flash_attention(q, k, v, **where)
+    want = (out, lse, *flash_attention_backward(grad, q, k, v, out, lse, **where))
+    out, lse = forward(q, k, v, *runs, spec)
+    got = (out, lse, *backward(grad, q, k, v, out, lse, *runs, spec))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+# Tiles
+
+
+def kinds_of_table(table: Tensor, inner: int) -> Tensor:
+    """[masks, outer, inner]: 2 full, 1 partial, 0 not visited, as the kernels read the table."""
+    kinds = torch.zeros(*table.shape[:2], inner, dtype=torch.int64)
+    for b, row in itertools.product(range(table.shape[0]), range(table.shape[1])):
+        entry = table[b, row].tolist()
+        full = entry[4 : 4 + 2 * entry[0]]
+        begin = 4 + 2 * MAX_SEGMENTS + 2 * entry[1]
+        partial = entry[begin : begin + 2 * entry[2]]
+        for kind, flat in ((2, full), (1, partial)):
+            for a, e in zip(flat[::2], flat[1::2], strict=True):
+                assert 0 <= a < e <= inner and (kinds[b, row, a:e] == 0).all()
+                kinds[b, row, a:e] = kind
+    return kinds
+
+
+def kinds_by_definition(i: Tensor, j: Tensor, spec: AttentionSpec, m: int, n: int) -> Tensor:
+    visible = visible_pairs(i, j, spec)[:, 0].cpu()
+    pad = (0, -len(j) % n, 0, -len(i) % m)
+    tiles = torch.nn.functional.pad(visible, pad).unflatten(2, (-1, n)).unflatten(1, (-1, m))
+    share = tiles.double().mean((2, 4))
+    return (share > 0).long() + (share == 1).long()
+
+
+@kernels
+@pytest.mark.parametrize("name", ["full", "causal", "window", "chunks", "left padding", "packed"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_exactly_the_visible_tiles_are_visited(name: str, transposed: bool) -> None:
+    s, m, n = 250, 32, 16
+    spec = AttentionSpec(s, 0.3, **mask(name, s))
+    whole: Runs = ((0, s),)
+    ring = balanced(256, 0), balanced(256, 1)  # whose runs begin at tiles
+    for q_runs, kv_runs in ((whole, whole), ring):
+        i, j = at(q_runs), at(kv_runs)
+        table = describe_mask(i, j, spec).segments(m, n, transposed, True)
+        want = kinds_by_definition(i, j, spec, m, n)
+        want = want.mT if transposed else want
+        got = kinds_of_table(table.cpu(), want.shape[2])
+        # Documents that end inside a tile of queries and one of keys may share neither.
+        assert ((got == want) | ((name == "packed") & (want == 0) & (got == 1))).all()
+        assert (got > 0).sum() <= 1.1 * (want > 0).sum()
+
+
+@kernels
+def test_causal_costs_half_and_a_window_its_width() -> None:
+    s, tile = 512, 16
+    i = torch.arange(s, device=DEVICE)
+    number = s // tile
+    causal = describe_mask(i, i, AttentionSpec(s, 1.0, right=0)).segments(tile, tile, False, True)
+    kinds = kinds_of_table(causal.cpu(), number)
+    assert (kinds == 1).sum() == number and (kinds == 2).sum() == number * (number - 1) // 2
+    spec = AttentionSpec(s, 1.0, left=63, right=0)
+    window = describe_mask(i, i, spec).segments(tile, tile, False, True)
+    assert (kinds_of_table(window.cpu(), number) > 0).sum() <= number * (64 // tile + 1)
+
+
+@kernels
+def test_more_segments_than_fit_are_visited_as_one() -> None:
+    s = 4 * GROUP * MAX_SEGMENTS
+    i = torch.arange(s, device=DEVICE)
+    spec = AttentionSpec(s, 1.0, document_ids=(i // GROUP % 2)[None])
+    table = describe_mask(i[:GROUP], i, spec).segments(GROUP, GROUP, False, True)
+    want = torch.ones(1, 1, s // GROUP)
+    want[..., -1] = 0  # a tile of the other document
+    assert torch.equal(kinds_of_table(table.cpu(), s // GROUP), want.long())
+
+
+@kernels
+def test_hidden_tiles_are_not_read() -> None:
+    s = 96
+    i = torch.arange(s, device=DEVICE)
+    q, k, v, grad = make((1, 1, 1, 16, 16), s, s, torch.float32)
+    k[:, :, 64:], v[:, :, 64:] = torch.nan, torch.nan
+    spec = AttentionSpec(s, 0.3, right=0)
+    where: dict[str, Any] = {"q_positions": i[:64], "kv_positions": i, "mask_spec": spec}
+    out, lse = flash_attention(q[:, :, :64], k, v, **where, scale=0.3)
+    saved = (grad[:, :, :64], q[:, :, :64], k, v, out, lse)
+    dq, dk, dv = flash_attention_backward(*saved, **where, scale=0.3)
+    assert not any(x.isnan().any() for x in (out, lse, dq, dk, dv))
+    assert (dk[:, :, 64:] == 0).all() and (dv[:, :, 64:] == 0).all()
+
+
+# The operator, on the CPU path or the kernels
+
+
+def spec_of_everything(s: int) -> AttentionSpec:
+    return AttentionSpec(
+        s,
+        0.3,
+        **mask("packed, padded", s),
+        dropout_p=0.2,
+        seed=torch.tensor(7, device=DEVICE),
+        head_ids=torch.arange(2, device=DEVICE),
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="shown where it takes less long")
+def test_operator_is_well_formed() -> None:
+    i = torch.arange(20, device=DEVICE)
+    ins = [x.requires_grad_() for x in make((2, 2, 1, 16, 16), 20, 20, torch.float32)[:3]]
+    for spec in (AttentionSpec(20, 0.3, right=0), spec_of_everything(20)):
+        data = (spec.key_padding, spec.document_ids, None, spec.seed, spec.head_ids)
+        rest = (20, -1, 0, -1, 0.3, 0.0, spec.dropout_p)
+        op = torch.ops.paradyse.flash_attention.default
+        torch.library.opcheck(op, (*ins, i, i, *data, *rest))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="shown where it takes less long")
+def test_operator_compiles_without_graph_breaks() -> None:
+    s = 24
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, i: Tensor, spec: AttentionSpec) -> Tensor:
+        where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec}
+        out, lse = flash_attention(q * 2, k, v, **where, scale=0.3, softcap=8.0)
+        return out.square().sum() + lse[:, :, -1].sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    i, spec = torch.arange(s, device=DEVICE), AttentionSpec(s, 0.3, right=0)
+    ins = [x.requires_grad_() for x in make((2, 2, 1, 16, 16), s, s, torch.float32)[:3]]
+    got, want = compiled(*ins, i, spec), loss(*ins, i, spec)
+    grads = [torch.autograd.grad(x, ins) for x in (got, want)]
+    torch.testing.assert_close((got, *grads[0]), (want, *grads[1]))
+
+
+@pytest.mark.skipif(NATIVE or INTERPRETED, reason="the CPU path")
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cpu_path(name: str, dtype: torch.dtype) -> None:
+    s = 61
+    spec = AttentionSpec(s, 0.3, **mask(name, s))
+    sizes = (2, 4, 2, 8, 6)
+    check(spec, at(balanced(s, 0)), at(balanced(s, 1)), sizes, dtype)
+    check(spec, at(((3, 61),)), torch.randperm(s), sizes, dtype)
+    check(spec, at(((0, s),)), at(((0, s),)), sizes, dtype, softcap=5.0)
+
+
+def test_errors_name_the_value() -> None:
+    i, spec = torch.arange(20, device=DEVICE), AttentionSpec(20, 0.3)
+    q, k, v, _ = make((1, 3, 2, 16, 16), 20, 20, torch.float32)
+    where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec, "scale": 0.3}
+    with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
+        flash_attention(q, k, v, **where)
+    q = q[:, :2]
+    with pytest.raises(ValueError, match=r"q_positions is torch.int64 \[19\].*\[20\]"):
+        flash_attention(q, k, v, **where | {"q_positions": i[1:]})
+    with pytest.raises(ValueError, match="softcap -1.0 must be positive"):
+        flash_attention(q, k, v, **where, softcap=-1.0)
+    with pytest.raises(ValueError, match="needs a seed"):
+        flash_attention(q, k, v, **where | {"mask_spec": AttentionSpec(20, 0.3, dropout_p=0.5)})
+    bias = torch.zeros(1, 1, 20, 20, device=DEVICE, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="gives a bias no gradient"):
+        flash_attention(q, k, v, **where | {"mask_spec": AttentionSpec(20, 0.3, bias=bias)})
+
+
+@kernels
+def test_refusals_name_the_value() -> None:
+    i, spec = torch.arange(20, device=DEVICE), AttentionSpec(20, 0.3)
+    q, k, v, _ = make((1, 1, 1, 16, 16), 20, 20, torch.float64)
+    where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec}
+    with pytest.raises(NotImplementedError, match="dtype torch.float64"):
+        flash_attention(q, k, v, **where, scale=0.3)
+    with pytest.raises(NotImplementedError, match="scale -1.0: must be positive"):
+        flash_attention(q.float(), k.float(), v.float(), **where, scale=-1.0)
