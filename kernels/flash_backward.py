@@ -130,9 +130,7 @@ def launch_backward(
             group,
             split,
             *sizes,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            MASKED_STAGES=1,
+            **config.constants(),
             **constants,
             **config.options(),
         )
@@ -150,8 +148,7 @@ def launch_backward(
             h,
             group,
             *sizes,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
+            **config.constants(),
             **constants,
             **config.options(),
         )

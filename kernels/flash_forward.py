@@ -166,6 +166,7 @@ def forward_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -231,7 +232,7 @@ def forward_kernel(
     partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
     for s in range(tl.load(segments + 2)):
         begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
-        for n in range(begin, end):
+        for n in tl.range(begin, end, num_stages=MASKED_STAGES):
             acc, highest, total = _attend_tile(
                 acc, highest, total, q_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
                 lo, hi, row_position, row_document, row_hash, key_positions, key_documents,
@@ -281,8 +282,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor,
         k.shape[2],
         plan.visibility.num_masks,
         *plan.scalars(),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **config.constants(),
         **plan.constants(),
         STRIDE_Q=q.stride(2),
         STRIDE_K=k.stride(2),

@@ -29,6 +29,12 @@ class Config:
     block_n: int
     num_warps: int
     num_stages: int
+    masked_stages: int = 1
+    """The depth in loops over partly visible tiles, which need more registers."""
+
+    def constants(self) -> dict[str, int]:
+        sizes = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+        return {**sizes, "MASKED_STAGES": self.masked_stages}
 
     def options(self) -> dict[str, Any]:
         """Of the launch. Contraction is set because its default depends on Triton's version."""

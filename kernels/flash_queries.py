@@ -127,6 +127,7 @@ def queries_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
     HAS_LO: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -191,7 +192,7 @@ def queries_kernel(
     partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
     for s in range(tl.load(segments + 2)):
         begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
-        for n in range(begin, end):
+        for n in tl.range(begin, end, num_stages=MASKED_STAGES):
             acc = _queries_tile(
                 acc, q_tile, g_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
                 row_base, row_delta, lo, hi, row_position, row_document, row_hash,
