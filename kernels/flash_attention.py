@@ -245,8 +245,8 @@ def flash_attention(
     Returns:
         out [B, H, Sq, Dv] in q's dtype, laid out as [B, Sq, H, Dv], and lse [B, H, Sq] float32
         (float64 for float64): log of the sum of exp(scores) over the visible keys. Both are
-        differentiable. A row that sees no key has out 0, lse -inf and gradients 0. Gradients are the
-        same in every run.
+        differentiable. A row that sees no key has out 0, lse -inf and gradients 0. Gradients are
+        the same in every run.
     Raises:
         ValueError: shapes, positions or a mask that do not fit; dropout without a seed.
         NotImplementedError: a learned bias; on CUDA, what ``flash_plan.refusal`` names.

@@ -1,12 +1,13 @@
 """Backward of flash attention between queries and keys of known positions, in Triton.
 
-Two kernels (FlashAttention-2, arXiv 2307.08691, section 3.1, without its atomic additions): one has a
-tile of keys and steps through the queries that see it, for dk and dv; one has a tile of queries and
-steps through keys, for dq. Scores are computed twice, seven products instead of five; in exchange
-every sum has one fixed order, so results are the same in every run. Heads of a group share K and V:
-their sum is taken in the program, or over a few programs' float32 parts where keys are few.
+Two kernels (FlashAttention-2, arXiv 2307.08691, section 3.1, without its atomic additions): one has
+a tile of keys and steps through the queries that see it, for dk and dv; one has a tile of queries
+and steps through keys, for dq. Scores are computed twice, seven products instead of five; in
+exchange every sum has one fixed order, so results are the same in every run. Heads of a group share
+K and V: their sum is taken in the program, or over a few programs' float32 parts where keys are few.
 
-``out`` and ``lse`` may be those over more keys than are here, as the ring of arXiv 2310.01889 needs.
+``out`` and ``lse`` may be those over more keys than are here, as the ring of arXiv 2310.01889
+needs.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def _build(
         for x in names
     }
     divisible = tuple(
-        x for x in names if signature[x].startswith("*") or x.startswith("stride_") and "bias" not in x
+        x
+        for x in names
+        if signature[x].startswith("*") or x.startswith("stride_") and "bias" not in x
     )
     return Build(name, kernel, signature, constants, divisible, options)
 

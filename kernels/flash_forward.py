@@ -2,8 +2,8 @@
 
 FlashAttention-2 (arXiv 2307.08691, section 3): one program per tile of queries and head, an online
 softmax over tiles of keys. Scores are kept in base 2, so that scale and exponential are one fused
-multiply-add and one instruction. Tiles that every query sees go through a loop without any mask, the
-others through one with it; hidden tiles are in neither (``flash_tiles``).
+multiply-add and one instruction. Tiles that every query sees go through a loop without any mask,
+the others through one with it; hidden tiles are in neither (``flash_tiles``).
 """
 
 from __future__ import annotations

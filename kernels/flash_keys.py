@@ -60,7 +60,7 @@ def _keys_tile(
     if MASKED:
         inside = valid
         hi = tl.load(rows + num_rows + at, mask=inside, other=-1)
-        valid = hi >= 0
+        valid = tl.load(shift + at, mask=inside, other=-float("inf")) > -float("inf")
         if HAS_LO:
             lo = tl.load(rows + at, mask=inside, other=_FAR)
         if HAS_DOCUMENTS:
@@ -70,8 +70,8 @@ def _keys_tile(
     else:
         row_shift = tl.load(shift + at)
         row_delta = tl.load(delta + at)
-    # In this orientation a thread has many queries. Products that start from shift and delta need no
-    # register for either.
+    # In this orientation a thread has many queries. Products that start from shift and delta need
+    # no register for either.
     BLOCK_N: tl.constexpr = k.shape[0]
     if SOFTCAP or BIAS == 2:
         scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -49,8 +49,8 @@ def mix(x):
 
 @triton.jit
 def hash_rows(seed, b, head, position):
-    """The part of ``attention_mask.dropout_keep``'s hash that a query has. ``seed`` int64, the others
-    int32, ``position`` a vector; uint32.
+    """The part of ``attention_mask.dropout_keep``'s hash that a query has. ``seed`` int64, the
+    others int32, ``position`` a vector; uint32.
     """
     zero = tl.zeros_like(position).to(tl.uint32)
     low = (seed & 0xFFFFFFFF).to(tl.uint32) + zero

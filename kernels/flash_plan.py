@@ -52,19 +52,23 @@ class Configs:
 
 
 _F = Config
-# Per (generation, bytes per element, width rounded up to a power of two). 8: sm_80 (163 KiB of shared
-# memory per block), 86: its smaller relatives and sm_120 (99 KiB), 9: sm_90 and later (227 KiB).
+# Per (generation, bytes per element, width rounded up to a power of two). 8: sm_80 (163 KiB of
+# shared memory per block), 86: its smaller relatives and sm_120 (99 KiB), 9: sm_90 and sm_100 (227
+# KiB). The largest tiles that ptxas compiles without spilling registers; not tuned on a device.
 _CONFIGS: dict[tuple[int, int, int], Configs] = {
-    (9, 2, 64): Configs(_F(128, 128, 4, 3), _F(64, 128, 4, 3), _F(128, 64, 4, 3)),
-    (9, 2, 128): Configs(_F(128, 64, 8, 3), _F(64, 128, 8, 3), _F(128, 64, 8, 3)),
-    (9, 2, 256): Configs(_F(64, 64, 8, 2), _F(64, 64, 8, 1), _F(64, 64, 8, 1)),
-    (9, 4, 64): Configs(_F(64, 32, 4, 2), _F(32, 32, 4, 1), _F(32, 32, 4, 1)),
-    (9, 4, 128): Configs(_F(64, 32, 8, 2), _F(32, 32, 8, 1), _F(32, 32, 8, 1)),
-    (9, 4, 256): Configs(_F(32, 32, 8, 1), _F(32, 16, 8, 1), _F(16, 32, 8, 1)),
+    (9, 2, 64): Configs(_F(128, 64, 4, 3, 3), _F(64, 128, 8, 3, 3), _F(128, 64, 4, 3)),
+    (9, 2, 128): Configs(_F(128, 128, 8, 2), _F(64, 128, 8, 2), _F(128, 64, 8, 3, 3)),
+    (9, 2, 256): Configs(_F(128, 32, 8, 2, 2), _F(32, 32, 8, 2), _F(128, 32, 8, 2)),
+    (8, 2, 64): Configs(_F(64, 64, 4, 2), _F(64, 64, 8, 2), _F(128, 64, 8, 2)),
+    (8, 2, 128): Configs(_F(64, 64, 4, 2), _F(64, 64, 8, 2), _F(64, 64, 8, 2)),
+    (8, 2, 256): Configs(_F(64, 32, 8, 2), _F(32, 32, 8, 1), _F(64, 32, 8, 1)),
+    (8, 4, 64): Configs(_F(32, 16, 8, 1), _F(16, 32, 8, 1), _F(16, 16, 8, 1)),
+    (8, 4, 128): Configs(_F(32, 16, 8, 1), _F(32, 32, 8, 1), _F(16, 16, 8, 1)),
+    (8, 4, 256): Configs(_F(16, 16, 8, 1), _F(16, 16, 8, 1), _F(16, 16, 8, 1)),
 }
-for _bytes, _width in ((2, 64), (2, 128), (2, 256), (4, 64), (4, 128), (4, 256)):
-    for _generation in (8, 86):
-        _CONFIGS.setdefault((_generation, _bytes, _width), _CONFIGS[9, _bytes, _width])
+for _width in (64, 128, 256):
+    _CONFIGS[86, 2, _width] = _CONFIGS[8, 2, _width]
+    _CONFIGS[86, 4, _width] = _CONFIGS[9, 4, _width] = _CONFIGS[8, 4, _width]
 _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1, 1))
 
 

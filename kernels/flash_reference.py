@@ -1,7 +1,7 @@
 """Attention between queries and keys of known positions by its definition, in plain PyTorch.
 
-Positions may come in any order. ``dense_attention`` is differentiable and holds all scores: an oracle
-for tests. The two functions after it hold a block of rows at a time.
+Positions may come in any order. ``dense_attention`` is differentiable and holds all scores: an
+oracle for tests. The two functions after it hold a block of rows at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Triton kernels for queries and keys whose positions are runs known on the host.
 
-What a mask by position alone makes of two lists of runs is kept: layers, steps of a ring and training
-steps meet the same lists again, and then nothing but the kernels themselves is launched.
+What a mask by position alone makes of two lists of runs is kept: layers, steps of a ring and
+training steps meet the same lists again, and then nothing but the kernels themselves is launched.
 """
 
 from __future__ import annotations

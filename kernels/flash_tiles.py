@@ -2,13 +2,13 @@
 
 Order: kernels, the tables they fill, public function.
 
-By position a query sees the keys whose position lies in one interval [lo, hi]: causal, window, chunk
-and length are all of this form. A hidden key (padding, past the end) gets a position beyond every
-interval, so all that remains per pair is two comparisons and, with documents, one more. Bounds of
-both over groups of tokens tell which tiles nobody sees and which everybody sees. Visited tiles of one
-row of tiles are kept as segments [begin, end): memory grows with the length, not with its square, and
-the loops that read them step through keys in order. Inspired by the block masks of FlexAttention
-(arXiv 2412.05496), which list each tile.
+By position a query sees the keys whose position lies in one interval [lo, hi]: causal, window,
+chunk and length are all of this form. A hidden key (padding, past the end) gets a position beyond
+every interval, so all that remains per pair is two comparisons and, with documents, one more.
+Bounds of both over groups of tokens tell which tiles nobody sees and which everybody sees. Visited
+tiles of one row of tiles are kept as segments [begin, end): memory grows with the length, not with
+its square, and the loops that read them step through keys in order. Inspired by the block masks of
+FlexAttention (arXiv 2412.05496), which list each tile.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CAP = tl.constexpr(MAX_SEGMENTS)
 _HEADER = tl.constexpr(4)
 ROW_INTS = 4 + 2 * (2 * MAX_SEGMENTS + 1)
 """int32 values per row of tiles: number of full segments, first partial segment, number of partial
-segments, unused; then (begin, end) of the full ones, and of the partial ones, whose last entry is the
-one of a row with too many."""
+segments, unused; then (begin, end) of the full ones, and of the partial ones, whose last entry is
+the one of a row with too many."""
 _ROW_INTS = tl.constexpr(ROW_INTS)
 
 
@@ -348,8 +348,8 @@ def _stride(x: Tensor | None) -> int:
 
 
 def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec) -> Visibility:
-    """The visibility of keys at ``kv_positions`` [Sk] to queries at ``q_positions`` [Sq], int, in any
-    order; bias and dropout are no part of it.
+    """The visibility of keys at ``kv_positions`` [Sk] to queries at ``q_positions`` [Sq], int, in
+    any order; bias and dropout are no part of it.
     """
     device, num_rows, num_keys = q_positions.device, len(q_positions), len(kv_positions)
     q_positions, kv_positions = q_positions.contiguous(), kv_positions.contiguous()

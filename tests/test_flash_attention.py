@@ -1,7 +1,8 @@
 """``flash_attention`` and its Triton kernels against attention by definition in float64.
 
 Natively on CUDA. Without it the kernel tests run in a process of their own in Triton's interpreter,
-which has to be chosen before Triton is imported; what is not marked runs on the CPU path in this one.
+which has to be chosen before Triton is imported; what is not marked runs on the CPU path in this
+one.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def check(
 ) -> None:
     """Output, lse and every gradient; tokens past the end hold NaN."""
     q, k, v, grad = make(sizes, len(i), len(j), dtype)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
     out0, lse0 = dense_attention(*exact, i, j, spec, softcap)
     grads0 = torch.autograd.grad(out0, exact, grad.double())
     for x, at in ((q, i), (grad, i), (k, j), (v, j)):
@@ -245,7 +246,7 @@ def test_subsets_of_keys_compose(name: str) -> None:
     spec = AttentionSpec(s, 0.3, **mask(name, s))
     q, k, v, grad = make((2, 1, 1, 16, 16), s, s, torch.float32)
     i = torch.arange(s, device=DEVICE)
-    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
     out0, lse0 = dense_attention(*exact, i, i, spec)
     grads0 = torch.autograd.grad(out0, exact, grad.double())
     out, lse = torch.zeros_like(out0).float(), torch.full_like(lse0, -torch.inf).float()
