@@ -16,11 +16,11 @@ from paradyse.kernels.attention import (
     attention_backward,
     attention_forward,
     bias_gradient,
-    merge_partials,
 )
 from paradyse.kernels.attention_core import stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.attention_op import make_spec, register_gradient, token_major
+from paradyse.kernels.merge import merge
 from paradyse.mesh import Axis, axis_named
 
 
@@ -51,14 +51,14 @@ def ring_forward(
             pending = comm.ring_exchange([message], axis, block_id)
         part = attention_forward(q, k, v, own, layout.runs((axis.rank - step) % p), spec)
         if out is None or lse is None:
-            out, lse = part if p == 1 else (part[0].to(part[1].dtype), part[1])
+            out, lse = part
         else:
-            out, lse = merge_partials(out, lse, *part)
+            out, lse = merge(out, lse, *part, dtype=q.dtype if step == p - 1 else None)
         if pending is not None:
             (message,) = pending.wait()
             k, v = _unpack(message, k, v)
     assert out is not None and lse is not None
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def ring_backward(
