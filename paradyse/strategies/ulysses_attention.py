@@ -1,10 +1,8 @@
 """``paradyse::attention_ulysses``: an all-to-all turns the split of the sequence into a split of
 the heads.
 
-DeepSpeed-Ulysses (arXiv 2309.14509), for any numbers of heads and ranks: every rank takes the same
-number of *slots*, a slot being one KV head with (a part of) its query heads. KV heads are
-replicated where that spreads the work better, as it must where p exceeds them; what is left over is
-padding, sent but not computed.
+DeepSpeed-Ulysses (arXiv 2309.14509), for any numbers of heads and ranks: ``head_exchange`` says
+which heads go where, and packs and unpacks the messages.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paradyse import comm
@@ -27,121 +24,25 @@ from paradyse.kernels.attention_op import (
     register_gradient,
     token_major,
 )
+from paradyse.kernels.head_exchange import (
+    HeadSlots,
+    head_slots,
+    receive_heads,
+    receive_tokens,
+    send_heads,
+    send_tokens,
+)
 from paradyse.mesh import Axis, axis_named
 
 
-@dataclass(frozen=True)
-class HeadSlots:
-    """Which heads each rank computes: slots [r n, (r+1) n) of the list (KV head, replica)."""
-
-    num_heads: int
-    num_kv_heads: int
-    num_ranks: int
-    replicas: int
-    """Slots that share one KV head; each takes a part of its query heads."""
-
-    @property
-    def slots_per_rank(self) -> int:
-        return -(-self.num_kv_heads * self.replicas // self.num_ranks)
-
-    @property
-    def heads_per_slot(self) -> int:
-        return -(-self.num_heads // self.num_kv_heads // self.replicas)
-
-    def real_slots(self, rank: int) -> int:
-        """Slots of ``rank`` that are not padding; they come first."""
-        n = self.slots_per_rank
-        return max(0, min(n, self.num_kv_heads * self.replicas - rank * n))
-
-    def head_ids(self, rank: int) -> Tensor:
-        """Query head [real slots * heads per slot] int64 of each head that ``rank`` computes."""
-        group = self.num_heads // self.num_kv_heads
-        slot = torch.arange(self.real_slots(rank)) + rank * self.slots_per_rank
-        first = slot // self.replicas * group + slot % self.replicas * self.heads_per_slot
-        ids = first[:, None] + torch.arange(self.heads_per_slot)
-        return ids.flatten().clamp(max=self.num_heads - 1)
-
-    def spread_queries(self, x: Tensor) -> Tensor:
-        """[B, s, H, D] to [B, s, p, n g D]: each rank's slots."""
-        b, s, _, d = x.shape
-        group, g, r = self.num_heads // self.num_kv_heads, self.heads_per_slot, self.replicas
-        x = F.pad(x.reshape(b, s, self.num_kv_heads, group, d), (0, 0, 0, r * g - group))
-        return self._to_ranks(x.reshape(b, s, self.num_kv_heads * r, g * d))
-
-    def collect_queries(self, x: Tensor, width: int) -> Tensor:
-        """The inverse of ``spread_queries``."""
-        b, s = x.shape[:2]
-        group, g, r = self.num_heads // self.num_kv_heads, self.heads_per_slot, self.replicas
-        x = x.reshape(b, s, -1, g * width)[:, :, : self.num_kv_heads * r]
-        x = x.reshape(b, s, self.num_kv_heads, r * g, width)[:, :, :, :group]
-        return x.reshape(b, s, self.num_heads, width)
-
-    def spread_keys(self, x: Tensor) -> Tensor:
-        """[B, s, Hk, D] to [B, s, p, n D], replicated."""
-        return self._to_ranks(x if self.replicas == 1 else x.repeat_interleave(self.replicas, 2))
-
-    def sum_keys(self, x: Tensor, width: int) -> Tensor:
-        """The transpose of ``spread_keys``: replicas are summed."""
-        b, s = x.shape[:2]
-        x = x.reshape(b, s, -1, width)[:, :, : self.num_kv_heads * self.replicas]
-        return x.reshape(b, s, self.num_kv_heads, self.replicas, width).sum(3)
-
-    def _to_ranks(self, x: Tensor) -> Tensor:
-        b, s, slots, w = x.shape
-        padded = self.num_ranks * self.slots_per_rank
-        return F.pad(x, (0, 0, 0, padded - slots)).reshape(
-            b, s, self.num_ranks, self.slots_per_rank * w
-        )
-
-
-def head_slots(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:
-    """The slots with the least work for the busiest rank, then the fewest bytes."""
-    group = num_heads // num_kv_heads
-    options = [
-        HeadSlots(num_heads, num_kv_heads, num_ranks, r)
-        for r in range(1, min(group, num_ranks) + 1)
-    ]
-    return min(
-        options, key=lambda s: (s.slots_per_rank * s.heads_per_slot, s.slots_per_rank, s.replicas)
-    )
-
-
-def _heads_from_tokens(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """[B, s, p, W], slots for every rank, to [B, p s, W]: the whole sequence of this rank's
-    slots.
-    """
-    if axis.size == 1:
-        return x[:, :, 0].contiguous()
-    y = comm.all_to_all(x.movedim(2, 0), axis, block_id)  # [p, B, s, W]
-    p, b, s, w = y.shape
-    y = y.view(p, b, 2, s // 2, w)
-    natural = y.new_empty(b, 2 * p, s // 2, w)  # rank r holds chunks r and 2p-1-r
-    natural[:, :p] = y[:, :, 0].transpose(0, 1)
-    natural[:, p:] = y[:, :, 1].flip(0).transpose(0, 1)
-    return natural.view(b, p * s, w)
-
-
-def _tokens_from_heads(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """The inverse: [B, p s, W] to [B, s, p, W]."""
-    p = axis.size
-    if p == 1:
-        return x[:, :, None]
-    b, n, w = x.shape
-    chunks = x.view(b, 2 * p, n // (2 * p), w)
-    y = torch.stack([chunks[:, :p], chunks[:, p:].flip(1)], 2)  # [B, p, 2, c, W]
-    return (
-        comm.all_to_all(y.transpose(0, 1), axis, block_id).view(p, b, n // p, w).permute(1, 2, 0, 3)
-    )
+def _exchange(message: Tensor, axis: Axis, block_id: int) -> Tensor:
+    """Slice i of ``message`` [p, ..] to rank i; what they sent."""
+    return message if axis.size == 1 else comm.all_to_all(message, axis, block_id)
 
 
 def _heads(x: Tensor, width: int, real: int) -> Tensor:
     """[B, N, h' width] to [B, h, N, width], a view without padding heads."""
     return x.unflatten(2, (-1, width))[:, :, :real].transpose(1, 2)
-
-
-def _pad_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[B, h, N, width] to [B, N, h' width], padding heads 0."""
-    return F.pad(x.transpose(1, 2), (0, 0, 0, num_heads - x.shape[1])).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -162,17 +63,16 @@ class _Part:
         n = self.slots.real_slots(self.axis.rank)
         return n * self.slots.heads_per_slot, n
 
-    def split(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as [.., n g D], [.., n D], [.., n Dv]."""
-        n, g, d = self.slots.slots_per_rank, self.slots.heads_per_slot, self.key_width
-        q, k, v = message.split([n * g * d, n * d, n * self.value_width], -1)
-        return q, k, v
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        return self.key_width, self.key_width, self.value_width
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.split(qkv)
+        """Views of the message [B, N, n (g D + D + Dv)] as real heads of q, k, v, [B, h, N, D]."""
         h, h_kv = self.real
-        d = self.key_width
-        return _heads(q, d, h), _heads(k, d, h_kv), _heads(v, self.value_width, h_kv)
+        parts = qkv.split(self.slots.columns(self.widths), -1)
+        q, k, v = (_heads(*x) for x in zip(parts, self.widths, (h, h_kv, h_kv)))
+        return q, k, v
 
 
 def _part(
@@ -221,12 +121,9 @@ def attention_ulysses(
     )  # fmt: skip
     part = _part(q.shape[1], k.shape[1], q.shape[3], v.shape[3], ax, args)
     slots = part.slots
-    message = [
-        slots.spread_queries(q.transpose(1, 2)),
-        slots.spread_keys(k.transpose(1, 2)),
-        slots.spread_keys(v.transpose(1, 2)),
-    ]
-    qkv = _heads_from_tokens(torch.cat(message, -1), ax, block_id)
+    received = _exchange(send_heads(slots, (q, k, v)), ax, block_id)
+    qkv = receive_tokens(received)
+    del received
     runs = ((0, qkv.shape[1]),)
     if part.real[0]:
         out_h, lse = attention_forward(*part.heads(qkv), runs, runs, part.spec)
@@ -236,9 +133,9 @@ def attention_ulysses(
             q.new_empty(*nothing, v.shape[3]),
             q.new_empty(nothing, dtype=stat_dtype(q.dtype)),
         )
-    out = _pad_heads(out_h, slots.slots_per_rank * slots.heads_per_slot)
-    out = slots.collect_queries(_tokens_from_heads(out, ax, block_id), v.shape[3])
-    return token_major(out.transpose(1, 2)), lse.contiguous(), token_major(out_h), qkv
+    received = _exchange(send_tokens(slots, (out_h,)), ax, block_id)
+    (out,) = receive_heads(slots, received, (v.shape[3],))
+    return token_major(out), lse.contiguous(), token_major(out_h), qkv
 
 
 @torch.library.custom_op("paradyse::attention_ulysses_backward", mutates_args=())
@@ -271,27 +168,24 @@ def _backward(
     _, num_heads, _, value_width = grad_out.shape
     part = _part(num_heads, num_kv_heads, key_width, value_width, ax, args)
     slots, runs = part.slots, ((0, qkv.shape[1]),)
-    grad = _heads_from_tokens(slots.spread_queries(grad_out.transpose(1, 2)), ax, block_id)
-    grad_h = _heads(grad, value_width, part.real[0])
-    d_qkv = torch.zeros_like(qkv)
+    received = _exchange(send_heads(slots, (grad_out,)), ax, block_id)
+    grad_h = _heads(receive_tokens(received), value_width, part.real[0])
+    del received
     d_bias = grad_out.new_empty(0)
+    heads = part.heads(qkv)
     if part.real[0]:
-        saved = (grad_h, *part.heads(qkv), out_h, lse, runs, runs, part.spec)
-        for place, g in zip(part.heads(d_qkv), attention_backward(*saved)):
-            place.copy_(g)
+        saved = (grad_h, *heads, out_h, lse, runs, runs, part.spec)
+        d_heads = attention_backward(*saved)
         d_bias = bias_gradient(*saved) if bias_grad else d_bias
-    elif bias_grad and bias is not None:
-        d_bias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
-    dq, dk, dv = part.split(_tokens_from_heads(d_qkv, ax, block_id))
+    else:
+        d_heads = heads
+        if bias_grad and bias is not None:
+            d_bias = torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    received = _exchange(send_tokens(slots, d_heads), ax, block_id)
+    dq, dk, dv = receive_heads(slots, received, part.widths)
     if bias_grad and ax.size > 1:
         d_bias = comm.all_reduce(d_bias, ax, block_id)
-    grads = (
-        slots.collect_queries(dq, key_width),
-        slots.sum_keys(dk, key_width),
-        slots.sum_keys(dv, value_width),
-    )
-    dq, dk, dv = (token_major(g.transpose(1, 2)) for g in grads)
-    return dq, dk, dv, d_bias
+    return token_major(dq), token_major(dk), token_major(dv), d_bias
 
 
 def _fake_forward(
