@@ -33,6 +33,7 @@ from paradyse.kernels.attention_mask import (
     segments,
 )
 from paradyse.kernels.flash_reference import dense_attention
+from paradyse.kernels.library_attention import library_backward, library_forward
 
 _HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
@@ -208,6 +209,10 @@ def attention_forward(
         b, h, n, _ = q.shape
         out = q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2)
         return out, q.new_empty(b, h, n, dtype=stat_dtype(q.dtype))
+    if q.is_cuda:
+        found = library_forward(q, k, v, q_runs, kv_runs, spec)
+        if found is not None:
+            return found
     kernels = _triton_kernels(q, k, v, spec)
     if kernels is not None:
         return kernels.forward(q, k, v, q_runs, kv_runs, spec)
@@ -257,6 +262,10 @@ def attention_backward(
     if isinstance(q, FakeTensor):
         dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
         return dq, dk, dv
+    if q.is_cuda:
+        found = library_backward(grad_out, q, k, v, out, lse, q_runs, kv_runs, spec)
+        if found is not None:
+            return found
     kernels = _triton_kernels(q, k, v, spec)
     if kernels is not None:
         return kernels.backward(grad_out, q, k, v, out, lse, q_runs, kv_runs, spec)

@@ -35,7 +35,7 @@ from paradyse.online import Feedback
 from paradyse.planner import Planner
 from paradyse.profiles import Setting, present_versions
 from paradyse.program import Program, StepConstants
-from paradyse.report import PlanReport, Stats, explain_plan, text_table
+from paradyse.report import PlanReport, Stats, attention_kernels, explain_plan, text_table
 from paradyse.shards import ShardedTensor, relayout
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.rest_layout import rest_layouts
@@ -420,7 +420,8 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
         capture.axis.size,
         describe_masks(graph.blocks),
     )
-    return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes))
+    kernels = attention_kernels(graph.blocks, graph.dtype, device_of(capture.axis))
+    return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes), kernels)
 
 
 def stats(compiled_model: Any) -> Stats:

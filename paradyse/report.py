@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from paradyse.cost import BlockCost, canonical_strategy
+from paradyse.kernels.selection import capability_of, describe_choices
 from paradyse.planner import Costs, Planner, describe_workload, format_bytes
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
 
@@ -107,6 +110,8 @@ class PlanReport:
     """What runs on gathered tensors, and why: exact and slow."""
     notes: tuple[str, ...] = ()
     """On the profile that the costs come from."""
+    kernels: tuple[str, ...] = ()
+    """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
         """Title, header and rows; blocks that tell the same are shown once."""
@@ -137,7 +142,8 @@ class PlanReport:
         return "\n".join(lines)
 
     def _notes(self) -> str:
-        return "\n".join((*self.notes, *(f"on gathered tensors: {g}" for g in self.gathered)))
+        gathered = (f"on gathered tensors: {g}" for g in self.gathered)
+        return "\n".join((*self.notes, *gathered, *(f"kernel: {k}" for k in self.kernels)))
 
     def __str__(self) -> str:
         parts = [self._headline()]
@@ -153,7 +159,27 @@ class PlanReport:
         return Group(Text(self._headline()), *tables, Text(self._notes()))
 
 
-def explain_plan(planner: Planner, workload: Workload, gathered: Sequence[str] = ()) -> PlanReport:
+def attention_kernels(
+    blocks: Sequence[BlockSpec], dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
+    """Which kernel computes what, on a GPU; nothing on a CPU, where there is one."""
+    if device.type != "cuda":
+        return ()
+    capability = capability_of(device)
+    widths = sorted({b.head_dim for b in blocks if b.kind == "attention" and b.head_dim})
+    return tuple(
+        f"width {width}, {line}"
+        for width in widths
+        for line in describe_choices(capability, dtype, width)
+    )
+
+
+def explain_plan(
+    planner: Planner,
+    workload: Workload,
+    gathered: Sequence[str] = (),
+    kernels: tuple[str, ...] = (),
+) -> PlanReport:
     """The report on the plan ``planner`` makes for ``workload``.
 
     Every rank of the axis must call it, as the machine may be measured for it.
@@ -164,7 +190,8 @@ def explain_plan(planner: Planner, workload: Workload, gathered: Sequence[str] =
             BlockReport(b.name, b.kind, _mask(b), REPLICATED, ()) for b in planner.blocks
         )
         nothing = (None, None, float("inf"), "")
-        return PlanReport(workload, plan, blocks, (), *nothing, tuple(gathered))
+        found = (workload, plan, blocks, (), *nothing, tuple(gathered))
+        return PlanReport(*found, kernels=kernels)
     costs = planner.costs(workload)
     limit = planner.memory_limit(workload.dtype)
     time_s, peak = planner.predict(plan, workload)
@@ -183,6 +210,7 @@ def explain_plan(planner: Planner, workload: Workload, gathered: Sequence[str] =
         planner.machine(workload.dtype).source or "given",
         tuple(gathered),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
+        kernels,
     )
 
 

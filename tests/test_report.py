@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_planner import LONG, NORM, SHORT, model, planner
 
 from paradyse.report import (
@@ -15,6 +16,7 @@ from paradyse.report import (
     Stats,
     VerifyReport,
     VerifyRow,
+    attention_kernels,
     explain_plan,
     format_seconds,
     short_key,
@@ -151,3 +153,10 @@ def test_small_formats() -> None:
     assert short_key("") == ""
     assert short_key("metp,metp") == "metp"
     assert text_table(("a", "bb"), [("xyz", "")]) == "a    bb\n---  --\nxyz"
+
+
+def test_kernels_are_shown() -> None:
+    line = "width 64, causal forward: aten_flash (not measured for this device, dtype and width)"
+    report = explain_plan(planner(), LONG, kernels=(line,))
+    assert f"kernel: {line}" in str(report) and "aten_flash" in rendered(report)
+    assert attention_kernels(model(), torch.bfloat16, torch.device("cpu")) == ()

@@ -1,0 +1,262 @@
+"""Plain causal and full attention by PyTorch's own CUDA kernels, where ``selection`` says so.
+
+Order: which part of a call is plain, the kernels, public functions. Both kernels give the log-sum-
+exp, and their backward takes the final one, so parts of a ring compose as with our own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.kernels.attention_mask import (
+    DIAGONAL,
+    AttentionSpec,
+    Runs,
+    Tile,
+)
+from paradyse.kernels.attention_mask import FULL as FULL_TILE
+from paradyse.kernels.selection import (
+    ATEN_FLASH,
+    BACKWARD,
+    CAUSAL,
+    CUDNN,
+    FORWARD,
+    FULL,
+    capability_of,
+    choose,
+)
+
+# Which part is plain
+
+
+_HIDDEN, _FULL, _PARTIAL = range(3)
+
+
+def _visible(q: tuple[int, int], k: tuple[int, int], spec: AttentionSpec) -> int:
+    """How much of the keys k = [a, b) the queries q = [a, b) see: nothing, all, or some."""
+    (q0, q1), (k0, k1) = q, k
+    left = q1 if spec.left is None else spec.left
+    right = k1 if spec.right is None else spec.right
+    if k0 > q1 - 1 + right or k1 - 1 < q0 - left:
+        return _HIDDEN
+    if k1 - 1 > q0 + right or k0 < q1 - 1 - left:
+        return _PARTIAL
+    if spec.chunk is None:
+        return _FULL
+    chunks = [x // spec.chunk for x in (q0, q1 - 1, k0, k1 - 1)]
+    if chunks[1] < chunks[2] or chunks[3] < chunks[0]:
+        return _HIDDEN
+    return _FULL if len(set(chunks)) == 1 else _PARTIAL
+
+
+def _stretches(runs: Runs, seq_len: int) -> list[tuple[int, int, tuple[int, int]]]:
+    """(first index, end index, [first, end) of the positions) of each run, without padding."""
+    found, index = [], 0
+    for start, n in runs:
+        real = max(0, min(n, seq_len - start))
+        if real:
+            found.append((index, index + real, (start, start + real)))
+        index += n
+    return found
+
+
+def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
+    """The one tile without a mask that is all of a call: every pair in it is visible, or row i of
+    it sees keys 0..i; every pair outside is hidden. None where there is no such tile.
+
+    So it is of every step of a ring in the balanced order under a causal mask, and of a whole
+    sequence. From the runs alone, without a look at any position.
+    """
+    data = (spec.key_padding, spec.document_ids, spec.bias)
+    if any(x is not None for x in data) or spec.dropout_p > 0:
+        return None
+    rows, keys = _stretches(q_runs, spec.seq_len), _stretches(kv_runs, spec.seq_len)
+    if not rows or not keys:
+        return None
+    whole = rows[-1][2][1] - rows[0][2][0]
+    near = (spec.left is None or spec.left >= whole - 1) and (
+        spec.chunk is None or rows[0][2][0] // spec.chunk == (rows[-1][2][1] - 1) // spec.chunk
+    )
+    if q_runs == kv_runs and spec.right == 0 and near:
+        ascending = all(a[2][1] <= b[2][0] for a, b in itertools.pairwise(rows))
+        end = rows[-1][1]
+        if ascending and end == sum(b - a for a, b, _ in rows):
+            return Tile(0, end, 0, end, DIAGONAL)
+    seen = [[_visible(q, k, spec) for *_, k in keys] for *_, q in rows]
+    some = [i for i, row in enumerate(seen) if any(row)]
+    if not some or any(x == _PARTIAL for row in seen for x in row):
+        return None
+    columns = [j for j, x in enumerate(seen[some[0]]) if x]
+    alike = all(seen[i] == seen[some[0]] for i in range(some[0], some[-1] + 1))
+    tile = Tile(
+        rows[some[0]][0], rows[some[-1]][1], keys[columns[0]][0], keys[columns[-1]][1], FULL_TILE
+    )
+    # A gap, of hidden stretches or of padding between two runs, is none of the tile.
+    num_rows = sum(rows[i][1] - rows[i][0] for i in some)
+    num_keys = sum(keys[j][1] - keys[j][0] for j in columns)
+    if not alike or num_rows != tile.r1 - tile.r0 or num_keys != tile.k1 - tile.k0:
+        return None
+    return tile
+
+
+# Kernels
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    lengths: Any = (None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    others: Any = (None, None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse[..., None], seed, offset, *others, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+FORWARD_KERNELS = {ATEN_FLASH: _flash_forward, CUDNN: _cudnn_forward}
+"""(q, k, v, causal, scale) -> out [B, H, Sq, D], lse [B, H, Sq] float32, natural logarithm."""
+
+BACKWARD_KERNELS = {ATEN_FLASH: _flash_backward, CUDNN: _cudnn_backward}
+"""(grad, q, k, v, out, lse, causal, scale) -> dq, dk, dv."""
+
+
+# Public functions
+
+
+def selected_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_runs: Runs,
+    kv_runs: Runs,
+    spec: AttentionSpec,
+    direction: str,
+) -> tuple[Tile, str] | None:
+    """The tile that is all of this call, and the library's kernel for it; None where Triton's
+    takes the call.
+    """
+    tile = plain_tile(q_runs, kv_runs, spec)
+    if tile is None or q.shape[3] != v.shape[3]:
+        return None
+    mask = CAUSAL if tile.kind == DIAGONAL else FULL
+    kernel = choose(capability_of(q.device), q.dtype, q.shape[3], mask, direction).kernel
+    return (tile, kernel) if kernel in FORWARD_KERNELS else None
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """With adjacent elements along the last dim, and no broadcast ones."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _token_major_zeros(like: Tensor) -> Tensor:
+    b, h, s, d = like.shape
+    return like.new_zeros(b, s, h, d).transpose(1, 2)
+
+
+def library_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
+) -> tuple[Tensor, Tensor] | None:
+    """``attention_forward`` by a kernel of PyTorch's; None where it is not the one to use."""
+    selected = selected_tile(q, k, v, q_runs, kv_runs, spec, FORWARD)
+    if selected is None:
+        return None
+    tile, kernel = selected
+    rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
+    parts = (_adjacent(x) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
+    out, lse = FORWARD_KERNELS[kernel](*parts, tile.kind == DIAGONAL, spec.scale)
+    if (tile.r0, tile.r1) == (0, q.shape[2]):
+        return out, lse
+    whole = _token_major_zeros(q)
+    whole_lse = lse.new_full(q.shape[:3], -torch.inf)
+    whole[:, :, rows] = out
+    whole_lse[:, :, rows] = lse
+    return whole, whole_lse
+
+
+def library_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_runs: Runs,
+    kv_runs: Runs,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``attention_backward`` by a kernel of PyTorch's; None where it is not the one to use."""
+    selected = selected_tile(q, k, v, q_runs, kv_runs, spec, BACKWARD)
+    if selected is None:
+        return None
+    tile, kernel = selected
+    rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
+    parts = (
+        _adjacent(x)
+        for x in (
+            grad_out[:, :, rows].to(q.dtype),
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            out[:, :, rows].to(q.dtype),
+        )
+    )
+    lse_rows = lse[:, :, rows].contiguous()
+    grads = BACKWARD_KERNELS[kernel](*parts, lse_rows, tile.kind == DIAGONAL, spec.scale)
+    found = []
+    for grad, like, part in zip(grads, (q, k, v), (rows, keys, keys), strict=True):
+        if grad.shape == like.shape:
+            found.append(grad)
+            continue
+        whole = _token_major_zeros(like)
+        whole[:, :, part] = grad
+        found.append(whole)
+    dq, dk, dv = found
+    return dq, dk, dv

@@ -1,0 +1,139 @@
+"""Which kernel computes a plain causal or full tile on a GPU: a table, measured, that can be
+overridden.
+
+``benchmarks/attention_gpu.py --write-table`` measures it. Masks that are not plain are always
+Triton's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+TRITON, ATEN_FLASH, CUDNN = KERNELS = ("triton", "aten_flash", "cudnn")
+"""Ours; PyTorch's build of FlashAttention-2; cuDNN's attention as PyTorch calls it."""
+
+CAUSAL, FULL = MASKS = ("causal", "full")
+FORWARD, BACKWARD = DIRECTIONS = ("forward", "backward")
+
+VARIABLE = "PARADYSE_KERNELS"
+"""Environment variable: a kernel's name, for all plain tiles, or the path of a table."""
+
+MEASURED = Path(__file__).parent / "selection.json"
+"""The table that comes with the package; there is none until a device was measured."""
+
+LIBRARY_DTYPES = (torch.bfloat16, torch.float16)
+"""What the library's kernels compute in."""
+
+Key = tuple[str, str, int, str, str]
+"""Compute capability ("9.0"), dtype ("bfloat16"), head width, mask, direction."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and where the choice comes from."""
+
+    kernel: str
+    why: str
+
+
+def load_table(path: Path) -> Mapping[Key, str]:
+    """Key -> kernel of a table's file.
+
+    Raises:
+        ValueError: the file is not such a table, or names a kernel that does not exist.
+    """
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        table = {
+            (r["capability"], r["dtype"], int(r["width"]), r["mask"], r["direction"]): r["kernel"]
+            for r in rows
+        }
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(
+            f"{path}: cannot read this as a table of kernels ({type(e).__name__}: {e}); "
+            "`python benchmarks/attention_gpu.py --write-table PATH` writes one"
+        ) from e
+    for key, kernel in table.items():
+        if kernel not in KERNELS or key[3] not in MASKS or key[4] not in DIRECTIONS:
+            raise ValueError(
+                f"{path}: {kernel!r} for {key}; legal kernels: {', '.join(KERNELS)}; masks: "
+                f"{', '.join(MASKS)}; directions: {', '.join(DIRECTIONS)}"
+            )
+    return table
+
+
+@lru_cache(maxsize=8)
+def _override(value: str) -> str | Mapping[Key, str]:
+    """What ``VARIABLE`` says: one kernel, or a table."""
+    if value in KERNELS:
+        return value
+    path = Path(value)
+    if not path.is_file():
+        raise ValueError(
+            f"{VARIABLE}={value!r} is neither a kernel ({', '.join(KERNELS)}) nor the path of a "
+            "table; unset it to use the measured one"
+        )
+    return load_table(path)
+
+
+@lru_cache(maxsize=1)
+def _measured() -> Mapping[Key, str]:
+    return load_table(MEASURED) if MEASURED.is_file() else {}
+
+
+def supported(kernel: str, dtype: torch.dtype, width: int, direction: str) -> bool:
+    """Whether ``kernel`` can compute a plain tile of heads of this width."""
+    if kernel == TRITON:
+        return True
+    if dtype not in LIBRARY_DTYPES or width % 8:
+        return False
+    if kernel == ATEN_FLASH:
+        return width <= 256
+    # cuDNN's backward adds in no fixed order.
+    unordered = direction == BACKWARD and torch.are_deterministic_algorithms_enabled()
+    return width <= 128 and not unordered
+
+
+def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction: str) -> Choice:
+    """The kernel for a plain tile.
+
+    Args:
+        capability: of the device, "9.0". width: of the heads, of keys and of values alike.
+        mask: one of ``MASKS``. direction: one of ``DIRECTIONS``.
+    Raises:
+        ValueError: ``VARIABLE`` names neither a kernel nor a table.
+    """
+    key = (capability, str(dtype).removeprefix("torch."), width, mask, direction)
+    value = os.environ.get(VARIABLE, "")
+    asked = _override(value) if value else _measured()
+    if isinstance(asked, str):
+        kernel, why = asked, f"{VARIABLE}={asked}"
+    elif key in asked:
+        kernel, why = asked[key], f"measured, {Path(value) if value else 'own table'}"
+    else:
+        kernel, why = ATEN_FLASH, "not measured for this device, dtype and width"
+    if not supported(kernel, dtype, width, direction):
+        return Choice(TRITON, f"{kernel} ({why}) cannot do {key[1]} of width {width}")
+    return Choice(kernel, why)
+
+
+def capability_of(device: torch.device) -> str:
+    """The compute capability of a CUDA device, "9.0"."""
+    return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+def describe_choices(capability: str, dtype: torch.dtype, width: int) -> list[str]:
+    """Lines for people: which kernel computes what."""
+    lines = []
+    for mask in MASKS:
+        for direction in DIRECTIONS:
+            c = choose(capability, dtype, width, mask, direction)
+            lines.append(f"{mask} {direction}: {c.kernel} ({c.why})")
+    return [*lines, "any other mask: triton"]
