@@ -21,32 +21,35 @@ VOCABULARY = 256
 """Byte-level tokens, as in ``paradyse demo``: the same small head for all contenders."""
 
 
-def llama(layers: int, hidden: int, heads: int | None = None, kv_heads: int | None = None) -> Any:
+def llama(
+    layers: int, hidden: int, heads: int | None = None, kv_heads: int | None = None, **config: Any
+) -> Any:
     """An unmodified HuggingFace Llama with random weights, equal on all ranks.
 
-    Heads of width 32 and an MLP of 8/3 of the hidden width, unless said otherwise.
+    Heads of width 32 and an MLP of 8/3 of the hidden width, unless said otherwise; ``config`` has
+    any other field of a LlamaConfig.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     heads = heads or hidden // 32
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=-(-hidden * 8 // 3 // 8) * 8,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads // 2,
-        max_position_embeddings=65536,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": -(-hidden * 8 // 3 // 8) * 8,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads // 2,
+        "max_position_embeddings": 65536,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**fields, **config}))
 
 
-def random_tokens(seq_len: int) -> torch.Tensor:
+def random_tokens(seq_len: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
     """[1, seq_len] int64, equal on all ranks."""
     generator = torch.Generator().manual_seed(seq_len)
-    return torch.randint(VOCABULARY, (1, seq_len), generator=generator)
+    return torch.randint(vocabulary, (1, seq_len), generator=generator)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -59,7 +62,18 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return out
 
 
-def machine(threads: str) -> list[str]:
+def gpu() -> list[str]:
+    """A line on the GPU, where there is one."""
+    if not torch.cuda.is_available():
+        return []
+    d = torch.cuda.get_device_properties(0)
+    return [
+        f"{d.name}, {d.total_memory / 2**30:.0f} GiB, compute capability {d.major}.{d.minor}, CUDA "
+        f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    ]
+
+
+def machine(threads: str, dtype: str = "float32") -> list[str]:
     """Lines on what this ran on."""
     import transformers
 
@@ -78,7 +92,8 @@ def machine(threads: str) -> list[str]:
     return [
         f"{cpu}, {cores} cores{memory}, {threads}{load}",
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, float32, {date.today().isoformat()}",
+        f"{transformers.__version__}, {dtype}, {date.today().isoformat()}",
+        *gpu(),
     ]
 
 
@@ -130,6 +145,7 @@ class Report:
     args: argparse.Namespace
     lines: list[str] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
+    dtype: str = "float32"
 
     def add(self, *lines: str) -> None:
         self.lines += lines
@@ -139,7 +155,7 @@ class Report:
     def finish(self, threads: str) -> int:
         """Write the file (not for ``--quick``); the exit status."""
         self.add("", "## Goals", "", *map(str, self.goals), "", "## Machine", "")
-        self.add(*(f"- {line}" for line in machine(threads)))
+        self.add(*(f"- {line}" for line in machine(threads, self.dtype)))
         if not self.args.quick:
             RESULTS.mkdir(exist_ok=True)
             text = "\n".join([f"# {self.name}", "", *self.lines]) + "\n"
