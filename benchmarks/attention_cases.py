@@ -14,7 +14,14 @@ from torch import Tensor
 from paradyse.kernels.attention import attention_backward, attention_forward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.library_attention import BACKWARD_KERNELS, FORWARD_KERNELS
-from paradyse.kernels.selection import BACKWARD, CAUSAL, FORWARD, FULL, supported
+from paradyse.kernels.selection import (
+    BACKWARD,
+    CAUSAL,
+    FORWARD,
+    FULL,
+    capability_of,
+    supported,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -262,9 +269,11 @@ def _flex(case: Case) -> Contender:
 def contenders(case: Case) -> Iterator[Contender]:
     """Those that can compute the case."""
     yield _ours(case)
-    for name in FORWARD_KERNELS if case.device == "cuda" and case.mask in PLAIN else ():
-        if all(supported(name, case.dtype, case.width, d) for d in (FORWARD, BACKWARD)):
-            yield _library(case, name)
+    if case.device == "cuda" and case.mask in PLAIN:
+        where = (capability_of(torch.device("cuda")), case.dtype, case.width)
+        for name in FORWARD_KERNELS:
+            if all(supported(name, *where, d) for d in (FORWARD, BACKWARD)):
+                yield _library(case, name)
     yield _dense(case)
     yield _flex(case)
 

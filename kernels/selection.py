@@ -88,14 +88,14 @@ def _measured() -> Mapping[Key, str]:
     return load_table(MEASURED) if MEASURED.is_file() else {}
 
 
-def supported(kernel: str, dtype: torch.dtype, width: int, direction: str) -> bool:
+def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, direction: str) -> bool:
     """Whether ``kernel`` can compute a plain tile of heads of this width."""
     if kernel == TRITON:
         return True
-    if dtype not in LIBRARY_DTYPES or width % 8:
+    if dtype not in LIBRARY_DTYPES or width % 8 or float(capability) < 8:
         return False
-    if kernel == ATEN_FLASH:
-        return width <= 256
+    if kernel == ATEN_FLASH:  # beyond 192 its backward needs the shared memory of the large chips
+        return width <= (256 if capability in ("8.0", "9.0", "10.0") else 192)
     # cuDNN's backward adds in no fixed order.
     unordered = direction == BACKWARD and torch.are_deterministic_algorithms_enabled()
     return width <= 128 and not unordered
@@ -119,8 +119,9 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
         kernel, why = asked[key], f"measured, {Path(value) if value else 'own table'}"
     else:
         kernel, why = ATEN_FLASH, "not measured for this device, dtype and width"
-    if not supported(kernel, dtype, width, direction):
-        return Choice(TRITON, f"{kernel} ({why}) cannot do {key[1]} of width {width}")
+    if not supported(kernel, capability, dtype, width, direction):
+        can_not = f"{key[1]} of width {width} on compute capability {capability}"
+        return Choice(TRITON, f"{kernel} ({why}) cannot do {can_not}")
     return Choice(kernel, why)
 
 

@@ -143,7 +143,7 @@ def test_parts_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> Non
     """With stand-ins on the CPU for kernels that need a GPU."""
     monkeypatch.setattr(library_attention, "FORWARD_KERNELS", {"aten_flash": _plain})
     monkeypatch.setattr(library_attention, "BACKWARD_KERNELS", {"aten_flash": _plain_backward})
-    monkeypatch.setattr(library_attention, "capability_of", lambda device: "0.0")
+    monkeypatch.setattr(library_attention, "capability_of", lambda device: "9.0")
     monkeypatch.setattr(selection, "LIBRARY_DTYPES", (torch.float64,))
     _compare(torch.float64, "cpu", 1e-12)
 
@@ -179,8 +179,10 @@ def test_the_table_decides_where_it_has_a_row(
 def test_a_kernel_that_cannot_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(selection.VARIABLE, "cudnn")
     assert choose("9.0", torch.bfloat16, 128, "full", "forward").kernel == "cudnn"
-    for dtype, width in ((torch.float32, 128), (torch.bfloat16, 256), (torch.bfloat16, 20)):
-        choice = choose("9.0", dtype, width, "full", "forward")
+    cases = [("9.0", torch.float32, 128), ("9.0", torch.bfloat16, 256)]
+    cases += [("9.0", torch.bfloat16, 20), ("7.5", torch.float16, 64)]
+    for capability, dtype, width in cases:
+        choice = choose(capability, dtype, width, "full", "forward")
         assert choice.kernel == "triton" and "cannot" in choice.why
 
 
