@@ -101,6 +101,6 @@ def launch_merge(
     merge_kernel[(b * h * triton.cdiv(s, rows),)](
         out, lse, out_i, lse_i, result, result_lse, h, s, d,
         *out.stride()[:3], *lse.stride(), *out_i.stride()[:3], *lse_i.stride(),
-        *result.stride()[:3], ROWS=rows, WIDTH=columns,
+        *result.stride()[:3], ROWS=rows, WIDTH=columns, enable_fp_fusion=True,
     )  # fmt: skip
     return result, result_lse

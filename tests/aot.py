@@ -1,8 +1,9 @@
 """Triton kernels compiled ahead of time for devices that are not here, and what they take of one.
 
-Private interfaces, tried on TRIED: ``triton.compiler.ASTSource`` and its ``attrs``,
-``triton.backends.compiler.GPUTarget``, ``JITFunction.params``, and ``cuobjdump`` of the wheel, as
-triton itself drops what ptxas says.
+The launches are those of the code itself: it runs with a launch put in the place of Triton's that
+notes arguments and does nothing. Private interfaces, tried on triton 3.6 and 3.9: ``JITFunction.run`` and
+``params``, ``triton.compiler.ASTSource`` and its ``attrs``, ``GPUTarget``, and ``cuobjdump`` of the
+wheel, as triton itself drops what ptxas says.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,7 +23,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming
 Guide, table "Technical Specifications per Compute Capability")."""
 
-POINTERS = {
+_POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
@@ -33,42 +36,68 @@ POINTERS = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """A kernel and the arguments of a launch."""
+class Launch:
+    """A kernel, and the arguments of one launch as Triton would specialize them."""
 
-    name: str
     kernel: Any
-    args: dict[str, Any]
-    """By parameter: a dtype for a tensor of it, numbers as they are, whatever a constant takes."""
-    options: dict[str, int] = field(default_factory=dict)
-    """num_warps and num_stages, where they are not triton's own."""
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[int, ...]
+    """Parameters that are multiples of 16."""
+    options: dict[str, Any]
+    """num_warps and the like."""
+
+    @property
+    def tile(self) -> str:
+        """The constants that are sizes, for people."""
+        sizes = [f"{k} {v}" for k, v in self.constants.items() if k.isupper() and v is not None]
+        return ", ".join(s for s in sizes if not s.endswith(("False", "True")))
+
+    @property
+    def key(self) -> str:
+        return str((self.kernel.__name__, *list(vars(self).values())[1:]))
 
 
-def source(case: Case) -> Any:
-    """As the launch would specialize it: 1 is a constant, multiples of 16 are known to be such."""
-    from triton.compiler import ASTSource
-
+def _specialized(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    names = [p.name for p in kernel.params]
+    given = {**dict(zip(names, args)), **{k: v for k, v in kwargs.items() if k in names}}
+    options = {k: v for k, v in kwargs.items() if k not in names}
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
-    attrs: dict[tuple[int, ...], Any] = {}
-    for i, p in enumerate(case.kernel.params):
-        x = case.args[p.name]
-        if p.is_constexpr or x is None or (x == 1 and type(x) is int):
+    aligned = []
+    for i, p in enumerate(kernel.params):
+        x, free = given[p.name], p.do_not_specialize
+        if p.is_constexpr or x is None or (type(x) is int and x == 1 and not free):
             signature[p.name], constants[p.name] = "constexpr", x
-        elif isinstance(x, torch.dtype):
-            signature[p.name] = POINTERS[x]
-            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(x, torch.Tensor):
+            signature[p.name] = _POINTERS[x.dtype]
+            if x.data_ptr() % 16 == 0:
+                aligned.append(i)
         elif isinstance(x, int):
             signature[p.name] = "i32" if -(2**31) <= x < 2**31 else "i64"
-            if x % 16 == 0:
-                attrs[(i,)] = [["tt.divisibility", 16]]
+            if x % 16 == 0 and not free:
+                aligned.append(i)
         else:
             signature[p.name] = "fp32"
-    assert set(case.args) == set(signature), set(case.args) ^ set(signature)
-    return ASTSource(case.kernel, signature, constants, attrs)
+    return Launch(kernel, signature, constants, tuple(aligned), options)
 
 
-def usage(cubin: bytes) -> dict[str, int]:
+def launches(run: Callable[[], Any]) -> list[Launch]:
+    """What ``run`` launches, each once, in its order. No kernel runs."""
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Launch] = {}
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launch = _specialized(kernel, args, kwargs)
+        found.setdefault(launch.key, launch)
+
+    with mock.patch.object(JITFunction, "run", note):
+        run()
+    return list(found.values())
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
     """Registers a thread, and bytes a thread of stack and local memory, which spills take."""
     import triton.backends.nvidia
 
@@ -83,17 +112,17 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
-def compiled(case: Case, arch: int) -> dict[str, Any]:
-    """What ``case`` takes of a device of compute capability ``arch``."""
+def compiled(launch: Launch, arch: int) -> dict[str, int]:
+    """What ``launch`` takes of a device of compute capability ``arch``: registers, bytes spilled
+    and bytes of shared memory.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
+    attrs = {(i,): [["tt.divisibility", 16]] for i in launch.aligned}
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, attrs)
     kernel = triton.compile(
-        source(case), target=GPUTarget("cuda", arch, 32), options=dict(case.options)
+        source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options)
     )
-    return {
-        "kernel": case.name,
-        "arch": arch,
-        **usage(kernel.asm["cubin"]),
-        "shared": kernel.metadata.shared,
-    }
+    return {**_usage(kernel.asm["cubin"]), "shared": kernel.metadata.shared}

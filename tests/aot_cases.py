@@ -1,4 +1,4 @@
-"""The launches that are compiled ahead of time: each kernel as models of width 64 and 128 run it.
+"""What is compiled ahead of time: every kernel as models of width 64 and 128 launch it.
 
     python tests/aot_cases.py [--arch 90] [NAME ...]     one JSON line for each kernel and device
 
@@ -8,83 +8,82 @@ In a process of its own, as kernels that the interpreter has taken over cannot b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-import triton.language as tl
-from aot import SHARED_LIMIT, Case, compiled
+from aot import SHARED_LIMIT, compiled, launches
+from torch import Tensor
 
-from paradyse.kernels import triton_exchange, triton_merge
+from paradyse.kernels import flash_plan, triton_exchange, triton_merge
+from paradyse.kernels.attention_mask import AttentionSpec
+from paradyse.kernels.flash_backward import launch_backward
+from paradyse.kernels.flash_forward import launch_forward
+from paradyse.kernels.flash_tiles import describe_mask
+from paradyse.kernels.head_exchange import head_slots
 
 BF16, F32 = torch.bfloat16, torch.float32
-TOKENS = 16384
+TOKENS, HEADS, KV_HEADS = 4096, 32, 8
+
+Case = tuple[str, Callable[[], Any]]
+"""A name, and the call whose launches are compiled. Tensors are on the meta device."""
 
 
-def _strides(*names: str, width: int, heads: int) -> dict[str, int]:
-    """Of [B, H, S, D] laid out as [B, S, H, D]."""
-    by_dim = {"b": TOKENS * heads * width, "h": width, "s": heads * width}
-    return {f"{name}_{dim}": n for name in names for dim, n in by_dim.items()}
+def heads(n: int, width: int, tokens: int = TOKENS, dtype: torch.dtype = BF16) -> Tensor:
+    """[1, n, tokens, width], laid out as models have it."""
+    return torch.empty(1, tokens, n, width, dtype=dtype, device="meta").transpose(1, 2)
 
 
-def merge_cases() -> Iterator[Case]:
+def merge(width: int, running: torch.dtype, result: torch.dtype) -> None:
+    lse = torch.empty(1, HEADS, TOKENS, device="meta")
+    out = heads(HEADS, width, dtype=running)
+    triton_merge.launch_merge(out, lse, heads(HEADS, width), lse, result)
+
+
+def exchange(width: int) -> None:
+    """Both ways with q, k, v, and with q alone."""
+    slots = head_slots(HEADS, KV_HEADS, 4)
+    for count in (3, 1):
+        widths = [width] * count
+        counts = [HEADS, KV_HEADS, KV_HEADS][:count]
+        local = [heads(n, width, TOKENS // 4) for n in counts]
+        message = triton_exchange.launch_send_heads(slots, local)
+        triton_exchange.launch_receive_tokens(message)
+        own = [heads(n // 4, width) for n in counts]
+        message = triton_exchange.launch_send_tokens(slots, own)
+        triton_exchange.launch_receive_heads(slots, message, widths)
+
+
+def flash(width: int, **mask: Any) -> None:
+    """Forward and backward, with GQA."""
+    q, k, v = heads(HEADS, width), heads(KV_HEADS, width), heads(KV_HEADS, width)
+    spec = AttentionSpec(TOKENS, width**-0.5, right=0, **mask)
+    positions = torch.empty(TOKENS, dtype=torch.int32, device="meta")
+    plan = flash_plan.make_plan(q, k, v, describe_mask(positions, positions, spec), spec, None)
+    out, lse = launch_forward(q, k, v, plan)
+    launch_backward(torch.empty_like(out), None, q, k, v, out, lse, plan)
+
+
+def cases() -> Iterator[Case]:
+    for width, (running, result) in itertools.product(
+        (64, 128), ((F32, F32), (F32, BF16), (BF16, F32))
+    ):
+        name = f"merge {running} {result}".replace("torch.", "")
+        yield name, lambda w=width, r=running, t=result: merge(w, r, t)
+    yield "exchange", lambda: exchange(128)
     for width in (64, 128):
-        rows, columns = triton_merge._tile(width)
-        lse = {"b": 32 * TOKENS, "h": TOKENS, "s": 1}
-        for out, result in ((F32, F32), (F32, BF16), (BF16, F32)):
-            args: dict[str, Any] = {"OUT": out, "LSE": F32, "OUT_I": BF16, "LSE_I": F32}
-            args |= {"RESULT": result, "RESULT_LSE": F32}
-            args |= {"num_heads": 32, "num_rows": TOKENS, "width": width}
-            args |= _strides("out", "out_i", "result", width=width, heads=32)
-            args |= {f"{x}_{dim}": n for x in ("lse", "lse_i") for dim, n in lse.items()}
-            args |= {"ROWS": rows, "WIDTH": columns}
-            names = "/".join(str(d).removeprefix("torch.") for d in (out, result))
-            yield Case(f"merge {names} width {width}", triton_merge.merge_kernel, args)
-
-
-def exchange_cases() -> Iterator[Case]:
-    """32 query heads and 8 KV heads on 4 ranks."""
-    width, p, s = 128, 4, TOKENS // 4
-    tile = triton_exchange._tile(width)
-    tensors: dict[str, Any] = {"Q": BF16, "K": BF16, "V": BF16, "MESSAGE": BF16}
-    sizes = {"num_sequences": 1, "width": width, "value_width": width}
-    strides = _strides("q", width=width, heads=32) | _strides("k", "v", width=width, heads=8)
-    slots = {"num_kv_heads": 8, "group": 4, "replicas": 1, "slots_per_rank": 2, "heads_per_slot": 4}
-    rank_major = {"rows_per_rank": s, "chunk": s // 2, "num_ranks": p}
-    own = {"slots_per_rank": 2, "real_slots": 2, "heads_per_slot": 4}
-    yield Case(
-        "receive_tokens",
-        triton_exchange.receive_tokens_kernel,
-        {"MESSAGE": BF16, "TOKENS": BF16, "num_sequences": 1, "columns": 12 * width}
-        | rank_major
-        | triton_exchange._tile(1024),
+        yield "flash causal", lambda w=width: flash(w)
+    documents = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    padding = torch.empty(1, TOKENS, dtype=torch.bool, device="meta")
+    yield (
+        "flash window, documents, padding",
+        lambda: flash(128, left=4095, document_ids=documents, key_padding=padding),
     )
-    for has_keys in (True, False):
-        what = "q, k, v" if has_keys else "q"
-        common = tensors | sizes | tile | {"HAS_KEYS": has_keys}
-        yield Case(
-            f"send_heads {what}",
-            triton_exchange.send_heads_kernel,
-            common | strides | slots | {"num_rows": s},
-        )
-        yield Case(
-            f"send_tokens {what}",
-            triton_exchange.send_tokens_kernel,
-            common | strides | rank_major | own,
-        )
-        yield Case(
-            f"receive_heads {what}",
-            triton_exchange.receive_heads_kernel,
-            common | slots | {"num_rows": s, "num_heads": 32, "SUM": tl.float32},
-        )
-
-
-def all_cases() -> Iterator[Case]:
-    yield from merge_cases()
-    yield from exchange_cases()
 
 
 def main() -> None:
@@ -96,10 +95,19 @@ def main() -> None:
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 is set: kernels are interpreted, there is nothing to compile")
-    for case in all_cases():
-        if not args.names or any(name in case.name for name in args.names):
-            for arch in args.arch or SHARED_LIMIT:
-                print(json.dumps(compiled(case, arch)), flush=True)
+    for arch in args.arch or SHARED_LIMIT:
+        seen: set[str] = set()
+        for name, run in cases():
+            # Tile sizes depend on the device, of which there need not be one.
+            with mock.patch.object(flash_plan, "_capability", lambda index, a=arch: divmod(a, 10)):
+                found = launches(run)
+            for launch in found:
+                kernel = f"{name}: {launch.kernel.__name__}"
+                wanted = not args.names or any(n in kernel for n in args.names)
+                if wanted and launch.key not in seen:
+                    seen.add(launch.key)
+                    row = {"kernel": kernel, "tile": launch.tile, "arch": arch}
+                    print(json.dumps(row | compiled(launch, arch)), flush=True)
 
 
 if __name__ == "__main__":
