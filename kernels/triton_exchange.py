@@ -147,15 +147,15 @@ def send_tokens_kernel(
 @triton.jit
 def _sum_replicas(
     MESSAGE, b, row, there, head, first_column, width, PLACE, place,
-    num_sequences, num_rows, columns, replicas, slots_per_rank,
-    WIDTH: tl.constexpr, SUM: tl.constexpr,
+    num_sequences, num_rows, columns, slots_per_rank,
+    REPLICAS: tl.constexpr, WIDTH: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Rows of one KV head: the sum of what came back for each of its replicas."""
     column = tl.arange(0, WIDTH)[None, :]
     inside = there[:, None] & (column < width)
     total = tl.zeros((row.shape[0], WIDTH), SUM)
-    for replica in range(replicas):
-        slot = head * replicas + replica
+    for replica in range(REPLICAS):
+        slot = head * REPLICAS + replica
         rank, index = slot // slots_per_rank, slot % slots_per_rank
         source = ((rank * num_sequences + b) * num_rows + row) * columns
         source += first_column + index * width
@@ -168,8 +168,9 @@ def _sum_replicas(
 def receive_heads_kernel(
     MESSAGE, Q, K, V,
     num_sequences, num_rows, width, value_width,
-    num_heads, num_kv_heads, group, replicas, slots_per_rank, heads_per_slot,
-    HAS_KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SUM: tl.constexpr,
+    num_heads, num_kv_heads, group, slots_per_rank, heads_per_slot,
+    REPLICAS: tl.constexpr, HAS_KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of tokens of all sequences, heads of all results, which are [B, s, heads, D]."""
     n, g = slots_per_rank, heads_per_slot
@@ -184,7 +185,7 @@ def receive_heads_kernel(
     head = tl.program_id(1).to(tl.int64)
     if head < num_heads:
         in_group = head % group
-        slot = head // group * replicas + in_group // g
+        slot = head // group * REPLICAS + in_group // g
         rank, at = slot // n, slot % n * g + in_group % g
         source = ((rank * num_sequences + b) * num_rows + row) * columns + at * width
         place = (token * num_heads + head) * width
@@ -195,14 +196,14 @@ def receive_heads_kernel(
             place = (token * num_kv_heads + key_head) * width
             _sum_replicas(
                 MESSAGE, b, row, there, key_head, n * g * width, width, K, place,
-                num_sequences, num_rows, columns, replicas, n, WIDTH, SUM,
+                num_sequences, num_rows, columns, n, REPLICAS, WIDTH, SUM,
             )  # fmt: skip
         if head >= num_heads + num_kv_heads:
             value_head = head - num_heads - num_kv_heads
             place = (token * num_kv_heads + value_head) * value_width
             _sum_replicas(
                 MESSAGE, b, row, there, value_head, n * (g + 1) * width, value_width, V, place,
-                num_sequences, num_rows, columns, replicas, n, WIDTH, SUM,
+                num_sequences, num_rows, columns, n, REPLICAS, WIDTH, SUM,
             )  # fmt: skip
 
 
@@ -296,8 +297,8 @@ def launch_receive_heads(
         grid = (b * triton.cdiv(s, tile["ROWS"]), sum(heads))
         receive_heads_kernel[grid](
             message, q, k, v, b, s, widths[0], widths[-1],
-            slots.num_heads, slots.num_kv_heads, slots.group, slots.replicas,
-            slots.slots_per_rank, slots.heads_per_slot, HAS_KEYS=has_keys,
+            slots.num_heads, slots.num_kv_heads, slots.group, slots.slots_per_rank,
+            slots.heads_per_slot, REPLICAS=slots.replicas, HAS_KEYS=has_keys,
             SUM=tl.float64 if message.dtype == torch.float64 else tl.float32, **tile,
         )  # fmt: skip
     return tuple(x.transpose(1, 2) for x in results)

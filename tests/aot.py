@@ -1,9 +1,9 @@
 """Triton kernels compiled ahead of time for devices that are not here, and what they take of one.
 
 The launches are those of the code itself: it runs with a launch put in the place of Triton's that
-notes arguments and does nothing. Private interfaces, tried on triton 3.6 and 3.9: ``JITFunction.run`` and
-``params``, ``triton.compiler.ASTSource`` and its ``attrs``, ``GPUTarget``, and ``cuobjdump`` of the
-wheel, as triton itself drops what ptxas says.
+notes arguments and does nothing. Private interfaces, tried on triton 3.6 and 3.9:
+``JITFunction.run`` and ``params``, ``triton.compiler.ASTSource`` and its ``attrs``, ``GPUTarget``,
+and ``cuobjdump`` of the wheel, as triton itself drops what ptxas says.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Launch:
     @property
     def tile(self) -> str:
         """The constants that are sizes, for people."""
-        sizes = [f"{k} {v}" for k, v in self.constants.items() if k.isupper() and v is not None]
-        return ", ".join(s for s in sizes if not s.endswith(("False", "True")))
+        names = [k for k in self.constants if k.isupper() and not k.startswith("STRIDE")]
+        return ", ".join(f"{k} {x}" for k in names if type(x := self.constants[k]) is int)
 
     @property
     def key(self) -> str:
