@@ -188,13 +188,14 @@ def main() -> int:
         cases = [
             Case(n, steps=args.steps, checkpointing=n >= args.checkpoint_from) for n in args.lengths
         ]
+    rounds = 1 if args.quick else args.rounds
     report = Report("one_device", args, dtype=dtype)
     report.add(
         "Training step of a Llama of 1.1 billion parameters on one device, batch 1, medians of "
-        f"{args.rounds} x {cases[0].steps} steps.",
+        f"{rounds} x {cases[0].steps} steps.",
         "",
     )
-    rows = [measure(case, args.rounds) for case in cases]
+    rows = [measure(case, rounds) for case in cases]
     header = ["length", "inductor, s", "paradyse, s", "ratio"]
     report.add(*table([*header, "inductor peak, GiB", "paradyse peak, GiB"], rows))
     return report.finish("one GPU" if device == "cuda" else "the CPU, tiny")

@@ -7,6 +7,7 @@ exp, and their backward takes the final one, so parts of a ring compose as with 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -161,10 +162,16 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-FORWARD_KERNELS = {ATEN_FLASH: _flash_forward, CUDNN: _cudnn_forward}
+FORWARD_KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    ATEN_FLASH: _flash_forward,
+    CUDNN: _cudnn_forward,
+}
 """(q, k, v, causal, scale) -> out [B, H, Sq, D], lse [B, H, Sq] float32, natural logarithm."""
 
-BACKWARD_KERNELS = {ATEN_FLASH: _flash_backward, CUDNN: _cudnn_backward}
+BACKWARD_KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    ATEN_FLASH: _flash_backward,
+    CUDNN: _cudnn_backward,
+}
 """(grad, q, k, v, out, lse, causal, scale) -> dq, dk, dv."""
 
 
