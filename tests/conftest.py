@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-import kernel_device  # noqa: F401, I001  first: it chooses how triton is imported
 import harness
 import pytest
 import torch

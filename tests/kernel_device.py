@@ -1,34 +1,52 @@
-"""Where Triton kernels are tested: natively on a GPU, else on the CPU under Triton's interpreter.
+"""Where Triton kernels are tested: natively on a GPU, else in Triton's interpreter on the CPU.
 
-Imported by ``conftest`` before anything imports triton, which reads the variable when it is.
+The interpreter has to be chosen before Triton is imported, so a file of kernel tests runs itself
+once more in a process of its own (``run_in_interpreter``); here ``kernels`` skips what needs that.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NATIVE = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if NATIVE else "cpu"
 
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+kernels = pytest.mark.skipif(
+    not (NATIVE or INTERPRETED), reason="runs in the interpreter's process"
+)
+"""Tests that launch kernels."""
+outside = pytest.mark.skipif(INTERPRETED, reason="runs outside the interpreter's process")
+"""Tests that launch none."""
+in_interpreter = pytest.mark.skipif(NATIVE or INTERPRETED, reason="this is the process")
+"""The test that calls ``run_in_interpreter``."""
+
+
+def run_in_interpreter(file: str) -> None:
+    """The tests of ``file`` that are not slow, in a process whose kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """New tensors hold NaN until they are written."""
     before = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
+        assert torch.empty(1).isnan().all()
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def among_nan(x: torch.Tensor, token_major: bool = True) -> torch.Tensor:

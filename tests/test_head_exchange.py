@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_device import DEVICE, among_nan, poisoned_memory
+from kernel_device import (
+    DEVICE,
+    among_nan,
+    in_interpreter,
+    kernels,
+    outside,
+    poisoned_memory,
+    run_in_interpreter,
+)
 from torch import Tensor
 
 from paradyse.kernels import head_exchange, triton_exchange
@@ -20,7 +28,13 @@ PLAIN = {
     "receive_heads": head_exchange.receive_heads_reference,
 }
 TRITON = {name: getattr(triton_exchange, f"launch_{name}") for name in PLAIN}
-IMPLEMENTATIONS = pytest.mark.parametrize("run", [PLAIN, TRITON], ids=["plain", "triton"])
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(PLAIN, marks=outside, id="plain"),
+        pytest.param(TRITON, marks=kernels, id="triton"),
+    ],
+)
 
 CASES = [  # query heads, KV heads, ranks
     (4, 4, 1),
@@ -32,6 +46,11 @@ CASES = [  # query heads, KV heads, ranks
     (12, 3, 2),
 ]
 WIDTHS = (5, 5, 3)
+
+
+@in_interpreter
+def test_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +150,7 @@ def test_queries_travel_alone(run: dict) -> None:
     assert torch.equal(back, local[1])
 
 
+@kernels
 def test_padding_is_zero_whatever_the_memory_held() -> None:
     slots = head_slots(2, 2, 3)
     nothing = [torch.empty(1, 0, 6, w, device=DEVICE) for w in WIDTHS]
@@ -138,6 +158,7 @@ def test_padding_is_zero_whatever_the_memory_held() -> None:
         assert not run["send_tokens"](slots, nothing).any()
 
 
+@kernels
 @pytest.mark.parametrize("widths", [(64, 64, 64), (80, 80, 128)])
 def test_kernels_equal_the_reference_over_many_tiles(widths: tuple[int, int, int]) -> None:
     torch.manual_seed(0)

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_device import DEVICE, among_nan, poisoned_memory
+from kernel_device import (
+    DEVICE,
+    among_nan,
+    in_interpreter,
+    kernels,
+    outside,
+    poisoned_memory,
+    run_in_interpreter,
+)
 from torch import Tensor
 
 from paradyse.kernels.attention import merge_partials
@@ -24,6 +32,11 @@ TOLERANCE = {
     torch.bfloat16: 1.6e-2,
 }
 LARGE_LSE_ERROR = 1e-3
+
+
+@in_interpreter
+def test_kernel_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +79,9 @@ def distance(got: Tensor, want: Tensor) -> float:
 SIZES = [(1, 1, 1, 1), (2, 3, 37, 17), (1, 2, 70, 80), (1, 1, 5, 256)]
 
 
-@pytest.mark.parametrize("kernel", [launch_merge, merge])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(launch_merge, marks=kernels), pytest.param(merge, marks=outside)]
+)
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_merged_parts_are_attention_to_all_keys(kernel, scale: float, dtype: torch.dtype) -> None:
@@ -85,6 +100,7 @@ def test_merged_parts_are_attention_to_all_keys(kernel, scale: float, dtype: tor
         assert (out.cpu()[want[1] == -torch.inf] == 0).all()
 
 
+@kernels
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_kernel_equals_the_plain_version(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
@@ -96,6 +112,7 @@ def test_kernel_equals_the_plain_version(dtype: torch.dtype) -> None:
         torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
 
 
+@kernels
 def test_a_running_result_is_overwritten_and_only_that() -> None:
     torch.manual_seed(4)
     (one, two), want = parts((1, 2, 33, 20), 1.0)
@@ -111,6 +128,7 @@ def test_a_running_result_is_overwritten_and_only_that() -> None:
     assert out.dtype == torch.bfloat16 and out.transpose(1, 2).is_contiguous()
 
 
+@kernels
 def test_rows_that_saw_nothing_are_not_read() -> None:
     lse = torch.tensor([-torch.inf, 0.5, -torch.inf], device=DEVICE).view(1, 1, 3)
     lse_i = torch.tensor([1.5, -torch.inf, -torch.inf], device=DEVICE).view(1, 1, 3)
