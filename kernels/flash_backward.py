@@ -4,7 +4,7 @@ Two kernels (FlashAttention-2, arXiv 2307.08691, section 3.1, without its atomic
 a tile of keys and steps through the queries that see it, for dk and dv; one has a tile of queries
 and steps through keys, for dq. Scores are computed twice, seven products instead of five; in
 exchange every sum has one fixed order, so results are the same in every run. Heads of a group share
-K and V: their sum is taken in the program, or over a few programs' float32 parts where keys are few.
+K and V: their sum is taken in the program, or over float32 parts of a few where keys are few.
 
 ``out`` and ``lse`` may be those over more keys than are here, as the ring of arXiv 2310.01889
 needs.

@@ -33,8 +33,8 @@ kernels = pytest.mark.skipif(
     not (NATIVE or INTERPRETED), reason="runs in the interpreter's process"
 )
 
-# Relative norms. Sums of a few hundred terms in float32; for the others one rounding of probabilities
-# and of the result (2^-11, 2^-8) on top of inputs that both sides share.
+# Relative norms. Sums of a few hundred terms in float32; for the others one rounding of
+# probabilities and of the result (2^-11, 2^-8) on top of inputs that both sides share.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
