@@ -67,7 +67,7 @@ def _scores(
 def _keep(spec: AttentionSpec, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """0 for a dropped pair, 1 / (1 - p) for others."""
     keep = dropout_keep(spec, slice(0, q.shape[0]), q.shape[1], i, j)
-    return keep / max(1 - spec.dropout_p, 1e-9)
+    return keep.to(stat_dtype(q.dtype)) / max(1 - spec.dropout_p, 1e-9)
 
 
 def dense_attention(
