@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from ranks import slower_rank
 from torch import Tensor
 
 many_models = torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
@@ -35,12 +34,7 @@ class Ours:
 def time_step(contender: Any, ids: Tensor) -> float:
     """Seconds of one step on the slowest rank."""
     contender.model.zero_grad()
-    dist.barrier()
-    start = time.perf_counter()
-    contender.step(ids)
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return slower_rank(lambda: contender.step(ids))
 
 
 def plans_of(compiled: Any) -> dict[int, str]:

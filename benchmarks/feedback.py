@@ -13,12 +13,9 @@ has such a step, against the others of the table.
 from __future__ import annotations
 
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import (
     Goal,
     Report,
@@ -30,8 +27,9 @@ from common import (
     random_tokens,
     table,
 )
+from ranks import on_two_ranks, slower_rank
 
-from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.launch import Rank
 
 STRATEGY = "ulysses_z"
 
@@ -55,13 +53,7 @@ def measure(
 
     def seconds(ids: torch.Tensor, steps: int) -> float:
         """Of one step, on the slower rank."""
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step(ids)
-        taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken) / steps
+        return slower_rank(lambda: [step(ids) for _ in range(steps)]) / steps
 
     for seq_len in lengths:
         step(random_tokens(seq_len))
@@ -98,18 +90,10 @@ def main() -> int:
     arguments.add_argument("--inner", default="inductor")
     args = arguments.parse_args()
     layers, hidden, lengths = (2, 64, (33, 64)) if args.quick else (4, 256, (128, 512, 1024, 2048))
-    setting = Setting(timeout_s=3600, silence_s=900, env={"PYTHONPATH": str(Path(__file__).parent)})
     given = {"layers": layers, "hidden": hidden, "lengths": lengths}
     given |= {"runs": 3 if args.quick else args.runs, "inner": args.inner}
 
-    def show(rank: int, line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    try:
-        results = run_ranks("feedback:measure", 2, given, setting, show)[0]
-    except RanksFailed as e:
-        sys.exit(str(e))
+    results = on_two_ranks("feedback:measure", given)
     report = Report("feedback", args)
     report.add(
         f"Llama of {layers} layers, hidden {hidden}, two ranks, gloo, {STRATEGY}, "

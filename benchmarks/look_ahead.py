@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from common import Report, check_equal, llama, median, milliseconds, parser, random_tokens, table
+from ranks import on_two_ranks
 
-from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.launch import Rank
 
 PLANS = ("megatron_cz", "ulysses_z", "megatron_ts", "metp")
 WAIT_S = 1e-4
@@ -94,18 +94,10 @@ def main() -> int:
     arguments.add_argument("--inner", default="inductor")
     args = arguments.parse_args()
     layers, hidden, lengths = (2, 64, (64,)) if args.quick else (4, 256, (256, 2048))
-    setting = Setting(timeout_s=3600, silence_s=900, env={"PYTHONPATH": str(Path(__file__).parent)})
     given = {"layers": layers, "hidden": hidden, "lengths": lengths}
     given |= {"runs": 3 if args.quick else args.runs, "inner": args.inner}
 
-    def show(rank: int, line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    try:
-        results = run_ranks("look_ahead:measure", 2, given, setting, show)[0]
-    except RanksFailed as e:
-        sys.exit(str(e))
+    results = on_two_ranks("look_ahead:measure", given)
     report = Report("look_ahead", args)
     report.add(
         f"Llama of {layers} layers, hidden {hidden}, sharded over two ranks, gloo, "

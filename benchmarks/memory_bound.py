@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from common import Goal, Report, llama, parser, table
 from contenders import many_models
+from ranks import on_two_ranks
 
 from paradyse.config import AUTO
 from paradyse.integrations import make_model, read_config, whole_graphs
-from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.launch import Rank
 from paradyse.planner import Planner, format_bytes, longest_length
 from paradyse.profiler_steps import Steps
 from paradyse.types import ATTENTION_STRATEGIES, Plan, Workload
@@ -188,14 +189,6 @@ def main() -> int:
     hidden = 256
     if args.quick:
         args.longest, args.layers, args.inner, hidden = 512, 2, "eager", 64
-    setting = Setting(
-        timeout_s=7200, silence_s=1800, env={"PYTHONPATH": str(Path(__file__).parent)}
-    )
-
-    def show(rank: int, line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
     with tempfile.TemporaryDirectory() as folder:
         given = {
             "config": read_config(args.model) if args.model else None,
@@ -206,10 +199,7 @@ def main() -> int:
             "inner": args.inner,
             "sharded": args.sharded,
         }
-        try:
-            rows = run_ranks("memory_bound:measure", 2, given, setting, show)[0]
-        except RanksFailed as e:
-            sys.exit(str(e))
+        rows = on_two_ranks("memory_bound:measure", given)
     return write_report(args, rows, hidden)
 
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch.distributed as dist
 from common import RESULTS, Report, median, milliseconds, parser, random_tokens, table
 from noise import is_noise
-from switched import Switched, on_two_ranks
+from ranks import on_two_ranks
+from switched import Switched
 
 from paradyse.cli_charts import Chart, Line, Page, write_png
 from paradyse.launch import Rank

@@ -32,10 +32,11 @@ import torch
 import torch.distributed as dist
 from common import Goal, Report, check_equal, llama, median, milliseconds, parser, table
 from contenders import Ours, many_models, plans_of, time_step
+from ranks import on_two_ranks
 
 from paradyse.corpus import draw_files
 from paradyse.integrations import make_model, read_config, vocabulary_of, whole_graphs
-from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.launch import Rank
 from paradyse.length_distributions import DISTRIBUTIONS, sample_lengths
 from paradyse.types import ATTENTION_STRATEGIES
 
@@ -273,14 +274,6 @@ def main() -> int:
     lengths = grid(32, args.longest)
     traces = draw_traces(args.count, lengths)
     lengths = [s for s in lengths if any(t[s] for t in traces.values())]
-    setting = Setting(
-        timeout_s=7200, silence_s=1800, env={"PYTHONPATH": str(Path(__file__).parent)}
-    )
-
-    def show(rank: int, line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
     with tempfile.TemporaryDirectory() as folder:
         given = {
             "config": read_config(args.model) if args.model else None,
@@ -295,10 +288,7 @@ def main() -> int:
         }
         if args.profile and not Path(args.profile).exists():
             sys.exit(f"no profile {args.profile}; leave --profile out to have one made")
-        try:
-            result = run_ranks("regret:measure", 2, given, setting, show)[0]
-        except RanksFailed as e:
-            sys.exit(str(e))
+        result = on_two_ranks("regret:measure", given)
     return write_report(args, result, traces, hidden)
 
 

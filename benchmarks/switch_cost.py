@@ -26,7 +26,8 @@ from typing import Any
 
 from common import Goal, Report, median, milliseconds, parser, random_tokens, table
 from noise import is_noise, noise_of
-from switched import Switched, on_two_ranks
+from ranks import on_two_ranks
+from switched import Switched
 
 from paradyse.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES

@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import check_equal, llama, random_tokens
+from ranks import slower_rank
 from torch import Tensor
 
-from paradyse.launch import RanksFailed, Setting, run_ranks
 from paradyse.profiler_steps import peak_beyond
 from paradyse.types import ATTENTION_STRATEGIES
 
 TOLERANCE = 1e-4
 """Relative, float32, of losses and of each gradient (by norm), against one-process eager."""
-
-
-def on_two_ranks(target: str, arguments: Mapping[str, Any]) -> Any:
-    """What rank 0 returns of ``target(rank, **arguments)``; shows the lines that it sends.
-
-    Args:
-        target: ``module:function`` of this folder.
-    """
-
-    def show(rank: int, line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    folder = str(Path(__file__).parent)
-    setting = Setting(timeout_s=3600, silence_s=900, env={"PYTHONPATH": folder})
-    try:
-        return run_ranks(target, 2, arguments, setting, show)[0]
-    except RanksFailed as e:
-        sys.exit(str(e))
 
 
 class Switched:
@@ -89,13 +66,3 @@ class Switched:
         peak = torch.tensor(peak_beyond(self.compiled, device, lambda: self.step(plan, ids)))
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return int(peak)
-
-
-def slower_rank(step: Callable[[], object]) -> float:
-    """Seconds of ``step()`` from a common start, on the slower rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,9 +34,10 @@ from common import (
 )
 from contenders import Ours, many_models, plans_of, time_step
 from counterparts import ContextParallel, TensorParallel
+from ranks import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from paradyse.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.launch import Rank
 
 # Many short, few long, as text has them; 17,312 tokens.
 TRACE = (512, 128, 1024, 192, 3072, 256, 160, 640, 1536, 384, 4096, 320, 896, 768, 2048, 1280)
@@ -152,19 +152,9 @@ def main() -> int:
     trace = (64, 128, 96) if args.quick else tuple(args.trace)
     size = {"layers": 2, "hidden": 64} if args.quick else {"layers": 4, "hidden": 256}
     size |= {"heads": 8, "kv_heads": 4}
-    folder = str(Path(__file__).parent)
-    setting = Setting(timeout_s=7200, silence_s=1800, env={"PYTHONPATH": folder})
-
-    def show(rank: int, line: str) -> None:
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
     given = {"trace": trace, "runs": args.runs, "inner": args.inner, "only": tuple(args.only)}
-    try:
-        results = run_ranks("two_ranks:measure", 2, {**size, **given}, setting, show)
-    except RanksFailed as e:
-        sys.exit(str(e))
-    return _report(args, results[0], trace, size)
+    result = on_two_ranks("two_ranks:measure", {**size, **given})
+    return _report(args, result, trace, size)
 
 
 def _report(
