@@ -109,8 +109,9 @@ def load_tile(
     ``valid`` [BLOCK]. WIDEN: to float32, for the interpreter, which cannot compute in bfloat16.
     """
     d = tl.arange(0, BLOCK_D)
-    where = base + tl.cast(start, tl.int64) * stride
-    where += tl.arange(0, BLOCK)[:, None] * stride + d[None, :]
+    # Rows before columns: addresses from one offset [BLOCK, BLOCK_D] take more registers.
+    row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+    where = (base + row * stride)[:, None] + d[None, :]
     if MASKED:
         if D == BLOCK_D:
             tile = tl.load(where, mask=valid[:, None], other=0.0)

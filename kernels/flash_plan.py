@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -54,12 +54,13 @@ class Configs:
 _F = Config
 # Per (generation, bytes per element, width rounded up to a power of two). 8: sm_80 (163 KiB of
 # shared memory per block), 86: its smaller relatives and sm_120 (99 KiB), 9: sm_90 and sm_100 (227
-# KiB). The largest tiles that ptxas compiles without spilling registers; not tuned on a device.
+# KiB). Large tiles that compile without spilling registers (tests/aot_cases.py: bfloat16, widths 64
+# and 128, sm_80 and sm_90); not tuned on a device.
 _CONFIGS: dict[tuple[int, int, int], Configs] = {
-    (9, 2, 64): Configs(_F(128, 64, 4, 3, 3), _F(64, 128, 8, 3, 3), _F(128, 64, 4, 3)),
-    (9, 2, 128): Configs(_F(128, 128, 8, 2), _F(64, 128, 8, 2), _F(128, 64, 8, 3, 3)),
+    (9, 2, 64): Configs(_F(128, 64, 4, 3, 3), _F(64, 128, 8, 3, 3), _F(128, 64, 4, 3, 3)),
+    (9, 2, 128): Configs(_F(128, 128, 8, 2), _F(32, 128, 8, 3, 3), _F(128, 64, 8, 3, 3)),
     (9, 2, 256): Configs(_F(128, 32, 8, 2, 2), _F(32, 32, 8, 2), _F(128, 32, 8, 2)),
-    (8, 2, 64): Configs(_F(64, 64, 4, 2), _F(64, 64, 8, 2), _F(128, 64, 8, 2)),
+    (8, 2, 64): Configs(_F(128, 64, 8, 3, 3), _F(64, 64, 8, 3, 3), _F(128, 64, 8, 2)),
     (8, 2, 128): Configs(_F(64, 64, 4, 2), _F(64, 64, 8, 2), _F(64, 64, 8, 2)),
     (8, 2, 256): Configs(_F(64, 32, 8, 2), _F(32, 32, 8, 1), _F(64, 32, 8, 1)),
     (8, 4, 64): Configs(_F(32, 16, 8, 1), _F(16, 32, 8, 1), _F(16, 16, 8, 1)),
@@ -69,6 +70,8 @@ _CONFIGS: dict[tuple[int, int, int], Configs] = {
 for _width in (64, 128, 256):
     _CONFIGS[86, 2, _width] = _CONFIGS[8, 2, _width]
     _CONFIGS[86, 4, _width] = _CONFIGS[9, 4, _width] = _CONFIGS[8, 4, _width]
+# Forward with documents, whose comparison takes registers, where the tiles above would spill.
+_DOCUMENT_FORWARD = {(8, 2, 128): _F(64, 32, 4, 2), (86, 2, 128): _F(64, 32, 4, 2)}
 _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1, 1))
 
 
@@ -77,11 +80,17 @@ def padded_width(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def configs_for(capability: tuple[int, int], itemsize: int, width: int) -> Configs:
+def configs_for(
+    capability: tuple[int, int], itemsize: int, width: int, has_documents: bool
+) -> Configs:
     """Tile sizes on a device of compute ``capability``, for the wider of D and Dv."""
     major, minor = capability
     generation = 9 if major in (9, 10) else 8 if capability in ((8, 0), (8, 7)) else 86
-    return _CONFIGS[generation, itemsize, max(64, padded_width(width))]
+    key = generation, itemsize, max(64, padded_width(width))
+    configs = _CONFIGS[key]
+    if has_documents and key in _DOCUMENT_FORWARD:
+        return replace(configs, forward=_DOCUMENT_FORWARD[key])
+    return configs
 
 
 @cache
@@ -189,7 +198,8 @@ def make_plan(
         configs = _INTERPRETED_CONFIGS
     else:
         capability = _capability(q.device.index)
-        configs = configs_for(capability, q.element_size(), max(width, value_width))
+        widest, documents = max(width, value_width), visibility.has_documents
+        configs = configs_for(capability, q.element_size(), widest, documents)
     widen = INTERPRETED and q.dtype == torch.bfloat16
     sizes = (q.shape[1], width, value_width)
     return Plan(visibility, spec, configs, *sizes, softcap, widen)
