@@ -11,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,25 @@ def run_in_interpreter(file: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def _let_loops_read_bounds() -> None:
+    """The interpreter of Triton 3.6 takes ``int`` of an array of one element where a loop has
+    run-time bounds, which numpy refuses from 2.4 on; that of 3.9 takes its one element.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED and [int(x) for x in metadata.version("triton").split(".")[:2]] < [3, 9]:
+    _let_loops_read_bounds()
 
 
 @contextmanager

@@ -8,54 +8,38 @@ one.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from kernel_device import (
+    DEVICE,
+    INTERPRETED,
+    NATIVE,
+    among_nan,
+    in_interpreter,
+    kernels,
+    outside,
+    poisoned_memory,
+    run_in_interpreter,
+)
 from torch import Tensor
 
 from paradyse.kernels.attention import merge_partials
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
 from paradyse.kernels.flash_attention import flash_attention, flash_attention_backward
-from paradyse.kernels.flash_plan import INTERPRETED
 from paradyse.kernels.flash_reference import dense_attention, visible_pairs
 from paradyse.kernels.flash_runs import backward, forward
 from paradyse.kernels.flash_tiles import GROUP, MAX_SEGMENTS, describe_mask
-
-NATIVE = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if NATIVE else "cpu"
-kernels = pytest.mark.skipif(
-    not (NATIVE or INTERPRETED), reason="runs in the interpreter's process"
-)
 
 # Relative norms. Sums of a few hundred terms in float32; for the others one rounding of
 # probabilities and of the result (2^-11, 2^-8) on top of inputs that both sides share.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.skipif(NATIVE or INTERPRETED, reason="this is the process")
+@in_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", __file__]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-@contextmanager
-def memory_full_of_nan() -> Iterator[None]:
-    """Memory that is allocated but not written holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    run_in_interpreter(__file__)
 
 
 def relative(got: Tensor, want: Tensor, floor: float = 1e-30) -> float:
@@ -78,15 +62,15 @@ def check(
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
 ) -> None:
-    """Output, lse and every gradient; tokens past the end hold NaN."""
-    q, k, v, grad = make(sizes, len(i), len(j), dtype)
+    """Output, lse and every gradient; tokens past the end hold NaN, as does all around inputs."""
+    q, k, v, grad = (among_nan(x) for x in make(sizes, len(i), len(j), dtype))
     exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
     out0, lse0 = dense_attention(*exact, i, j, spec, softcap)
     grads0 = torch.autograd.grad(out0, exact, grad.double())
     for x, at in ((q, i), (grad, i), (k, j), (v, j)):
         x[:, :, at >= spec.seq_len] = torch.nan
     where = {"q_positions": i, "kv_positions": j, "mask_spec": spec, "scale": spec.scale}
-    with memory_full_of_nan():
+    with poisoned_memory():
         out, lse = flash_attention(q, k, v, **where, softcap=softcap)
         grads = flash_attention_backward(grad, q, k, v, out, lse, **where, softcap=softcap)
     assert out.dtype == dtype and not out.isnan().any()
@@ -401,7 +385,7 @@ def spec_of_everything(s: int) -> AttentionSpec:
     )
 
 
-@pytest.mark.skipif(INTERPRETED, reason="shown where it takes less long")
+@outside
 def test_operator_is_well_formed() -> None:
     i = torch.arange(20, device=DEVICE)
     ins = [x.requires_grad_() for x in make((2, 2, 1, 16, 16), 20, 20, torch.float32)[:3]]
@@ -412,7 +396,7 @@ def test_operator_is_well_formed() -> None:
         torch.library.opcheck(op, (*ins, i, i, *data, *rest))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="shown where it takes less long")
+@outside
 def test_operator_compiles_without_graph_breaks() -> None:
     s = 24
 
