@@ -232,7 +232,7 @@ def peak_beyond(compiled: torch.nn.Module, device: torch.device, step: Callable[
     """
     programs = [g.program for c in captures_of(compiled) for g in c.graphs.values()]
     gc.collect()
-    with DeviceMemory() if device.type == "cuda" else HostMemory() as probe:
+    with DeviceMemory() if device.type == "cuda" else HostMemory() as probe, comm.settled():
         watch = Watch(probe)
         _watch(programs, watch)
         try:
