@@ -192,7 +192,7 @@ def _ours(case: Case) -> Contender:
         return attention_forward(q, k, v, runs, runs, spec)
 
     def backward(grad: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-        return attention_backward(grad, *args, runs, runs, spec)  # type: ignore[call-arg]
+        return attention_backward(grad, *args, runs, runs, spec)
 
     return Contender("triton" if case.device == "cuda" else "ours on the CPU", forward, backward)
 

@@ -103,13 +103,13 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
                     f"{where}: unknown kind of block {key!r}{did_you_mean(str(key), BLOCK_KINDS)}; "
                     f"legal: {', '.join(BLOCK_KINDS)}"
                 )
-        by_kind = {k: parse_plan(v, f"{where}[{k!r}]") for k, v in value.items()}
-        for key, v in by_kind.items():
-            if not isinstance(v, str | tuple):
-                raise ValueError(
-                    f"{where}[{key!r}]: give a name or a list of names, not {value[key]!r}"
-                )
-        return PlanByKind(**by_kind)  # type: ignore[arg-type]
+        by_kind: dict[str, str | tuple[str, ...]] = {}
+        for key, given in value.items():
+            form = parse_plan(given, f"{where}[{key!r}]")
+            if not isinstance(form, str | tuple):
+                raise ValueError(f"{where}[{key!r}]: give a name or a list of names, not {given!r}")
+            by_kind[key] = form
+        return PlanByKind(**by_kind)
     if isinstance(value, list | tuple):
         return tuple(check_strategy(v, f"{where}[{i}]") for i, v in enumerate(value))
     if callable(value):

@@ -145,12 +145,12 @@ class Emitter:
     def _load(self, node: fx.Node, index: tuple[Lin, ...], batch: int, length: int) -> fx.Node:
         """A whole [.., B, .., S, ..] tensor is reshaped; anything else is looked up."""
         sizes = {0: batch, 1: length}
-        dims = []
+        dims: list[int | None] = []
         for i, size in zip(index, node.meta["val"].shape, strict=True):
-            if (i == Lin(0) and size == 1) or (
-                isinstance(v := i.single(), Var) and sizes[v.dim] == size
-            ):
-                dims.append(None if i == Lin(0) else v.dim)  # type: ignore[union-attr]
+            if i == Lin(0) and size == 1:
+                dims.append(None)
+            elif isinstance(v := i.single(), Var) and sizes[v.dim] == size:
+                dims.append(v.dim)
             else:
                 break
         else:
