@@ -68,7 +68,8 @@ def test_the_rest_grows_along_a_line() -> None:
     assert along({100: 1000.0, 200: 900.0}, 400) == 900  # less is not to be had by more tokens
     c = known(rest_saved={None: points}, rest_workspace={None: {100: 7.0}})
     at = replace(SHORT, seq_len=200)
-    assert c.apply_to_rest(None, at) == BlockCost(0.0, 1500, 7, 0, "online", "online")
+    online = BlockCost(0.0, 1500, 7, 0, source="online", memory_source="online")
+    assert c.apply_to_rest(None, at) == online
     predicted = replace(COST, saved_bytes=5000, workspace_bytes=1)
     got = c.apply_to_rest(predicted, at)
     assert got is not None
