@@ -1,27 +1,26 @@
 """What a run has shown of its costs: measured against predicted, by kind of block and by length.
 
-Times are corrected both ways. Memory only upwards: a step that needed less than was predicted does
-not show that every step will. Lengths count by their scale, a power of two of tokens, so that an
-error at short lengths, such as Python's own time, is not taken for one at long ones. A scale that
-was not measured is corrected as the nearest one that was.
-
-A variant that has not run yet is trusted as far as the best one of its block, as to time: so the
-planner tries it once what it runs has become slow, and then knows. Its memory is as predicted.
+Times are corrected both ways, as ``time_ratios`` estimates. Memory only upwards, and only of
+variants that have run: a step that needed less than was predicted does not show that every step
+will. Lengths count by their scale, a power of two of tokens, so that an error at short lengths,
+such as Python's own time, is not taken for one at long ones. Memory at a scale that was not
+measured is corrected as at the nearest one that was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paradyse.cost import BlockCost
+from paradyse.time_ratios import Key, Ratios
 from paradyse.types import Workload
 
-Key = tuple[Hashable, str]
-"""A kind of block (``Planner.kinds``) and a variant of it."""
+TIME = "time"
+"""Measured over predicted, of a key and by scale (``time_ratios``)."""
 
-TIME, SAVED, WORKSPACE = "time", "saved", "workspace"
-"""Measured over predicted, of a key and by scale."""
+SAVED, WORKSPACE = "saved", "workspace"
+"""The same of bytes."""
 
 REST_SAVED, REST_WORKSPACE = "rest saved", "rest workspace"
 """Bytes of what is in no block, by tokens."""
@@ -29,7 +28,7 @@ REST_SAVED, REST_WORKSPACE = "rest saved", "rest workspace"
 FLOOR, STATIC = "floor", "static"
 """Bytes: the most that was held beyond static when backward ends, and static itself."""
 
-RATIOS, REST, CONSTANTS = (TIME, SAVED, WORKSPACE), (REST_SAVED, REST_WORKSPACE), (FLOOR, STATIC)
+RATIOS, REST, CONSTANTS = (SAVED, WORKSPACE), (REST_SAVED, REST_WORKSPACE), (FLOOR, STATIC)
 
 Rows = Mapping[Hashable, Mapping[int, float]]
 """Key -> scale -> ratio; None -> tokens -> bytes of the rest; None -> 0 -> bytes of a constant."""
@@ -52,15 +51,14 @@ class Corrections:
     """Equal on all ranks."""
 
     measured: Mapping[str, Rows]
-    """Quantity -> what ranks agreed that they measured."""
-    best: Mapping[Hashable, Mapping[int, float]]
-    """Kind of block -> scale -> the lowest ratio of times that any of its variants ever had."""
+    """Quantity of bytes -> what ranks agreed that they measured."""
+    times: Ratios = field(default_factory=Ratios)
 
     def apply(self, cost: BlockCost, key: Key, workload: Workload) -> BlockCost:
         """``cost`` as corrected. What was learned of memory was learned in training."""
         at = scale_of(workload)
-        time_s = cost.time_s * self.value(TIME, key, at)
-        source = ONLINE if key in self.measured[TIME] else cost.source
+        time_s = cost.time_s * self.times.ratio(key, at)
+        source = ONLINE if self.times.knows(key) else cost.source
         cost = replace(cost, time_s=time_s, source=source)
         if not workload.training or key not in self.measured[SAVED]:
             return cost
@@ -94,34 +92,16 @@ class Corrections:
         return int(self.value(quantity, None, 0))
 
     def value(self, quantity: str, of: Hashable, at: int) -> float:
-        """A ratio at a scale; bytes of the rest at so many tokens; a constant at 0."""
+        """Of bytes: a ratio at a scale; those of the rest at so many tokens; a constant at 0."""
         row = self.measured[quantity].get(of, {})
-        if quantity == TIME:
-            return self._time(of, row, at)
         if quantity in RATIOS:
             return max(1.0, nearest(row, at)) if row else 1.0
         return along(row, at) if row else 0.0
 
-    def _time(self, key: Hashable, row: Mapping[int, float], at: int) -> float:
-        """Measured at this scale; else as the best variant here, times by how much this one was
-        worse than the best where it ran."""
-        assert isinstance(key, tuple)
-        best = self.best.get(key[0])
-        if at in row or not best:
-            return row.get(at, 1.0)
-        if not row:
-            return nearest(best, at)
-        near = nearest_scale(row, at)
-        return nearest(best, at) * row[near] / best[near]
-
-
-def nearest_scale(row: Mapping[int, float], at: int) -> int:
-    """The one nearest to ``at``; of two the larger."""
-    return min(row, key=lambda scale: (abs(scale - at), -scale))
-
 
 def nearest(row: Mapping[int, float], at: int) -> float:
-    return row[nearest_scale(row, at)]
+    """The value at the scale nearest to ``at``; of two the larger scale's."""
+    return row[min(row, key=lambda scale: (abs(scale - at), -scale))]
 
 
 def along(points: Mapping[int, float], at: int) -> float:

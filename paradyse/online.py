@@ -17,7 +17,6 @@ it or to move it elsewhere, measures nothing.
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -41,7 +40,6 @@ from paradyse.corrections import (
     TIME,
     WORKSPACE,
     Corrections,
-    Key,
     num_tokens,
     scale_of,
 )
@@ -63,6 +61,7 @@ from paradyse.profiler_marks import (
 from paradyse.program import Program, StepConstants
 from paradyse.saved import may_watch
 from paradyse.shards import ShardedTensor
+from paradyse.time_ratios import OWN_OF_PRIOR, OWN_OF_PROFILE, Key, TimeRatios
 from paradyse.types import Workload
 
 log = logging.getLogger(__name__)
@@ -82,11 +81,9 @@ SETTLE = 4
 WARM_UP = 2
 """Calls of a plan before it is watched: the first ones compile."""
 
-CHANGE = 0.2
-"""Plans are chosen anew where a time has changed by more than this share since they were."""
-
-MEMORY_CHANGE = 0.01
-"""The same of bytes."""
+TIME_CHANGE, MEMORY_CHANGE = 0.05, 0.01
+"""Plans are chosen anew where a time, or bytes, are by more than this share other than when they
+were chosen."""
 
 Slot = tuple[str, Hashable, int]
 """A quantity, what it is of, and the scale or number of tokens (``corrections.Rows``)."""
@@ -166,7 +163,7 @@ class Feedback:
             quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)
         }
         """As agreed (``Corrections.measured``)."""
-        self._best: dict[Hashable, dict[int, float]] = {}
+        self.times = TimeRatios(OWN_OF_PROFILE if planner.cost_model else OWN_OF_PRIOR)
         self._used = self._snapshot()
         """What the present plans were chosen by."""
         self._calls = 0
@@ -236,7 +233,7 @@ class Feedback:
 
     def _is_new(self, strategies: tuple[str, ...], workload: Workload) -> bool:
         """Whether memory is to be watched: once it is known that backward follows calls."""
-        if not self.measured[TIME]:
+        if self.times.empty:
             return False
         scale, tokens = scale_of(workload), num_tokens(workload)
         return any(self._known.get((k, scale), 0) < tokens for k in self._keys(strategies))
@@ -270,15 +267,14 @@ class Feedback:
         agreed, records = self._agreement.wait(), self._agreement.records
         self._agreement = None
         for (quantity, of, at), latest in agreed.items():
-            if latest > 0:
+            if latest <= 0:
+                continue
+            if quantity == TIME:
+                assert isinstance(of, tuple)
+                self.times.add(of, at, latest)
+            else:
                 row = self.measured[quantity].setdefault(of, {})
-                before = row.get(at, latest)
-                is_time = quantity == TIME
-                row[at] = math.sqrt(before * latest) if is_time else max(before, latest)
-                if is_time:
-                    assert isinstance(of, tuple)
-                    best = self._best.setdefault(of[0], {})
-                    best[at] = min(best.get(at, math.inf), row[at])
+                row[at] = max(row.get(at, latest), latest)
         for r in records:  # no rank could: to be watched again
             if r.memory and not agreed[REST_SAVED, None, num_tokens(r.workload)]:
                 for key in self._keys(r.strategies):
@@ -296,7 +292,7 @@ class Feedback:
         table = {
             q: {of: dict(row) for of, row in rows.items()} for q, rows in self.measured.items()
         }
-        return Corrections(table, {kind: dict(row) for kind, row in self._best.items()})
+        return Corrections(table, self.times.estimate())
 
     def _read(self, records: Sequence[_Record]) -> dict[Slot, float]:
         """What this rank saw in ``records``; 0 where it saw nothing. The slots are the same on all
@@ -368,13 +364,17 @@ class Feedback:
         return found
 
 
-def _changed(quantity: str, of: Hashable, at: int, now: Corrections, used: Corrections) -> bool:
+def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Corrections) -> bool:
     """Whether a cost is known for the first time, or has become another one."""
+    if quantity == TIME:
+        if not (now.times.knows(of) and used.times.knows(of)):
+            return now.times.knows(of)
+        after, before = (c.times.ratio(of, at) for c in (now, used))
+        return abs(after - before) > TIME_CHANGE * before
     if of not in now.measured[quantity]:
         return False
     after, before = (c.value(quantity, of, at) for c in (now, used))
-    share = CHANGE if quantity == TIME else MEMORY_CHANGE
-    return of not in used.measured[quantity] or abs(after - before) > share * before
+    return of not in used.measured[quantity] or abs(after - before) > MEMORY_CHANGE * before
 
 
 def _missing_gradients(args: Sequence[Any]) -> int:

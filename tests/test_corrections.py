@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from paradyse.corrections import (
     REST,
     REST_SAVED,
     STATIC,
-    TIME,
     Corrections,
     along,
     scale_of,
@@ -25,29 +23,20 @@ from paradyse.corrections import (
 from paradyse.cost import BlockCost
 from paradyse.profiler_marks import DeviceMemory, Level
 
-FAST, SLOW, NEW = ("kind", "ulysses_z"), ("kind", "metp"), ("kind", "megatron_cz")
+FAST, NEW = ("kind", "ulysses_z"), ("kind", "megatron_cz")
 COST = BlockCost(time_s=1.0, saved_bytes=100, workspace_bytes=10, comm_bytes=7)
 
 
-def known(best: Mapping[Any, Any] | None = None, **rows: Any) -> Corrections:
+def known(**rows: Any) -> Corrections:
     """Corrections of the quantities given, by their names with ``_`` for a blank."""
     table: dict[str, Any] = {q: {} for q in (*RATIOS, *REST, *CONSTANTS)}
     table |= {name.replace("_", " "): row for name, row in rows.items()}
-    return Corrections(table, best or {})
+    return Corrections(table)
 
 
 def test_scales_are_powers_of_two_of_tokens() -> None:
     at = [scale_of(replace(SHORT, batch=b, seq_len=n)) for b, n in ((1, 64), (1, 127), (2, 64))]
     assert at == [7, 7, 8]
-
-
-def test_each_length_has_its_own_ratio_of_times() -> None:
-    c = known({"kind": {5: 1.0, 9: 2.0}}, time={FAST: {5: 1.0, 9: 2.0}, SLOW: {5: 6.0}})
-    assert [c.value(TIME, FAST, at) for at in (3, 5, 6, 9, 20)] == [1, 1, 1, 2, 2]
-    # Six times as far off as the best one where it ran: so it is where it did not.
-    assert [c.value(TIME, SLOW, at) for at in (5, 9)] == [6, 12]
-    assert c.value(TIME, NEW, 9) == 2  # not tried: as the best one
-    assert c.value(TIME, ("another kind", "metp"), 9) == 1
 
 
 def test_memory_is_corrected_upwards_and_where_it_ran() -> None:

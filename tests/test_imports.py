@@ -49,7 +49,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     ),
     "describe": frozenset({"types", "pieces", "strategies", "program"}),
     "solver": frozenset(),
-    "corrections": frozenset({"types", "cost"}),  # what a run has shown of its costs
+    "time_ratios": frozenset(),  # estimates from noisy measurements
+    "corrections": frozenset({"types", "cost", "time_ratios"}),  # what a run has shown of its costs
     "planner": frozenset({"types", "config", "cost", "corrections", "solver", "strategies"}),
     "devices": frozenset({"types", "cost"}),  # machines on paper
     "dry_run": frozenset(  # a model on ranks that are not there
@@ -58,7 +59,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         | {"saved"}
     ),
     "online": frozenset(  # costs fed back
-        {"types", "comm", "cost", "corrections", "planner", "program", "saved"}
+        {"types", "comm", "cost", "corrections", "planner", "program", "saved", "time_ratios"}
     ),
     "switch": frozenset({"types", "mesh", "comm", "lower"}),
     "corpus": frozenset(),  # text for the command line

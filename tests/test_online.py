@@ -106,8 +106,9 @@ class Run:
 
     def times(self, strategy: str) -> dict[int, float]:
         """Scale -> measured over predicted, of the first attention."""
-        graph = self.graph
-        return dict(graph.feedback.measured["time"].get((graph.planner.kinds[0], strategy), {}))
+        key = self.graph.planner.kinds[0], strategy
+        times = self.graph.feedback.times.estimate()
+        return {scale: times.ratio(key, scale) for scale in times.scales(key)}
 
 
 def slowing(steps: int, slow_from: int) -> tuple[list[str], list[int], dict[int, float], str]:
@@ -141,7 +142,7 @@ def slow_when_long(rounds: int) -> tuple[list[int], dict[int, str], dict[int, fl
         run = Run("gpt2", patch)
         for i in range(rounds):
             for seq_len in LENGTHS:
-                run.time.slow = "all_to_all" if i >= 4 and seq_len > 32 else None
+                run.time.slow = "all_to_all" if i >= 2 and seq_len > 32 else None
                 run.step(seq_len, checked=i == rounds - 1)
         attention = {n: run.graph.guard.plan_of[n].split(",")[0] for n in LENGTHS}
         return run.planned, attention, run.times("ulysses_z")
