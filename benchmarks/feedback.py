@@ -1,6 +1,6 @@
 """What it costs to feed measured times and memory back to the planner: steps with and without.
 
-    python benchmarks/feedback.py            # five minutes on two cores
+    python benchmarks/feedback.py            # three minutes on two cores
     python benchmarks/feedback.py --quick    # tiny sizes, to see that it runs
 
 Llama of 4 layers, hidden 256, on two ranks; a step is zero_grad, forward, backward. One compiled
@@ -86,10 +86,10 @@ def measure(
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--runs", type=int, default=9)
+    arguments.add_argument("--runs", type=int, default=7)
     arguments.add_argument("--inner", default="inductor")
     args = arguments.parse_args()
-    layers, hidden, lengths = (2, 64, (33, 64)) if args.quick else (4, 256, (128, 512, 1024, 2048))
+    layers, hidden, lengths = (2, 64, (33, 64)) if args.quick else (4, 256, (128, 384, 1024))
     given = {"layers": layers, "hidden": hidden, "lengths": lengths}
     given |= {"runs": 3 if args.quick else args.runs, "inner": args.inner}
 

@@ -25,10 +25,10 @@ TWO: Batches = {
     "left": ((3, 11), (3, 6)),
     "packed": ((1, 17),),
 }
-MORE: Batches = {"plain": ((1, 13), (1, 3)), "right": ((3, 11),)}
+MORE: Batches = {"plain": ((1, 13), (1, 3)), "right": ((3, 11), (3, 2))}
 """Lengths that no number of ranks divides, and shorter than it."""
 
-COMPILED = ("llama_odd", "gpt2", "bert", "phi3")
+COMPILED = ("llama_odd", "gpt2")
 """Families whose pieces go through AOTAutograd here: it takes twice the time, and does not look at
 the family."""
 
@@ -133,7 +133,8 @@ def test_two_ranks(family: str, pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks(family: str, pool4: RankPool) -> None:
-    args = (family, torch.float32, MORE, "eager", PLANS)
+    how = list(MORE)[list(FAMILIES).index(family) % len(MORE)]  # the kinds of batches in turn
+    args = (family, torch.float32, {how: MORE[how]}, "eager", PLANS)
     assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
 
 

@@ -122,19 +122,12 @@ def record(family: str, hows: tuple[str, ...]) -> tuple[dict[str, int], list[str
     return recorder.num_graphs, recorder.dense, recorder.num_linear, masks
 
 
-FAMILIES = {
-    "llama": ["causal"],
-    "mistral": ["causal, left 5"],
-    "qwen3": ["causal"],
-    "gemma3": ["causal, left 4", "causal"],
-    "phi3": ["causal"],
-}
+FAMILIES = {"gemma3": ["causal, left 4", "causal"], "phi3": ["causal"]}
+"""Windows and whole sequences; separate and fused weights."""
 HOWS = {"plain": "", "left": ", key padding", "packed": ", documents"}
 
 
-@pytest.mark.parametrize(
-    ("family", "nproc"), [("llama", 1), ("gemma3", 1), *((f, 2) for f in FAMILIES)]
-)
+@pytest.mark.parametrize(("family", "nproc"), [("gemma3", 1), *((f, 2) for f in FAMILIES)])
 def test_nothing_of_s_by_s(family: str, nproc: int, ranks: Ranks) -> None:
     for graphs, dense, linear, masks in ranks(nproc).run(
         record, family, tuple(HOWS), timeout_s=300
