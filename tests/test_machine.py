@@ -1,8 +1,6 @@
-"""The measured machine: equal on all ranks, quick, kept, no trace in the caller's state."""
+"""The measured machine: equal on all ranks, kept, no trace in the caller's state."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import torch
@@ -15,23 +13,20 @@ from paradyse.machine import device_capacity, measure_machine
 from paradyse.mesh import SINGLE, resolve_axis
 
 
-def measure_on_rank() -> tuple[Machine, float, bool, bool]:
+def measure_on_rank() -> tuple[Machine, bool, bool]:
     machine._MACHINES.clear()
     rng = torch.get_rng_state()
-    start = time.perf_counter()
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         m = measure_machine(resolve_axis())
-    seconds = time.perf_counter() - start
     kept = measure_machine(resolve_axis()) is m
-    return m, seconds, kept, torch.equal(rng, torch.get_rng_state())
+    return m, kept, torch.equal(rng, torch.get_rng_state())
 
 
 def test_ranks_hold_equal_numbers_and_measure_once(pool2: RankPool) -> None:
-    (m, seconds, kept, rng_untouched), (other, *_) = pool2.run(measure_on_rank)
+    (m, kept, rng_untouched), (other, *_) = pool2.run(measure_on_rank)
     assert m == other
     assert kept
     assert rng_untouched
-    assert seconds < 3  # about 0.2 s on an idle machine; the tests share theirs
     assert set(m.links) == set(COLLECTIVES)
     rates = [m.matmul_flops, m.memory_bandwidth, m.attention_flops, m.op_overhead_s]
     rates += [x for link in m.links.values() for x in (link.latency_s, link.bandwidth_bytes)]
