@@ -39,6 +39,11 @@ def run_profile(args: argparse.Namespace) -> int:
     }
     device = launch.choose_device(args.device, args.ranks)
     console = make_console()
+    if device == "cpu" and args.ranks > (cores := launch.num_cores()):
+        crowd = f"{args.ranks} ranks share {cores} core{'s' if cores > 1 else ''}"
+        text = f"{crowd}: what a block takes depends on when the others run, and lengths beyond the"
+        text += " longest are predicted badly"
+        console.print(text, markup=False, highlight=False)
     with _Bar(console) as bar:
         found = launch.run_ranks(
             "paradyse.cli_ranks:profile",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from paradyse.cli_ranks import StepDone
 from paradyse.cli_replay import Phase, describe_plan
 from paradyse.cli_screen import Screen
 from paradyse.corpus import TextFile, length_ranges
+from paradyse.launch import num_cores
 from paradyse.types import ATTENTION_STRATEGIES
 
 TINY = ["--layers", "1", "--hidden", "64", "--inner", "aot_eager"]
@@ -33,6 +37,15 @@ def run(*args: str) -> tuple[int, str]:
         timeout=300,
     )
     return done.returncode, done.stdout
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """What is started inside has no other core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture
@@ -195,6 +208,7 @@ def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
     few += ["--inner", "eager", "--model", config, "--layers", "1", "--out", str(path)]
     code, out = run("profile", *few)
     assert code == 0, out
+    assert ("ranks share" in out) == (num_cores() < 2)
     assert "0/2  16 tokens, megatron_ts" in out and "2/2  done" in out
     assert "fastest strategy of a block, batch 1, 2 ranks" in out
     setting, *rows = map(json.loads, path.read_text().splitlines())
@@ -202,8 +216,10 @@ def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
     assert {(r["kind"], r["seq_len"]) for r in rows} == {
         (kind, n) for kind in ("attention", "mlp", "rest") for n in (16, 32)
     }
-    code, out = run("profile", *few, "--dtype", "float64")
+    with on_one_core():
+        code, out = run("profile", *few, "--dtype", "float64")
     assert code == 2 and "another file" in out
+    assert "2 ranks share 1 core:" in out
 
 
 def test_doctor_finds_all_that_is_needed() -> None:
