@@ -71,7 +71,7 @@ def main() -> None:
         def ours(data: tuple = data, left: int = left, right: int = right) -> Tensor:
             scale = args.head_dim**-0.5
             op = torch.ops.paradyse.attention
-            return op(q, k, v, *data, None, None, left, right, -1, scale, 0.0)[0]
+            return op(q, k, v, *data, None, None, left, right, -1, scale, 0.0, 0.0)[0]
 
         def sdpa(dense: Tensor | None = dense) -> Tensor:
             mask = None if dense is None or dense.numel() == 0 else dense

@@ -174,9 +174,10 @@ def _call(
         raise ValueError(
             f"dropout_p {spec.dropout_p} must be in [0, 1], and above 0 it needs a seed"
         )
-    return Call(
-        spec, q_runs, kv_runs, q.device.type != "cpu" or spec.dropout_p > 0 or not _HAS_CPU_FLASH
-    )
+    if spec.softcap is not None and not spec.softcap > 0:
+        raise ValueError(f"softcap {spec.softcap} must be positive, or None")
+    own = spec.dropout_p > 0 or spec.softcap is not None
+    return Call(spec, q_runs, kv_runs, q.device.type != "cpu" or own or not _HAS_CPU_FLASH)
 
 
 def _triton_kernels(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> ModuleType | None:

@@ -28,13 +28,18 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
 # Dense tiles: plain PyTorch, any device, dropout
 
 
+def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
+    """``AttentionSpec.softcap``, in place."""
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
 def _softmax_tile(
-    q: Tensor, k: Tensor, mask: Tensor | None, scale: float, lse: Tensor | None
+    q: Tensor, k: Tensor, mask: Tensor | None, spec: AttentionSpec, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Probabilities [B, H, R, K] of a tile and their log-sum-exp (or ``lse``, if the whole row's is
     given).
     """
-    p = times_keys(q, k).mul_(scale)
+    p = cap_scores(times_keys(q, k).mul_(spec.scale), spec.softcap)
     if mask is not None:
         p.add_(mask)
     if lse is None:
@@ -125,7 +130,7 @@ class Call:
         """Output [B, H, R, Dv] and lse [B, H, R] of one tile; arguments already cut to it."""
         mask = self.mask(problem, tile, q)
         if self.dense:
-            p, lse = _softmax_tile(q, k, mask, self.spec.scale, None)
+            p, lse = _softmax_tile(q, k, mask, self.spec, None)
             keep = self.dropout(problem, tile, q)
             return times_values(p if keep is None else p.mul_(keep), v), lse
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -150,6 +155,9 @@ class Call:
         mask = self.mask(problem, tile, q)
         if self.dense:
             p, ds = self.score_gradient(problem, tile, grad, q, k, v, out, lse, mask)
+            if (cap := self.spec.softcap) is not None:
+                capped = times_keys(q, k).mul_(self.spec.scale / cap).tanh_()
+                ds.mul_(capped.square_().neg_().add_(1))
             dq = times_values(ds, k).mul_(self.spec.scale)
             dk = times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
             return dq, dk, times_rows(p, grad, v.shape[1])
@@ -189,8 +197,8 @@ class Call:
         lse: Tensor,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities after dropout, and the gradient of the scores after scale and bias."""
-        p, _ = _softmax_tile(q, k, mask, self.spec.scale, lse)
+        """Probabilities after dropout, and the gradient of the scores after softcap and bias."""
+        p, _ = _softmax_tile(q, k, mask, self.spec, lse)
         ds = times_keys(grad, v)
         keep = self.dropout(problem, tile, q)
         if keep is not None:

@@ -30,7 +30,7 @@ FULL, DIAGONAL, MASKED = "full", "diagonal", "masked"
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What turns scores into attention: mask, bias, scale, dropout. All positions are global."""
+    """What turns products of queries and keys into attention. All positions are global."""
 
     seq_len: int
     """Positions >= seq_len are padding: no query sees them, and their own rows are 0."""
@@ -48,6 +48,9 @@ class AttentionSpec:
     bias: Tensor | None = None
     """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. H may be more than
     the query has, then ``head_ids`` selects."""
+    softcap: float | None = None
+    """Before mask and bias, scores become softcap * tanh(score / softcap): Gemma 2, arXiv
+    2408.00118."""
     dropout_p: float = 0.0
     seed: Tensor | None = None
     """int64 []: with the global indices of a pair, all that its dropout depends on."""

@@ -28,10 +28,11 @@ def make_spec(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     head_ids: Tensor | None,
 ) -> AttentionSpec:
-    """The operators' arguments, where -1 stands for unset, as a spec.
+    """The operators' arguments, where -1 (0 for softcap) stands for unset, as a spec.
 
     Raises:
         ValueError: a mask that does not fit the sequence.
@@ -52,6 +53,7 @@ def make_spec(
         key_padding=key_padding,
         document_ids=document_ids,
         bias=bias,
+        softcap=softcap if softcap > 0 else None,
         dropout_p=dropout_p,
         seed=seed,
         head_ids=head_ids,
@@ -162,6 +164,7 @@ def attention(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     head_ids: Tensor | None = None,
     info: Tensor | None = None,
@@ -175,6 +178,7 @@ def attention(
             differentiable).
         seed: int64 [], needed with dropout.
         left, right, chunk: see ``paradyse.types.MaskSpec``; -1 for unset.
+        softcap: see ``AttentionSpec``; 0 for unset.
         head_ids: int64 [H], the global indices of the query heads, where they are a part of all
             heads.
         info: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
@@ -193,6 +197,7 @@ def attention(
         right,
         chunk,
         scale,
+        softcap,
         dropout_p,
         head_ids,
     )
@@ -216,6 +221,7 @@ def _backward(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     head_ids: Tensor | None,
     info: Tensor | None,
@@ -232,6 +238,7 @@ def _backward(
         right,
         chunk,
         scale,
+        softcap,
         dropout_p,
         head_ids,
     )

@@ -37,13 +37,12 @@ def _plan(
     q_positions: Tensor,
     kv_positions: Tensor,
     spec: AttentionSpec,
-    softcap: float | None,
 ) -> Plan:
     reason = refusal(q, k, v, spec.scale)
     if reason is not None:
         raise NotImplementedError(f"flash_attention on {q.device}: {reason}")
     visibility = describe_mask(q_positions, kv_positions, spec)
-    return make_plan(q, k, v, visibility, spec, softcap)
+    return make_plan(q, k, v, visibility, spec)
 
 
 def _on_device(x: Tensor) -> bool:
@@ -59,8 +58,8 @@ def _runs(positions: Tensor) -> Runs | None:
     return tuple((int(positions[a]), b - a) for a, b in zip(begins, begins[1:], strict=False))
 
 
-def _cpu_runs(q_positions: Tensor, kv_positions: Tensor, plain: bool) -> tuple[Runs, Runs] | None:
-    if not plain or bool((kv_positions.diff() <= 0).any()):
+def _cpu_runs(q_positions: Tensor, kv_positions: Tensor) -> tuple[Runs, Runs] | None:
+    if bool((kv_positions.diff() <= 0).any()):
         return None
     q_runs, kv_runs = _runs(q_positions), _runs(kv_positions)
     return None if q_runs is None or kv_runs is None else (q_runs, kv_runs)
@@ -113,17 +112,16 @@ def _flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """``flash_attention`` with its mask spelled out; -1, and 0 for ``softcap``, stand for unset."""
     masks = (key_padding, document_ids, bias, seed, left, right, chunk)
-    spec = make_spec(seq_len, *masks, scale, dropout_p, head_ids)
-    cap = softcap if softcap > 0 else None
+    spec = make_spec(seq_len, *masks, scale, softcap, dropout_p, head_ids)
     _check(q, k, v, q_positions, kv_positions, spec)
     if _on_device(q):
         q, k, v = (_readable(x) for x in (q, k, v))
-        return launch_forward(q, k, v, _plan(q, k, v, q_positions, kv_positions, spec, cap))
-    runs = _cpu_runs(q_positions, kv_positions, cap is None)
+        return launch_forward(q, k, v, _plan(q, k, v, q_positions, kv_positions, spec))
+    runs = _cpu_runs(q_positions, kv_positions)
     if runs is not None:
         out, lse = attention_forward(q, k, v, *runs, spec)
     else:
-        out, lse = blocked_forward(q, k, v, q_positions, kv_positions, spec, cap)
+        out, lse = blocked_forward(q, k, v, q_positions, kv_positions, spec)
     return token_major(out), lse.contiguous()
 
 
@@ -152,19 +150,18 @@ def _flash_attention_backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     masks = (key_padding, document_ids, bias, seed, left, right, chunk)
-    spec = make_spec(seq_len, *masks, scale, dropout_p, head_ids)
-    cap = softcap if softcap > 0 else None
+    spec = make_spec(seq_len, *masks, scale, softcap, dropout_p, head_ids)
     _check(q, k, v, q_positions, kv_positions, spec)
     if _on_device(q):
         grad_out, q, k, v, out = (_readable(x) for x in (grad_out, q, k, v, out))
-        plan = _plan(q, k, v, q_positions, kv_positions, spec, cap)
+        plan = _plan(q, k, v, q_positions, kv_positions, spec)
         grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
         return launch_backward(grad_out, grad_lse, q, k, v, out, lse.contiguous(), plan)
-    runs = _cpu_runs(q_positions, kv_positions, cap is None and grad_lse is None)
+    runs = _cpu_runs(q_positions, kv_positions) if grad_lse is None else None
     if runs is not None:
         grads = attention_backward(grad_out, q, k, v, out, lse, *runs, spec)
     else:
-        where = (q_positions, kv_positions, spec, cap)
+        where = (q_positions, kv_positions, spec)
         grads = blocked_backward(grad_out, grad_lse, q, k, v, out, lse, *where)
     dq, dk, dv = (token_major(x) for x in grads)
     return dq, dk, dv
@@ -214,6 +211,7 @@ def _unset(x: int | None) -> int:
 
 
 def _rest(spec: AttentionSpec, scale: float, softcap: float | None) -> tuple[Any, ...]:
+    softcap = spec.softcap if softcap is None else softcap
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap {softcap} must be positive, or None")
     tensors = (spec.key_padding, spec.document_ids, spec.bias, spec.seed, spec.head_ids)
@@ -241,7 +239,7 @@ def flash_attention(
         q_positions, kv_positions: int [Sq], [Sk], global positions, in any order; tiles are skipped
             where neighbours in the tensor are neighbours in the sequence.
         mask_spec: which pairs are visible, bias and dropout; its ``scale`` is not used.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118).
+        softcap: ``AttentionSpec.softcap``; None: the one of ``mask_spec``.
     Returns:
         out [B, H, Sq, Dv] in q's dtype, laid out as [B, Sq, H, Dv], and lse [B, H, Sq] float32
         (float64 for float64): log of the sum of exp(scores) over the visible keys. Both are

@@ -123,7 +123,6 @@ class Plan:
     num_heads: int
     width: int
     value_width: int
-    softcap: float | None
     widen: bool
 
     def bias(self) -> Tensor | None:
@@ -159,9 +158,9 @@ class Plan:
         threshold = min(int(p * 2**32), 2**32 - 1)
         threshold -= 2**32 if threshold >= 2**31 else 0
         inv_keep = 1 / (1 - p) if p < 1 else 0.0
-        if self.softcap is None:
+        if self.spec.softcap is None:
             return 1.0, self.spec.scale * LOG2_E, inv_keep, threshold
-        return self.spec.scale / self.softcap, self.softcap * LOG2_E, inv_keep, threshold
+        return self.spec.scale / self.spec.softcap, self.spec.softcap * LOG2_E, inv_keep, threshold
 
     def constants(self) -> dict[str, Any]:
         bias = self.spec.bias
@@ -173,7 +172,7 @@ class Plan:
             "BLOCK_DV": padded_width(self.value_width),
             "HAS_LO": self.visibility.has_lo,
             "HAS_DOCUMENTS": self.visibility.has_documents,
-            "SOFTCAP": self.softcap is not None,
+            "SOFTCAP": self.spec.softcap is not None,
             "BIAS": kind,
             "DROPOUT": self.spec.dropout_p > 0,
             "HAS_HEAD_IDS": self.spec.head_ids is not None,
@@ -190,7 +189,6 @@ def make_plan(
     v: Tensor,
     visibility: Visibility,
     spec: AttentionSpec,
-    softcap: float | None,
 ) -> Plan:
     """The plan of a call that ``refusal`` has nothing against."""
     width, value_width = q.shape[-1], v.shape[-1]
@@ -202,4 +200,4 @@ def make_plan(
         configs = configs_for(capability, q.element_size(), widest, documents)
     widen = INTERPRETED and q.dtype == torch.bfloat16
     sizes = (q.shape[1], width, value_width)
-    return Plan(visibility, spec, configs, *sizes, softcap, widen)
+    return Plan(visibility, spec, configs, *sizes, widen)

@@ -41,14 +41,13 @@ def _scores(
     q_positions: Tensor,
     kv_positions: Tensor,
     spec: AttentionSpec,
-    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scores [B, H, R, K] before the mask, visible pairs, and the slope of the softcap."""
     scores = times_keys(q, k).to(stat_dtype(q.dtype)) * spec.scale
     slope = None
-    if softcap is not None:
-        capped = torch.tanh(scores / softcap)
-        scores, slope = capped * softcap, 1 - capped * capped
+    if spec.softcap is not None:
+        capped = torch.tanh(scores / spec.softcap)
+        scores, slope = capped * spec.softcap, 1 - capped * capped
     visible = visible_pairs(q_positions, kv_positions, spec)
     bias = spec.head_bias(q.shape[1])
     if bias is not None:
@@ -77,12 +76,11 @@ def dense_attention(
     q_positions: Tensor,
     kv_positions: Tensor,
     spec: AttentionSpec,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Sq, Dv] and lse [B, H, Sq] (``stat_dtype``) at int positions [Sq] and [Sk];
     shapes of q, k, v as in ``flash_attention``.
     """
-    scores, visible, _ = _scores(q, k, q_positions, kv_positions, spec, softcap)
+    scores, visible, _ = _scores(q, k, q_positions, kv_positions, spec)
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
     base = torch.where(lse == -torch.inf, 0, lse)[..., None]
@@ -110,14 +108,13 @@ def blocked_forward(
     q_positions: Tensor,
     kv_positions: Tensor,
     spec: AttentionSpec,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dense_attention``, not differentiable."""
     dtype = q.dtype
     q = _without_padding(q, q_positions, spec)
     k, v = (_without_padding(x, kv_positions, spec) for x in (k, v))
     parts = [
-        dense_attention(q[:, :, rows], k, v, q_positions[rows], kv_positions, spec, softcap)
+        dense_attention(q[:, :, rows], k, v, q_positions[rows], kv_positions, spec)
         for rows in _blocks(q, k)
     ]
     out, lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
@@ -135,7 +132,6 @@ def blocked_backward(
     q_positions: Tensor,
     kv_positions: Tensor,
     spec: AttentionSpec,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv through these keys, in the dtype of q; ``out`` and ``lse`` over all keys."""
     dtype = q.dtype
@@ -149,7 +145,7 @@ def blocked_backward(
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in _blocks(q, k):
         i, q_i, grad = q_positions[rows], q[:, :, rows], grad_out[:, :, rows]
-        scores, visible, slope = _scores(q_i, k, i, kv_positions, spec, softcap)
+        scores, visible, slope = _scores(q_i, k, i, kv_positions, spec)
         p = (scores - lse[:, :, rows, None]).masked_fill(~visible, -torch.inf).exp()
         dp = times_keys(grad, v)
         dropped = p

@@ -64,7 +64,7 @@ def _plan(
     else:
         at = _positions(q_runs, q.device), _positions(kv_runs, q.device)
         visibility = describe_mask(*at, spec)
-    return make_plan(q, k, v, visibility, spec, None)
+    return make_plan(q, k, v, visibility, spec)
 
 
 def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -73,7 +73,7 @@ def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
     sequence. From the runs alone, without a look at any position.
     """
     data = (spec.key_padding, spec.document_ids, spec.bias)
-    if any(x is not None for x in data) or spec.dropout_p > 0:
+    if any(x is not None for x in data) or spec.dropout_p > 0 or spec.softcap is not None:
         return None
     rows, keys = _stretches(q_runs, spec.seq_len), _stretches(kv_runs, spec.seq_len)
     if not rows or not keys:

@@ -281,4 +281,4 @@ def _flat_dims(ctx: CaptureContext, node: fx.Node) -> Sequence[Any]:
 
 
 def _dropout_p(attention: fx.Node) -> float:
-    return float(attention.args[11]) if len(attention.args) > 11 else 0.0
+    return float(attention.args[12]) if len(attention.args) > 12 else 0.0

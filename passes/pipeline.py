@@ -14,6 +14,7 @@ from torch._logging import trace_structured
 
 from paradyse.mesh import SINGLE, Axis
 from paradyse.passes.dump import readable
+from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
 from paradyse.passes.place_tokens import place_tokens
@@ -31,6 +32,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     drop_no_ops,
     unify_linears,
     merge_equals,
+    fold_attention,
     recover_masks,
     name_dims,
     place_tokens,
@@ -39,7 +41,8 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
 """All passes, in the order they run. ``passes_off`` takes them out by their function's name."""
 
 OPTIONAL = frozenset(
-    {"drop_no_ops", "unify_linears", "merge_equals", "recover_masks", "outline_blocks"}
+    {"drop_no_ops", "unify_linears", "merge_equals", "fold_attention", "recover_masks"}
+    | {"outline_blocks"}
 )
 """Passes that may be switched off: without them the result is slower, not wrong."""
 

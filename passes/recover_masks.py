@@ -18,6 +18,7 @@ from paradyse.passes.mask_values import MaskValues, shape_of
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
+_FOLDED = torch.ops.paradyse.attention.default
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _MERGES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
@@ -30,20 +31,21 @@ class Notes(Protocol):
 
 
 def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
-    """Replace SDPA by ``paradyse::attention``, which knows its mask by position, not by element.
+    """Replace SDPA, and what ``fold_attention`` made, by a ``paradyse::attention`` that knows its
+    mask by position, not by element.
 
     before: m = and(le(arange[kv], arange[q]), index(attention_mask, [b, kv]))
             o = sdpa(q, repeat_kv(k), repeat_kv(v), m)
     after:  p = ne(attention_mask, 0)
             o = attention(q, k, v, key_padding=p, right=0)[0]
     Refuses, with a note: more or fewer queries than keys, other than 4 dims, a mask that is learned
-    (SDPA stays); a mask that is not understood goes along whole, as a dense bias.
+    (all stays); a mask that is not understood goes along whole, as a dense bias.
     """
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is _SDPA]
+    nodes = [n for n in gm.graph.nodes if _is_dense(n)]
     if not nodes:
         return 0
     reasons: dict[str, list[str]] = defaultdict(list)
-    recovery = _Recovery(gm, reasons)
+    recovery = Recovery(gm, reasons)
     count = sum(recovery.rewrite(n) for n in nodes)
     for reason, places in reasons.items():
         ctx.note(f"{', '.join(places)}: {reason}")
@@ -51,7 +53,14 @@ def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
     return count
 
 
-class _Recovery:
+def _is_dense(node: fx.Node) -> bool:
+    """Whether an attention knows its mask by element, or as causal, only."""
+    return node.target is _SDPA or (
+        node.target is _FOLDED and node.args[3:5] == (None, None) and node.args[7:10] == (-1,) * 3
+    )
+
+
+class Recovery:
     """State over the attentions of one graph: they share masks, so each is understood once."""
 
     def __init__(self, gm: fx.GraphModule, reasons: dict[str, list[str]]) -> None:
@@ -64,9 +73,15 @@ class _Recovery:
 
     def rewrite(self, node: fx.Node) -> bool:
         call = _arguments(node)
+        folded = node.target is _FOLDED
+        if folded:  # its mask is the bias, and the result of interest the first of two
+            call |= {"query": call["q"], "key": call["k"], "value": call["v"]}
+            call |= {"attn_mask": call["bias"], "is_causal": False}
+            (node,) = node.users
         q, mask = call["query"], call["attn_mask"]
-        if refusal := self._refusal(node, call):
-            self.reasons[f"left to PyTorch, {refusal}"].append(_label(node))
+        if refusal := self._refusal(call):
+            left = "dense mask kept" if folded else "left to PyTorch"
+            self.reasons[f"{left}, {refusal}"].append(label(node))
             return False
         k, v = _without_repeat(call["key"]), _without_repeat(call["value"])
         if shape_of(k)[1] != shape_of(v)[1]:
@@ -79,9 +94,9 @@ class _Recovery:
             None,
         )
         if mask is not None:
-            found = self._recover(mask)
+            found = self.recover(mask)
             if isinstance(found, str):
-                self.reasons[f"dense mask kept, it {found}"].append(_label(node))
+                self.reasons[f"dense mask kept, it {found}"].append(label(node))
                 bias = self._dense(mask, emit)
             else:
                 if call["is_causal"]:
@@ -100,17 +115,15 @@ class _Recovery:
         scale = call["scale"]
         scale = 1 / math.sqrt(shape_of(q)[-1]) if scale is None else float(scale)
         where = (spec.left, spec.right, spec.chunk)
-        attention = emit.call(
-            torch.ops.paradyse.attention.default,
-            (q, k, v, padding, documents, bias, None, *where, scale, float(call["dropout_p"])),
-            keep_meta=True,
-        )
+        numbers = (scale, call.get("softcap", 0.0), float(call["dropout_p"]))
+        args = (q, k, v, padding, documents, bias, None, *where, *numbers)
+        attention = emit.call(_FOLDED, args, keep_meta=True)
         result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
         return True
 
-    def _refusal(self, node: fx.Node, call: dict[str, Any]) -> str | None:
+    def _refusal(self, call: dict[str, Any]) -> str | None:
         q, k, v = (shape_of(call[x]) for x in ("query", "key", "value"))
         if not len(q) == len(k) == len(v) == 4:
             return f"queries have {len(q)} dims and keys {len(k)}, not 4"
@@ -123,7 +136,8 @@ class _Recovery:
             return f"the mask `{mask.name}` is learned"
         return None
 
-    def _recover(self, mask: fx.Node) -> Recovered | str:
+    def recover(self, mask: fx.Node) -> Recovered | str:
+        """What the mask means, or why that is not known: words to follow its name."""
         if mask not in self.found:
             try:
                 self.found[mask] = self._understand(mask)
@@ -249,5 +263,6 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
-def _label(node: fx.Node) -> str:
+def label(node: fx.Node) -> str:
+    """Where in the model it is, for people."""
     return str(node.meta.get("module") or node.name)

@@ -64,7 +64,7 @@ def flash(width: int, **mask: Any) -> None:
     q, k, v = heads(HEADS, width), heads(KV_HEADS, width), heads(KV_HEADS, width)
     spec = AttentionSpec(TOKENS, width**-0.5, right=0, **mask)
     positions = torch.empty(TOKENS, dtype=torch.int32, device="meta")
-    plan = flash_plan.make_plan(q, k, v, describe_mask(positions, positions, spec), spec, None)
+    plan = flash_plan.make_plan(q, k, v, describe_mask(positions, positions, spec), spec)
     out, lse = launch_forward(q, k, v, plan)
     launch_backward(torch.empty_like(out), None, q, k, v, out, lse, plan)
 

@@ -200,6 +200,22 @@ def test_bias(core: str, shape: tuple[int, ...], positions: str) -> None:
             check(spec, layout(s), (3, 4, 2, 8, 8))
 
 
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_softcap(core: str, layout: str, positions: str) -> None:
+    """Of scores far beyond it and far below."""
+    s, b = 67, 3
+    added = torch.randn(1, 4, s, s, dtype=torch.float64)
+    for softcap, scale in ((0.5, 1.0), (30.0, 0.3)):
+        for name, bias in (("", None), ("packed, padded", None), ("nothing", None), ("", added)):
+            given = {**POSITIONS[positions], **data(name, b, s), "bias": bias}
+            check(
+                AttentionSpec(s, scale, softcap=softcap, **given),
+                LAYOUTS[layout](s),
+                (b, 4, 2, 8, 8),
+            )
+
+
 def test_bias_heads_are_picked_by_global_index() -> None:
     s, ids = 33, torch.tensor([4, 5, 1, 0])
     bias = torch.randn(1, 6, s, s, dtype=torch.float64)
@@ -365,8 +381,8 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
     ins = [x.requires_grad_() for x in (q, k, v)]
     bias = torch.randn(1, 4, 29, 29, dtype=dtype, requires_grad=True)
     for rest in (
-        (None, None, None, None, -1, 0, -1, 0.3, 0.0),
-        (*operator_args("packed, padded"), None, None, 4, 0, -1, 0.3, 0.0),
+        (None, None, None, None, -1, 0, -1, 0.3, 2.0, 0.0),
+        (*operator_args("packed, padded"), None, None, 4, 0, -1, 0.3, 0.0, 0.0),
         (
             None,
             None,
@@ -376,6 +392,7 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
             -1,
             8,
             0.3,
+            0.0,
             0.1,
             torch.arange(4),
             torch.tensor([29, 0]),
@@ -387,7 +404,7 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
 def test_operator_matches_scaled_dot_product_attention() -> None:
     q, k, v, grad = (x.requires_grad_() for x in make(2, 6, 3, 37, 37, 8, 8, torch.float64))
     out, lse = torch.ops.paradyse.attention(
-        q, k, v, None, None, None, None, -1, 0, -1, 8**-0.5, 0.0
+        q, k, v, None, None, None, None, -1, 0, -1, 8**-0.5, 0.0, 0.0
     )
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert not lse.requires_grad
@@ -402,7 +419,7 @@ def test_operator_compiles_once_for_all_lengths(backend: str) -> None:
 
     def block(x: Tensor, info: Tensor) -> Tensor:
         q = (x * 2).unflatten(-1, (4, 8)).transpose(1, 2)
-        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, None, info)
+        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, None, info)
         return torch.ops.paradyse.attention(q, q, q, *rest)[0].transpose(1, 2).flatten(2) + x
 
     torch._dynamo.reset()
@@ -419,7 +436,7 @@ def test_operator_compiles_once_for_all_lengths(backend: str) -> None:
 
 def test_errors_name_the_value() -> None:
     q, k, v, _ = make(2, 4, 2, 29, 29, 8, 8, torch.float32)
-    op, plain = torch.ops.paradyse.attention, (-1, 0, -1, 0.3, 0.0)
+    op, plain = torch.ops.paradyse.attention, (-1, 0, -1, 0.3, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"4 query heads are no multiple of 3"):
         op(q, torch.randn(2, 3, 29, 8), torch.randn(2, 3, 29, 8), None, None, None, None, *plain)
     with pytest.raises(ValueError, match=r"key_padding is \[2, 30\], but the sequence has 29"):
@@ -429,6 +446,9 @@ def test_errors_name_the_value() -> None:
     with pytest.raises(ValueError, match=r"key_padding is \[3, 29\], but there are 2 sequences"):
         op(q, k, v, torch.ones(3, 29, dtype=torch.bool), None, None, None, *plain)
     with pytest.raises(ValueError, match="needs a seed"):
-        op(q, k, v, None, None, None, None, -1, 0, -1, 0.3, 0.5)
+        op(q, k, v, None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.5)
+    with pytest.raises(ValueError, match="softcap -1.0 must be positive"):
+        runs = ((0, 29),)
+        attention_forward(q, k, v, runs, runs, AttentionSpec(29, 0.3, softcap=-1.0))
     with pytest.raises(ValueError, match="one dtype"):
         op(q, k.bfloat16(), v, None, None, None, None, *plain)

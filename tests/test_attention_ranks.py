@@ -40,11 +40,12 @@ class Case:
     padding: str = ""
     documents: str = ""
     bias: str = ""
+    softcap: float = 0.0
     dropout_p: float = 0.0
     dtype: torch.dtype = torch.float64
 
     def mask(self) -> tuple[Any, ...]:
-        """key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p."""
+        """key_padding, document_ids, bias, seed, left, right, chunk, scale, softcap, dropout_p."""
         b, s, at = self.batch, self.seq_len, torch.arange(self.seq_len)
         padding = {
             "": None,
@@ -69,7 +70,8 @@ class Case:
             }
             bias = torch.randn(shape[self.bias], dtype=self.dtype, requires_grad=True)
         seed = torch.tensor(7) if self.dropout_p else None
-        numbers = (self.left, self.right, self.chunk, self.width**-0.5, self.dropout_p)
+        scale = self.width**-0.5
+        numbers = (self.left, self.right, self.chunk, scale, self.softcap, self.dropout_p)
         return (padding, documents, bias, seed, *numbers)
 
 
@@ -100,6 +102,9 @@ def masks() -> Iterator[Case]:
             yield Case(batch=3, heads=4, kv_heads=2, padding=padding, documents=documents, **at)
         yield Case(batch=3, heads=4, kv_heads=2, bias="dense", **at)
     yield Case(padding="all")
+    for h, h_kv in ((4, 2), (5, 5)):
+        yield Case(batch=3, heads=h, kv_heads=h_kv, left=9, padding="holes", softcap=2.0)
+    yield Case(heads=4, kv_heads=2, bias="heads", softcap=2.0, dropout_p=0.3)
     for bias, p in itertools.product(("bool", "dense", "heads", "keys"), (0.0, 0.3)):
         yield Case(
             batch=3, heads=4, kv_heads=2, seq_len=29, padding="holes", bias=bias, dropout_p=p
@@ -200,7 +205,7 @@ def step(op: str, s: int, b: int = 2, h: int = 4, h_kv: int = 2, d: int = 8) -> 
     n = axis.layout(s).local_len
     q, k, v = (torch.randn(b, x, n, d, requires_grad=True) for x in (h, h_kv, h_kv))
     block = comm.register_block("test")
-    rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, axis.name)
+    rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
     attention = getattr(torch.ops.paradyse, f"attention_{op}")
     out = attention(q, k, v, torch.tensor([s, block]), *rest)[0]
     forward = sum(comm.traffic(block).sent_bytes.values())
@@ -248,7 +253,7 @@ def compiled_equals_eager(op: str, backend: str) -> int:
 
     def block(x: Tensor, info: Tensor) -> Tensor:
         q = (x * 2).unflatten(-1, (4, 8)).transpose(1, 2)
-        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, axis.name)
+        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
         attention = getattr(torch.ops.paradyse, f"attention_{op}")
         return attention(q, q[:, ::2], q[:, 1::2], info, *rest)[0].transpose(1, 2).flatten(2) + x
 

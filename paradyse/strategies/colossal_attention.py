@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradyse import comm
-from paradyse.kernels.attention_core import stat_dtype, times_keys, times_values
+from paradyse.kernels.attention_core import cap_scores, stat_dtype, times_keys, times_values
 from paradyse.kernels.attention_mask import (
     MASKED,
     AttentionSpec,
@@ -61,6 +61,7 @@ def _colossal_forward(
         scores[..., columns] = times_keys(q_real, keys)
 
     ring(k, multiply_keys)
+    cap_scores(scores, spec.softcap)
     everyone, whole = slice(0, b), ((0, seq_len),)
     if rows:
         where = (own, whole, seq_len, spec.left, spec.right, spec.chunk)
@@ -104,6 +105,7 @@ def attention_colossal(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     axis: str,
     head_ids: Tensor | None = None,
@@ -123,6 +125,7 @@ def attention_colossal(
         right,
         chunk,
         scale,
+        softcap,
         dropout_p,
         head_ids,
     )
@@ -147,6 +150,7 @@ def _backward(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     axis: str,
     head_ids: Tensor | None,
@@ -162,6 +166,7 @@ def _backward(
         right,
         chunk,
         scale,
+        softcap,
         dropout_p,
         head_ids,
     )

@@ -16,17 +16,17 @@ from paradyse.strategies.groups import Groups, Leaf, Up, Weight
 from paradyse.strategies.head_groups import closure, factors_of, may_be_split
 from paradyse.strategies.variant import SPLIT, WHOLE, Scope, spec_dims
 
-_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0)
+_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0, 0.0)
 
 
 def attention_extras(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Of an attention's arguments after q, k and v.
 
     Returns:
-        (key padding, document ids, bias) and (left, right, chunk, scale, dropout rate).
+        (key padding, document ids, bias) and (left, right, chunk, scale, softcap, dropout rate).
     """
     full = [*rest, *_DEFAULTS[len(rest) :]]
-    return full[:3], full[4:9]
+    return full[:3], full[4:10]
 
 
 class Segments:

@@ -126,6 +126,7 @@ def attention_ring(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     axis: str,
     head_ids: Tensor | None = None,
@@ -154,6 +155,7 @@ def attention_ring(
         right,
         chunk,
         scale,
+        softcap,
         dropout_p,
         head_ids,
     )
@@ -178,6 +180,7 @@ def _backward(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     axis: str,
     head_ids: Tensor | None,
@@ -193,6 +196,7 @@ def _backward(
         right,
         chunk,
         scale,
+        softcap,
         dropout_p,
         head_ids,
     )

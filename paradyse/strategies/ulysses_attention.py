@@ -103,6 +103,7 @@ def attention_ulysses(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     axis: str,
     head_ids: Tensor | None = None,
@@ -116,8 +117,8 @@ def attention_ulysses(
     """
     ax, block_id = axis_named(axis), int(info[1])
     args = (
-        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p,
-        head_ids
+        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, softcap,
+        dropout_p, head_ids
     )  # fmt: skip
     part = _part(q.shape[1], k.shape[1], q.shape[3], v.shape[3], ax, args)
     slots = part.slots
@@ -155,6 +156,7 @@ def _backward(
     right: int,
     chunk: int,
     scale: float,
+    softcap: float,
     dropout_p: float,
     axis: str,
     head_ids: Tensor | None,
@@ -162,8 +164,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ax, block_id = axis_named(axis), int(info[1])
     args = (
-        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, dropout_p,
-        head_ids
+        int(info[0]), key_padding, document_ids, bias, seed, left, right, chunk, scale, softcap,
+        dropout_p, head_ids
     )  # fmt: skip
     _, num_heads, _, value_width = grad_out.shape
     part = _part(num_heads, num_kv_heads, key_width, value_width, ax, args)
@@ -191,7 +193,7 @@ def _backward(
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ax = axis_named(rest[10])
+    ax = axis_named(rest[11])
     slots = head_slots(q.shape[1], k.shape[1], ax.size)
     b, _, s, d = q.shape
     n, g, dv = slots.slots_per_rank, slots.heads_per_slot, v.shape[3]

@@ -63,7 +63,7 @@ def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) ->
     return ranked if strategy in _RANKED and scope.axis.size > 1 else local
 
 
-_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0)
+_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0, 0.0)
 
 
 def _filled(rest: Sequence[Any]) -> list[Any]:

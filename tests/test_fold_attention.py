@@ -1,0 +1,208 @@
+"""Fold attention: what is written out becomes the operator, with equal results, or stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from mask_graphs import TOLERANCE, Notes, calls, dense_values
+from models import VOCAB, check, make_batch, make_model, redraw, run_step
+from test_recover_masks import MIN, trace
+from torch import Tensor
+
+from paradyse.passes.fold_attention import fold_attention
+from paradyse.passes.recover_masks import recover_masks
+
+B, H, S, D = 2, 4, 13, 8
+Scores = Callable[[Tensor, Tensor], Tensor]
+
+
+def make(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, S, D, generator=g).to(dtype) for _ in range(3)]
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    return torch.matmul(q, k.transpose(2, 3)) * 0.4
+
+
+def mask() -> Tensor:
+    hidden = torch.arange(S)[:, None] < torch.arange(S)
+    return torch.where(hidden, MIN, 0.0)
+
+
+def capped(q: Tensor, k: Tensor) -> Tensor:
+    return torch.tanh(products(q, k) / 0.7) * 0.7
+
+
+SCORES: dict[str, Scores] = {
+    "times a number": products,
+    "over a number": lambda q, k: torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(D),
+    "queries times a number": lambda q, k: torch.matmul(q * 0.3, k.transpose(-2, -1)),
+    "capped": capped,
+    "masked": lambda q, k: products(q, k) + mask(),
+    "mask first": lambda q, k: mask() + products(q, k),
+    "capped and masked": lambda q, k: capped(q, k) + mask(),
+    "cast": lambda q, k: products(q, k).float() + mask(),
+}
+
+
+def written_out(scores: Scores, dropout_p: float = 0.0) -> Callable[..., Any]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = torch.softmax(scores(q, k), -1, dtype=torch.float32).to(v.dtype)
+        return torch.matmul(torch.dropout(p, dropout_p, dropout_p > 0), v)
+
+    return attend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", SCORES)
+def test_equal(how: str, dtype: torch.dtype) -> None:
+    attend, qkv = written_out(SCORES[how]), make(dtype)
+    gm = trace(attend, *qkv)
+    assert fold_attention(gm, Notes()) == 1
+    (node,) = calls(gm)
+    scale, softcap, dropout_p = node.args[10:13]
+    expected = {"over a number": D**-0.5, "queries times a number": 1.0}.get(how, 0.4)
+    assert (scale, softcap) == pytest.approx((expected, 0.7 if "capped" in how else 0.0))
+    assert dropout_p == 0
+    assert ("mask" in how or how == "cast") == (node.args[5] is not None)
+    tolerance = TOLERANCE if dtype == torch.float32 else 2e-2
+    for _ in range(2):  # folded, and with the mask recovered
+        gm.recompile()
+        torch.testing.assert_close(gm(*qkv), attend(*qkv), rtol=tolerance, atol=tolerance)
+        recover_masks(gm, Notes())
+    (node,) = calls(gm)
+    assert node.args[5] is None
+    assert (node.args[8] == 0) == ("mask" in how or how == "cast")
+    assert node.args[11] == softcap
+    assert not dense_values(gm, S)
+
+
+def test_dropout_goes_along() -> None:
+    gm = trace(written_out(products, 0.25), *make())
+    assert fold_attention(gm, Notes()) == 1
+    assert calls(gm)[0].args[12] == 0.25
+
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "probabilities are returned": lambda q, k, v: (
+        (p := torch.softmax(products(q, k), -1)),
+        torch.matmul(p, v),
+    ),
+    "scores are returned": lambda q, k, v: (
+        (s := products(q, k)),
+        torch.matmul(torch.softmax(s, -1), v),
+    ),
+    "over queries": lambda q, k, v: torch.matmul(torch.softmax(products(q, k), -2), v),
+    "another cap": lambda q, k, v: torch.matmul(
+        torch.softmax(torch.tanh(products(q, k) / 0.7) * 0.8, -1), v
+    ),
+    "times a number after the cap": lambda q, k, v: torch.matmul(
+        torch.softmax(capped(q, k) * 2.0, -1), v
+    ),
+    "times a tensor": lambda q, k, v: torch.matmul(torch.softmax(products(q, k) * q.sum(), -1), v),
+    "fewer keys": lambda q, k, v: torch.matmul(
+        torch.softmax(products(q, k[:, :, :5]), -1), v[:, :, :5]
+    ),
+    "keys as they lie": lambda q, k, v: torch.matmul(
+        torch.softmax(torch.matmul(q, k.reshape(B, H, D, S)), -1), v
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_refused(how: str) -> None:
+    gm, qkv = trace(REFUSED[how], *make()), make()
+    assert fold_attention(gm, Notes()) == 0 and not calls(gm)
+    gm.recompile()
+    torch.testing.assert_close(gm(*qkv), REFUSED[how](*qkv))
+
+
+def test_a_query_that_might_see_no_key() -> None:
+    """Then a finite number hides nothing: no operator of ours does that."""
+    real = torch.ones(B, S, dtype=torch.int64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        padding = torch.where(real[:, None, None, :] > 0, 0.0, MIN)
+        return written_out(lambda q, k: products(q, k) + padding)(q, k, v)
+
+    gm, notes = trace(attend, *make(), real), Notes()
+    assert fold_attention(gm, notes) == 0
+    assert notes.notes[0].endswith(
+        "attention stays written out, its mask hides with a finite number, and a query might see "
+        "no key"
+    )
+
+
+def gemma2() -> Any:
+    """HuggingFace has no other way for scores that are capped than to write attention out."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        intermediate_size=88,
+        sliding_window=5,
+        attn_logit_softcapping=3.0,
+        use_cache=False,
+        **sizes,
+        **layers,
+    )
+    assert config._attn_implementation_internal != "sdpa"
+    return redraw(Gemma2ForCausalLM(config))
+
+
+def train_capped(sharded: bool) -> list[str]:
+    """Under every strategy, packed and not; the masks."""
+    from test_exactness import PLANS, blocks_of, choose
+
+    import paradyse
+
+    reference, model = gemma2(), gemma2()
+    if sharded:
+        paradyse.shard(model)
+    found = []
+    for how in ("plain", "packed"):
+        torch._dynamo.reset()
+        current: list[Any] = ["colossal_z"]
+        options = {"plan": lambda workload: current[0], "inner": "eager"}  # noqa: B023
+        compiled = torch.compile(model, backend="paradyse", options=options)
+        batch = make_batch(how, 2, S)
+        want = run_step(reference, reference, batch)
+        run_step(compiled, model, batch)
+        blocks = blocks_of(compiled)
+        for name in PLANS if torch.distributed.get_world_size() > 1 else PLANS[:1]:
+            current[0] = choose(name, blocks)
+            check(run_step(compiled, model, batch), want, what=f"{how} {name}")
+        found += [str(b.mask) for b in blocks if b.kind == "attention"]
+    return found
+
+
+@pytest.mark.parametrize(("nproc", "sharded"), [(1, False), (2, True)])
+def test_capped_scores_train(nproc: int, sharded: bool, ranks: Callable[[int], RankPool]) -> None:
+    masks = ["causal, left 4", "causal"]
+    expected = [*masks, *(m + ", documents" for m in masks)]
+    for found in ranks(nproc).run(train_capped, sharded, timeout_s=300):
+        assert found == expected
+
+
+def train_written_out(family: str) -> str:
+    """Loss and gradients of a model told to write attention out; its mask."""
+    from test_exactness import blocks_of
+
+    model = make_model(family, attn_implementation="eager")
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    batch = make_batch("plain", 2, S)
+    check(run_step(compiled, model, batch), run_step(model, model, batch))
+    return str(blocks_of(compiled)[0].mask)
+
+
+@pytest.mark.parametrize(("family", "mask"), [("llama", "causal"), ("bert", "full")])
+def test_models_told_to_write_it_out(family: str, mask: str, pool2: RankPool) -> None:
+    assert pool2.run(train_written_out, family, timeout_s=200) == [mask, mask]
