@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +33,13 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
     to see a key: where it sees none all keys count alike, which no log-sum-exp can hold.
     """
     count = 0
-    masks = Recovery(gm, {})
+    masks, reasons = Recovery(gm, {}), defaultdict[str, list[str]](list)
     for node in list(gm.graph.nodes):
         found = _match(node) if node.target is aten.matmul.default else None
         if found is None:
             continue
         if found.mask is not None and isinstance(why := masks.recover(found.mask), str):
-            ctx.note(f"{label(node)}: attention stays written out, its mask {why}")
+            reasons[why].append(label(node))
             continue
         emit = Emitter(gm.graph, node)
         bias = found.mask
@@ -54,6 +55,8 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
         if found.dropout is not None:  # random, so it is not taken for dead
             gm.graph.erase_node(found.dropout)
         count += 1
+    for why, places in reasons.items():
+        ctx.note(f"{', '.join(places)}: attention stays written out, its mask {why}")
     gm.graph.eliminate_dead_code()
     return count
 
