@@ -51,9 +51,11 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
         attention = emit.call(torch.ops.paradyse.attention.default, args, keep_meta=True)
         result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
         node.replace_all_uses_with(result)
-        gm.graph.erase_node(node)
-        if found.dropout is not None:  # random, so it is not taken for dead
-            gm.graph.erase_node(found.dropout)
+        dead, used = node, node.args[0]
+        gm.graph.erase_node(dead)
+        while found.dropout not in (None, dead):  # random, so it is not taken for dead
+            dead, used = used, used.args[0]
+            gm.graph.erase_node(dead)
         count += 1
     for why, places in reasons.items():
         ctx.note(f"{', '.join(places)}: attention stays written out, its mask {why}")

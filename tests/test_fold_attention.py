@@ -83,10 +83,17 @@ def test_equal(how: str, dtype: torch.dtype) -> None:
     assert not dense_values(gm, S)
 
 
-def test_dropout_goes_along() -> None:
-    gm = trace(written_out(products, 0.25), *make())
+def cast_after_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = torch.dropout(torch.softmax(products(q, k).double(), -1), 0.25, True)
+    return torch.matmul(p.to(v.dtype), v)
+
+
+@pytest.mark.parametrize("attend", [written_out(products, 0.25), cast_after_dropout])
+def test_dropout_goes_along(attend: Callable[..., Any]) -> None:
+    gm = trace(attend, *make())
     assert fold_attention(gm, Notes()) == 1
     assert calls(gm)[0].args[12] == 0.25
+    assert not dense_values(gm, S)
 
 
 REFUSED: dict[str, Callable[..., Any]] = {
