@@ -44,8 +44,10 @@ def on_one_core() -> Iterator[None]:
     """What is started inside has no other core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
-    yield
-    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture
