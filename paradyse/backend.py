@@ -61,7 +61,7 @@ def paradyse(
     parsed = parse_options(options)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     _CAPTURES.append(weakref.ref(capture))
-    return capture.run if capture.fallback is None else capture.fallback
+    return capture.run if capture.fallback is None else capture.run_whole
 
 
 class Capture:
@@ -100,6 +100,8 @@ class Capture:
                 )
             if self.replicas.size > 1:
                 self._check_untrained(examples)
+            if axis.size > 1 and self.parameters:
+                log.warning("computed whole on every rank: %s", "; ".join(self.notes))
             self.fallback = self._whole_graph(examples)
 
     def _check_untrained(self, examples: Sequence[Any]) -> None:
@@ -117,6 +119,10 @@ class Capture:
                 "tokens in it, such as the loss, is averaged over replicas with equal weights",
                 why,
             )
+
+    def run_whole(self, *args: Any) -> Any:
+        """Called by Dynamo with the graph's inputs, where nothing of it is split."""
+        return self.fallback(*args)
 
     def _whole_graph(self, examples: Sequence[Any]) -> Any:
         """The graph as it is, on every rank, with whole weights."""
@@ -387,8 +393,12 @@ def _raiser(message: str) -> Any:
     return fail
 
 
-def captures_of(model: Any) -> Iterator[Capture]:
-    """The captures made so far of graphs with ``model``'s parameters."""
+def captures_of(model: Any, whole: bool = False) -> Iterator[Capture]:
+    """The captures made so far of graphs with ``model``'s parameters.
+
+    Args:
+        whole: those of which nothing is split; else those that are programs.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"give the compiled model, not {type(model).__name__}")
     mine = {id(p) for p in model.parameters()}
@@ -396,7 +406,9 @@ def captures_of(model: Any) -> Iterator[Capture]:
         capture = ref()
         if capture is None:
             _CAPTURES.remove(ref)
-        elif any(id(p()) in mine for p in capture.parameters if p() is not None):
+        elif whole == (capture.fallback is not None) and any(
+            id(p()) in mine for p in capture.parameters if p() is not None
+        ):
             yield capture
 
 
@@ -404,12 +416,16 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
     """Why each block gets its strategy at this workload. Call it on every rank.
 
     Raises:
-        ValueError: the model has not run yet, so no graph of it is known; a size below 1.
+        ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
+            split; a size below 1.
     """
     graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
     if not graphs:
+        notes = dict.fromkeys(n for c in captures_of(compiled_model, whole=True) for n in c.notes)
         raise ValueError(
-            "no graph of this model is known yet: run one step of the compiled model first"
+            f"nothing of this model is split, so there is nothing to choose: {'; '.join(notes)}"
+            if notes
+            else "no graph of this model is known yet: run one step of the compiled model first"
         )
     capture, graph = graphs[-1]
     like = Workload(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -213,3 +214,29 @@ def train_written_out(family: str) -> str:
 @pytest.mark.parametrize(("family", "mask"), [("llama", "causal"), ("bert", "full")])
 def test_models_told_to_write_it_out(family: str, mask: str, pool2: RankPool) -> None:
     assert pool2.run(train_written_out, family, timeout_s=200) == [mask, mask]
+
+
+def train_padded() -> tuple[str, str]:
+    """A batch whose mask is not understood: exact; what the log and ``explain`` say."""
+    import paradyse
+
+    model = gemma2()
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    batch = make_batch("left", 2, S)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paradyse").addHandler(handler)
+    check(run_step(compiled, model, batch), run_step(model, model, batch))
+    logging.getLogger("paradyse").removeHandler(handler)
+    with pytest.raises(ValueError) as error:
+        paradyse.explain(compiled, 2, S)
+    return said[0], str(error.value)
+
+
+def test_what_is_computed_whole_is_said(pool2: RankPool) -> None:
+    for said, explained in pool2.run(train_padded, timeout_s=200):
+        assert said.startswith("computed whole on every rank: ")
+        assert explained.startswith("nothing of this model is split")
+        assert "its mask hides with a finite number, and a query might see no key" in explained
+        assert explained.endswith(said.removeprefix("computed whole on every rank: "))
