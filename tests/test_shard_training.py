@@ -248,12 +248,13 @@ def train_unsplittable(inner: str) -> None:
 
     reference = make_model("llama", attn_implementation="eager")
     model = paradyse.shard(make_model("llama", attn_implementation="eager"))
-    compiled = torch.compile(model, backend="paradyse", options={"inner": inner})
+    options = {"inner": inner, "passes_off": ["fold_attention"]}
+    compiled = torch.compile(model, backend="paradyse", options=options)
     for seq_len in (9, 12):
         batch = make_batch("plain", 2, seq_len)
         want = run_step(reference, reference, batch)
         check(run_step(compiled, model, batch), want, what=f"{seq_len}")
-    assert all(c.fallback is not None for c in captures_of(compiled))
+    assert any(captures_of(compiled, whole=True)) and not any(captures_of(compiled))
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
