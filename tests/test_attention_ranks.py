@@ -279,6 +279,15 @@ def test_operators_are_well_formed(op: str) -> None:
     k, v = (torch.randn(2, 2, 10, 8, requires_grad=True) for _ in range(2))
     bias = torch.randn(1, 4, 10, 10, requires_grad=True)
     for mask in ((None, None, None, None), (None, None, bias, torch.tensor(1))):
-        rest = (torch.tensor([10, 0]), *mask, -1, 0, -1, 0.3, 0.1 if mask[-1] is not None else 0.0)
+        rest = (
+            torch.tensor([10, 0]),
+            *mask,
+            -1,
+            0,
+            -1,
+            0.3,
+            2.0,
+            0.1 if mask[-1] is not None else 0.0,
+        )
         target = getattr(torch.ops.paradyse, f"attention_{op}").default
         torch.library.opcheck(target, (q, k, v, *rest, SINGLE.name))
