@@ -293,7 +293,7 @@ def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype
     block_id = comm.register_block("block")
     info = torch.tensor([s, block_id])
     masks = (None, None, None, None, -1, 0, -1)
-    out = getattr(torch.ops.paradyse, op)(q, k, v, info, *masks, 0.25, 0.0, axis.name)[0]
+    out = getattr(torch.ops.paradyse, op)(q, k, v, info, *masks, 0.25, 0.0, 0.0, axis.name)[0]
     sent = comm.traffic(block_id).sent_bytes
     forward = sum(sent.values())
     out.sum().backward()
