@@ -144,7 +144,8 @@ class Ratios:
 
     def knows(self, key: Key) -> bool:
         """Whether this very variant was measured."""
-        return bool(self.scales(key))
+        kind = self.of_kind.get(key[0])
+        return kind is not None and key[1] in kind.variants
 
     def scales(self, key: Key) -> set[int]:
         """Where this very variant was measured."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-import paradyse.kernels.attention_op  # noqa: F401  registers the operator
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_values import shape_of
 from paradyse.passes.recover_masks import Recovery, label

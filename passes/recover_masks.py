@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
+import paradyse.kernels.attention_op  # noqa: F401  registers the operator
 from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visible

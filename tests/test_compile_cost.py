@@ -58,10 +58,10 @@ def test_fifty_lengths(pool2: RankPool) -> None:
 
 
 def test_depth_and_captures_compile_nothing(pool2: RankPool) -> None:
-    """What 4 layers have compiled serves 16, and another capture."""
+    """What 4 layers have compiled serves 24, and another capture."""
     for _, variants, _, first, _ in pool2.run(compile_at, 4, LENGTHS[:4], 48, True, timeout_s=200):
         assert first >= variants == sum(STRUCTURES.values())
-    for layers in (4, 16):
+    for layers in (4, 24):
         results = pool2.run(compile_at, layers, LENGTHS[:4], 48, True, timeout_s=400)
         for captures, variants, _, first, later in results:
             assert captures == 1

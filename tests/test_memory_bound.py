@@ -77,7 +77,7 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
             "limit": limit,
             "longest": longest,
             "held": {s: measured(n, s) for s, n in longest.items()},
-            "short": measured(min(longest.values()), AUTO),
+            "auto": {s: measured(n, AUTO) for s, n in longest.items()},
             "plan": planner.plan(work(longest[AUTO])).strategies,
         }
         try:
@@ -97,5 +97,6 @@ def test_auto_trains_what_any_strategy_can(sharded: bool, pool2: RankPool, tmp_p
     for s, n in statics.items():
         # What is predicted to fit does, by measurement, and nearly fills the limit.
         assert (1 - CLOSE) * limit <= found["held"][s] <= limit, (s, n)
-    assert max(found["held"][AUTO], found["short"]) <= limit
+        assert found["auto"][s] <= limit, f"auto, where {s} just fits: {n} tokens"
+    assert found["auto"][AUTO] <= limit
     assert f"have {longest[AUTO]} tokens, but option 'memory_limit' is" in found["refusal"]
