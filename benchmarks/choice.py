@@ -20,11 +20,11 @@ import torch
 from common import Goal, Report, median, parser, table
 
 from paradyse.config import parse_options
-from paradyse.cost import Machine
-from paradyse.planner import Planner
-from paradyse.solver import Choice, Counts, Group, fastest, smallest
-from paradyse.solver_published import published
-from paradyse.switch import Guard
+from paradyse.planning.costs import Machine
+from paradyse.planning.planner import Planner
+from paradyse.planning.solver import Choice, Counts, Group, fastest, smallest
+from paradyse.planning.solver_published import published
+from paradyse.runtime.guard import Guard
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
 
 SEED = 20251121

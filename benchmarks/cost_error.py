@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from common import Goal, Report, llama, parser, table
 
-from paradyse.cli_plan import dry_run_of
-from paradyse.cost import BlockCost, Machine, gradient_sum_s, prior_cost
-from paradyse.cost_curves import DEGREES, ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
-from paradyse.cost_fit import REST, CostModel, prior_growths
-from paradyse.integrations import read_config
-from paradyse.profiles import MEASURED, Measurement, Profile, Setting, read_profile
+from paradyse.cli.commands.plan import dry_run_of
+from paradyse.cli.models import read_config
+from paradyse.planning.costs import BlockCost, Machine, gradient_sum_s, prior_cost
+from paradyse.planning.curves import DEGREES, ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
+from paradyse.planning.measured import REST, CostModel, prior_growths
+from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
 from paradyse.types import BlockSpec, Workload
 
 Row = tuple[str, str, str, bool]

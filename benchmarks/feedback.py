@@ -29,7 +29,7 @@ from common import (
 )
 from ranks import on_two_ranks, slower_rank
 
-from paradyse.launch import Rank
+from paradyse.cli.launch import Rank
 
 STRATEGY = "ulysses_z"
 
@@ -39,7 +39,7 @@ def measure(
 ) -> dict[str, Any]:
     """Per length, seconds of a step: of every round with and without, and with memory watched."""
     from paradyse.backend import captures_of
-    from paradyse.online import REFRESH_EVERY, WARM_UP
+    from paradyse.profiling.online import REFRESH_EVERY, WARM_UP
 
     model = llama(layers, hidden)
     options = {"plan": "auto", "strategies": [STRATEGY], "inner": inner}

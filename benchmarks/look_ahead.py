@@ -21,7 +21,7 @@ import torch.distributed as dist
 from common import Report, check_equal, llama, median, milliseconds, parser, random_tokens, table
 from ranks import on_two_ranks
 
-from paradyse.launch import Rank
+from paradyse.cli.launch import Rank
 
 PLANS = ("megatron_cz", "ulysses_z", "megatron_ts", "metp")
 WAIT_S = 1e-4
@@ -32,19 +32,20 @@ def measure(
 ) -> dict[str, Any]:
     """(plan, length, ahead) -> seconds of each run, exposed waits and seconds waited a step."""
     import paradyse
-    from paradyse import comm, gathered
+    from paradyse.distributed import collectives
+    from paradyse.weights import unshard
 
     waits: list[float] = []
-    wait = comm.Pending.wait
+    wait = collectives.Pending.wait
 
-    def timed(pending: comm.Pending) -> Any:
+    def timed(pending: collectives.Pending) -> Any:
         start = time.perf_counter()
         out = wait(pending)
         if pending._context[0] in ("all_gather", "broadcast"):
             waits.append(time.perf_counter() - start)
         return out
 
-    patch.object(comm.Pending, "wait", timed).start()
+    patch.object(collectives.Pending, "wait", timed).start()
     current = [PLANS[0]]
     model = paradyse.shard(llama(layers, hidden))
     options = {"plan": lambda workload: current[0], "inner": inner}
@@ -71,7 +72,7 @@ def measure(
             for i in range(runs + 2):
                 losses = {}
                 for ahead in (True, False):
-                    gathered.LOOK_AHEAD = ahead
+                    unshard.LOOK_AHEAD = ahead
                     taken, losses[f"look-ahead {ahead}"] = step(ids)
                     if i > 1:
                         seconds[ahead].append(taken)

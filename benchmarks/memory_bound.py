@@ -28,11 +28,11 @@ from common import Goal, Report, llama, parser, table
 from contenders import many_models
 from ranks import on_two_ranks
 
+from paradyse.cli.launch import Rank
+from paradyse.cli.models import make_model, read_config, whole_graphs
 from paradyse.config import AUTO
-from paradyse.integrations import make_model, read_config, whole_graphs
-from paradyse.launch import Rank
-from paradyse.planner import Planner, format_bytes, longest_length
-from paradyse.profiler_steps import Steps
+from paradyse.planning.planner import Planner, format_bytes, longest_length
+from paradyse.profiling.steps import Steps
 from paradyse.types import ATTENTION_STRATEGIES, Plan, Workload
 
 PARTS = (0.25, 0.5)

@@ -29,8 +29,8 @@ from noise import is_noise
 from ranks import on_two_ranks
 from switched import Switched
 
-from paradyse.cli_charts import Chart, Line, Page, write_png
-from paradyse.launch import Rank
+from paradyse.cli.charts import Chart, Line, Page, write_png
+from paradyse.cli.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES
 
 LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

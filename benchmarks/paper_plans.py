@@ -3,7 +3,8 @@ cluster of unequal devices.
 
     python benchmarks/paper_plans.py | tee benchmarks/results/paper_plans.txt
 
-Nothing is trained or measured on a device: see ``paradyse/dry_run.py`` and ``paradyse/devices.py``.
+Nothing is trained or measured on a device: see ``paradyse/offline/dry_run.py`` and
+``paradyse/offline/devices.py``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 import torch
 
-from paradyse.cli_plan import default_lengths, dry_run_of, remarks, tables_of
-from paradyse.devices import DEVICES, Cluster, Network, machine_of, read_cluster
-from paradyse.dry_run_plan import look_ahead
-from paradyse.report import text_table
+from paradyse.cli.commands.plan import default_lengths, dry_run_of, remarks, tables_of
+from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
+from paradyse.offline.outlook import look_ahead
+from paradyse.planning.explain import text_table
 
 # LLaMA-13B (arXiv 2302.13971, table 2) and OPT-13B (arXiv 2205.01068, table 1).
 MODELS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paradyse.launch import RanksFailed, Setting, run_ranks
+from paradyse.cli.launch import RanksFailed, Setting, run_ranks
 
 
 def on_two_ranks(target: str, arguments: Mapping[str, Any]) -> Any:

@@ -34,10 +34,10 @@ from common import Goal, Report, check_equal, llama, median, milliseconds, parse
 from contenders import Ours, many_models, plans_of, time_step
 from ranks import on_two_ranks
 
-from paradyse.corpus import draw_files
-from paradyse.integrations import make_model, read_config, vocabulary_of, whole_graphs
-from paradyse.launch import Rank
-from paradyse.length_distributions import DISTRIBUTIONS, sample_lengths
+from paradyse.cli.corpus import draw_files
+from paradyse.cli.launch import Rank
+from paradyse.cli.length_distributions import DISTRIBUTIONS, sample_lengths
+from paradyse.cli.models import make_model, read_config, vocabulary_of, whole_graphs
 from paradyse.types import ATTENTION_STRATEGIES
 
 AUTO = "auto"

@@ -29,7 +29,7 @@ from noise import is_noise, noise_of
 from ranks import on_two_ranks
 from switched import Switched
 
-from paradyse.launch import Rank
+from paradyse.cli.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES
 
 LENGTHS = (128, 512)

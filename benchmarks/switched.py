@@ -10,7 +10,7 @@ from common import check_equal, llama, random_tokens
 from ranks import slower_rank
 from torch import Tensor
 
-from paradyse.profiler_steps import peak_beyond
+from paradyse.profiling.steps import peak_beyond
 from paradyse.types import ATTENTION_STRATEGIES
 
 TOLERANCE = 1e-4

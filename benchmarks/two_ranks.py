@@ -37,7 +37,7 @@ from counterparts import ContextParallel, TensorParallel
 from ranks import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from paradyse.launch import Rank
+from paradyse.cli.launch import Rank
 
 # Many short, few long, as text has them; 17,312 tokens.
 TRACE = (512, 128, 1024, 192, 3072, 256, 160, 640, 1536, 384, 4096, 320, 896, 768, 2048, 1280)

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import lookup_backend
 
-from paradyse import comm
-from paradyse.capture import (
+from paradyse.config import Options, parse_options
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.planning.costs import Machine
+from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
+from paradyse.planning.machine import agreed_capacity, describe_device, device_of, measure_machine
+from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
+from paradyse.planning.planner import Planner
+from paradyse.planning.profile_file import Setting, present_versions
+from paradyse.profiling.online import Feedback
+from paradyse.runtime.capture import (
     VARIANTS,
     build_program,
     find_sizes,
@@ -24,24 +33,15 @@ from paradyse.capture import (
     sizes_of,
     trace_inputs,
 )
-from paradyse.config import Options, parse_options
-from paradyse.cost import Machine
-from paradyse.cost_fit import CostModel, dtype_name, load_cost_model
-from paradyse.describe import describe_blocks, describe_masks
-from paradyse.gathered import Shelf, gather
-from paradyse.machine import agreed_capacity, describe_device, device_of, measure_machine
-from paradyse.mesh import Axis, resolve_axis, resolve_replicas
-from paradyse.online import Feedback
-from paradyse.planner import Planner
-from paradyse.profiles import Setting, present_versions
-from paradyse.program import Program, StepConstants
-from paradyse.report import PlanReport, Stats, attention_kernels, explain_plan, text_table
-from paradyse.shards import ShardedTensor, relayout
+from paradyse.runtime.describe import describe_blocks, describe_masks
+from paradyse.runtime.guard import PROFILE, WEIGHTS, Guard, check_agreement, checksum, must_check
+from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies import canonical_variant
-from paradyse.strategies.rest_layout import rest_layouts
-from paradyse.strategies.variant import WHOLE
-from paradyse.switch import PROFILE, WEIGHTS, Guard, check_agreement, checksum, must_check
+from paradyse.strategies.base import WHOLE
+from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.types import Plan, Workload
+from paradyse.weights.sharded_tensor import ShardedTensor, relayout
+from paradyse.weights.unshard import Shelf, gather
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Capture:
             return lookup_backend(inner)(self.gm, examples) if inner != "eager" else self.gm.forward
         # On first use: the inner compiler would hold whole weights against this trace's inputs.
         run = torch.compile(self.gm, backend=inner) if inner != "eager" else self.gm.forward
-        between = comm.register_block("whole graph")
+        between = collectives.register_block("whole graph")
 
         def with_whole_weights(*args: Any) -> Any:
             shards = [args[i] for i in sharded]
@@ -462,7 +462,7 @@ def stats(compiled_model: Any) -> Stats:
                 *(s.block_id for s in graph.program.block_steps),
                 graph.program.between_id,
             ):
-                traffic = comm.traffic(block_id)
+                traffic = collectives.traffic(block_id)
                 sent.update(traffic.sent_bytes)
                 calls.update(traffic.calls)
                 per_block[traffic.name] = per_block.get(traffic.name, 0) + sum(

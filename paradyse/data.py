@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from paradyse.mesh import resolve_replicas
+from paradyse.distributed.axis import resolve_replicas
 
 
 def replica_of(mesh: Any = None) -> tuple[int, int]:

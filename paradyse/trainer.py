@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from paradyse.backend import captures_of
-from paradyse.checkpoint import load_checkpoint, save_checkpoint
-from paradyse.mesh import Axis, resolve_axis, resolve_replicas
-from paradyse.sharded_model import full_state_dict
-from paradyse.shards import ShardedTensor
+from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.weights.shard import full_state_dict
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 SHARDS = "shards"
 """Folder in a checkpoint of Trainer's: a sharded model and its optimizer, each rank its rows."""

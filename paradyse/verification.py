@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paradyse.backend import captures_of
-from paradyse.mesh import resolve_axis
-from paradyse.report import VerifyReport, VerifyRow
+from paradyse.distributed.axis import resolve_axis
+from paradyse.planning.explain import VerifyReport, VerifyRow
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Workload
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

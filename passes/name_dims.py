@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-import paradyse.strategies.ops  # noqa: F401  registers the attention operators
-from paradyse.sharding import infer_names, rule
-from paradyse.sharding_rules import attention_dims
+import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
+from paradyse.graph.factors import infer_names, rule
+from paradyse.graph.rules import attention_dims
 
 attention = torch.ops.paradyse.attention.default
 rule(attention)(attention_dims)

@@ -12,7 +12,8 @@ from typing import Any
 from torch import fx
 from torch._logging import trace_structured
 
-from paradyse.mesh import SINGLE, Axis
+from paradyse.distributed.axis import SINGLE, Axis
+from paradyse.graph.factors import Factor, Names
 from paradyse.passes.dump import readable
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
@@ -21,7 +22,6 @@ from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
 from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
-from paradyse.sharding import Factor, Names
 
 log = logging.getLogger(__name__)
 

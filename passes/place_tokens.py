@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from paradyse.replicas import SUM_OVER_REPLICAS
-from paradyse.sharding import Factor, Names
+from paradyse.distributed.replicas import SUM_OVER_REPLICAS
+from paradyse.graph.factors import Factor, Names
 
 aten = torch.ops.aten
 

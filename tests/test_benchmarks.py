@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paradyse.cli_charts import svg_of, write_png
+from paradyse.cli.charts import svg_of, write_png
 
 
 @pytest.fixture

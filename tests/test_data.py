@@ -9,7 +9,7 @@ import torch
 from harness import RankPool
 from torch.utils.data import DataLoader, TensorDataset
 
-from paradyse.switch import checksum
+from paradyse.runtime.guard import checksum
 
 NUM_SAMPLES = 11
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import Mixer, Tiny, tokens
 
-from paradyse.mesh import resolve_axis
+from paradyse.distributed.axis import resolve_axis
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import fx
 
-import paradyse.strategies.ops  # noqa: F401  registers the attention operators
-from paradyse.pieces import Piece
-from paradyse.strategies.groups import Unsplittable
-from paradyse.strategies.head_groups import analyse
+import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
+from paradyse.graph.subgraph import Piece
+from paradyse.strategies.base import Scope
+from paradyse.strategies.groups.analyse import analyse
+from paradyse.strategies.groups.model import Unsplittable
+from paradyse.strategies.local import ZeroVariant
 from paradyse.strategies.metp import MetpVariant, masks_inside
 from paradyse.strategies.tensor_parallel import TensorParallelVariant
-from paradyse.strategies.variant import Scope
-from paradyse.strategies.zero import ZeroVariant
 from paradyse.types import REPLICATED
 
 Z_STRATEGIES = ("megatron_cz", "ulysses_z", "colossal_z")

@@ -18,23 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.gathered import fits
-from paradyse.pieces import Piece
-from paradyse.shards import ShardedTensor
-from paradyse.strategies.group_pieces import (
-    Segments,
-    attention_extras,
-    evaluate,
-    evaluate_ups,
-    group_dropouts,
-    has_dropout,
-    local_shape,
-    part,
-    up_weights,
-)
-from paradyse.strategies.groups import Projection, Unsplittable, Weight
-from paradyse.strategies.head_groups import analyse, closure, may_be_split
-from paradyse.strategies.variant import (
+from paradyse.graph.subgraph import Piece
+from paradyse.strategies.base import (
     NUM_COMMON,
     SPLIT,
     WHOLE,
@@ -49,8 +34,23 @@ from paradyse.strategies.variant import (
     piece_key,
     spec_dims,
 )
+from paradyse.strategies.groups.analyse import analyse, closure, may_be_split
+from paradyse.strategies.groups.evaluate import (
+    Segments,
+    attention_extras,
+    evaluate,
+    evaluate_ups,
+    group_dropouts,
+    has_dropout,
+    local_shape,
+    part,
+    up_weights,
+)
+from paradyse.strategies.groups.model import Projection, Unsplittable, Weight
 from paradyse.strategies.weight_stream import WeightStream, padded_rows
-from paradyse.weights import Rows
+from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.slices import Rows
+from paradyse.weights.unshard import fits
 
 EAGER_NODES = 4
 """What surrounds the groups is compiled from more operators than this."""

@@ -13,21 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.pieces import Override, Piece
-from paradyse.strategies.group_pieces import (
-    Segments,
-    attention_extras,
-    evaluate,
-    evaluate_ups,
-    group_dropouts,
-    has_dropout,
-    local_shape,
-    on_tokens,
-    up_weights,
-)
-from paradyse.strategies.groups import Weight
-from paradyse.strategies.head_groups import analyse
-from paradyse.strategies.variant import (
+from paradyse.graph.subgraph import Override, Piece
+from paradyse.strategies.base import (
     NUM_COMMON,
     SPLIT,
     WHOLE,
@@ -42,6 +29,19 @@ from paradyse.strategies.variant import (
     piece_key,
     spec_dims,
 )
+from paradyse.strategies.groups.analyse import analyse
+from paradyse.strategies.groups.evaluate import (
+    Segments,
+    attention_extras,
+    evaluate,
+    evaluate_ups,
+    group_dropouts,
+    has_dropout,
+    local_shape,
+    on_tokens,
+    up_weights,
+)
+from paradyse.strategies.groups.model import Weight
 
 
 class TensorParallelVariant:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse import comm
-from paradyse.shards import ShardedTensor, by_dtype
-from paradyse.weights import Rows
+from paradyse.distributed import collectives
+from paradyse.weights.sharded_tensor import ShardedTensor, by_dtype
+from paradyse.weights.slices import Rows
 
 
 class WeightStream:
@@ -39,7 +39,7 @@ class WeightStream:
             else:
                 n = sum(s.placement.numel(s.shape, group) for s in shards)
                 flat = shards[0].local.new_empty(n)
-            sent.append(comm.broadcast(flat, axis, group, self.block_id))
+            sent.append(collectives.broadcast(flat, axis, group, self.block_id))
         self._coming[group] = sent
 
     def rows(self, group: int) -> dict[int, Tensor]:
@@ -92,7 +92,7 @@ class WeightStream:
                 continue
             parts = [real_rows(grads[i], uses[i].form, group).reshape(-1) for i in index]
             axis = self.shards[index[0]].placement.axis
-            pending = comm.reduce_to(torch.cat(parts), axis, group, self.block_id)
+            pending = collectives.reduce_to(torch.cat(parts), axis, group, self.block_id)
             self._leaving.append((group, index, pending))
 
     def gradients(self) -> dict[int, ShardedTensor]:

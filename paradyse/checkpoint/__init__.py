@@ -1,0 +1,1 @@
+"""Files: save and load a run, read safetensors into shards."""

@@ -1,0 +1,337 @@
+"""``paradyse.load_safetensors``: a checkpoint on disk straight into the ranks' shards.
+
+A safetensors file is a header, which says where each tensor lies, and the values. Each rank maps
+the file and reads the rows that it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paradyse.checkpoint.buffers import Held, held_tensors, remake
+from paradyse.distributed import collectives
+from paradyse.weights.sharded_tensor import OPTIMIZER, ShardedTensor
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Names in a folder that ``save_pretrained`` writes: everything in one file, or the list of several
+files."""
+
+MADE_ANEW = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Names that older checkpoints have and models today make themselves."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What ``load_safetensors`` did on this rank."""
+
+    num_tensors: int
+    """Parameters and buffers read, each tied one once."""
+    bytes_read: int
+    """Values read from the files, as they are stored; headers are not counted."""
+    skipped: tuple[str, ...]
+    """Names in the checkpoint that have no place in the model."""
+    kept: tuple[str, ...]
+    """Names in the model that the checkpoint lacks: they keep their values (``strict=False``)."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as a file's header has it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """In the words of safetensors: "F32", "BF16", "I64"."""
+
+
+def load_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    device: torch.device | str | None = None,
+    strict: bool = True,
+) -> LoadReport:
+    """Read the values of ``model`` from a checkpoint: of each parameter the rows this rank holds.
+
+    No rank reads or holds the whole model, from the first line on:
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        paradyse.shard(model)
+        paradyse.load_safetensors(model, folder)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = torch.compile(model, backend="paradyse")
+
+    Tensors on the meta device get memory; the others are written in place. Parameters stay the
+    same objects, tied ones stay tied, values are cast to the parameter's dtype. Buffers that no
+    checkpoint has are made by the model's own code. A model that is not sharded is read whole.
+    Names may differ by the prefix of the base model (``LlamaModel`` and ``LlamaForCausalLM``); a
+    tied parameter may have any one of its names. No messages are sent, except where a checkpoint
+    has a tied parameter twice.
+
+    Args:
+        model: sharded or not, on the meta device or not.
+        path: a ``.safetensors`` file, the ``.index.json`` of several, or the folder of either, the
+            same on every rank.
+        device: where tensors on the meta device get their memory. None: the current CUDA device
+            where the shards' group is not gloo, else torch's default device.
+        strict: False skips what the model has no place for, and lets a parameter keep the values
+            it has where the checkpoint has none. Skipped in any case: heads, where the model is the
+            base of the one that was saved, and buffers that older versions saved.
+    Raises:
+        ValueError: a file is missing or broken; names, shapes or kinds of dtype do not fit; a
+            buffer cannot be made. Nothing is changed then.
+        ImportError: the package safetensors is not installed.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)
+    tensors = held_tensors(model)
+    _check_kinds(tensors)
+    entries = _read_headers(Path(path))
+    match = _match(model, tensors, entries, strict)
+    if match.problems:
+        raise ValueError(_describe(Path(path), match))
+    device = _default_device(tensors) if device is None else torch.device(device)
+    _check_tied(match.keys, entries, device)
+    lost = [h for h in tensors if h.on_meta and not h.stored]
+    for held, new in remake(model, lost, device):
+        held.replace(new)
+    bytes_read = 0
+    for held, keys in match.keys.items():
+        target = held.with_memory(device) if held.on_meta else held.tensor
+        for rows, stored in _rows(entries[keys[0]], keys[0], target.detach()):
+            rows.copy_(stored)
+            bytes_read += stored.numel() * stored.element_size()
+        if held.on_meta:
+            held.replace(target)
+    return LoadReport(len(match.keys), bytes_read, match.skipped, match.kept)
+
+
+def _check_kinds(tensors: Sequence[Held]) -> None:
+    for held in tensors:
+        x = held.tensor
+        if isinstance(x, nn.Parameter) and type(x) not in (nn.Parameter, ShardedTensor):
+            raise ValueError(
+                f"{held.names[0]} is a {type(x).__name__}, parallelized or quantized by something "
+                "else; give a model with plain parameters, or one that paradyse.shard has spread"
+            )
+
+
+def _default_device(tensors: Sequence[Held]) -> torch.device:
+    sharded = (h.tensor for h in tensors if isinstance(h.tensor, ShardedTensor))
+    group = next((x.placement.axis.group for x in sharded), None)
+    if group is not None and torch.cuda.is_available() and dist.get_backend(group) != "gloo":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.get_default_device()
+
+
+# Files
+
+
+def _open(file: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as e:
+        raise ImportError(
+            "paradyse.load_safetensors reads files through the package safetensors: "
+            "pip install safetensors"
+        ) from e
+    return safe_open(file, framework="pt")
+
+
+def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
+    """The files of a checkpoint; with an index also name -> file."""
+    if path.is_dir():
+        found = next((path / n for n in (FILE, INDEX) if (path / n).is_file()), None)
+        if found is None:
+            raise ValueError(
+                f"{path} has neither {FILE} nor {INDEX}; write one with model.save_pretrained, or "
+                "give the file itself"
+            )
+        path = found
+    if not path.is_file():
+        raise ValueError(
+            f"no file or folder {path}; give a .safetensors file, a .index.json, or the folder of "
+            "either (a model of the hub must be downloaded first)"
+        )
+    if path.suffix != ".json":
+        return [path], None
+    try:
+        names = json.loads(path.read_text())["weight_map"]
+        files = [path.parent / f for f in sorted(set(names.values()))]
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} is not an index of safetensors files: {e!r}") from e
+    absent = [f.name for f in files if not f.is_file()]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} of the {len(files)} files that {path} names are missing: "
+            f"{_few(absent)}. Copy or download them again; nothing was changed"
+        )
+    return files, names
+
+
+def _read_headers(path: Path) -> dict[str, _Entry]:
+    """What the checkpoint has, from the headers alone."""
+    files, names = _files(path)
+    entries: dict[str, _Entry] = {}
+    for file in files:
+        try:
+            with _open(file) as f:
+                for key in f.keys():
+                    if names is None or names.get(key) == file.name:
+                        x = f.get_slice(key)
+                        entries[key] = _Entry(file, tuple(x.get_shape()), x.get_dtype())
+        except ImportError:
+            raise
+        except Exception as e:  # safetensors' own error is none of the common kinds
+            raise ValueError(
+                f"{file} is not a whole safetensors file ({e}); copy or download it again"
+            ) from e
+    absent = [n for n in names or () if n not in entries]
+    if absent:
+        raise ValueError(
+            f"the index {path} names {len(absent)} tensors that its files do not have: "
+            f"{_few(absent)}. Index and files are of different checkpoints; nothing was changed"
+        )
+    return entries
+
+
+def _rows(entry: _Entry, key: str, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's rows of ``target``, stretch by stretch: where they go, and what is stored.
+
+    The second of each pair lies in the mapped file: pages are read as they are copied. The file is
+    open for one tensor at a time, as pages count as this process's memory until it is closed.
+    """
+    with _open(entry.file) as f:
+        stored = f.get_slice(key)
+        if not isinstance(target, ShardedTensor):
+            yield target, stored[...]
+            return
+        layout, at = target.placement, 0
+        for start, n in layout.runs[layout.axis.rank]:
+            index = (slice(None),) * layout.dim + (slice(start, start + n),)
+            yield target.local.narrow(layout.dim, at, n), stored[index]
+            at += n
+
+
+# Names
+
+
+@dataclass(frozen=True)
+class _Match:
+    """Which tensor of a checkpoint each of the model's takes its values from."""
+
+    keys: Mapping[Held, tuple[str, ...]]
+    """More than one where a checkpoint has a tied parameter under several names."""
+    skipped: tuple[str, ...]
+    kept: tuple[str, ...]
+    problems: tuple[str, ...]
+    """For the user, a line each."""
+
+
+def _match(
+    model: nn.Module, tensors: Sequence[Held], entries: Mapping[str, _Entry], strict: bool
+) -> _Match:
+    wanted = [h for h in tensors if h.stored]
+    spell, base = _spelling(model, [n for h in wanted for n in h.names], entries)
+    keys: dict[Held, tuple[str, ...]] = {}
+    missing: list[str] = []
+    kept: list[str] = []
+    misfits: list[str] = []
+    for held in wanted:
+        found = tuple(k for k in dict.fromkeys(map(spell, held.names)) if k in entries)
+        if found:
+            keys[held] = found
+            misfits += [m for k in found if (m := _misfit(held, k, entries[k]))]
+        else:
+            (missing if strict or held.on_meta else kept).append(held.names[0])
+    used = {k for found in keys.values() for k in found}
+    skipped = [k for k in entries if k not in used]
+    patterns = (*MADE_ANEW, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
+    known = {spell(n) for h in tensors for n in h.names}
+    extra = [
+        k
+        for k in skipped
+        if k.startswith(base) and k not in known and not any(re.search(p, k) for p in patterns)
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of the model's tensors are missing: {_few(missing)}")
+    if misfits:
+        problems.append(f"{len(misfits)} do not fit: {_few(misfits)}")
+    if extra and strict:
+        problems.append(
+            f"{len(extra)} have no place in the model: {_few(extra)} (strict=False skips them)"
+        )
+    return _Match(keys, tuple(skipped), tuple(kept), tuple(problems))
+
+
+def _spelling(
+    model: nn.Module, names: Sequence[str], entries: Mapping[str, _Entry]
+) -> tuple[Callable[[str], str], str]:
+    """How the checkpoint spells the model's names, and what its names of this model begin with."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    ways: list[tuple[Callable[[str], str], str]] = [(lambda name: name, "")]
+    if prefix != ".":
+        ways.append((lambda name: name.removeprefix(prefix), ""))  # of the base model alone
+        ways.append((lambda name: prefix + name, prefix))  # of a model around this one
+    return max(ways, key=lambda way: sum(way[0](n) in entries for n in names))
+
+
+def _misfit(held: Held, key: str, entry: _Entry) -> str | None:
+    x = held.tensor
+    if tuple(x.shape) != entry.shape:
+        return f"{key} is {list(entry.shape)} there and {list(x.shape)} in the model"
+    kind = "real" if x.is_floating_point() else "complex" if x.is_complex() else "integer"
+    stored = {"F": "real", "B": "real", "C": "complex"}.get(entry.dtype[0], "integer")
+    if kind != ("integer" if entry.dtype == "BOOL" else stored):
+        return f"{key} is {entry.dtype} there and {x.dtype} in the model"
+    return None
+
+
+def _check_tied(
+    keys: Mapping[Held, tuple[str, ...]], entries: Mapping[str, _Entry], device: torch.device
+) -> None:
+    """Raises ValueError where the names of a tied parameter have values that differ."""
+    for held, found in keys.items():
+        if len(found) == 1:
+            continue
+        same = True
+        like = held.with_memory(torch.device("meta"))
+        for key in found[1:]:
+            pairs = zip(_rows(entries[found[0]], found[0], like), _rows(entries[key], key, like))
+            same &= all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+        if isinstance(like, ShardedTensor):  # a rank sees its rows; all must raise alike
+            differ = torch.tensor([float(not same)], device=device)
+            same = collectives.all_reduce(differ, like.placement.axis, OPTIMIZER).item() == 0
+        if not same:
+            raise ValueError(
+                f"{' and '.join(found)} differ in the checkpoint and are one parameter in the "
+                "model: make the model with tie_word_embeddings=False in its configuration. "
+                "Nothing was changed"
+            )
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _describe(path: Path, match: _Match) -> str:
+    lines = "\n".join(f"- {p}" for p in match.problems)
+    return (
+        f"the checkpoint {path} does not fit the model; nothing was changed\n{lines}\n"
+        "Give the checkpoint of this model and configuration. Where transformers converts a format "
+        "while it loads (the experts of Mixtral, the head of GPT-NeoX), load with from_pretrained "
+        "and call paradyse.shard(model) then"
+    )

@@ -1,0 +1,381 @@
+"""Checkpoints of a run: the model, its optimizer and where the run stood, for any number of ranks.
+
+Written by ``torch.distributed.checkpoint``, each rank its own rows, in the form of its
+``get_state_dict``: entries "model" and "optimizer", and "run" besides.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paradyse.checkpoint import folder as files
+from paradyse.checkpoint.folder import listed, shape_of
+from paradyse.weights.shard import name_before_compile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What ``load_checkpoint`` found besides weights and optimizer state."""
+
+    path: Path
+    """The folder of this step."""
+    step: int
+    extra: Any
+    """As it was given to ``save_checkpoint``."""
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+    process_group: Any = None,
+) -> Path:
+    """Write ``folder/step-00000020`` (for step 20); call it on every rank.
+
+    Killed at any moment it leaves all earlier checkpoints as they were, and nothing that
+    ``load_checkpoint`` would take for complete. Returns once everything is on the disk. What an
+    earlier step or a killed save of this step left under the same name is replaced.
+
+    Args:
+        folder: on a file system that all ranks share; made if need be. One run at a time.
+        model: sharded or not, compiled or not.
+        optimizer: of (some of) the model's parameters.
+        extra: small things to go on from, anything that pickles: a scheduler's state, the position
+            in the data, generator states. Rank 0's are written.
+        keep: how many checkpoints of steps up to this one may stay; the others are removed once
+            this one is complete. None: all.
+        process_group: the ranks that call this; None: all.
+    Returns:
+        The folder of this step.
+    Raises:
+        ValueError: step or keep is no count, the optimizer has a parameter that the model has
+            not, or rank 0 does not see what another rank wrote. All ranks raise it.
+        RuntimeError: a rank could not write. Earlier checkpoints are as they were.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    ranks = _Ranks(process_group)
+
+    def prepare() -> tuple[Path, Any]:
+        files.check_counts(step, keep)
+        return files.make_room(Path(folder), step), extra
+
+    path, run_extra = ranks.first(prepare)
+    entries = ranks.together(lambda: _entries(model, optimizer))
+    kind = type(optimizer).__name__ if optimizer is not None else None
+    entries["run"] = (step, kind, run_extra)
+    unfinished = path.with_name(path.name + ".tmp")
+    writer = dcp.FileSystemWriter(unfinished, overwrite=False)
+    metadata = ranks.call_dcp(dcp.save, entries, storage_writer=writer)
+    ranks.first(lambda: files.finish(unfinished, path, metadata, step, keep))
+    return path
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    process_group: Any = None,
+) -> Checkpoint:
+    """Load what ``save_checkpoint`` wrote, in place; call it on every rank.
+
+    The number of ranks, the mesh and the layout may differ from those that saved it. Weights go
+    into the model's own tensors (cast where the dtype differs), so the model may be compiled,
+    and have been run, or not; the optimizer need not have made a step. Each rank reads what it
+    holds. Reading unpickles: load only what you trust.
+
+    Args:
+        folder: with checkpoints in it, of which the one of the highest step is taken, or the
+            folder of one step.
+        optimizer: of the kind and with the parameter groups of the one that was saved; None loads
+            the weights alone.
+        process_group: the ranks that call this; None: all.
+    Raises:
+        FileNotFoundError: there is no complete checkpoint in ``folder``.
+        ValueError: it is of another model or another optimizer, or files of it are missing or
+            too short. Nothing is changed then, on any rank.
+        RuntimeError: a file of the right length could not be read. Weights may be loaded in part.
+    """
+    ranks = _Ranks(process_group)
+    path = ranks.first(lambda: files.newest(Path(folder)))
+    mine = {name_before_compile(n): x for n, x in model.state_dict().items()}
+    saved = ranks.together(lambda: _checked(path, mine, optimizer is not None))
+    values = _read_values(path, saved, optimizer is not None, ranks)
+    step, kind, extra = values.pop("run")
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        given = optimizer
+        groups = _param_groups(values, saved)
+        ranks.together(lambda: _check_optimizer(path, kind, groups, given, model))
+        state = _blank_state(saved, model)
+    entries = {f"model.{n}": x for n, x in mine.items()} | state
+    _read(path, entries, ranks)
+    others = {n: entries[f"model.{n}"] for n, x in mine.items() if not isinstance(x, Tensor)}
+    if others:
+        getattr(model, "_orig_mod", model).load_state_dict(others, strict=False)
+    if optimizer is not None:
+        _give_state(optimizer, {k: entries[k] for k in state}, groups, saved, model)
+    return Checkpoint(path, step, extra)
+
+
+# Ranks that agree
+
+
+class _Ranks:
+    """The ranks that save or load together; one without a process group."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.group = process_group
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.is_first = self.alone or dist.get_rank(process_group) == 0
+
+    def together(self, work: Callable[[], T]) -> T:
+        """``work()`` of this rank, once it has succeeded on all; else every rank raises."""
+        result, error = _attempt(work)
+        for rank, (_, failure) in enumerate(self._gather((None, _described(error)))):
+            if failure is not None:
+                raise error if error is not None else failure[0](f"on rank {rank}: {failure[1]}")
+        return result
+
+    def first(self, work: Callable[[], T]) -> T:
+        """``work()`` of the first rank, on every rank."""
+        result, error = _attempt(work) if self.is_first else (None, None)
+        result, failure = self._gather((result, _described(error)))[0]
+        if failure is not None:
+            raise error if error is not None else failure[0](failure[1])
+        return result
+
+    def call_dcp(self, call: Callable[..., Any], entries: dict[str, Any], **options: Any) -> Any:
+        """``torch.distributed.checkpoint.save`` or ``load``, which let all ranks know of failures.
+
+        Raises:
+            RuntimeError: in place of their CheckpointException, which is no ``Exception``.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            with warnings.catch_warnings():
+                # one process without a group is a case like any other
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                return call(entries, process_group=self.group, no_dist=self.alone, **options)
+        except CheckpointException as e:
+            told = [f"on rank {r}: {type(x).__name__}: {x}" for r, (x, _) in e.failures.items()]
+            raise RuntimeError(f"the checkpoint's {call.__name__} failed {listed(told)}") from e
+
+    def _gather(self, x: Any) -> list[Any]:
+        if self.alone:
+            return [x]
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, x, group=self.group)
+        return every
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as e:  # whatever it is, the other ranks must hear of it
+        return None, e
+
+
+def _described(error: Exception | None) -> tuple[type[Exception], str] | None:
+    """An exception in a form that surely pickles."""
+    if error is None:
+        return None
+    kinds = (FileNotFoundError, ValueError)
+    kind = next((k for k in kinds if isinstance(error, k)), RuntimeError)
+    return kind, str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+
+
+# Entries, and whether a checkpoint has them
+
+
+def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    weights = {name_before_compile(n): x for n, x in model.state_dict().items()}
+    entries: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        names = [n for group in _group_names(optimizer, model) for n in group]
+        state = optimizer.state_dict()
+        entries["optimizer"] = {
+            "state": {names[i]: values for i, values in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [names[i] for i in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
+    return entries
+
+
+def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Names of the parameters of each group."""
+    names = {id(p): name_before_compile(n) for n, p in model.named_parameters()}
+    groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    unknown = sum(n is None for group in groups for n in group)
+    if unknown:
+        raise ValueError(
+            f"the optimizer has {unknown} parameters that the model has not; make it from "
+            "model.parameters(), after paradyse.shard(model)"
+        )
+    return [[n for n in group if n is not None] for group in groups]
+
+
+def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
+    """The checkpoint's metadata, if it is whole and of this model, and that has memory.
+
+    Args:
+        mine: the model's state by name.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        metadata: Any = FileSystemReader(path).read_metadata()
+        entries = metadata.state_dict_metadata
+    except Exception as e:
+        raise ValueError(
+            f"{path / files.METADATA} cannot be read ({e}). {files.way_out(path)}"
+        ) from e
+    empty = [n for n, x in mine.items() if getattr(getattr(x, "local", x), "is_meta", False)]
+    if empty:
+        raise ValueError(
+            f"{listed(empty)}: on the meta device, where nothing can be read to; call "
+            "paradyse.load_safetensors(model, folder) first, or make the model with memory"
+        )
+    damage = files.damage_of(path, metadata)
+    if damage:
+        raise ValueError(f"{path} is damaged: {damage}. {files.way_out(path)}")
+    if "run" not in entries:
+        raise ValueError(
+            f"{path} was not written by paradyse.save_checkpoint; load it with "
+            "torch.distributed.checkpoint.load, which takes sharded models too"
+        )
+    saved = {k.removeprefix("model."): md for k, md in entries.items() if k.startswith("model.")}
+    differences = _differences(saved, mine)
+    if differences:
+        raise ValueError(
+            f"{path} is of another model: {'; '.join(differences)}. Give a model of the class and "
+            "configuration that was saved"
+        )
+    if with_optimizer and not any(k.startswith("optimizer.") for k in entries):
+        raise ValueError(f"{path} holds no optimizer; leave it out to load the weights alone")
+    return metadata
+
+
+def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """What tells the entries of a checkpoint from the model's."""
+    missing = [n for n in mine if n not in saved]
+    unknown = [n for n in saved if n not in mine]
+    shapes = []
+    for name in mine.keys() & saved.keys():
+        there, here = getattr(saved[name], "size", None), getattr(mine[name], "shape", None)
+        if there != here:
+            shapes.append(f"{name} ({shape_of(there)} there, {shape_of(here)} here)")
+    out = [f"it lacks {listed(missing)}"] * bool(missing)
+    out += [f"it has {listed(unknown)} besides"] * bool(unknown)
+    return out + [f"shapes differ: {listed(sorted(shapes))}"] * bool(shapes)
+
+
+# Reading
+
+
+def _read(path: Path, entries: dict[str, Any], ranks: _Ranks) -> None:
+    """Fill ``entries``, flat names as in the metadata: tensors in place, values anew."""
+    import torch.distributed.checkpoint as dcp
+
+    ranks.call_dcp(dcp.load, entries, storage_reader=dcp.FileSystemReader(path))
+
+
+def _blank(entry: Any) -> Tensor | None:
+    """What an entry of the metadata can be read into."""
+    size = getattr(entry, "size", None)
+    return None if size is None else torch.empty(size, dtype=entry.properties.dtype)
+
+
+def _read_values(path: Path, metadata: Any, with_optimizer: bool, ranks: _Ranks) -> dict[str, Any]:
+    """The entry "run" and, on demand, those of the optimizer's parameter groups."""
+    wanted = ("run", "optimizer.param_groups.") if with_optimizer else ("run",)
+    entries = metadata.state_dict_metadata
+    values = {k: _blank(entry) for k, entry in entries.items() if k.startswith(wanted)}
+    _read(path, values, ranks)
+    return values
+
+
+def _param_groups(values: Mapping[str, Any], metadata: Any) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, with names in place of parameters."""
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in values.items():
+        _, _, index, name, *_ = metadata.planner_data[key]
+        groups.setdefault(index, {})[name] = value
+    return [groups[i] for i in sorted(groups)]
+
+
+def _check_optimizer(
+    path: Path,
+    kind: str,
+    groups: list[dict[str, Any]],
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+) -> None:
+    here = type(optimizer).__name__
+    if here != kind:
+        raise ValueError(
+            f"{path} holds the state of {kind}, this optimizer is {here}; give one of that kind, "
+            "or none to load the weights alone"
+        )
+    mine, saved = _group_names(optimizer, model), [group["params"] for group in groups]
+    if mine != saved:
+        counts = [[len(group) for group in side] for side in (saved, mine)]
+        raise ValueError(
+            f"{path} holds an optimizer with other parameter groups: of {counts[0]} parameters "
+            f"there, of {counts[1]} here, by name or order not the same; make the groups as they "
+            "were when it was saved, or give no optimizer to load the weights alone"
+        )
+
+
+def _blank_state(metadata: Any, model: nn.Module) -> dict[str, Any]:
+    """The entries of the optimizer's state to read into, laid out like the parameters."""
+    parameters = {name_before_compile(n): p for n, p in model.named_parameters()}
+    out: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.startswith("optimizer.state."):
+            like = parameters[metadata.planner_data[key][2]]
+            if getattr(entry, "size", None) == like.shape and like.ndim:
+                out[key] = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
+            else:
+                out[key] = _blank(entry)
+    return out
+
+
+def _give_state(
+    optimizer: torch.optim.Optimizer,
+    entries: Mapping[str, Any],
+    groups: list[dict[str, Any]],
+    metadata: Any,
+    model: nn.Module,
+) -> None:
+    names = [n for group in _group_names(optimizer, model) for n in group]
+    index = {name: i for i, name in enumerate(names)}
+    state: dict[int, Any] = {}
+    for key, value in entries.items():
+        name, *inner, last = metadata.planner_data[key][2:]
+        place = state.setdefault(index[name], {})
+        for part in inner:
+            place = place.setdefault(part, {})
+        place[last] = value
+    numbered = [{**g, "params": [index[n] for n in g["params"]]} for g in groups]
+    optimizer.load_state_dict({"state": state, "param_groups": numbered})

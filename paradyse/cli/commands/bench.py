@@ -1,0 +1,178 @@
+"""``paradyse bench``: a trace of lengths under ``auto`` and every strategy; table, CSV, charts."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from paradyse.cli import launch
+from paradyse.cli.charts import Bands, Chart, Line, Page, write_charts
+from paradyse.cli.commands.demo import Record, choice_times, llama_size, setting_of
+from paradyse.cli.models import require_transformers
+from paradyse.cli.replay import AUTO
+from paradyse.cli.screen import Screen, make_console, show_table
+from paradyse.cli.traces import trace_of
+from paradyse.planning.planner import format_bytes
+from paradyse.types import ATTENTION_STRATEGIES
+
+COLUMNS = ("index", "num_tokens", "choice", "plan", "time_s", "median_s", "cumulative_s")
+"""Of the CSV, a row for every run: the median of its sequence's runs under the choice, and those
+medians added up over all sequences of at most its length."""
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Replays a trace of lengths under auto and every strategy; the exit code."""
+    require_transformers()
+    _check_paths(args)
+    console = make_console()
+    lengths, source = trace_of(args)
+    device = launch.choose_device(args.device, args.ranks)
+    strategies = args.strategies or ATTENTION_STRATEGIES
+    strategies = strategies if args.ranks > 1 else ()
+    size = llama_size(args, max(lengths))
+    title = (
+        f"{size}; {args.ranks} rank{'s' * (args.ranks > 1)} on {device}; inner compiler: "
+        f"{args.inner}; trace of {len(lengths)} lengths from {min(lengths)} to {max(lengths)} "
+        f"{source}"
+    )
+    console.print(title, markup=False, highlight=False)
+    record = Record()
+    with Screen(console, 0) as screen:
+        screen.phase("starting")
+        launch.run_ranks(
+            "paradyse.cli.replay:bench",
+            args.ranks,
+            {
+                "size": size,
+                "lengths": lengths,
+                "seed": args.seed,
+                "options": {"inner": args.inner},
+                "rounds": args.rounds,
+                "strategies": strategies,
+            },
+            setting_of(args, device),
+            lambda rank, value: record.hear(screen, value),
+        )
+    results = Results(record, lengths)
+    tables = [results.times(), results.memory()]
+    for table in tables:
+        show_table(console, *table)
+    for infeasible in record.infeasible:
+        console.print(f"{infeasible.choice}: {infeasible.why}", markup=False, highlight=False)
+    written = [Path(args.csv)] if args.csv else []
+    if args.out:
+        folder = Path(args.out)
+        for line in write_charts(folder, "bench", results.page(title), tables):
+            console.print(line, markup=False, highlight=False)
+        written.append(folder / "bench.csv")
+    for path in written:
+        results.write_csv(path)
+        console.print(f"every run is in {path}", markup=False, highlight=False)
+    return 0
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Before the work, not after it."""
+    if args.csv and not Path(args.csv).resolve().parent.is_dir():
+        raise ValueError(f"--csv {args.csv}: no folder {Path(args.csv).resolve().parent}")
+    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise ValueError(f"--out {args.out}: that is a file; name a folder")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was replayed, as tables, charts and lines of a CSV."""
+
+    record: Record
+    lengths: Sequence[int]
+    """Of the trace."""
+
+    @property
+    def order(self) -> list[int]:
+        """Indices of the trace, from the shortest sequence to the longest."""
+        return sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
+
+    def times(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        """Title, header and rows: every length, then all together."""
+        choices = [c for c in self.record.choices() if c != AUTO]
+        plans = {r.index: r.plan for r in self.record.replayed if r.choice == AUTO}
+        rows = [
+            (str(self.lengths[i]), plans[i], *choice_times(self.record, choices, [i]))
+            for i in self.order
+        ]
+        rows.append(("all", "", *choice_times(self.record, choices, self.order)))
+        title = (
+            f"forward and backward: median of {self.record.num_rounds()} warm runs, interleaved; "
+            "* fastest"
+        )
+        return title, ("length", "plan of auto", AUTO, *choices), rows
+
+    def memory(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        """Title, header and rows: every distinct length."""
+        peaks, choices = self.peaks(), self.record.choices()
+        rows = [
+            (str(n), *(format_bytes(peaks[c, n]) for c in choices))
+            for n in sorted(set(self.lengths))
+        ]
+        title = "peak memory of a rank, weights and gradients included"
+        return title, ("length", *choices), rows
+
+    def peaks(self) -> dict[tuple[str, int], int]:
+        """(choice, length) -> bytes."""
+        return {(h.choice, h.num_tokens): h.peak_bytes for h in self.record.held}
+
+    def cumulated(self, choice: str) -> dict[int, float]:
+        """Length -> seconds of all sequences up to it."""
+        times = [self.record.median_s(choice, i) or 0.0 for i in self.order]
+        return {self.lengths[i]: t for i, t in zip(self.order, accumulate(times), strict=True)}
+
+    def page(self, title: str) -> Page:
+        """Time and memory against length, time added up from the shortest on, and plans."""
+        single, summed, memory = [], [], []
+        peaks = self.peaks()
+        for choice in self.record.choices():
+            times = [(self.lengths[i], self.record.median_s(choice, i)) for i in self.order]
+            single.append(Line(choice, tuple((n, t, True) for n, t in times if t is not None)))
+            totals = self.cumulated(choice).items()
+            summed.append(Line(choice, tuple((n, t, True) for n, t in totals)))
+            held = [(n, peaks[choice, n] / 2**20) for n in sorted(set(self.lengths))]
+            memory.append(Line(choice, tuple((n, b, True) for n, b in held)))
+        return Page(
+            title,
+            (
+                Chart("Time of forward and backward", "s", tuple(single)),
+                Chart("Time of all sequences up to a length", "s", tuple(summed)),
+                Chart("Peak memory of a rank", "MiB", tuple(memory)),
+            ),
+            self.bands(),
+        )
+
+    def bands(self) -> list[Bands]:
+        """What ``auto`` takes for each kind of block; nothing where there is nothing to choose."""
+        planned = sorted(self.record.planned, key=lambda p: p.num_tokens)
+        planned = [p for p in planned if p.num_tokens in self.lengths]
+        out = []
+        for kind in dict.fromkeys(kind for p in planned for kind in p.shares):
+            shares = {p.num_tokens: p.shares[kind] for p in planned if kind in p.shares}
+            if all(name in ATTENTION_STRATEGIES for of in shares.values() for name in of):
+                title = f"Strategies of {kind} blocks under auto"
+                out.append(Bands(title, tuple(shares), tuple(shares.values())))
+        return out
+
+    def write_csv(self, path: Path) -> None:
+        """Every run, with what belongs to its sequence."""
+        peaks = self.peaks()
+        choices = self.record.choices()
+        totals = {c: self.cumulated(c) for c in choices}
+        medians = {(c, i): self.record.median_s(c, i) or 0.0 for c in choices for i in self.order}
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow((*COLUMNS, "peak_bytes"))
+            for r in self.record.replayed:
+                seconds = (r.time_s, medians[r.choice, r.index], totals[r.choice][r.num_tokens])
+                cells = (r.index, r.num_tokens, r.choice, r.plan, *(f"{s:.6f}" for s in seconds))
+                writer.writerow((*cells, peaks[r.choice, r.num_tokens]))

@@ -1,0 +1,266 @@
+"""``paradyse demo``: a model over ranks, its plans, and what they are worth.
+
+It trains on real text, replays some of it under each static strategy, and trains once more
+in one process, eagerly: the losses of both trainings have to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from paradyse.cli import launch
+from paradyse.cli.corpus import LengthRange, TextFile, draw_files, length_ranges
+from paradyse.cli.models import LlamaSize, require_transformers
+from paradyse.cli.rank_jobs import StepDone
+from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
+from paradyse.cli.screen import Screen, make_console, show_table
+from paradyse.planning.explain import format_seconds
+from paradyse.planning.planner import format_bytes
+from paradyse.types import ATTENTION_STRATEGIES
+
+TOLERANCE = 1e-4
+"""Of a loss, relative, in float32: sums over ranks are rounded in another order."""
+
+
+@dataclass
+class Record:
+    """What the ranks have reported."""
+
+    steps: list[StepDone] = field(default_factory=list)
+    replayed: list[Replayed] = field(default_factory=list)
+    infeasible: list[Infeasible] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
+
+    def hear(self, screen: Screen, value: Any) -> None:
+        if isinstance(value, StepDone):
+            self.steps.append(value)
+            screen.step(value)
+        elif isinstance(value, Replayed):
+            self.replayed.append(value)
+            screen.tick()
+        elif isinstance(value, Held):
+            self.held.append(value)
+            screen.tick()
+        elif isinstance(value, Planned):
+            self.planned.append(value)
+        elif isinstance(value, Infeasible):
+            self.infeasible.append(value)
+        elif isinstance(value, Phase):
+            screen.phase(value.text, value.steps)
+
+    def num_rounds(self) -> int:
+        """How often every file was replayed under every choice."""
+        return min(Counter((r.choice, r.index) for r in self.replayed).values(), default=0)
+
+    def choices(self) -> list[str]:
+        """What was replayed, ``auto`` first."""
+        return list(dict.fromkeys(r.choice for r in self.replayed))
+
+    def median_s(self, choice: str, index: int) -> float | None:
+        times = [r.time_s for r in self.replayed if r.choice == choice and r.index == index]
+        return statistics.median(times) if times else None
+
+
+def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
+    """The model that the flags describe. Heads are 32 wide unless they say otherwise."""
+    heads = args.heads or max(1, args.hidden // 32)
+    kv_heads = args.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
+    intermediate = args.intermediate or math.ceil(args.hidden * args.wide / 8) * 8
+    return LlamaSize(
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        max_tokens=max_tokens,
+    )
+
+
+def setting_of(args: argparse.Namespace, device: str) -> launch.Setting:
+    return launch.Setting(device=device, timeout_s=args.timeout, verbose=args.verbose)
+
+
+def pick_files(
+    files: Sequence[TextFile], ranges: Sequence[LengthRange], per_range: int
+) -> list[int]:
+    """Indices of up to ``per_range`` files of each range, spread over its lengths."""
+    picked = []
+    for r in ranges:
+        known: dict[int, int] = {}
+        for i, f in enumerate(files):
+            if f.num_tokens in r:
+                known.setdefault(f.num_tokens, i)
+        inside = [known[n] for n in sorted(known)]
+        k = min(per_range, len(inside))
+        # The middle of each of k equal parts: neither the shortest nor the longest alone.
+        picked += [inside[(2 * j + 1) * len(inside) // (2 * k)] for j in range(k)]
+    return picked
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Trains, replays, checks; the exit code."""
+    require_transformers()
+    console = make_console()
+    began = time.monotonic()
+    device = launch.choose_device(args.device, args.ranks)
+    size = llama_size(args, args.cap)
+    files = draw_files(args.steps, args.cap, args.seed, args.text)
+    ranges = length_ranges(args.cap)
+    strategies = ATTENTION_STRATEGIES if args.ranks > 1 else ()
+    picked = pick_files(files, ranges, args.per_range)
+    _introduce(console, args, device, size, files)
+
+    record = Record()
+    with Screen(console, args.steps) as screen:
+        screen.phase(f"starting {args.ranks} rank{'s' * (args.ranks > 1)}")
+        results = launch.run_ranks(
+            "paradyse.cli.rank_jobs:train",
+            args.ranks,
+            {
+                "size": size,
+                "files": files,
+                "seed": args.seed,
+                "options": {"inner": args.inner, "plan": args.plan},
+                "replay_at": picked,
+                "rounds": args.rounds if strategies else 0,
+                "strategies": strategies,
+            },
+            setting_of(args, device),
+            lambda rank, value: record.hear(screen, value),
+        )
+        alone: list[StepDone] = []
+
+        def hear_alone(value: StepDone) -> None:
+            alone.append(value)
+            screen.tick()
+
+        screen.phase("the same training in one process, eager", args.steps)
+        launch.run_ranks(
+            "paradyse.cli.rank_jobs:train_alone",
+            1,
+            {"size": size, "files": files, "seed": args.seed},
+            setting_of(args, device),
+            lambda rank, value: hear_alone(value),
+        )
+    _summarize(console, args, ranges, files, record, results)
+    ok = _check_losses(console, args, record.steps, alone)
+    console.print(f"{time.monotonic() - began:.0f} s in all", highlight=False)
+    return 0 if ok else 1
+
+
+def _introduce(
+    console: Console,
+    args: argparse.Namespace,
+    device: str,
+    size: LlamaSize,
+    files: Sequence[TextFile],
+) -> None:
+    where = "GPUs, NCCL" if device == "cuda" else f"CPUs, gloo, {launch.num_cores()} cores"
+    lengths = sorted(f.num_tokens for f in files)
+    source = "the Python standard library" if args.text is None else args.text
+    console.print(
+        f"HuggingFace {size}\n"
+        f"{args.ranks} rank{'s' * (args.ranks > 1)} on {where}; plan: {args.plan}; "
+        f"inner compiler: {args.inner}\n"
+        f"{len(files)} files of {source}, bytes as tokens: {lengths[0]} to {lengths[-1]}, "
+        f"median {lengths[len(lengths) // 2]}",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _summarize(
+    console: Console,
+    args: argparse.Namespace,
+    ranges: Sequence[LengthRange],
+    files: Sequence[TextFile],
+    record: Record,
+    results: list[dict[str, Any]],
+) -> None:
+    choices = [c for c in record.choices() if c != AUTO]
+    rows = []
+    for r in ranges:
+        steps = [s for s in record.steps if s.num_tokens in r]
+        if not steps:
+            continue
+        plans = Counter(s.plan for s in steps)
+        plan = "; ".join(p if len(plans) == 1 else f"{p} ({n})" for p, n in plans.most_common())
+        at = sorted({x.index for x in record.replayed if x.num_tokens in r})
+        rows.append((str(r), str(len(steps)), plan, *choice_times(record, choices, at)))
+    trained = AUTO if args.plan == AUTO else "training's plan"
+    header = ("length", "steps", "plan used", trained, *choices)
+    console.print()
+    if record.replayed:
+        everything = sorted({x.index for x in record.replayed})
+        rows.append(("all", str(len(record.steps)), "", *choice_times(record, choices, everything)))
+        title = (
+            f"forward and backward of the same files, {len(everything)} in all, up to "
+            f"{args.per_range} of each range, under {trained} and each static plan: medians of "
+            f"{record.num_rounds()} warm runs, interleaved; * fastest"
+        )
+        show_table(console, title, header, rows)
+    else:
+        show_table(console, "plans by length", header[:3], [r[:3] for r in rows])
+    for i in record.infeasible:
+        console.print(f"{i.choice}: {i.why}", markup=False, highlight=False)
+    stats = results[0]["stats"]
+    peaks = ", ".join(format_bytes(r["peak_bytes"]) for r in results)
+    console.print(
+        f"training: {stats.captures} captures, {stats.variants_compiled} variants of blocks "
+        f"compiled, {stats.plan_switches} plan switches; "
+        f"{format_bytes(sum(stats.bytes_per_collective.values()))} sent by rank 0; "
+        f"peak memory by rank: {peaks}",
+        markup=False,
+        highlight=False,
+    )
+
+
+def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
+    """Time of the files ``at`` under auto; under each of ``choices``, times that."""
+    if not at:
+        return ("-",) * (1 + len(choices))
+    totals = {
+        c: sum(t for i in at if (t := record.median_s(c, i)) is not None) for c in (AUTO, *choices)
+    }
+    best = min(totals.values())
+    cells = [format_seconds(totals[AUTO]), *(f"{totals[c] / totals[AUTO]:.2f}x" for c in choices)]
+    return tuple(c + ("*" if t == best else "") for c, t in zip(cells, totals.values()))
+
+
+def _check_losses(
+    console: Console, args: argparse.Namespace, ours: Sequence[StepDone], alone: Sequence[StepDone]
+) -> bool:
+    """Prints and returns whether the losses of the ranks are the one-process losses."""
+    errors = [abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours, alone)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    ok = len(ours) == args.steps and all(e <= TOLERANCE for e in errors)
+    n = len(errors)
+    over = f"{'' if n == args.steps else 'the first '}{n} step{'s' * (n > 1)}"
+    many = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    console.print(
+        f"{'ok' if ok else 'FAILED'}: losses of {many} against one process, eager: max relative "
+        f"difference {errors[worst]:.1e} over {over} (step {worst + 1}: "
+        f"{ours[worst].loss:.6f} and {alone[worst].loss:.6f}); tolerance {TOLERANCE:.0e}",
+        style="green" if ok else "bold red",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    ours_s, alone_s = (sum(s.time_s for s in steps[: len(alone)]) for steps in (ours, alone))
+    console.print(
+        f"loss {ours[0].loss:.3f} at the first step, {ours[-1].loss:.3f} at the last; {over} "
+        f"took {ours_s:.1f} s with compilation, one process eager {alone_s:.1f} s",
+        markup=False,
+        highlight=False,
+    )
+    return ok

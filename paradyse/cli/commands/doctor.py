@@ -1,0 +1,159 @@
+"""``paradyse doctor``: is everything here that the backend needs? If not, what to do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paradyse.cli import launch
+from paradyse.cli.screen import make_console, show_table
+from paradyse.planning.planner import format_bytes
+
+COMPILERS = ("g++", "clang++", "c++")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    found: str
+    problem: str = ""
+    """What is missing, and the way out; empty: all is well."""
+
+
+def _version(name: str, least: str = "", needed: str = "") -> Finding:
+    """A distribution's version. ``needed``: what for, if it must be there."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "not installed", f"{needed}: pip install {name}" if needed else "")
+    numbers = [int(x) for x in version.split("+")[0].split(".")[:2] if x.isdigit()]
+    if least and numbers < [int(x) for x in least.split(".")]:
+        return Finding(name, version, f"too old: pip install '{name}>={least}'")
+    return Finding(name, version)
+
+
+def _python() -> Finding:
+    return Finding("python", f"{platform.python_version()} ({sys.executable})")
+
+
+def _device() -> Finding:
+    import torch
+
+    n = torch.cuda.device_count()
+    if n:
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(n))
+        return Finding("device", f"{n} GPU{'s' * (n > 1)}: {names}")
+    from paradyse.planning.machine import device_capacity
+
+    memory = format_bytes(device_capacity(torch.device("cpu")))
+    return Finding("device", f"CPU, {launch.num_cores()} cores, {memory} usable")
+
+
+def _compiler() -> Finding:
+    """Inductor compiles C++ for CPUs; on GPUs Triton wants a C compiler for its launchers."""
+    asked = os.environ.get("CXX")
+    for name in (asked, *COMPILERS):
+        if name and shutil.which(name):
+            return Finding("C++ compiler", str(shutil.which(name)))
+    return Finding(
+        "C++ compiler",
+        "none",
+        "inductor needs one: apt-get install g++, or set CXX; without it use "
+        "options={'inner': 'aot_eager'} (--inner aot_eager)",
+    )
+
+
+def _backends() -> Finding:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return Finding("collectives", "none", "this torch was built without torch.distributed")
+    there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
+    found = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in there.items())
+    import torch
+
+    if not there["gloo"]:
+        return Finding("collectives", found, "gloo is needed on CPUs: install a build that has it")
+    if torch.cuda.device_count() and not there["NCCL"]:
+        return Finding(
+            "collectives", found, "NCCL is needed on GPUs: install a CUDA build of torch"
+        )
+    return Finding("collectives", found)
+
+
+def _entry_point() -> Finding:
+    import torch._dynamo
+
+    points = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    mine = [p for p in points if p.name == "paradyse"]
+    out = "pip install -e . in the checkout (make setup does it), with this Python"
+    if not mine:
+        return Finding("backend", "not registered", out)
+    if "paradyse" not in torch._dynamo.list_backends(exclude_tags=()):
+        return Finding("backend", f"{mine[0].value}, not known to Dynamo", out)
+    return Finding("backend", f"backend='paradyse' is {mine[0].value}")
+
+
+def _ranks() -> Finding:
+    """Two processes and one all-reduce."""
+    device = launch.choose_device("auto", 2)
+    try:
+        sums = launch.run_ranks(
+            "paradyse.cli.rank_jobs:sum_of_ranks", 2, {}, launch.Setting(device, timeout_s=90)
+        )
+    except launch.RanksFailed as e:
+        return Finding(
+            "2 ranks",
+            "failed",
+            f"{e}\ncheck GLOO_SOCKET_IFNAME (lo for local ranks) and firewalls on loopback",
+        )
+    wrong = "" if sums == [1.0, 1.0] else f"an all-reduce of 0 and 1 gave {sums}"
+    return Finding("2 ranks", f"an all-reduce works ({device})", wrong)
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    lambda: _version("paradyse", needed="it is imported from a folder, not installed"),
+    lambda: _version("torch", "2.11", "the backend is one of torch's"),
+    lambda: _version("triton"),
+    lambda: _version(
+        "transformers", "5.17", "demo, verify, plan and bench make their models by it"
+    ),
+    _device,
+    _compiler,
+    _backends,
+    _entry_point,
+    _ranks,
+)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Every check; exit code 1 if one found a problem."""
+    console = make_console()
+    findings = []
+    with console.status("looking around ..."):
+        for check in CHECKS:
+            findings.append(check())
+    rows = [("PROBLEM" if f.problem else "ok", f.what, f.found) for f in findings]
+    show_table(console, "what the backend needs", ("", "what", "found"), rows)
+    problems = [f for f in findings if f.problem]
+    for f in problems:
+        console.print(f"{f.what}: {f.problem}", style="bold red", markup=False, highlight=False)
+    if problems:
+        return 1
+    console.print(
+        "All is there. To see inside: TORCH_LOGS='+paradyse' for logs, and the option "
+        "'dump': folder for the graph after every pass.",
+        markup=False,
+        highlight=False,
+    )
+    return 0

@@ -1,0 +1,154 @@
+"""``paradyse plan --gpus N --device NAME``: plans for machines that are not there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paradyse.cli import models as integrations
+from paradyse.cli.charts import Table, write_charts
+from paradyse.cli.plan_page import page_of
+from paradyse.cli.screen import make_console, show_table
+from paradyse.config import AUTO
+from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
+from paradyse.offline.dry_run import DryRun, dry_run
+from paradyse.offline.outlook import MIXTURE, Forecast, Outlook, look_ahead, plan_in_words
+from paradyse.planning.costs import Machine
+from paradyse.planning.explain import format_seconds
+from paradyse.planning.planner import format_bytes
+
+DEVICE = "a100-80gb"
+"""Where ``--gpus`` is given without ``--device``."""
+TRACED_TOKENS = 512
+"""Of the sequence that the model is traced with; its length is symbolic."""
+FIRST_LENGTH = 2048
+"""Where ``--lengths`` is not given: this length, and doubled until nothing fits."""
+
+
+def default_lengths(longest: int) -> list[int]:
+    """Powers of two from ``FIRST_LENGTH`` up to one beyond ``longest``."""
+    lengths = [FIRST_LENGTH]
+    while lengths[-1] <= longest:
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
+def dry_run_of(
+    config: dict[str, object], layers: int | None, dtype: str, num_gpus: int, sharded: bool
+) -> DryRun:
+    """The model of a HuggingFace configuration, without its weights, on so many ranks.
+
+    Raises:
+        ValueError: it is no causal language model, or nothing in its graph can be split.
+    """
+    with torch.device("meta"):
+        model = integrations.make_model({**config, "use_cache": False}, layers, dtype=dtype)
+        ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
+    model.train()
+    with integrations.whole_graphs():
+        return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded)
+
+
+def run_plan_on_paper(args: argparse.Namespace) -> int:
+    """Strategy, time and memory against the length on a described cluster; the exit code."""
+    integrations.require_transformers()
+    dtype = args.dtype or "bfloat16"
+    name = DEVICE if args.device == "auto" else args.device
+    cluster, num_gpus = read_cluster(name), args.gpus or 8
+    machine = machine_of(cluster, num_gpus, getattr(torch, dtype))
+    console = make_console()
+    with console.status(f"a dry run on {num_gpus} ranks ..."):
+        config = integrations.read_config(args.model)
+        run = dry_run_of(config, args.layers, dtype, num_gpus, args.weights == "sharded")
+        outlook = look_ahead(
+            run,
+            machine,
+            args.lengths or default_lengths,
+            getattr(torch, dtype),
+            args.batch,
+            memory_limit=args.memory_limit,
+            sharded=args.weights == "sharded",
+        )
+    title = describe(outlook, args.model, cluster, num_gpus, args.weights)
+    tables = tables_of(outlook, cluster, num_gpus, None if args.plan == AUTO else args.plan)
+    console.print(title, markup=False, highlight=False)
+    for table in tables:
+        show_table(console, *table)
+    for note in [*run.notes, *remarks(machine)]:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    if args.out:
+        for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
+            console.print(line, markup=False, highlight=False)
+    return 0
+
+
+def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:
+    """One line: what was planned for."""
+    names = ", ".join(dict.fromkeys(d.name for d in cluster.devices))
+    return (
+        f"{Path(model).name}: {outlook.run.num_parameters / 1e9:.3g} billion parameters, "
+        f"{len(outlook.run.blocks)} blocks, on {num_gpus} x {names}, batch {outlook.batch}, "
+        f"{str(outlook.dtype).removeprefix('torch.')}, weights {weights}"
+    )
+
+
+def tables_of(
+    outlook: Outlook, cluster: Cluster, num_gpus: int, explained: str | None = None
+) -> list[Table]:
+    """Machine, plans by length, every strategy's time and memory, and the longest lengths.
+
+    Args:
+        explained: show this strategy alone beside the mixture; None: all.
+    """
+    tables: list[Table] = [("machine", ("part", "rates"), describe_cluster(cluster, num_gpus))]
+    of = outlook.forecasts
+    rows: list[tuple[str, ...]] = [
+        (f"{f.seq_len:,}", format_seconds(f.time_s), format_bytes(f.peak_bytes),
+         plan_in_words(outlook.run.blocks, f.plan))
+        for f in of[MIXTURE]
+    ]  # fmt: skip
+    tables.append(("plan by length", ("tokens", "time", "memory", "strategies"), rows))
+    names = [n for n in of if n != MIXTURE and explained in (None, n)]
+    lengths = sorted({f.seq_len for n in names for f in of[n]})
+    for title, cell in (("time of a step", _time), ("peak memory of a rank", _peak)):
+        rows = []
+        for n in lengths:
+            found = [next((f for f in of[s] if f.seq_len == n), None) for s in [*names, MIXTURE]]
+            rows.append((f"{n:,}", *map(cell, found)))
+        tables.append((title, ("tokens", *names, MIXTURE), rows))
+    longest = [
+        (name, f"{outlook.longest[name]:,}" if outlook.longest[name] else "none fits")
+        for name in [*names, MIXTURE]
+    ]
+    longest += [(name, f"infeasible: {why}") for name, why in outlook.infeasible.items()]
+    tables.append(("longest trainable length", ("strategy", "tokens"), longest))
+    static = format_bytes(outlook.run.static_bytes)
+    limit = format_bytes(outlook.limit_bytes)
+    memory = [
+        ("weights, gradients, optimizer", static),
+        ("communicators", format_bytes(outlook.machine.communicator_bytes)),
+        ("may be used", limit),
+    ]
+    tables.append(("memory of a rank", ("what", "bytes"), memory))
+    return tables
+
+
+def _time(f: Forecast | None) -> str:
+    return "-" if f is None else format_seconds(f.time_s) if f.fits else "does not fit"
+
+
+def _peak(f: Forecast | None) -> str:
+    return "-" if f is None else format_bytes(f.peak_bytes) + ("" if f.fits else " (too much)")
+
+
+def remarks(machine: Machine) -> Sequence[str]:
+    """What the numbers are, and are not."""
+    return (
+        f"{machine.source}; nothing here was measured on it",
+        "memory is seen in a dry run of the model's real graph, operator by operator; fused "
+        "kernels need less, and attention is taken as a flash kernel",
+        "times are forward and backward, without the optimizer's step",
+    )

@@ -1,0 +1,128 @@
+"""``paradyse profile``: measures a model's blocks on the machine, with a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paradyse.cli import launch
+from paradyse.cli.commands.demo import setting_of
+from paradyse.cli.models import LlamaSize, read_config, require_transformers
+from paradyse.cli.screen import make_console, show_table
+from paradyse.planning.explain import format_seconds
+from paradyse.planning.profile_file import MEASURED, Measurement, Profile
+from paradyse.profiling import measure as profiler
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """Measures every block under every strategy at every length; the exit code."""
+    require_transformers()
+    config: Any = read_config(args.model) if args.model else LlamaSize(args.layers or 2)
+    path = Path(args.out).resolve()
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {args.out}: no folder {path.parent}")
+    if args.overwrite:
+        path.unlink(missing_ok=True)
+    arguments = {
+        "path": str(path),
+        "lengths": args.lengths,
+        "batch": args.batch,
+        "strategies": args.strategies,
+        "training": not args.forward_only,
+        "memory_limit": args.memory_limit,
+        "repeats": args.repeats,
+        "options": {"inner": args.inner},
+    }
+    device = launch.choose_device(args.device, args.ranks)
+    console = make_console()
+    if device == "cpu" and args.ranks > (cores := launch.num_cores()):
+        crowd = f"{args.ranks} ranks share {cores} core{'s' if cores > 1 else ''}"
+        text = f"{crowd}: what a block takes depends on when the others run, and lengths beyond the"
+        text += " longest are predicted badly"
+        console.print(text, markup=False, highlight=False)
+    with _Bar(console) as bar:
+        found = launch.run_ranks(
+            "paradyse.cli.rank_jobs:profile",
+            args.ranks,
+            {
+                "config": config,
+                "layers": args.layers,
+                "dtype": args.dtype,
+                "sharded": args.sharded,
+                "arguments": arguments,
+            },
+            # Between two reports lie all steps of a strategy at a length.
+            replace(setting_of(args, device), silence_s=args.timeout),
+            lambda rank, report: bar.show(report),
+        )[0]
+    if isinstance(found, str):
+        raise ValueError(found)
+    show_summary(console, found, args)
+    return 0
+
+
+class _Bar:
+    """How far it is: a bar on a terminal, a line each elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting ranks, compiling", total=None)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, report: profiler.Progress) -> None:
+        text = report.text or "done"
+        self._progress.update(
+            self._task, description=text, completed=report.done, total=report.total
+        )
+        if not self._console.is_terminal:
+            line = f"{report.done}/{report.total}  {text}"
+            self._console.print(line, markup=False, highlight=False)
+
+
+def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> None:
+    """The fastest strategy of every block at every length, and where the file is."""
+    mine = [
+        m
+        for m in found.measurements
+        if m.batch == args.batch and m.training != args.forward_only and m.seq_len in args.lengths
+    ]
+    blocks = sorted({(m.kind, m.structure) for m in mine if m.kind != "rest"})
+    names = [f"{kind} {structure}" for kind, structure in blocks]
+    rows = []
+    for n in sorted({m.seq_len for m in mine}):
+        cells = [str(n)]
+        for kind, structure in blocks:
+            at = [m for m in mine if (m.kind, m.structure, m.seq_len) == (kind, structure, n)]
+            cells.append(_fastest(at))
+        rows.append(cells)
+    title = f"fastest strategy of a block, batch {args.batch}, {found.setting.num_ranks} ranks"
+    show_table(console, title, ("length", *names), rows)
+    text = f"{found.path}: {len(found.measurements)} measurements"
+    console.print(text, markup=False, highlight=False)
+
+
+def _fastest(measurements: list[Measurement]) -> str:
+    fits = [m for m in measurements if m.outcome == MEASURED]
+    if not fits:
+        return measurements[0].outcome if measurements else "-"
+    best = min(fits, key=lambda m: m.forward_s + m.backward_s)
+    return f"{best.strategy} {format_seconds(best.forward_s + best.backward_s)}"

@@ -1,0 +1,327 @@
+"""Runs a function on several local ranks: processes that share a group, and report back.
+
+``run_ranks("package.module:function", 2, {...})`` starts one process a rank, joins them (gloo on
+CPUs, NCCL on GPUs), and calls ``function(rank, **arguments)`` on each. What the ranks report comes
+to the caller as it is sent. The first rank to fail ends the others, by their process ids, and so
+does a time-out; if the caller itself is killed, its ranks see their pipe close and leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing.connection
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RANKS_PER_CORE = 4
+"""CPU ranks beyond this many a core only wait for each other."""
+GRACE_S = 3.0
+"""How long the other ranks may take to finish after one has failed."""
+GROUP_TIMEOUT_S = 300.0
+"""Of a collective: longer than ranks differ in compile time, which is what they wait for."""
+LOG_TAIL = 4_000
+"""Characters of a rank's own output that a failure quotes."""
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised, died, or nothing was heard in time. The text has the rank's traceback."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank's function is given first: its place, and how to report."""
+
+    rank: int
+    size: int
+    device: str
+    """``cpu`` or ``cuda``; on CUDA the rank's device is already the current one."""
+    send: Callable[[Any], None]
+    """Hands the caller a value that pickles. It does not wait for it to be read."""
+
+
+@dataclass
+class _Process:
+    """One rank as its parent sees it."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    log: Path
+    result: Any = None
+    done: bool = False
+    failure: str = ""
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How ranks run: what is common to all of them."""
+
+    device: str = "cpu"
+    timeout_s: float = 1800.0
+    """For the whole call."""
+    silence_s: float = 600.0
+    """For any rank to report anything."""
+    verbose: bool = False
+    """Rank 0 writes to this process's standard error, for logs; else to a file."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_device(asked: str, num_ranks: int) -> str:
+    """``cpu`` or ``cuda`` for this many ranks.
+
+    Args:
+        asked: ``auto`` takes GPUs where there is one for every rank.
+    Raises:
+        ValueError: not enough GPUs, or far more ranks than cores.
+    """
+    if asked != "cpu":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus >= num_ranks:
+            return "cuda"
+        if asked == "cuda":
+            raise ValueError(
+                f"--device cuda: {num_ranks} ranks need as many GPUs, and there are {gpus}; "
+                f"use --ranks {gpus} or --device cpu"
+                if gpus
+                else "--device cuda: torch sees no GPU; use --device cpu"
+            )
+    limit = RANKS_PER_CORE * num_cores()
+    if num_ranks > limit:
+        raise ValueError(
+            f"--ranks {num_ranks}: at most {limit} CPU ranks are started on the {num_cores()} "
+            f"cores here ({RANKS_PER_CORE} a core); use fewer"
+        )
+    return "cpu"
+
+
+def run_ranks(
+    target: str,
+    num_ranks: int,
+    arguments: Mapping[str, Any],
+    setting: Setting | None = None,
+    on_report: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """``target(rank, **arguments)`` on every rank; the results in the order of ranks.
+
+    Args:
+        target: ``package.module:function``; imported by the ranks.
+        arguments: anything that pickles; equal on all ranks.
+        on_report: called here with (rank, value) for everything that a rank sends.
+    Raises:
+        RanksFailed: a rank raised or died, or the time-outs of ``setting`` passed.
+    """
+    setting = setting or Setting()
+    with tempfile.TemporaryDirectory(prefix="paradyse-ranks-") as folder:
+        ranks: list[_Process] = []
+        try:
+            for r in range(num_ranks):
+                ranks.append(_start(r, num_ranks, Path(folder), setting))
+            for rank in ranks:
+                with contextlib.suppress(OSError):  # it has died: reading says so
+                    rank.pipe.send((target, dict(arguments)))
+            _collect(ranks, setting, on_report or (lambda rank, value: None))
+        finally:
+            _end(ranks)
+    return [rank.result for rank in ranks]
+
+
+def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
+    mine, theirs = multiprocessing.connection.Pipe()
+    log = folder / f"{rank}.log"
+    env = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+    share = str(max(1, num_cores() // size))
+    env.setdefault("OMP_NUM_THREADS", share)
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
+    if sys.platform == "linux":  # ranks are local: the host's name need not resolve
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.update(setting.env)
+    command = [sys.executable, "-m", "paradyse.cli.launch", str(theirs.fileno()), setting.device]
+    with open(log, "wb") as file:
+        visible = setting.verbose and rank == 0
+        process = subprocess.Popen(
+            [*command, str(folder / "store")],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=None if visible else file,
+            stderr=None if visible else subprocess.STDOUT,
+            env=env,
+            start_new_session=True,  # Ctrl-C is ours to handle, and a rank's helpers end with it
+        )
+    theirs.close()
+    return _Process(process, mine, log)
+
+
+def _collect(
+    ranks: list[_Process], setting: Setting, on_report: Callable[[int, Any], None]
+) -> None:
+    """Reads until all ranks are done, or raises for the first failure."""
+    start = heard = time.monotonic()
+    failed: list[int] = []
+    deadline = start + setting.timeout_s
+    while waiting := [r for r in ranks if not (r.done or r.failure)]:
+        until = min(deadline, heard + setting.silence_s)
+        ready = multiprocessing.connection.wait(
+            [r.pipe for r in waiting], max(0.0, until - time.monotonic())
+        )
+        if not ready:
+            break
+        heard = time.monotonic()
+        for i, rank in enumerate(ranks):
+            if rank.pipe not in ready or rank.done or rank.failure:
+                continue
+            kind, value = _receive(rank)
+            if kind == "report":
+                on_report(i, value)
+            elif kind == "result":
+                rank.result, rank.done = value, True
+            else:
+                rank.failure = value
+                failed.append(i)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failed:
+        # A rank tells before it goes, so the first is the cause; but one that died told nothing,
+        # and the others may have noticed before its end was seen here.
+        i = min(failed, key=lambda r: not ranks[r].died)
+        raise RanksFailed(f"rank {i} of {len(ranks)} {ranks[i].failure}{_output(ranks[i])}")
+    if waiting:
+        after = time.monotonic() - start
+        why = (
+            f"not finished in {after:.0f} s"
+            if after >= setting.timeout_s
+            else f"no sign of life for {setting.silence_s:.0f} s"
+        )
+        raise RanksFailed("\n".join([f"{why}; the ranks were at", *_stacks(ranks)]))
+
+
+def _receive(rank: _Process) -> tuple[str, Any]:
+    try:
+        return rank.pipe.recv()
+    except (EOFError, OSError):
+        rank.died = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(GRACE_S)
+        code = rank.process.returncode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = "; out of memory is the usual reason" if name == "SIGKILL" else ""
+            return "failure", f"was ended by signal {name}{hint}"
+        return "failure", f"ended early, exit code {code}"
+
+
+def _output(rank: _Process) -> str:
+    text = rank.log.read_text(errors="replace").strip()
+    return f"\nits output:\n{text[-LOG_TAIL:]}" if text else ""
+
+
+def _stacks(ranks: list[_Process]) -> list[str]:
+    """The Python stacks of the ranks that have not returned, by faulthandler's signal."""
+    parts = []
+    for i, rank in enumerate(ranks):
+        if rank.done:
+            continue
+        size = rank.log.stat().st_size
+        if rank.process.poll() is None:
+            rank.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+        parts.append(f"rank {i}:\n{rank.log.read_text(errors='replace')[size:].rstrip()}")
+    return parts
+
+
+def _end(ranks: list[_Process]) -> None:
+    """Ends what still runs; each rank leads a process group of its own helpers."""
+    for rank in ranks:
+        if rank.done:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(GRACE_S)
+        if rank.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()
+        rank.pipe.close()
+
+
+def _main(fd: int, device: str, store: str) -> int:
+    """A rank's life: join the group, call the function, send what it returns."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    pipe = Connection(fd)
+    lock = threading.Lock()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def send(kind: str, value: Any) -> None:
+        with lock:
+            pipe.send((kind, value))
+
+    try:
+        target, arguments = pipe.recv()
+        threading.Thread(target=_leave_with_the_parent, args=(pipe,), daemon=True).start()
+        place = Rank(rank, size, device, lambda value: send("report", value))
+        _join(rank, size, device, store)
+        send("result", pkgutil.resolve_name(target)(place, **arguments))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            send("failure", f"failed:\n{traceback.format_exc().rstrip()}")
+        return 1
+    return 0
+
+
+def _leave_with_the_parent(pipe: Connection) -> None:
+    """The parent sends nothing more: the end of the pipe is the end of the parent."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.recv()
+    os._exit(1)
+
+
+def _join(rank: int, size: int, device: str, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if size > 1:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+            device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        )
+
+
+if __name__ == "__main__":
+    code = _main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's own way out: a failed rank's group would wait for the others there.
+    os._exit(code)

@@ -1,0 +1,272 @@
+"""What the command line's ranks do: train, replay under each strategy, plan, verify, measure.
+
+Every function here runs on all ranks, started by ``paradyse.cli.launch``; rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paradyse.cli import models as integrations
+from paradyse.cli.corpus import TextFile
+from paradyse.cli.launch import Rank
+from paradyse.cli.models import LlamaSize
+from paradyse.cli.replay import Phase, block_kinds, describe_plan, replay, wait_for_all
+from paradyse.planning.explain import PlanReport, VerifyReport
+from paradyse.planning.profile_file import Profile
+
+REPLAY_S = 60.0
+"""No further round of the demo's replay begins after this long; the first is always whole."""
+ALONE_S = 60.0
+"""The one-process training that losses are checked against ends here, at the latest."""
+LEARNING_RATE, MOMENTUM = 0.03, 0.9
+"""Plain SGD: its steps are linear in the gradient, so rounding errors stay rounding errors, where
+Adam's division raises those of near-zero gradients to full steps. At this rate a difference of 1e-7
+in the weights stays 1e-7 in the losses of 300 steps; at 0.1 it grows to 1e-2."""
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One training step."""
+
+    step: int
+    name: str
+    """Of the file."""
+    num_tokens: int
+    plan: str
+    """In words."""
+    loss: float
+    time_s: float
+    peak_bytes: int
+    """Of the process, or of the device's memory on CUDA, during this step."""
+    compiled: int
+    """Compilations so far, of pieces and variants."""
+
+
+class Peak:
+    """Peak memory of one step at a time: of the device, or the process's resident set on CPUs."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # not Linux, or not allowed: the peak is then that of the whole run
+            pass
+
+    def read_bytes(self) -> int:
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        try:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _batch(file: TextFile, device: str) -> dict[str, Tensor]:
+    ids = torch.tensor([file.tokens()], device=device)  # [1, S]
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(
+    rank: Rank,
+    size: LlamaSize,
+    files: Sequence[TextFile],
+    seed: int,
+    options: Mapping[str, Any],
+    replay_at: Sequence[int] = (),
+    rounds: int = 0,
+    strategies: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Trains on ``files``, one a step, with the plan left to the backend; then replays some.
+
+    Args:
+        options: of the backend.
+        replay_at: indices of files to run again under each of ``strategies`` and the plans that
+            training used, ``rounds`` times, interleaved.
+    Returns:
+        Peak bytes of this rank, and its counters.
+    """
+    import paradyse
+
+    model = integrations.make_llama(size, seed).to(rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    compiled = torch.compile(model, backend="paradyse", options=dict(options))
+    peak, highest = Peak(rank.device), 0
+    plans: list[str] = []
+    kinds: list[str] = []
+    if rank.rank == 0:
+        rank.send(Phase("training; a plan used for the first time is compiled first", len(files)))
+    with integrations.whole_graphs():
+        for i, file in enumerate(files):
+            batch = _batch(file, rank.device)
+            peak.reset()
+            start = time.perf_counter()
+            loss = compiled(**batch).loss
+            loss.backward()
+            _clip(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = float(loss.detach())
+            wait_for_all(rank)
+            time_s = time.perf_counter() - start
+            now = paradyse.stats(compiled)
+            plans.append(now.plan_per_length.get(file.num_tokens, ""))
+            kinds = kinds or block_kinds(compiled, file.num_tokens)
+            highest = max(highest, peak.read_bytes())
+            done = StepDone(
+                i,
+                file.name,
+                file.num_tokens,
+                describe_plan(plans[-1], kinds),
+                value,
+                time_s,
+                peak.read_bytes(),
+                now.pieces_compiled,
+            )
+            if rank.rank == 0:
+                rank.send(done)
+        counters = paradyse.stats(compiled)
+        if replay_at and rounds:
+            known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
+            trace = [(i, _batch(files[i], rank.device), known[i]) for i in replay_at]
+            replay(rank, model, trace, strategies, rounds, options, REPLAY_S)
+    return {"peak_bytes": highest, "stats": counters}
+
+
+def _clip(model: torch.nn.Module) -> None:
+    """Gradients to norm 1 at most: a plain recipe that keeps a small model on a steady course."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def train_alone(
+    rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int
+) -> dict[str, Any]:
+    """The same training in one process and eagerly: what ``train`` has to reproduce.
+
+    No further step begins after ``ALONE_S``.
+    """
+    model = integrations.make_llama(size, seed).to(rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
+    losses: list[float] = []
+    began = time.monotonic()
+    for i, file in enumerate(files):
+        if losses and time.monotonic() - began > ALONE_S:
+            break
+        start = time.perf_counter()
+        loss = model(**_batch(file, rank.device)).loss
+        loss.backward()
+        _clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        time_s = time.perf_counter() - start
+        rank.send(StepDone(i, file.name, file.num_tokens, "eager", losses[-1], time_s, 0, 0))
+    return {"losses": losses}
+
+
+def _random_batch(model: torch.nn.Module, batch: int, seq_len: int, device: str) -> dict[str, Any]:
+    ids = torch.randint(integrations.vocabulary_of(model), (batch, seq_len)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def plan(
+    rank: Rank,
+    config: dict[str, Any],
+    layers: int | None,
+    dtype: str,
+    batch: int,
+    lengths: Sequence[int],
+    options: Mapping[str, Any],
+) -> list[PlanReport]:
+    """A report for each length. One forward of few tokens makes the graph known."""
+    import paradyse
+
+    model = integrations.make_model(config, layers, dtype=dtype).to(rank.device)
+    model.train()
+    compiled = torch.compile(model, backend="paradyse", options=dict(options))
+    reports = []
+    with integrations.whole_graphs():
+        compiled(**_random_batch(model, batch, 16, rank.device))
+        for n in lengths:
+            reports.append(paradyse.explain(compiled, batch, n))
+    return reports
+
+
+def verify(
+    rank: Rank,
+    config: dict[str, Any],
+    layers: int | None,
+    dtype: str,
+    batch: int,
+    seq_len: int,
+    seed: int,
+    options: Mapping[str, Any],
+) -> VerifyReport:
+    """``paradyse.verify`` on a batch of random tokens."""
+    import paradyse
+
+    model = integrations.make_model(config, layers, seed, dtype).to(rank.device)
+    with integrations.whole_graphs():
+        report: VerifyReport = paradyse.verify(
+            model, _random_batch(model, batch, seq_len, rank.device), dict(options)
+        )
+    return report
+
+
+def profile(
+    rank: Rank,
+    config: dict[str, Any] | LlamaSize,
+    layers: int | None,
+    dtype: str,
+    sharded: bool,
+    arguments: Mapping[str, Any],
+) -> Profile | str:
+    """``paradyse.profile`` of a model with random weights; rank 0 reports how far it is.
+
+    Args:
+        config: of the model; a size makes a Llama.
+        arguments: of ``paradyse.profile``, other than the model.
+    Returns:
+        The file, or why it is refused, on every rank alike.
+    """
+    import paradyse
+
+    if isinstance(config, LlamaSize):
+        model = integrations.make_llama(config).to(getattr(torch, dtype))
+    else:
+        model = integrations.make_model(config, layers, dtype=dtype)
+    model.to(rank.device)
+    if sharded:
+        paradyse.shard(model)
+    with integrations.whole_graphs():
+        try:
+            found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
+        except ValueError as e:
+            return str(e)
+    return found
+
+
+def sum_of_ranks(rank: Rank) -> float:
+    """A collective of the smallest kind, to see whether the ranks reach each other."""
+    total = torch.ones(1, device=rank.device) * rank.rank
+    if rank.size > 1:
+        dist.all_reduce(total)
+    return float(total)

@@ -1,0 +1,276 @@
+"""What the ranks of ``demo`` and ``bench`` replay: a trace of lengths under every choice, in turns.
+
+Rank 0 reports: first what ``auto`` means at each length, then memory, then the time of every run.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paradyse.cli import models as integrations
+from paradyse.cli.launch import Rank
+from paradyse.cli.models import LlamaSize
+from paradyse.planning.costs import canonical_strategy
+from paradyse.planning.explain import short_key
+from paradyse.profiling.steps import peak_beyond, static_bytes
+from paradyse.types import Plan, Workload
+
+AUTO = "auto"
+GIVEN = "the function given as option 'plan': "
+"""How errors about a plan begin here; the function is ours, so it tells people nothing."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One forward and backward of a file under a choice, everything compiled before."""
+
+    choice: str
+    index: int
+    """Of the file in the trace."""
+    num_tokens: int
+    plan: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of one forward and backward under a choice, gradients in place from the one before."""
+
+    choice: str
+    num_tokens: int
+    peak_bytes: int
+    """Weights and gradients included; of the rank that held most."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What ``auto`` means at a length."""
+
+    num_tokens: int
+    shares: dict[str, dict[str, float]]
+    """Kind of block -> strategy -> share of those blocks."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What the ranks are at, for people."""
+
+    text: str
+    steps: int = 0
+    """Reports that will follow; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """A strategy that cannot be the plan of this model."""
+
+    choice: str
+    why: str
+
+
+def wait_for_all(rank: Rank) -> None:
+    """All ranks, and the device, have come here."""
+    if rank.device == "cuda":
+        torch.cuda.synchronize()
+    if rank.size > 1:
+        dist.barrier()
+
+
+def describe_plan(key: str, kinds: Sequence[str]) -> str:
+    """A plan's key in words: one name where all blocks run alike, else attention and MLP apart.
+
+    Args:
+        kinds: of the blocks, in the order of the key's names.
+    """
+    names: dict[str, list[str]] = {"attention": [], "mlp": []}
+    for kind, name in zip(kinds, key.split(",")):
+        names[kind].append(name)
+    attention, mlp = names["attention"], names["mlp"]
+    if len(set(attention)) == 1:
+        # An MLP's variant has several names: say the one that its neighbours have.
+        same = canonical_strategy("mlp", attention[0])
+        mlp = [attention[0] if canonical_strategy("mlp", m) == same else m for m in mlp]
+    texts = short_key(",".join(attention)), short_key(",".join(mlp))
+    if not all(texts) or texts[0] == texts[1]:
+        return texts[0] or texts[1]
+    return f"attention {texts[0]}, mlp {texts[1]}"
+
+
+def plan_shares(key: str, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of each kind of block the share that every strategy of a plan has."""
+    names: dict[str, list[str]] = {}
+    for kind, name in zip(kinds, key.split(",")):
+        names.setdefault(kind, []).append(name)
+    return {k: {n: of.count(n) / len(of) for n in of} for k, of in names.items()}
+
+
+def block_kinds(compiled: torch.nn.Module, num_tokens: int) -> list[str]:
+    """The kinds of the blocks of a model that has run at this length."""
+    import paradyse
+
+    return [b.kind for b in paradyse.explain(compiled, 1, num_tokens).blocks]
+
+
+Trace = Sequence[tuple[int, dict[str, Tensor], str]]
+"""Index of the file, its batch, and the key of the plan that ``auto`` means for it ("": ask)."""
+
+
+def _largest(rank: Rank, value: float) -> float:
+    """Of all ranks."""
+    answer = torch.tensor(value, dtype=torch.float64, device=rank.device)
+    if rank.size > 1:
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return float(answer)
+
+
+def _any_rank(rank: Rank, yes: bool) -> bool:
+    """Whether it is so on any rank: what ranks do next must not hang on their own clocks."""
+    return bool(_largest(rank, float(yes)))
+
+
+class _Choices:
+    """One compiled model for all choices: its plan option is a function that says the current one.
+
+    In every method ``known`` is the key of the plan that ``auto`` means, or "".
+    """
+
+    def __init__(self, rank: Rank, model: torch.nn.Module, options: Mapping[str, Any]) -> None:
+        self.rank, self.model = rank, model
+        self._current: Any = AUTO
+
+        def plan(workload: Workload) -> Any:
+            return self._current
+
+        self.compiled: torch.nn.Module = torch.compile(
+            model, backend="paradyse", options={**options, "plan": plan}
+        )
+
+    def _step(self, choice: str, batch: dict[str, Tensor], known: str) -> None:
+        self._current = Plan(tuple(known.split(","))) if choice == AUTO and known else choice
+        self.compiled(**batch).loss.backward()
+
+    def time_s(self, choice: str, batch: dict[str, Tensor], known: str) -> float:
+        """Seconds of forward and backward, until all ranks are done."""
+        wait_for_all(self.rank)
+        start = time.perf_counter()
+        self._step(choice, batch, known)
+        wait_for_all(self.rank)
+        time_s = time.perf_counter() - start
+        self.model.zero_grad()
+        return time_s
+
+    def peak_bytes(self, choice: str, batch: dict[str, Tensor], known: str) -> int:
+        """The most that a rank holds in forward and backward, gradients in place."""
+        step = partial(self._step, choice, batch, known)
+        step()
+        peak = static_bytes(self.model, training=True)
+        peak += peak_beyond(self.compiled, batch["input_ids"].device, step)
+        self.model.zero_grad()
+        return int(_largest(self.rank, peak))
+
+
+def replay(
+    rank: Rank,
+    model: torch.nn.Module,
+    trace: Trace,
+    strategies: Sequence[str],
+    rounds: int,
+    options: Mapping[str, Any],
+    limit_s: float = math.inf,
+    watch_memory: bool = False,
+) -> None:
+    """Forward and backward of ``trace`` under every choice, after all of them are compiled.
+
+    Args:
+        limit_s: no further round begins after this long.
+        watch_memory: also report plans, and the memory of each length under every choice, in steps
+            of their own.
+    """
+
+    def send(value: Any) -> None:
+        if rank.rank == 0:
+            rank.send(value)
+
+    under = _Choices(rank, model, options)
+    plans: dict[int, str] = {}
+    by_length = sorted(trace, key=lambda t: t[1]["input_ids"].shape[1])
+    choices = []
+    for choice in (AUTO, *strategies):
+        send(Phase(f"compiling {choice}"))
+        try:
+            # Its own plans on all of the trace for auto; else a short and a long one, which brings
+            # the variants and the graph of any length.
+            ends = by_length if choice == AUTO else [by_length[0], by_length[-1]]
+            for _, batch, known in ends:
+                under.time_s(choice, batch, known)
+        except (ValueError, NotImplementedError) as e:  # on every rank alike
+            if choice == AUTO:
+                raise
+            send(Infeasible(choice, str(e).removeprefix(GIVEN)))
+            continue
+        choices.append(choice)
+        if choice == AUTO:
+            plans = _report_plans(under.compiled, by_length, send if watch_memory else None)
+    if watch_memory:
+        distinct = {batch["input_ids"].shape[1]: (batch, known) for _, batch, known in by_length}
+        send(Phase("memory", len(distinct) * len(choices)))
+        for n, (batch, known) in distinct.items():
+            for choice in choices:
+                send(Held(choice, n, under.peak_bytes(choice, batch, known)))
+    send(Phase("timing", rounds * len(trace) * len(choices)))
+    gc.collect()
+    began = time.monotonic()
+    for r in range(rounds):
+        if r and _any_rank(rank, time.monotonic() - began > limit_s):
+            break
+        for index, batch, known in trace:
+            n = batch["input_ids"].shape[1]
+            # Another one goes first each time: what follows a neighbour's garbage is slower.
+            order = choices[r % len(choices) :] + choices[: r % len(choices)]
+            for choice in order:
+                time_s = under.time_s(choice, batch, known)
+                text = plans.get(n, "") if choice == AUTO else choice
+                send(Replayed(choice, index, n, text, time_s))
+
+
+def _report_plans(
+    compiled: torch.nn.Module, by_length: Trace, send: Callable[[Any], None] | None
+) -> dict[int, str]:
+    """Length -> the plan that was used for it, in words; sent as shares, too."""
+    import paradyse
+
+    kinds = block_kinds(compiled, by_length[0][1]["input_ids"].shape[1])
+    keys = paradyse.stats(compiled).plan_per_length
+    for n, key in keys.items():
+        if send is not None:
+            send(Planned(n, plan_shares(key, kinds)))
+    return {n: describe_plan(key, kinds) for n, key in keys.items()}
+
+
+def bench(
+    rank: Rank,
+    size: LlamaSize,
+    lengths: Sequence[int],
+    seed: int,
+    options: Mapping[str, Any],
+    rounds: int,
+    strategies: Sequence[str],
+) -> None:
+    """Replays a trace of lengths with random tokens, and watches memory; nothing is trained."""
+    model = integrations.make_llama(size, seed).to(rank.device)
+    trace = []
+    for i, n in enumerate(lengths):
+        ids = torch.randint(size.vocabulary, (1, n)).to(rank.device)
+        trace.append((i, {"input_ids": ids, "labels": ids}, ""))
+    with integrations.whole_graphs():
+        replay(rank, model, trace, strategies, rounds, options, watch_memory=True)

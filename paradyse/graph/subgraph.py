@@ -1,0 +1,179 @@
+"""Running a part of a graph at sizes other than those it was traced with.
+
+The passes work on a graph with plain integer sizes. A ``Piece`` is a part of it, a function of its
+input values; ``run`` evaluates it with every size argument written anew from the names of dims, so
+the same piece serves other lengths (the sequence factor bound to a symbol), a rank's rows (bound
+to the local length) or a group of heads (the heads factor bound to fewer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from paradyse.graph.factors import Dim, Factor, Names, resolve, size_of
+
+aten = torch.ops.aten
+
+_SHAPED_FIRST = {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
+_SHAPED_SECOND = {
+    aten.reshape.default,
+    aten.expand.default,
+    aten.broadcast_to.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.new_full.default,
+}
+_END = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a graph as a function."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    """In the order of computation; operators only."""
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def live_nodes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of ``nodes`` that ``outputs`` need."""
+    needed = set(outputs)
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [n for n in nodes if n in needed]
+
+
+def make_piece(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
+    """The piece of ``nodes`` (in graph order); its inputs are what they read from outside."""
+    inside = set(nodes)
+    inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+    return Piece(name, tuple(nodes), tuple(inputs), tuple(outputs))
+
+
+def _with_sizes(
+    node: fx.Node, names: Names, size: Callable[[Dim], Any], varies: Callable[[Dim], bool]
+) -> tuple[Any, ...]:
+    """``node``'s arguments with sizes written from its dims; ``size`` may give numbers or text."""
+    args: Any = node.args
+    if node.target in _SHAPED_SECOND:
+        return (args[0], [size(d) for d in names.of(node)], *args[2:])
+    if node.target in _SHAPED_FIRST:
+        return ([size(d) for d in names.of(node)], *args[1:])
+    if node.target == aten.unflatten.int:
+        at = args[1] % args[0].meta["val"].ndim
+        return (args[0], at, [size(d) for d in names.of(node)[at : at + len(args[2])]])
+    if node.target == aten.arange.default:
+        return (size(names.of(node)[0]),)
+    if node.target == aten.arange.start:
+        return (args[0], _plus(args[0], size(names.of(node)[0])))
+    if node.target == aten.slice.Tensor and len(args) > 3 and isinstance(args[3], int):
+        start, end = args[2] or 0, args[3]
+        dim = names.of(node)[args[1]]
+        if isinstance(start, int) and start >= 0 and 0 < end < _END and varies(dim):
+            return (*args[:3], _plus(start, size(dim)), *args[4:])
+    return args
+
+
+def _plus(start: int, n: Any) -> Any:
+    return f"{start}+{n}" if isinstance(n, str) else start + n
+
+
+Override = Callable[..., Any]
+
+
+def run(
+    piece: Piece,
+    values: Sequence[Any],
+    names: Names,
+    sizes: Mapping[Factor, Any],
+    overrides: Mapping[fx.Node, Override] | None = None,
+) -> tuple[Any, ...]:
+    """Evaluate ``piece`` on ``values`` (one per input).
+
+    Args:
+        sizes: factor -> size to use instead of the traced one.
+        overrides: node -> function called with the node's evaluated arguments in place of its
+            operator.
+    """
+
+    def size(dim: Dim) -> Any:
+        return size_of(dim, sizes)
+
+    def varies(dim: Dim) -> bool:
+        return any(f in sizes or f.origin()[0] in sizes for f in dim)
+
+    env: dict[fx.Node, Any] = dict(zip(piece.inputs, values, strict=True))
+    for node in piece.nodes:
+        override = overrides.get(node) if overrides else None
+        args = node.args if override else _with_sizes(node, names, size, varies)
+        args, kwargs = fx.map_arg((args, node.kwargs), lambda n: env[n])
+        env[node] = (override or node.target)(*args, **kwargs)
+    return tuple(env[n] for n in piece.outputs)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Letters for the factors whose size varies between calls."""
+
+    of: Mapping[Factor, str] = field(default_factory=dict)
+
+    def dim(self, dim: Dim) -> str:
+        parts: list[str] = []
+        const = 1
+        for f in resolve(dim):
+            base, k = f.origin()
+            if base in self.of:
+                parts += [str(const)] * (const > 1) + [
+                    f"({self.of[base]}{k:+d})" if k else self.of[base]
+                ]
+                const = 1
+            else:
+                const *= f.size
+        return "*".join(parts + [str(const)] * (const > 1)) or "1"
+
+    def varies(self, dim: Dim) -> bool:
+        return any(f.origin()[0] in self.of for f in resolve(dim))
+
+    def dims(self, dims: Sequence[Dim]) -> str:
+        return "[" + ", ".join(self.dim(d) for d in dims) + "]"
+
+
+def structure(piece: Piece, names: Names, labels: Labels) -> str:
+    """Text that two pieces share exactly when one compiled function serves both."""
+    index: dict[fx.Node, str] = {}
+    lines = []
+    for i, node in enumerate(piece.inputs):
+        index[node] = f"i{i}"
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            shape = labels.dims(names.of(node))
+            lines.append(f"i{i}: {shape} {val.dtype} {val.device} {'w' if is_weight(node) else ''}")
+        else:
+            lines.append(f"i{i}: {val}")
+    for i, node in enumerate(piece.nodes):
+        index[node] = f"n{i}"
+        val = node.meta.get("val")
+        tensor = isinstance(val, torch.Tensor)
+        args = _with_sizes(node, names, labels.dim, labels.varies) if tensor else node.args
+        text = fx.map_arg((args, node.kwargs), lambda n: _Ref(index[n]))
+        lines.append(f"n{i} = {node.target}{text!r}")
+    lines.append("return " + ", ".join(index[n] for n in piece.outputs))
+    return "\n".join(lines)
+
+
+class _Ref(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether ``node`` is a parameter or a buffer of the model."""
+    return node.op == "get_attr" or (node.op == "placeholder" and bool(node.meta.get("weight")))

@@ -1,0 +1,387 @@
+"""A model's real graph without its weights, its devices or its ranks.
+
+``dry_run`` makes a model on the meta device, captures it as ``torch.compile`` would for one rank of
+any number, over PyTorch's fake process group, and sends tensors without memory through every
+distinct block under every strategy, forward and backward: what each saves for backward and needs
+while it runs is seen, not computed from a formula.
+
+Uses ``torch.testing._internal.distributed.fake_pg`` and ``FakeTensorMode``, which are not public;
+tried on torch 2.13 (``tests/test_dry_run.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+
+from paradyse.config import Options
+from paradyse.distributed.axis import SINGLE, Axis, TokenLayout, resolve_axis
+from paradyse.graph.lower import dim_size
+from paradyse.graph.subgraph import is_weight
+from paradyse.kernels.attention_mask import position_intervals
+from paradyse.offline.ops import bodies
+from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
+from paradyse.passes.retrace import InputLike
+from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
+from paradyse.runtime.describe import describe_blocks
+from paradyse.runtime.frame import Frame, _zero
+from paradyse.runtime.program import BlockStep, PieceStep, Program
+from paradyse.runtime.saved_memory import Saved
+from paradyse.strategies import canonical_variant
+from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
+from paradyse.strategies.groups.rest_layout import rest_layouts
+from paradyse.strategies.metp import MetpVariant
+from paradyse.types import REPLICATED, BlockSpec
+from paradyse.weights.sharded_tensor import ShardedTensor, even_layout
+from paradyse.weights.slices import Form
+
+log = logging.getLogger(__name__)
+
+CHUNKS = (8, 16, 32, 64)
+"""Lengths to measure at, in chunks of which a rank holds two (``TokenLayout``). Sizes are linear in
+the tokens, or quadratic where there are scores: two or three give the polynomial, and one more is
+held against it."""
+
+FEW_GROUPS = 3
+"""Groups of ``metp`` that are run: the others repeat the last one, and sizes grow by as much."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory of one block (or piece between blocks) under one strategy."""
+
+    growth: Growth
+    gathered_bytes: int
+    """Of weights that are taken whole, and given back after use where they lie spread."""
+    before: Growth | None = None
+    """With one group of ``metp`` less than ``growth``, where not all are run."""
+    num_more: int = 0
+    """Groups that are not run."""
+    lasting: bool = False
+    """What it makes has no gradient and is read by blocks to the end, such as a rotary table."""
+
+    def at(self, tokens: int) -> tuple[int, int]:
+        """(saved bytes, bytes of workspace) with ``tokens`` on a rank, weights left out."""
+        saved, peak = self.growth.at(tokens)
+        if self.before is not None:
+            less, lower = self.before.at(tokens)
+            saved += self.num_more * (saved - less)
+            peak += self.num_more * max(0, peak - lower)
+        return saved, max(0, peak - saved)
+
+    def flops(self, tokens: int) -> float:
+        """Of its matmuls, forward and backward."""
+        return self.growth.flops_at(tokens)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is known of a model on so many ranks before it has run anywhere."""
+
+    blocks: tuple[BlockSpec, ...]
+    sizes: Mapping[tuple[str, str], Sizes]
+    """(Structure of a block, variant) -> its memory."""
+    between: tuple[Sizes, ...]
+    """What lies between blocks: embedding, tables of positions, head and loss."""
+    num_ranks: int
+    num_parameters: int
+    static_bytes: int
+    """Weights, gradients and two moments of an optimizer, on one rank."""
+    notes: tuple[str, ...]
+
+    def tokens(self, seq_len: int, batch: int) -> int:
+        """A rank holds of a batch, padding included."""
+        return batch * TokenLayout(self.num_ranks, seq_len).local_len
+
+    def block(self, block: BlockSpec, strategy: str) -> Sizes:
+        return self.sizes[block.structure, canonical_variant(block.kind, strategy)]
+
+
+def dry_run(
+    model: torch.nn.Module, batch: Mapping[str, Tensor], num_ranks: int, sharded: bool = True
+) -> DryRun:
+    """Capture ``model`` for one of ``num_ranks`` ranks, and measure all its variants.
+
+    Args:
+        model: on the meta device, in training.
+        batch: the model's keyword arguments, on the meta device: one sequence of a few hundred
+            tokens.
+        sharded: weights at rest are 1/p on each rank.
+    Raises:
+        ValueError: nothing in the model's graph can be split.
+        RuntimeError: this process has a process group.
+    """
+    with fake_world(num_ranks) as axis:
+        program = capture_program(model, batch, axis)
+        blocks = describe_blocks(program)
+        sizes: dict[tuple[str, str], Sizes] = {}
+        between = []
+        for step in program.steps:
+            if isinstance(step, PieceStep):
+                between.append(measure_step(program, step, ""))
+                continue
+            spec = blocks[step.index]
+            for strategy in spec.feasible() if num_ranks > 1 else (REPLICATED,):
+                key = (spec.structure, canonical_variant(spec.kind, strategy))
+                if key not in sizes:
+                    sizes[key] = measure_step(program, step, strategy)
+        parameters = list(model.parameters())
+        held = sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
+        return DryRun(
+            blocks,
+            sizes,
+            tuple(between),
+            num_ranks,
+            sum(p.numel() for p in parameters),
+            4 * held,
+            tuple(program.ctx.notes),
+        )
+
+
+def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
+    """Of the largest share that ``paradyse.shard`` leaves on a rank."""
+    if not parameter.ndim:
+        return parameter.element_size()
+    rows = -(-parameter.shape[0] // num_ranks)
+    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+
+
+def measure_step(program: Program, step: BlockStep | PieceStep, strategy: str) -> Sizes:
+    """The memory of one step under one strategy, at any length."""
+    variant = program.variant(step, strategy) if isinstance(step, BlockStep) else None
+    if not isinstance(variant, MetpVariant) or len(variant.used) <= FEW_GROUPS:
+        growth, gathered = _growth(program, step, strategy)
+        lasting = isinstance(step, PieceStep) and not any(map(_has_gradient, step.piece.outputs))
+        return Sizes(growth, gathered, lasting=lasting)
+    used = variant.used
+    try:
+        variant.used = used[: FEW_GROUPS - 1]
+        before, _ = _growth(program, step, strategy)
+        variant.used = used[:FEW_GROUPS]
+        growth, gathered = _growth(program, step, strategy)
+    finally:
+        variant.used = used
+    return Sizes(growth, gathered, before, len(used) - FEW_GROUPS)
+
+
+def _growth(program: Program, step: BlockStep | PieceStep, strategy: str) -> tuple[Growth, int]:
+    """The growth of a step, and the bytes of weights that it takes whole."""
+    tokens, samples = [], []
+    for chunk in (CHUNKS[0], *CHUNKS):
+        layout = TokenLayout(program.axis.size, 2 * program.axis.size * chunk)
+        tokens.append(layout.local_len)
+        samples.append(run_alone(program, step, strategy, layout.seq_len, 1))
+        if len(samples) == len(CHUNKS):
+            # the first only compiles
+            with contextlib.suppress(ValueError):
+                return fit_growth(tokens[1:], samples[1:]), samples[-1].gathered_bytes
+    return fit_growth(tokens[1:], samples[1:]), samples[-1].gathered_bytes
+
+
+@contextlib.contextmanager
+def fake_world(num_ranks: int) -> Iterator[Axis]:
+    """The sequence axis of rank 0 of ``num_ranks`` that do not exist: collectives do nothing.
+
+    Raises:
+        RuntimeError: this process has a process group already.
+    """
+    if num_ranks == 1:
+        yield SINGLE
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a dry run needs a process that has no process group")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield resolve_axis()
+    finally:
+        dist.destroy_process_group()
+
+
+def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: Axis) -> Program:
+    """The program of ``model`` (on the meta device, in training) for one rank of ``axis``.
+
+    Args:
+        batch: the model's keyword arguments, tensors on the meta device.
+    Raises:
+        ValueError: the model is not one graph, or nothing in it can be split.
+    """
+    found: list[tuple[Program | None, Sequence[str]]] = []
+    options = Options(inner="aot_eager")
+
+    def capture(gm: fx.GraphModule, examples: list[Any]) -> Any:
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        weights = [is_model_state(n, e) for n, e in zip(placeholders, examples, strict=True)]
+        inputs = trace_inputs(placeholders, examples).values
+        program, ctx = build_program(_on_cpu(gm), _inputs_on_cpu(inputs), weights, options, axis)
+        found.append((program, ctx.notes))
+        raise _Captured
+
+    compiled = torch.compile(model, backend=capture, dynamic=True)
+    with contextlib.suppress(_Captured):
+        try:
+            compiled(**batch)
+        except Exception as e:
+            if not found:
+                raise
+            if not isinstance(e.__cause__ or e, _Captured) and "_Captured" not in str(e):
+                raise
+    program, notes = found[0]
+    if program is None:
+        raise ValueError(f"nothing in the model's graph can be split: {'; '.join(notes)}")
+    return program
+
+
+class _Captured(Exception):
+    """The graph is known; nothing is to be run."""
+
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+def _on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` for tensors that claim to be on the CPU: parts of PyTorch do not know "meta"."""
+
+    def moved(x: Any) -> Any:
+        return _CPU if x in (_META, "meta") and isinstance(x, torch.device | str) else x
+
+    for node in gm.graph.nodes:
+        if node.op.startswith("call_"):
+            node.args = map_aggregate(node.args, moved)
+            node.kwargs = map_aggregate(node.kwargs, moved)
+    gm.recompile()
+    return gm
+
+
+def _inputs_on_cpu(inputs: Sequence[Any]) -> list[Any]:
+    return [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in inputs]
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    """As the model was traced; the fake value of a node does not tell."""
+    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
+
+
+class _Alone(Frame):
+    """A frame in which one step runs by itself: its inputs and weights are there when it begins."""
+
+    def __init__(
+        self, program: Program, constants: Any, step: BlockStep | PieceStep, timeline: Timeline
+    ):
+        super().__init__(program, [None] * len(program.placeholders), constants)
+        self.timeline = timeline
+        self.gathered_bytes = 0
+        self.given: list[Tensor] = []
+        self.held: list[Tensor] = []
+        """Weights handed out."""
+        self.layouts = (
+            rest_layouts(program.scope, step.block) if isinstance(step, BlockStep) else {}
+        )
+        for node in step.piece.inputs:
+            if is_tensor(node) and not is_weight(node):
+                self.env[node] = self._input(node)
+
+    def _input(self, node: fx.Node) -> Tensor:
+        here = node in self.ctx.split and node.op != "placeholder" and self.axis.size > 1
+        dims = spec_dims(self.program.scope, node, SPLIT if here else WHOLE)
+        like = node.meta["val"]
+        x = torch.empty([dim_size(d, self.sizes) for d in dims], dtype=like.dtype)
+        self.given.append(x.requires_grad_(_has_gradient(node)))
+        return x
+
+    def raw(self, node: fx.Node) -> Tensor:
+        like = node.meta["val"]
+        if self.axis.size == 1 or not like.ndim:
+            return self.weights([node], [None])[0]
+        layout = self.layouts.get(node) or even_layout(self.axis, like.shape[0])
+        rows = torch.empty(layout.shape(like.shape, self.axis.rank), dtype=like.dtype)
+        self._hold(rows)
+        return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
+
+    def weights(
+        self, nodes: Sequence[fx.Node], forms: Sequence[Form], summed: bool = True
+    ) -> tuple[Tensor, ...]:
+        out = []
+        for node, form in zip(nodes, forms, strict=True):
+            like = node.meta["val"]
+            shape = list(like.shape)
+            if form is not None:
+                shape[form.dim] = len(form.groups[self.axis.rank])
+            w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
+            self._hold(w)
+            if form is None or node not in self.layouts:
+                self.gathered_bytes += like.numel() * like.element_size()
+            out.append(w)
+        return tuple(out)
+
+    def _hold(self, weight: Tensor) -> None:
+        self.held.append(weight)
+        self.timeline.given([weight])
+
+    def shared(self) -> list[Tensor]:
+        """What does not belong to the step: weights, and tables that all blocks read."""
+        tables = [*self.common, *self.env.values(), *self.forms.values()]
+        return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
+
+
+@contextlib.contextmanager
+def _no_leftovers() -> Iterator[None]:
+    """What is computed inside is not found in caches outside, nor the other way round: the same
+    operators every time, and no tensor without memory where a real one is looked for."""
+    position_intervals.cache_clear()
+    try:
+        yield
+    finally:
+        position_intervals.cache_clear()
+
+
+def run_alone(
+    program: Program, step: BlockStep | PieceStep, strategy: str, seq_len: int, batch: int
+) -> Sample:
+    """One step forward and backward on tensors without memory."""
+    layout = program.axis.layout(seq_len)
+    sizes = {WHOLE: seq_len, "B": batch}
+    if program.axis.size > 1:
+        sizes[SPLIT] = layout.local_len
+    _zero(program.device)  # kept for good: it must be a real one
+    with _no_leftovers(), FakeTensorMode(allow_non_fake_inputs=True):
+        constants = program.constants_for(sizes, ())
+        timeline, saved = Timeline(bodies(program.axis)), Saved()
+        frame = _Alone(program, constants, step, timeline)
+        frame._at(step.index if isinstance(step, BlockStep) else -1, program.between_id)
+        timeline.given([*frame.common, *frame.env.values()])
+        with timeline:
+            with saved.watch():
+                if isinstance(step, BlockStep):
+                    frame.run_block(step, strategy)
+                else:
+                    frame.run_piece(step)
+            outputs = [frame.env[n] for n in step.piece.outputs]
+            outputs = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+            kept = saved.num_bytes(frame.shared())
+            if not outputs:  # tables that blocks read to the end
+                timeline.mark()
+                kept = timeline.alive_bytes[-1]
+            if outputs:
+                grads = [torch.empty_like(x) for x in outputs]
+                frame.env.clear()
+                torch.autograd.backward(outputs, grads)
+                timeline.mark()
+    given = sum(_num_bytes(x) for x in frame.given if x.requires_grad)
+    alive = tuple(n + given for n in timeline.alive_bytes)
+    return Sample(kept, alive, frame.gathered_bytes, timeline.flops)
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

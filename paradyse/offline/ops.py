@@ -1,0 +1,101 @@
+"""Operators that communicate, computed by operators that a ``Timeline`` can see.
+
+Their own bodies, with two differences: the sequence's length and the block's id are given as
+numbers, as there is no tensor to read them from; and a ring has at most ``RING`` steps, since from
+its third one on the same buffers come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import _AXES, Axis, TokenLayout
+from paradyse.distributed.tokens import gather_tokens, reduce_scatter_tokens
+from paradyse.strategies.attention import colossal, ring, ulysses
+
+RING = 4
+"""Steps of a ring that is run: its first, two that are like all others, and its last."""
+
+
+MANY_RANKS = 64
+"""From here on rows are put into sequence order by one copy instead of two for each rank: the same
+bytes, and a thousand times fewer operators."""
+
+
+@dataclass(frozen=True)
+class _ShortRing(Axis):
+    """An axis of which a ring sees few ranks, while tokens are laid out over all."""
+
+    num_ranks: int = 1
+
+    def layout(self, seq_len: int) -> TokenLayout:
+        return TokenLayout(self.num_ranks, seq_len)
+
+
+def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
+    """Operator -> function of the same arguments."""
+    block_id, p = collectives.AGREEMENT, axis.size
+    numbers: dict[Any, Callable[..., Any]] = {
+        # what code reads off a tensor outside these operators is the id of a block
+        torch.ops.aten._local_scalar_dense.default: lambda x: block_id
+    }
+    if p == 1:
+        return numbers
+    short = _ShortRing(f"{axis.name} dry", min(p, RING), 0, axis.group, p)
+    _AXES[short.name] = short
+
+    def with_numbers(op: Any, length: Callable[..., int], name: str) -> Callable[..., Any]:
+        """The body of ``op``, told the sequence's length, on the axis ``name``."""
+        at = [a.name for a in op._opoverload._schema.arguments].index
+
+        def run(*args: Any) -> Any:
+            given = list(args)
+            given[at("info")] = (length(*args), block_id)
+            given[at("axis")] = name
+            return op._init_fn(*given)
+
+        return run
+
+    def tokens(q: Tensor, *rest: Any) -> int:
+        return q.shape[2] * p
+
+    def gather(x: Tensor, local: Tensor, whole: Tensor, info: Any, dim: int, name: str) -> Tensor:
+        stacked = collectives.all_gather(x, axis, block_id)
+        ordered = x.new_empty([*x.shape[:dim], p * x.shape[dim], *x.shape[dim + 1 :]])
+        del stacked
+        return ordered.narrow(dim, 0, whole.shape[0]).contiguous()
+
+    def scatter(x: Tensor, local: Tensor, whole: Tensor, info: Any, dim: int, name: str) -> Tensor:
+        shape = [p, *x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]]
+        parts = x.new_empty(shape)
+        stacked = torch.empty_like(parts)
+        del parts
+        return collectives.reduce_scatter(stacked, axis, block_id)
+
+    many = p >= MANY_RANKS
+    rings = (
+        ring.attention_ring,
+        ring._backward,
+        colossal.attention_colossal,
+        colossal._backward,
+    )
+    exchanges = (ulysses.attention_ulysses, ulysses._backward)
+    found = {
+        **{op: with_numbers(op, tokens, short.name) for op in rings},
+        **{op: with_numbers(op, tokens, axis.name) for op in exchanges},
+        gather_tokens: gather if many else with_numbers(gather_tokens, _no_length, axis.name),
+        reduce_scatter_tokens: scatter
+        if many
+        else with_numbers(reduce_scatter_tokens, _no_length, axis.name),
+    }
+    return numbers | {op._opoverload: run for op, run in found.items()}
+
+
+def _no_length(*args: Any) -> int:
+    return 0

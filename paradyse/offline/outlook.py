@@ -1,0 +1,169 @@
+"""What a dry run and a machine on paper say of every strategy at every length, and of the mixture.
+
+Memory is that of ``dry_run``; operations, bytes and messages are ``cost.prior_cost``'s, from the
+shapes of the captured blocks, at the rates of ``devices.machine_of``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from paradyse.config import Options
+from paradyse.offline.dry_run import DryRun
+from paradyse.planning.costs import BlockCost, Machine, canonical_strategy, prior_cost
+from paradyse.planning.planner import Planner, longest_length
+from paradyse.types import BlockSpec, Plan, Workload
+
+MIXTURE = "mixture"
+"""What the planner chooses, a strategy for every block."""
+
+LONGEST = 1 << 34
+"""Tokens at which the search for the longest length ends."""
+
+RESIDENT = 2
+"""Times a block's whole weights are there where they lie spread over ranks: its own, and the next
+block's on their way while it runs (``gathered.LOOK_AHEAD``)."""
+
+
+class PaperCosts:
+    """Costs for a ``Planner``: times predicted, memory seen in a dry run."""
+
+    floor_bytes = 0
+    """Sharded weights' gradients are summed block by block."""
+    margin = 0.0
+    """Bytes are counted, not measured."""
+
+    def __init__(self, run: DryRun, machine: Machine, sharded: bool = True):
+        self.run, self.machine, self.sharded = run, machine, sharded
+
+    def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
+        prior = prior_cost(block, strategy, workload, self.machine, self.sharded)
+        sizes = self.run.block(block, strategy)
+        saved, workspace = sizes.at(self.run.tokens(workload.seq_len, workload.batch))
+        weights = RESIDENT * sizes.gathered_bytes if self.sharded else 0
+        return replace(prior, saved_bytes=saved, workspace_bytes=workspace + weights)
+
+    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
+        """Of embedding, head and loss: memory, and the time of their matmuls."""
+        tokens = self.run.tokens(workload.seq_len, workload.batch)
+        tables, most, flops = 0, 0, 0.0
+        for sizes in self.run.between:
+            saved, workspace = sizes.at(tokens)
+            weights = RESIDENT * sizes.gathered_bytes if self.sharded else 0
+            # what the head saves is gone before any block's backward: it is workspace
+            most = max(most, saved + workspace + weights)
+            tables += saved if sizes.lasting else 0
+            flops += sizes.flops(tokens)
+        return BlockCost(flops / self.machine.matmul_flops, tables, most, 0)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One strategy (or the mixture) at one length."""
+
+    seq_len: int
+    time_s: float
+    """Of a step, forward and backward, without the optimizer."""
+    peak_bytes: int
+    """Of a rank."""
+    fits: bool
+    plan: tuple[str, ...]
+    """The strategy of every block."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The answer of ``look_ahead``."""
+
+    run: DryRun
+    machine: Machine
+    limit_bytes: float
+    batch: int
+    dtype: torch.dtype
+    infeasible: Mapping[str, str]
+    """Strategy -> why it cannot be the plan of all blocks."""
+    forecasts: Mapping[str, tuple[Forecast, ...]]
+    """Strategy, or ``MIXTURE`` -> one for each length; the mixture's only where it fits."""
+    longest: Mapping[str, int]
+    """Strategy, or ``MIXTURE`` -> the longest length that fits, in tokens; 0: none does."""
+
+
+def look_ahead(
+    run: DryRun,
+    machine: Machine,
+    lengths: Sequence[int] | Callable[[int], Sequence[int]],
+    dtype: torch.dtype,
+    batch: int = 1,
+    strategies: Sequence[str] | None = None,
+    memory_limit: int | None = None,
+    sharded: bool = True,
+) -> Outlook:
+    """Every strategy, and the mixture of all, at ``lengths``.
+
+    Args:
+        lengths: tokens of a sequence; or a function of the longest length that fits.
+        batch: sequences a step. memory_limit: bytes a rank may use; None: what ``machine`` has.
+        strategies: what the mixture may use; None: all.
+    """
+    limit = memory_limit if memory_limit is not None else machine.capacity_bytes
+    machine = replace(machine, capacity_bytes=limit)
+    options = Options(strategies=tuple(strategies)) if strategies else Options()
+    options = replace(options, smoothing=0.0)  # plans by length alone, not by what came before
+    costs = cast(Any, PaperCosts(run, machine, sharded))
+    planner = Planner(
+        options, run.blocks, run.num_ranks, lambda _: machine, run.static_bytes, sharded, costs
+    )
+    bound = float("inf") if limit is None else float(limit)
+
+    def workload(seq_len: int) -> Workload:
+        return Workload(batch, seq_len, dtype, True, run.num_ranks)
+
+    infeasible = {}
+    for s in options.strategies:
+        why = [f"{b.name}: {b.infeasible[s]}" for b in run.blocks if s in b.infeasible]
+        if why:
+            infeasible[s] = why[0]
+    static = [s for s in options.strategies if s not in infeasible]
+
+    def least(seq_len: int) -> float:
+        return planner.least_bytes(workload(seq_len))
+
+    def need(s: str) -> Callable[[int], float]:
+        plan = Plan((s,) * len(run.blocks))
+        return lambda n: planner.predict(plan, workload(n))[1]
+
+    longest = {s: longest_length(need(s), bound, LONGEST) for s in static}
+    longest[MIXTURE] = longest_length(least, bound, LONGEST)
+    if callable(lengths):
+        lengths = lengths(longest[MIXTURE])
+    forecasts = {
+        s: tuple(
+            _forecast(planner, Plan((s,) * len(run.blocks)), workload(n), bound) for n in lengths
+        )
+        for s in static
+    }
+    possible = [n for n in lengths if least(n) <= bound]
+    forecasts[MIXTURE] = tuple(
+        _forecast(planner, planner.plan(workload(n)), workload(n), bound) for n in possible
+    )
+    return Outlook(run, machine, bound, batch, dtype, infeasible, forecasts, longest)
+
+
+def _forecast(planner: Planner, plan: Plan, workload: Workload, bound: float) -> Forecast:
+    time_s, peak = planner.predict(plan, workload)
+    return Forecast(workload.seq_len, time_s, peak, peak <= bound, planner.variants(plan))
+
+
+def plan_in_words(blocks: Sequence[BlockSpec], plan: Sequence[str]) -> str:
+    """Per kind each strategy with how many blocks have it: ``attention metp; mlp 3 metp, ...``."""
+    parts = []
+    for kind in dict.fromkeys(b.kind for b in blocks):
+        names = [canonical_strategy(kind, s) for b, s in zip(blocks, plan) if b.kind == kind]
+        counts = {n: names.count(n) for n in names}
+        text = ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
+        parts.append(f"{kind} {text}")
+    return "; ".join(parts)

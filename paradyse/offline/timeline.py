@@ -1,0 +1,136 @@
+"""Bytes that are alive while tensors without memory pass through a block: a timeline.
+
+``Timeline`` records, after every operator, what the storages made so far take. The same block at
+another length does the same operators on other sizes, each a polynomial of the length, so the
+timelines of a few lengths give that of any (``Growth``), and with it the peak, exactly: the moment
+of the peak may be another one at another length.
+
+Operators that communicate are looked into, so that their buffers count; attention's kernels are
+taken to allocate their results alone, as a flash kernel does.
+
+Uses ``torch.utils._python_dispatch`` and ``torch.multiprocessing.reductions``, which are not
+public; tried on torch 2.13 (``tests/test_dry_run.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.flop_counter import flop_registry
+
+from paradyse.runtime.saved_memory import storages
+
+
+class Timeline(TorchDispatchMode):
+    """Bytes alive after each operator, of storages made since it was entered.
+
+    Args:
+        bodies: operator -> a function that computes it by operators to be seen one by one.
+    """
+
+    def __init__(self, bodies: Mapping[Any, Callable[..., Any]]):
+        super().__init__()
+        self.bodies = bodies
+        self.alive_bytes: list[int] = []
+        self.flops = 0
+        """Of matmuls, as ``torch.utils.flop_counter`` counts them."""
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._given: set[int] = set()
+
+    def given(self, values: Iterable[Any]) -> None:
+        """``values`` were there before: they do not count."""
+        for key in storages(values):
+            self._given.add(key)
+            self._made.pop(key, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        body = self.bodies.get(func)
+        if body is None:
+            out = func(*args, **(kwargs or {}))
+            count = flop_registry.get(func._overloadpacket)
+            self.flops += count(*args, **(kwargs or {}), out_val=out) if count else 0
+        else:
+            with self:
+                out = body(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x):
+                storage = x.untyped_storage()
+                if storage._cdata not in self._given and storage._cdata not in self._made:
+                    self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.mark()
+        return out
+
+    def mark(self) -> None:
+        """Record what is alive now."""
+        for key in [k for k, (ref, _) in self._made.items() if ref.expired()]:
+            del self._made[key]
+        self.alive_bytes.append(sum(n for _, n in self._made.values()))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One block (or piece) under one strategy at one length, forward and backward."""
+
+    saved_bytes: int
+    timeline: tuple[int, ...]
+    """Bytes alive after each operator; of what was there before, the block's input alone."""
+    gathered_bytes: int
+    """Of weights that the block takes whole."""
+    flops: int
+    """Of its matmuls."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Saved bytes and timeline as polynomials of the tokens a rank holds."""
+
+    saved: np.ndarray
+    """Coefficients [degree + 1], lowest first."""
+    timeline: np.ndarray
+    """Coefficients [operators, degree + 1]."""
+    flops: np.ndarray
+    """Coefficients [degree + 1]."""
+
+    def flops_at(self, tokens: int) -> float:
+        """Operations of the matmuls with ``tokens`` on a rank."""
+        return float(self.flops @ float(tokens) ** np.arange(len(self.flops)))
+
+    def at(self, tokens: int) -> tuple[int, int]:
+        """(saved bytes, peak bytes) with ``tokens`` on a rank."""
+        powers = float(tokens) ** np.arange(len(self.saved))
+        return round(float(self.saved @ powers)), round(float((self.timeline @ powers).max()))
+
+
+EXACT = 1e-6
+"""How far the last sample may be off, as a share: rounding of the solution."""
+
+
+def fit_growth(tokens: Sequence[int], samples: Sequence[Sample]) -> Growth:
+    """The polynomials of degree ``len(samples) - 2`` through all samples but the last, which is
+    held against them.
+
+    Raises:
+        ValueError: the samples did not do the same operators, or the last one is elsewhere.
+    """
+    lengths = sorted({len(s.timeline) for s in samples})
+    if len(lengths) > 1:
+        raise ValueError(f"not the same operators at {list(tokens)} tokens: {lengths} of them")
+    scale = float(tokens[0])  # solved in units of the shortest, so that powers stay small
+    at = np.array(tokens, dtype=float) / scale
+    powers = np.vander(at, len(samples) - 1, increasing=True)
+    values = np.array([(s.saved_bytes, s.flops, *s.timeline) for s in samples], dtype=float)
+    found = np.linalg.solve(powers[:-1], values[:-1])
+    off = np.abs(powers[-1] @ found - values[-1])
+    if (off > EXACT * np.abs(values).max(0) + 1).any():
+        raise ValueError(f"bytes are no polynomial of the length: off by {off.max():.0f}")
+    coefficients = (found / scale ** np.arange(len(found))[:, None]).T
+    return Growth(coefficients[0], np.unique(coefficients[2:], axis=0), coefficients[1])

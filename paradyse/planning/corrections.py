@@ -1,0 +1,119 @@
+"""What a run has shown of its costs: measured against predicted, by kind of block and by length.
+
+Times are corrected both ways, as ``time_ratios`` estimates. Memory only upwards, and only of
+variants that have run: a step that needed less than was predicted does not show that every step
+will. Lengths count by their scale, a power of two of tokens, so that an error at short lengths,
+such as Python's own time, is not taken for one at long ones. Memory at a scale that was not
+measured is corrected as at the nearest one that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+from paradyse.planning.costs import BlockCost
+from paradyse.planning.time_ratios import Key, Ratios
+from paradyse.types import Workload
+
+TIME = "time"
+"""Measured over predicted, of a key and by scale (``time_ratios``)."""
+
+SAVED, WORKSPACE = "saved", "workspace"
+"""The same of bytes."""
+
+REST_SAVED, REST_WORKSPACE = "rest saved", "rest workspace"
+"""Bytes of what is in no block, by tokens."""
+
+FLOOR, STATIC = "floor", "static"
+"""Bytes: the most that was held beyond static when backward ends, and static itself."""
+
+RATIOS, REST, CONSTANTS = (SAVED, WORKSPACE), (REST_SAVED, REST_WORKSPACE), (FLOOR, STATIC)
+
+Rows = Mapping[Hashable, Mapping[int, float]]
+"""Key -> scale -> ratio; None -> tokens -> bytes of the rest; None -> 0 -> bytes of a constant."""
+
+ONLINE = "online"
+"""Source of a cost that was corrected."""
+
+
+def num_tokens(workload: Workload) -> int:
+    return workload.batch * workload.seq_len
+
+
+def scale_of(workload: Workload) -> int:
+    """Equal for workloads whose tokens lie between the same two powers of two."""
+    return num_tokens(workload).bit_length()
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Equal on all ranks."""
+
+    measured: Mapping[str, Rows]
+    """Quantity of bytes -> what ranks agreed that they measured."""
+    times: Ratios = field(default_factory=Ratios)
+
+    def apply(self, cost: BlockCost, key: Key, workload: Workload) -> BlockCost:
+        """``cost`` as corrected. What was learned of memory was learned in training."""
+        at = scale_of(workload)
+        time_s = cost.time_s * self.times.ratio(key, at)
+        source = ONLINE if self.times.knows(key) else cost.source
+        cost = replace(cost, time_s=time_s, source=source)
+        if not workload.training or key not in self.measured[SAVED]:
+            return cost
+        return replace(
+            cost,
+            saved_bytes=round(cost.saved_bytes * self.value(SAVED, key, at)),
+            workspace_bytes=round(cost.workspace_bytes * self.value(WORKSPACE, key, at)),
+            memory_source=ONLINE,
+        )
+
+    def apply_to_rest(self, cost: BlockCost | None, workload: Workload) -> BlockCost | None:
+        """The same of what is in no block.
+
+        Args:
+            cost: as predicted; None: it was not.
+        """
+        if not workload.training or not self.measured[REST_SAVED]:
+            return cost
+        saved, workspace = (int(self.value(q, None, num_tokens(workload))) for q in REST)
+        if cost is None:
+            return BlockCost(0.0, saved, workspace, 0, source=ONLINE, memory_source=ONLINE)
+        return replace(
+            cost,
+            saved_bytes=max(cost.saved_bytes, saved),
+            workspace_bytes=max(cost.workspace_bytes, workspace),
+            memory_source=ONLINE,
+        )
+
+    def constant(self, quantity: str) -> int:
+        """``FLOOR`` or ``STATIC``; 0 where it was not measured."""
+        return int(self.value(quantity, None, 0))
+
+    def value(self, quantity: str, of: Hashable, at: int) -> float:
+        """Of bytes: a ratio at a scale; those of the rest at so many tokens; a constant at 0."""
+        row = self.measured[quantity].get(of, {})
+        if quantity in RATIOS:
+            return max(1.0, nearest(row, at)) if row else 1.0
+        return along(row, at) if row else 0.0
+
+
+def nearest(row: Mapping[int, float], at: int) -> float:
+    """The value at the scale nearest to ``at``; of two the larger scale's."""
+    return row[min(row, key=lambda scale: (abs(scale - at), -scale))]
+
+
+def along(points: Mapping[int, float], at: int) -> float:
+    """Bytes at ``at`` tokens: between measured points and beyond the last two a straight line, as
+    embedding, head and loss grow; before the first, and with one alone, as there.
+    """
+    xs = sorted(points)
+    if len(xs) == 1 or at <= xs[0]:
+        return points[xs[0]]
+    end = next((i for i in range(1, len(xs)) if at <= xs[i]), len(xs) - 1)
+    a, b = xs[end - 1], xs[end]
+    slope = (points[b] - points[a]) / (b - a)
+    if at > b:
+        slope = max(0.0, slope)
+    return points[b] + slope * (at - b)

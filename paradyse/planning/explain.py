@@ -1,0 +1,404 @@
+"""What the library tells people about itself: plans explained, strategies verified, counters.
+
+Values with ``str()`` as plain text; with ``rich``, ``print`` of a console shows them as tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.planning.costs import BlockCost, canonical_strategy
+from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
+
+Rows = list[tuple[str, ...]]
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need to be; no trailing blanks."""
+    widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
+    lines = [header, ["-" * w for w in widths], *rows]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
+
+
+def _rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*header, title=escape(title), title_justify="left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def format_seconds(s: float) -> str:
+    """Seconds for people: ``1.25 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if s >= scale or unit == "us":
+            return f"{s / scale:.3g} {unit}"
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class StrategyRow:
+    """One strategy for one block, or for all blocks."""
+
+    strategy: str
+    why: str
+    """``chosen``, or why not."""
+    time_s: float | None = None
+    """Predicted seconds a step; None where it cannot run."""
+    peak_bytes: int | None = None
+    """A block's: saved for backward + workspace. A plan's: as predicted for the rank."""
+    comm_bytes: int | None = None
+    """Sent by a rank in a step."""
+    source: str = ""
+    """What the time comes from (``BlockCost.source``); several for a plan of unlike blocks."""
+    memory_source: str = ""
+    """"online" where the bytes were corrected by this run (``BlockCost.memory_source``)."""
+
+    def cells(self) -> tuple[str, ...]:
+        if self.time_s is None or self.peak_bytes is None or self.comm_bytes is None:
+            return self.strategy, "-", "-", "-", "-", self.why
+        sizes = format_bytes(self.peak_bytes), format_bytes(self.comm_bytes)
+        return self.strategy, format_seconds(self.time_s), *sizes, self._sources(), self.why
+
+    def _sources(self) -> str:
+        if self.memory_source == self.source:
+            return self.source
+        if self.memory_source:
+            return f"{self.source}, memory {self.memory_source}"
+        return "online time" if self.source == "online" else self.source
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """One block: what was chosen, and every strategy with its prediction."""
+
+    name: str
+    kind: str
+    mask: str
+    """The mask in words; empty for an MLP."""
+    chosen: str
+    rows: tuple[StrategyRow, ...]
+    """One per strategy; none on one rank, where there is nothing to choose."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """``explain``: the plan for a workload and why it is that one."""
+
+    workload: Workload
+    plan: Plan
+    blocks: tuple[BlockReport, ...]
+    static_plans: tuple[StrategyRow, ...]
+    """Every strategy as the plan for all blocks."""
+    time_s: float | None
+    """Predicted seconds a step of all blocks under the plan; None on one rank."""
+    peak_bytes: int | None
+    """Predicted peak bytes of a rank under the plan; None on one rank."""
+    limit_bytes: float
+    """What a plan may need."""
+    machine: str
+    """Where the machine's rates come from."""
+    gathered: tuple[str, ...] = ()
+    """What runs on gathered tensors, and why: exact and slow."""
+    notes: tuple[str, ...] = ()
+    """On the profile that the costs come from."""
+    kernels: tuple[str, ...] = ()
+    """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
+
+    def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
+        """Title, header and rows; blocks that tell the same are shown once."""
+        tables: list[tuple[str, tuple[str, ...], Rows]] = []
+        groups: dict[tuple[Any, ...], list[BlockReport]] = {}
+        for b in self.blocks:
+            groups.setdefault((b.kind, b.mask, b.chosen, b.rows), []).append(b)
+        header = ("strategy", "time", "memory", "sent", "source", "why")
+        for same in groups.values():
+            b, more = same[0], f" and {len(same) - 1} like it" if len(same) > 1 else ""
+            title = f"{b.name}{more}: {b.chosen}" + (f" (mask: {b.mask})" if b.mask else "")
+            tables.append((title, header, [r.cells() for r in b.rows]))
+        if self.static_plans:
+            rows = [r.cells() for r in self.static_plans]
+            tables.append(("one strategy for all blocks", header, rows))
+        return tables
+
+    def _headline(self) -> str:
+        lines = [f"plan for {describe_workload(self.workload)}"]
+        if self.time_s is not None and self.peak_bytes is not None:
+            limit = (
+                "" if self.limit_bytes == float("inf") else f" of {format_bytes(self.limit_bytes)}"
+            )
+            lines.append(
+                f"predicted: {format_seconds(self.time_s)} a step, peak "
+                f"{format_bytes(self.peak_bytes)}{limit}; machine: {self.machine}"
+            )
+        return "\n".join(lines)
+
+    def _notes(self) -> str:
+        gathered = (f"on gathered tensors: {g}" for g in self.gathered)
+        return "\n".join((*self.notes, *gathered, *(f"kernel: {k}" for k in self.kernels)))
+
+    def __str__(self) -> str:
+        parts = [self._headline()]
+        for title, header, rows in self._tables():
+            parts.append(f"{title}\n{text_table(header, rows)}" if rows else title)
+        return "\n\n".join(p for p in [*parts, self._notes()] if p)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        tables = [_rich_table(*t) if t[2] else Text(t[0]) for t in self._tables()]
+        return Group(Text(self._headline()), *tables, Text(self._notes()))
+
+
+def attention_kernels(
+    blocks: Sequence[BlockSpec], dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
+    """Which kernel computes what, on a GPU; nothing on a CPU, where there is one."""
+    if device.type != "cuda":
+        return ()
+    capability = capability_of(device)
+    widths = sorted({b.head_dim for b in blocks if b.kind == "attention" and b.head_dim})
+    return tuple(
+        f"width {width}, {line}"
+        for width in widths
+        for line in describe_choices(capability, dtype, width)
+    )
+
+
+def explain_plan(
+    planner: Planner,
+    workload: Workload,
+    gathered: Sequence[str] = (),
+    kernels: tuple[str, ...] = (),
+) -> PlanReport:
+    """The report on the plan ``planner`` makes for ``workload``.
+
+    Every rank of the axis must call it, as the machine may be measured for it.
+    """
+    plan = planner.plan(workload)
+    if planner.num_ranks == 1:
+        blocks = tuple(
+            BlockReport(b.name, b.kind, _mask(b), REPLICATED, ()) for b in planner.blocks
+        )
+        nothing = (None, None, float("inf"), "")
+        found = (workload, plan, blocks, (), *nothing, tuple(gathered))
+        return PlanReport(*found, kernels=kernels)
+    costs = planner.costs(workload)
+    limit = planner.memory_limit(workload.dtype)
+    time_s, peak = planner.predict(plan, workload)
+    blocks = tuple(
+        BlockReport(b.name, b.kind, _mask(b), s, _block_rows(planner, workload, plan, costs, i))
+        for i, (b, s) in enumerate(zip(planner.blocks, plan.strategies))
+    )
+    return PlanReport(
+        workload,
+        plan,
+        blocks,
+        tuple(_static_row(planner, workload, plan, s) for s in ATTENTION_STRATEGIES),
+        time_s,
+        peak,
+        limit,
+        planner.machine(workload.dtype).source or "given",
+        tuple(gathered),
+        planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
+        kernels,
+    )
+
+
+def _mask(block: BlockSpec) -> str:
+    if block.kind != "attention":
+        return ""
+    return "dense, not recovered" if block.mask is None else str(block.mask)
+
+
+def _slower(time_s: float, best_s: float) -> str:
+    return f"{time_s / best_s:.2f}x the time" if best_s > 0 else "no faster"
+
+
+def _block_rows(
+    planner: Planner, workload: Workload, plan: Plan, costs: Costs, i: int
+) -> tuple[StrategyRow, ...]:
+    block, chosen, rows = planner.blocks[i], plan.strategies[i], []
+    best = costs[i][chosen]
+    for s in ATTENTION_STRATEGIES:
+        if s in block.infeasible:
+            rows.append(StrategyRow(s, f"infeasible: {block.infeasible[s]}"))
+            continue
+        c = costs[i][s]
+        if s == chosen:
+            why = "chosen"
+        elif canonical_strategy(block.kind, s) == canonical_strategy(block.kind, chosen):
+            why = f"the same variant as {chosen}"
+        elif s not in planner.options.strategies:
+            why = "not in option 'strategies'"
+        elif c.time_s >= best.time_s:
+            why = _slower(c.time_s, best.time_s)
+        else:
+            reason = _why_not_faster(planner, workload, plan, i, s)
+            why = f"{_slower(c.time_s, best.time_s)}, but {reason}"
+        sources = c.source, c.memory_source
+        rows.append(StrategyRow(s, why, c.time_s, _memory(c), c.comm_bytes, *sources))
+    return tuple(rows)
+
+
+def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
+    """Why a strategy that is predicted to be faster was not taken."""
+    swapped = Plan((*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
+    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+    if peak > limit:
+        return _over(peak, limit)
+    if planner.asked_by_name(workload, i):
+        return f"the plan option asks for {plan.strategies[i]}"
+    return f"within {planner.options.smoothing:.0%} the previous plan is kept"
+
+
+def _over(peak: int, limit: float) -> str:
+    return f"does not fit: needs {format_bytes(peak)} of {format_bytes(limit)}"
+
+
+def _memory(c: BlockCost) -> int:
+    return c.saved_bytes + c.workspace_bytes
+
+
+def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> StrategyRow:
+    for b in planner.blocks:
+        if s in b.infeasible:
+            return StrategyRow(s, f"infeasible for {b.name}")
+    static = Plan((s,) * len(planner.blocks))
+    time_s, peak = planner.predict(static, workload)
+    costs, limit = planner.costs(workload), planner.memory_limit(workload.dtype)
+    sent = sum(c[s].comm_bytes for c in costs)
+    if planner.variants(static) == planner.variants(plan):
+        why = "this is the plan"
+    elif peak > limit:
+        why = _over(peak, limit)
+    else:
+        why = _slower(time_s, planner.predict(plan, workload)[0])
+    sources = ", ".join(dict.fromkeys(c[s].source for c in costs))
+    memory = {c[s].memory_source for c in costs}
+    return StrategyRow(s, why, time_s, peak, sent, sources, min(memory, default=""))
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one compiled model, all captures together."""
+
+    captures: int = 0
+    """Graphs that Dynamo handed over."""
+    variants_compiled: int = 0
+    """Compilations of a block under a strategy."""
+    pieces_compiled: int = 0
+    """Compilations of what lies between blocks."""
+    steps: int = 0
+    """Forward calls."""
+    plan_switches: int = 0
+    """Calls whose plan was another than the call's before."""
+    plan_per_length: Mapping[int, str] = field(default_factory=dict)
+    """Sequence length -> key of the plan last used for it."""
+    bytes_per_collective: Mapping[str, int] = field(default_factory=dict)
+    """Collective -> bytes this rank sent."""
+    calls_per_collective: Mapping[str, int] = field(default_factory=dict)
+    """Collective -> how often."""
+    bytes_per_block: Mapping[str, int] = field(default_factory=dict)
+    """Block -> bytes this rank sent for it."""
+
+    def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
+        counters = ("captures", "variants_compiled", "pieces_compiled", "steps", "plan_switches")
+        rows: Rows = [(c.replace("_", " "), str(getattr(self, c))) for c in counters]
+        plans: Rows = [(str(n), short_key(k)) for n, k in sorted(self.plan_per_length.items())]
+        sent: Rows = [
+            (name, str(self.calls_per_collective.get(name, 0)), format_bytes(n))
+            for name, n in sorted(self.bytes_per_collective.items())
+        ]
+        return [
+            ("counters", ("counter", "value"), rows),
+            ("plans", ("length", "plan"), plans),
+            ("communication", ("collective", "calls", "sent"), sent),
+        ]
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{t}\n{text_table(h, rows)}" for t, h, rows in self._tables() if rows)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        return Group(*[_rich_table(*t) for t in self._tables() if t[2]])
+
+
+def short_key(key: str) -> str:
+    """A plan's key for people: each strategy once, with how many blocks it has."""
+    names = key.split(",") if key else []
+    counts = {n: names.count(n) for n in names}
+    return ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """One plan against one-device eager."""
+
+    plan: str
+    """A strategy's name, or ``mixed``."""
+    loss_error: float | None = None
+    """|loss - reference| / |reference|; None where the plan cannot run."""
+    worst_gradient: str = ""
+    """The parameter whose gradient is furthest off."""
+    gradient_error: float | None = None
+    """Its distance from the reference, in relative norm."""
+    infeasible: str = ""
+    """Why the plan cannot run on this model."""
+    tolerance: float = 1e-4
+    """What both errors may be at most."""
+
+    @property
+    def ok(self) -> bool:
+        """Within the tolerance. A plan that cannot run is not wrong."""
+        errors = (self.loss_error, self.gradient_error)
+        return bool(self.infeasible) or all(e is not None and e <= self.tolerance for e in errors)
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """``verify``: every feasible strategy and a mixed plan against one-device eager."""
+
+    rows: tuple[VerifyRow, ...]
+    description: str = ""
+    """Of model, batch, dtype and ranks."""
+
+    @property
+    def ok(self) -> bool:
+        """At least one plan ran, and all that ran agree with the reference."""
+        return any(not r.infeasible for r in self.rows) and all(r.ok for r in self.rows)
+
+    def _table(self) -> tuple[str, tuple[str, ...], Rows]:
+        rows: Rows = []
+        for r in self.rows:
+            if r.infeasible:
+                rows.append((r.plan, "-", "-", "", f"infeasible: {r.infeasible}"))
+                continue
+            loss, grad = (
+                "-" if e is None else f"{e:.1e}" for e in (r.loss_error, r.gradient_error)
+            )
+            verdict = "ok" if r.ok else f"WRONG: over {r.tolerance:.0e}"
+            rows.append((r.plan, loss, grad, r.worst_gradient, verdict))
+        title = f"against one-device eager: {self.description}".removesuffix(": ")
+        return title, ("plan", "loss error", "gradient error", "worst gradient", "result"), rows
+
+    def __str__(self) -> str:
+        title, header, rows = self._table()
+        return f"{title}\n{text_table(header, rows)}\n{'ok' if self.ok else 'FAILED'}"
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        style = "green" if self.ok else "bold red"
+        return Group(_rich_table(*self._table()), Text("ok" if self.ok else "FAILED", style))

@@ -1,0 +1,240 @@
+"""Measures what the analytic prior needs to know of the machine, on the ranks of an axis, once.
+
+Takes about 0.4 s on two CPU ranks. Every rate is agreed between the ranks by an all-reduce, so all
+ranks hold equal numbers and choose equal plans from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import Axis
+from paradyse.planning.costs import COLLECTIVES, Link, Machine
+
+log = logging.getLogger(__name__)
+
+RESERVE = 0.1
+"""Share of a device's memory left to the allocator's fragmentation, the context and other users."""
+
+NCCL_COMMUNICATOR_BYTES = 400 * 2**20
+"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured."""
+
+CUDA_OVERLAP = 0.9
+"""Share of a ring's attention time its messages hide behind on CUDA: an estimate, not measured."""
+
+_SMALL, _LARGE = 1 << 10, 1 << 20
+"""Elements (float32) of the two messages that give a collective's latency and bandwidth."""
+
+_ROUNDS = 3
+"""Times that all collectives are measured; the fastest counts. What else runs for a moment, such as
+a compiler that has just finished, would otherwise decide plans for good."""
+
+_MACHINES: dict[tuple[str, torch.dtype, str], Machine] = {}
+
+
+@dataclass(frozen=True)
+class _Timer:
+    """Times calls on one device."""
+
+    device: torch.device
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def best(self, call: Callable[[], object], repeats: int = 4, inner: int = 1) -> float:
+        """Seconds of the fastest of ``repeats`` runs, per call, after one to warm up."""
+        return min(self._times(call, repeats, inner))
+
+    def usual(self, call: Callable[[], object], repeats: int) -> float:
+        """The median instead: a message also waits for the other ranks' threads to be scheduled."""
+        return statistics.median(self._times(call, repeats, 1))
+
+    def _times(self, call: Callable[[], object], repeats: int, inner: int) -> list[float]:
+        call()
+        times = []
+        for _ in range(repeats):
+            self.sync()
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            self.sync()
+            times.append((time.perf_counter() - start) / inner)
+        return times
+
+
+def device_capacity(device: torch.device, ranks_per_host: int = 1) -> int:
+    """Bytes one rank may use: the device's memory, or its part of the host's, less ``RESERVE``."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(total * (1 - RESERVE))
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return int(total * (1 - RESERVE)) // max(1, ranks_per_host)
+
+
+def _compute_rates(timer: _Timer, dtype: torch.dtype) -> dict[str, float]:
+    """Seconds per unit of work: rates would not average over ranks as times do."""
+    device = timer.device
+    cuda = device.type == "cuda"
+    n = 4096 if cuda else 384
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    matmul_s = timer.best(lambda: a @ a, inner=1 if cuda else 2) / (2 * n**3)
+
+    heads, s, d = (16, 4096, 64) if cuda else (4, 384, 64)
+    q = torch.ones(1, heads, s, d, dtype=dtype, device=device)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attention_s = timer.best(lambda: attention(q, q, q), inner=1) / (4 * heads * s * s * d)
+
+    x = torch.ones((64 if cuda else 4) << 20, dtype=torch.float32, device=device)
+    y = torch.empty_like(x)
+    memory_s = timer.best(lambda: torch.mul(x, 2.0, out=y)) / (2 * x.numel() * 4)
+
+    tiny = torch.ones(8, device=device)
+    op_s = timer.best(lambda: torch.add(tiny, 1.0), inner=100)
+    return {"matmul": matmul_s, "attention": attention_s, "memory": memory_s, "op": op_s}
+
+
+def _exchange(x: torch.Tensor, axis: Axis, block_id: int) -> None:
+    collectives.ring_exchange([x], axis, block_id).wait()
+
+
+def _link_times(timer: _Timer, axis: Axis, block_id: int) -> dict[str, float]:
+    """Seconds of a small and of a large message for every collective."""
+    p, times = axis.size, dict[str, float]()
+    for size, elements, repeats in (("small", _SMALL, 11), ("large", _LARGE, 5)) * _ROUNDS:
+        x = torch.ones(p, -(-elements // p), device=timer.device)
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": partial(collectives.all_gather, x[0], axis, block_id),
+            "reduce_scatter": partial(collectives.reduce_scatter, x, axis, block_id),
+            "all_reduce": partial(collectives.all_reduce, x, axis, block_id),
+            "all_to_all": partial(collectives.all_to_all, x, axis, block_id),
+            "ring_exchange": partial(_exchange, x, axis, block_id),
+        }
+        for name, call in calls.items():
+            key, taken = f"{name} {size}", timer.usual(call, repeats)
+            times[key] = min(times.get(key, taken), taken)
+    return times
+
+
+def _sent(collective: str, size: int, p: int) -> float:
+    """Bytes ``_link_times`` sends per call, counted as collectives and prior do."""
+    total = 4.0 * p * -(-size // p)
+    return total * {"all_reduce": 2 * (p - 1) / p, "ring_exchange": 1.0}.get(
+        collective, (p - 1) / p
+    )
+
+
+def device_of(axis: Axis) -> torch.device:
+    """The device that this rank of ``axis`` computes on."""
+    if torch.cuda.is_available() and (axis.group is None or dist.get_backend(axis.group) == "nccl"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _agree(
+    values: list[float], axis: Axis, device: torch.device, op: dist.ReduceOp.RedOpType
+) -> list[float]:
+    if axis.group is None:
+        return values
+    t = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(t, op=op, group=axis.group)
+    return t.tolist()
+
+
+def measure_machine(
+    axis: Axis, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Machine:
+    """Rates of a rank of ``axis`` for values of ``dtype``, measured on first use and kept.
+
+    Every rank of the axis must call it at the same point of the program, as it issues collectives.
+    Rates are the slowest rank's, the capacity is the smallest; all ranks get equal numbers.
+
+    Args:
+        axis: the ranks to measure; one rank has no collectives to time.
+        dtype: of the matmul and the attention.
+        device: where to measure; None: the current CUDA device unless the axis runs on gloo.
+    """
+    device = device or device_of(axis)
+    key = (axis.name, dtype, str(device))
+    if key not in _MACHINES:
+        start = time.perf_counter()
+        # Called from run-time code of a compiled model: neither its modes nor its autocast may
+        # leak in.
+        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            _MACHINES[key] = _measure(axis, dtype, device)
+        log.info("measured in %.2f s: %s", time.perf_counter() - start, _MACHINES[key])
+    return _MACHINES[key]
+
+
+def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
+    """Bytes that every rank of ``axis`` may use. Every rank must call it: it is a collective."""
+    device = device or device_of(axis)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
+    mine = float(device_capacity(device, local_ranks))
+    with _disable_current_modes():
+        return int(_agree([mine], axis, device, dist.ReduceOp.MIN)[0])
+
+
+def describe_device(device: torch.device) -> str:
+    """Its name, as ``profiles.Setting.device`` has it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [s.split(":")[1].strip() for s in lines if s.startswith("model name")]
+    return f"cpu, {names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
+    timer, p = _Timer(device), axis.size
+    if axis.group is not None:
+        collectives.all_reduce(
+            torch.ones(1, device=device), axis, collectives.AGREEMENT
+        )  # start together
+    times = _compute_rates(timer, dtype)
+    if p > 1:
+        times |= _link_times(timer, axis, collectives.register_block("machine measurement"))
+    names = list(times)
+    times = dict(zip(names, _agree([times[n] for n in names], axis, device, dist.ReduceOp.MAX)))
+
+    links = {}
+    for name in COLLECTIVES if p > 1 else ():
+        small_s, large_s = times[f"{name} small"], times[f"{name} large"]
+        extra = _sent(name, _LARGE, p) - _sent(name, _SMALL, p)
+        # Noise can make the difference vanish; half the large message's time is then the floor.
+        links[name] = Link(small_s, extra / max(large_s - small_s, large_s / 2))
+    latency_s = max((link.latency_s for link in links.values()), default=0.0)
+    bandwidth = min(
+        (link.bandwidth_bytes for link in links.values()), default=1.0 / times["memory"]
+    )
+    return Machine(
+        matmul_flops=1 / times["matmul"],
+        memory_bandwidth=1 / times["memory"],
+        latency_s=latency_s,
+        bandwidth_bytes=bandwidth,
+        attention_flops=1 / times["attention"],
+        op_overhead_s=times["op"],
+        overlap=CUDA_OVERLAP if device.type == "cuda" else 0.0,
+        links=links,
+        capacity_bytes=agreed_capacity(axis, device),
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES if device.type == "cuda" and p > 1 else 0,
+        source=f"measured on {p} rank{'s' * (p > 1)}, {device.type}, {dtype}",
+    )

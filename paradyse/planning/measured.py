@@ -1,0 +1,377 @@
+"""Costs from a profile: one curve for each block structure, strategy and quantity.
+
+Time, bytes saved for backward and bytes of workspace are predicted by curves (``cost_curves``)
+where a strategy was measured, by the analytic prior (``cost.prior_cost``) where it was not. The
+prior always gives what a rank sends, which it counts exactly, and the time of bringing together the
+gradients of whole weights, which a strategy causes but the rest of the step is measured with.
+
+Stated conversions: a forward without gradients that was not measured is taken from the forward of
+training, and may need all the memory that training needs, as nothing smaller is known; two
+measurements or fewer scale the prior.
+
+A new workload of a model with two block structures, eight variants, takes 1 ms to predict on one
+CPU core. The curves are fitted when they are first asked for, all of these in about a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from paradyse.planning.costs import (
+    Z_STRATEGIES,
+    BlockCost,
+    Link,
+    Machine,
+    canonical_strategy,
+    gradient_sum_s,
+    prior_cost,
+)
+from paradyse.planning.curves import (
+    DEGREES,
+    ESTIMATOR_NAMES,
+    HYBRID,
+    MIN_POINTS,
+    Curve,
+    Growth,
+    Point,
+)
+from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
+
+log = logging.getLogger(__name__)
+
+ESTIMATORS: Mapping[str, str] = dict.fromkeys(ATTENTION_STRATEGIES, HYBRID)
+"""Strategy -> the estimator of its curves, one of ``ESTIMATOR_NAMES``. This is the place to give a
+strategy another; ``benchmarks/cost_error.py`` compares them on a profile."""
+
+PRIOR = "prior"
+"""Source of a cost that no curve made."""
+
+REST = "rest"
+"""Kind of the measurements of what is not in a block."""
+
+MARGIN = 0.02
+"""Share by which a step may need more than curves say of it, beyond weights and gradients. With
+``megatron_ts`` a length that ranks cannot share evenly takes a copy more: 2.2 % of a Llama's step
+(hidden 256, two ranks, 1,625 tokens, by ``Steps.memory``); all else was within 1 %."""
+
+_MODELS: dict[tuple[object, ...], CostModel] = {}
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """Of one variant, with or without gradients."""
+
+    time_s: Curve
+    saved_bytes: Curve
+    workspace_bytes: Curve
+
+
+_Key = tuple[str, str, bool]
+"""Structure, variant, training."""
+
+_Samples = Mapping[Point, tuple[float, float, float]]
+"""Seconds, bytes saved, bytes of workspace at every measured point."""
+
+
+class CostModel:
+    """Predicts from one profile. Equal profiles give equal numbers, on every rank.
+
+    Args:
+        profile: what was measured.
+        estimators: strategy -> estimator, for those that ``ESTIMATORS`` shall not decide.
+        notes: what people should know of the profile, for ``explain``.
+    Raises:
+        ValueError: an unknown strategy or estimator; a machine in the profile that is none.
+    """
+
+    margin = MARGIN
+    """Share of what a step needs beyond static that is added to it."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        estimators: Mapping[str, str] | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.profile, self.notes = profile, tuple(notes)
+        self.estimators = {**ESTIMATORS, **(estimators or {})}
+        for strategy, name in self.estimators.items():
+            if strategy not in ATTENTION_STRATEGIES or name not in ESTIMATOR_NAMES:
+                raise ValueError(
+                    f"estimator {name!r} of strategy {strategy!r}: legal are "
+                    f"{', '.join(ESTIMATOR_NAMES)} for {', '.join(ATTENTION_STRATEGIES)}"
+                )
+        self.machine = _machine(profile)
+        self.structures = frozenset(m.structure for m in profile.measurements if m.kind != REST)
+        self.floor_bytes = max((m.floor_bytes for m in profile.measurements), default=0)
+        """A training step holds this much beyond static whatever the plan: at the end of backward,
+        when gradients of replicated weights are summed."""
+        self._measured: dict[_Key, dict[Point, Measurement]] = {}
+        self._over: dict[_Key, list[Point]] = {}
+        self._fitted: dict[_Key, _Curves | None] = {}
+        latest = {(_key(m), m.batch, m.seq_len): m for m in profile.measurements}
+        for (key, batch, seq_len), m in latest.items():
+            if m.outcome == MEASURED:
+                self._measured.setdefault(key, {})[batch, seq_len] = m
+            else:
+                self._over.setdefault(key, []).append((batch, seq_len))
+
+    def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
+        """Predicted cost of ``block`` under ``strategy``, with its source.
+
+        Raises:
+            ValueError: the strategy is unknown.
+        """
+        variant = canonical_strategy(block.kind, strategy)
+        key = block.structure, variant, workload.training
+        sharded = self.profile.setting.sharded
+        samples = self._samples(key)
+        if not samples:
+            prior = prior_cost(block, strategy, workload, self.machine, sharded)
+            return self._over_limit(prior, key, workload)
+
+        def measurable(at: Point) -> BlockCost:
+            """The prior's answer, less what is in no block's measurements."""
+            like = replace(workload, batch=at[0], seq_len=at[1])
+            cost = prior_cost(block, strategy, like, self.machine, sharded)
+            return replace(cost, time_s=cost.time_s - self._outside(block, variant, like))
+
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(samples, self.estimators[variant], measurable)
+        curves, prior = self._fitted[key], measurable((workload.batch, workload.seq_len))
+        if curves is not None:
+            cost = _read(curves, workload, prior)
+        else:
+            cost = _scaled(prior, samples, measurable)
+        outside = self._outside(block, variant, workload)
+        return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
+
+    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost | None:
+        """Predicted for all that is not in a block; None where too little of it was measured.
+
+        What ``cost`` adds for ``blocks`` is taken off, as for the strategies that sum all their
+        gradients: it was measured under all of them, and most do.
+        """
+        key = REST, "", workload.training
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(self._samples(key), HYBRID, None)
+        curves = self._fitted[key]
+        if curves is None:
+            return None
+        cost = _read(curves, workload)
+        outside = sum(self._outside(b, Z_STRATEGIES[0], workload) for b in blocks)
+        return replace(cost, time_s=max(0.0, cost.time_s - outside))
+
+    def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
+        """What ``explain`` says of this profile for these blocks."""
+        missing: dict[str, list[str]] = {}
+        for b in blocks:
+            if b.structure not in self.structures:
+                missing.setdefault(b.structure, []).append(b.name)
+        return (
+            f"costs from the profile {self.profile.path}",
+            *self.notes,
+            *(
+                f"not in the profile, so predicted by the analytic prior: {names[0]}"
+                + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+                for names in missing.values()
+            ),
+        )
+
+    def _outside(self, block: BlockSpec, variant: str, workload: Workload) -> float:
+        """Seconds that a block's strategy causes but its own measurements do not have."""
+        if self.profile.setting.sharded or not workload.training:
+            return 0.0
+        return gradient_sum_s(block, variant, workload, self.machine)
+
+    def _samples(self, key: _Key) -> _Samples:
+        structure, variant, training = key
+        found = self._measured.get(key)
+        if found is None and not training:
+            found = self._measured.get((structure, variant, True))
+        return {p: _quantities(m, training) for p, m in (found or {}).items()}
+
+    def _fit(
+        self, samples: _Samples, estimator: str, prior: Callable[[Point], BlockCost] | None
+    ) -> _Curves | None:
+        if len(samples) < MIN_POINTS:
+            return None
+        growths: Sequence[Growth | None] = prior_growths(prior) if prior else (None,) * 3
+        # Embedding, head and loss are linear in the tokens.
+        degrees = DEGREES if prior else DEGREES[:1]
+        return _Curves(
+            *(
+                Curve({p: row[i] for p, row in samples.items()}, estimator, growth, degrees)
+                for i, growth in enumerate(growths)
+            )
+        )
+
+    def _over_limit(self, cost: BlockCost, key: _Key, workload: Workload) -> BlockCost:
+        """At or beyond a workload that did not fit: more than the limit it did not fit."""
+        structure, variant, training = key
+        over = self._over.get(key, [])
+        if training:  # needs what the forward alone needs, and more
+            over = over + self._over.get((structure, variant, False), [])
+        limit = self.profile.setting.memory_limit or self.machine.capacity_bytes
+        if limit is None or not any(b <= workload.batch and s <= workload.seq_len for b, s in over):
+            return cost
+        return replace(cost, workspace_bytes=max(cost.workspace_bytes, limit + 1))
+
+
+def _key(m: Measurement) -> _Key:
+    if m.kind == REST:
+        return REST, "", m.training
+    return m.structure, canonical_strategy(m.kind, m.strategy), m.training
+
+
+def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
+    if training:
+        return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
+    return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
+
+
+def prior_growths(prior: Callable[[Point], BlockCost]) -> tuple[Growth, Growth, Growth]:
+    """Of time, bytes saved and bytes of workspace."""
+
+    def of(quantity: Callable[[BlockCost], float]) -> Growth:
+        def growth(a: Point, b: Point) -> float:
+            less, more = quantity(prior(a)), quantity(prior(b))
+            return more / less if less > 0 else 1.0
+
+        return growth
+
+    return (
+        of(lambda c: c.time_s),
+        of(lambda c: c.saved_bytes),
+        of(lambda c: c.workspace_bytes),
+    )
+
+
+def _scaled(
+    prior: BlockCost, samples: _Samples, measurable: Callable[[Point], BlockCost]
+) -> BlockCost:
+    """The prior, times what was measured over what the prior says there."""
+    logs: tuple[list[float], ...] = ([], [], [])
+    for at, measured in samples.items():
+        said = measurable(at)
+        pairs = zip(measured, (said.time_s, said.saved_bytes, said.workspace_bytes))
+        for ratios, (y, x) in zip(logs, pairs):
+            if x > 0 and y > 0:
+                ratios.append(math.log(y / x))
+    time, saved, workspace = (math.exp(sum(x) / len(x)) if x else 1.0 for x in logs)
+    return replace(
+        prior,
+        time_s=prior.time_s * time,
+        saved_bytes=int(prior.saved_bytes * saved),
+        workspace_bytes=int(prior.workspace_bytes * workspace),
+    )
+
+
+def _read(curves: _Curves, workload: Workload, prior: BlockCost | None = None) -> BlockCost:
+    """The curves' answers; what is not measured is the prior's."""
+    batch, seq_len = workload.batch, workload.seq_len
+    time_s, source = curves.time_s(batch, seq_len)
+    return BlockCost(
+        time_s=time_s,
+        saved_bytes=math.ceil(curves.saved_bytes(batch, seq_len)[0]),
+        workspace_bytes=math.ceil(curves.workspace_bytes(batch, seq_len)[0]),
+        comm_bytes=prior.comm_bytes if prior else 0,
+        left_bytes=prior.left_bytes if prior else 0,
+        source=source,
+    )
+
+
+def _machine(profile: Profile) -> Machine:
+    """The rates that were measured with the profile, for the prior."""
+    given: dict[str, Any] = dict(profile.setting.machine)
+    known = {f.name for f in fields(Machine)}
+    try:
+        links = {n: Link(**link) for n, link in (given.pop("links", None) or {}).items()}
+        return Machine(**{k: v for k, v in given.items() if k in known}, links=links)
+    except (TypeError, AttributeError) as e:
+        raise ValueError(
+            f"{profile.path}:1: the fields of the machine are not those of this version ({e}); "
+            "measure again with `paradyse profile`"
+        ) from e
+
+
+def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) -> CostModel:
+    """The cost model of the profile at ``path``, if it is one of these blocks as they run here.
+
+    Args:
+        blocks: of the captured model.
+        present: what the model runs on; ``machine`` and ``memory_limit`` are not looked at.
+    Raises:
+        ValueError: the file cannot be read, or was measured on another number of ranks, in another
+            dtype, with weights at rest otherwise, or of another model.
+    """
+    profile = read_profile(path)
+    measured = profile.setting
+    again = f"paradyse profile --ranks {present.num_ranks}"
+    layouts = {True: "sharded weights", False: "whole weights on every rank"}
+    for ours, theirs, way_out in (
+        (
+            f"{present.num_ranks} ranks",
+            f"{measured.num_ranks} ranks",
+            f"measure on {present.num_ranks} ranks: {again}",
+        ),
+        (
+            present.dtype,
+            measured.dtype,
+            f"measure in this dtype: {again} --dtype {present.dtype}",
+        ),
+        (
+            layouts[present.sharded],
+            layouts[measured.sharded],
+            "measure the model as it is trained, " + layouts[present.sharded],
+        ),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"profile {path}: measured with {theirs}, this runs with {ours}; {way_out}, or "
+                "leave option 'cost_model' out"
+            )
+    of = {m.structure for m in profile.measurements if m.kind != REST}
+    mine = sorted({b.structure for b in blocks})
+    if mine and not of.intersection(mine):
+        raise ValueError(
+            f"profile {path}: a profile of another model: its blocks have the structures "
+            f"{', '.join(sorted(of)) or 'none'}, this model's {', '.join(mine)}; measure this "
+            f"model: {again}"
+        )
+    key = (path, profile.checksum, present.inner, present.device, *mine)
+    if key not in _MODELS:
+        notes = _differences(measured, present)
+        for note in notes:
+            log.warning("profile %s: %s", path, note)
+        _MODELS[key] = CostModel(profile, notes=notes)
+    return _MODELS[key]
+
+
+def _differences(measured: Setting, present: Setting) -> tuple[str, ...]:
+    """What may make the measurements wrong here, though they can be used."""
+    pairs = [
+        ("device", measured.device, present.device),
+        ("inner", measured.inner, present.inner),
+        *(
+            (name, measured.versions.get(name, "unknown"), present.versions.get(name, "unknown"))
+            for name in ("paradyse", "torch", "triton")
+        ),
+    ]
+    return tuple(
+        f"measured on {name} {theirs}, running on {ours}"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ``Setting.dtype`` has it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,410 @@
+"""From a workload to a plan: a strategy for every block.
+
+``Planner.plan`` is a pure function of the workload and of state that all ranks share (options,
+blocks, agreed machine rates, the workloads before), so ranks agree without a word; a workload seen
+before is one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paradyse.config import AUTO, Options, PlanByKind, parse_plan
+from paradyse.planning.budget import Choices
+from paradyse.planning.corrections import FLOOR, STATIC, Corrections
+from paradyse.planning.costs import BlockCost, Machine, canonical_strategy, prior_cost
+from paradyse.planning.measured import CostModel
+from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
+
+log = logging.getLogger(__name__)
+
+Costs = tuple[dict[str, BlockCost], ...]
+"""Per block, the cost of every strategy that can compute it."""
+
+
+def format_bytes(n: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(n) >= 1024 and len(units) > 1:
+        n /= 1024
+        units.pop(0)
+    return f"{n:.0f} B" if units[0] == "B" else f"{n:.1f} {units[0]}"
+
+
+def describe_workload(w: Workload) -> str:
+    mode = "training" if w.training else "inference"
+    dtype = str(w.dtype).removeprefix("torch.")
+    return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
+
+
+def longest_length(need: Callable[[int], float], limit: float, most: int) -> int:
+    """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
+
+    Args:
+        need: of a length, growing with it. most: the search ends here.
+    """
+    if need(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high < most and need(high) <= limit:
+        low, high = high, high * 2
+    while high - low > max(1, low >> 10):
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= limit else (low, middle)
+    return low
+
+
+class Planner:
+    """Chooses plans for the blocks of one captured graph.
+
+    Args:
+        options: checked options; ``plan``, ``strategies``, ``memory_limit``, ``smoothing`` used.
+        blocks: in the order of computation.
+        num_ranks: size p of the sequence axis. With one rank every block is ``replicated``.
+        machine: gives the rates of a rank for a dtype, equal on all ranks; called when a choice is
+            to be made or explained, on every rank, so it may issue collectives.
+        static_bytes: weights, gradients and optimizer state of a rank: what every plan needs. More,
+            where the run was seen to hold more.
+        sharded: weights at rest are 1/p on each rank.
+        cost_model: predicts from measurements; None: the analytic prior.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        blocks: Sequence[BlockSpec],
+        num_ranks: int,
+        machine: Callable[[torch.dtype], Machine],
+        static_bytes: int = 0,
+        sharded: bool = False,
+        cost_model: CostModel | None = None,
+    ) -> None:
+        self.options = options
+        self.blocks = tuple(blocks)
+        self.num_ranks = num_ranks
+        self.machine = machine
+        self.static_bytes = static_bytes
+        self.sharded = sharded
+        self.cost_model = cost_model
+        self._function = options.plan if callable(options.plan) else None
+        self.kinds = tuple(self._kind(b) for b in self.blocks)
+        """Blocks of one kind cost the same and have the same choices."""
+        self._corrections: Corrections | None = None
+        self._plans: dict[Workload, Plan] = {}
+        self._auto: dict[tuple[tuple[str, ...], Workload], Plan] = {}
+        self._named: dict[Hashable, tuple[str, ...]] = {}
+        self._previous: Plan | None = None
+
+    def plan(self, workload: Workload) -> Plan:
+        """The plan for ``workload``: one strategy per block.
+
+        A function given as the ``plan`` option is called every time; it must give equal answers on
+        all ranks. Everything else is decided once per workload.
+
+        Raises:
+            ValueError: the plan does not fit the model (number of names, a strategy that cannot
+                compute its block), the workload is empty, or nothing fits ``memory_limit``.
+        """
+        if self._function is not None:
+            plan = self._decide(self._function(workload), workload)
+        elif (found := self._plans.get(workload)) is not None:
+            plan = found
+        else:
+            plan = self._plans[workload] = self._decide(self.options.plan, workload)
+        self._previous = plan
+        return plan
+
+    @property
+    def chooses(self) -> bool:
+        """Whether any block's strategy is the planner's to choose. A plan that does not fit the
+        model is told of when it is asked for, not here."""
+        form = self.options.plan
+        parts = (form.attention, form.mlp) if isinstance(form, PlanByKind) else (form,)
+        return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
+
+    def variants(self, plan: Plan) -> tuple[str, ...]:
+        """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
+        return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
+
+    def correct(self, corrections: Corrections) -> None:
+        """Correct predictions from now on; plans are decided anew. On every rank alike."""
+        self._corrections = corrections
+        self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
+        self._plans.clear()
+        self._auto.clear()
+
+    def costs(self, workload: Workload) -> Costs:
+        """Expected cost of every feasible strategy of every block: predicted, and corrected."""
+        predicted, corrections = self.predicted_costs(workload), self._corrections
+        if corrections is None:
+            return predicted
+        known: dict[Hashable, dict[str, BlockCost]] = {}
+        for block, kind, costs in zip(self.blocks, self.kinds, predicted):
+            if kind not in known:
+                known[kind] = {
+                    s: corrections.apply(c, (kind, canonical_strategy(block.kind, s)), workload)
+                    for s, c in costs.items()
+                }
+        return tuple(known[k] for k in self.kinds)
+
+    def predicted_costs(self, workload: Workload) -> Costs:
+        """The same by the cost model alone."""
+        machine = self.machine(workload.dtype)
+        known: dict[Hashable, dict[str, BlockCost]] = {}
+        for block, kind in zip(self.blocks, self.kinds):
+            if kind not in known:
+                known[kind] = {
+                    s: prior_cost(block, s, workload, machine, self.sharded)
+                    if self.cost_model is None
+                    else self.cost_model.cost(block, s, workload)
+                    for s in block.feasible()
+                }
+        return tuple(known[k] for k in self.kinds)
+
+    def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
+        """Cost of what is not in a block, where any of it was measured."""
+        model, corrections = self.cost_model, self._corrections
+        rest = model.rest(workload, self.blocks) if model else None
+        rest = corrections.apply_to_rest(rest, workload) if corrections else rest
+        return () if rest is None else (rest,)
+
+    def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
+        """Predicted (seconds, peak bytes) of a step's blocks, and its rest where measured."""
+        choices = self._choices(plan.strategies, workload)
+        return choices.time_s(plan.strategies), choices.peak(plan.strategies)
+
+    def memory_limit(self, dtype: torch.dtype) -> float:
+        """Bytes a plan may need on a rank: the option, else the capacity, else infinite."""
+        if self.options.memory_limit is not None:
+            return self.options.memory_limit
+        capacity = self.machine(dtype).capacity_bytes
+        return float("inf") if capacity is None else capacity
+
+    def asked_by_name(self, workload: Workload, block: int) -> bool:
+        """Whether the plan option names the strategy of the block at this index."""
+        form = self.options.plan if self._function is None else self._function(workload)
+        return bool(self._names(form)[block] != AUTO)
+
+    def candidates(self, block: BlockSpec) -> tuple[str, ...]:
+        """What "auto" may choose for ``block``: feasible, allowed, one name per variant."""
+        by_variant: dict[str, str] = {}
+        for s in self.options.strategies:
+            if s not in block.infeasible:
+                by_variant.setdefault(canonical_strategy(block.kind, s), s)
+        return tuple(by_variant.values())
+
+    def _kind(self, b: BlockSpec) -> Hashable:
+        widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
+        weights = (b.num_weight_elements, b.num_split_weight_elements)
+        measured_as = "" if self.cost_model is None else b.structure
+        return b.kind, widths, weights, b.mask, tuple(sorted(b.infeasible)), measured_as
+
+    def _decide(self, form: Any, workload: Workload) -> Plan:
+        if workload.batch < 1 or workload.seq_len < 1:
+            raise ValueError(
+                f"empty input: batch {workload.batch}, sequence length {workload.seq_len}; "
+                "both must be at least 1"
+            )
+        if workload.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"workload is for {workload.num_ranks} ranks, the mesh axis has {self.num_ranks}"
+            )
+        # What a function returns may be a list or a dict: read anew, as it cannot be looked up.
+        known = self._named.get(form) if isinstance(form, str | Plan) else None
+        names = known or self._names(form)
+        if isinstance(form, str | Plan):
+            self._named[form] = names
+        if self.num_ranks == 1:
+            return Plan((REPLICATED,) * len(self.blocks))
+        if AUTO not in names:
+            return Plan(names)
+        cached = self._auto.get((names, workload))
+        if cached is None:
+            cached = self._auto[names, workload] = self._choose(names, workload)
+        return cached
+
+    def _names(self, form: Any) -> tuple[str, ...]:
+        """A name (or "auto") for every block, from any form of the plan; feasibility checked."""
+        where = "option 'plan'" if self._function is None else "the function given as option 'plan'"
+        form = parse_plan(form, where)
+        if not self.blocks:
+            return ()
+        if callable(form):
+            raise ValueError(f"{where}: returned a function; return a Plan or names")
+        if isinstance(form, str):
+            names = (form,) * len(self.blocks)
+        elif isinstance(form, Plan):
+            if len(form.strategies) != len(self.blocks):
+                raise ValueError(
+                    f"{where}: {len(form.strategies)} strategies given, but the model has "
+                    f"{len(self.blocks)} blocks ({self._counts()})"
+                )
+            names = form.strategies
+        elif isinstance(form, PlanByKind):
+            names = self._by_kind(form, where)
+        else:
+            names = self._by_layer(form, where)
+        if self.num_ranks > 1:
+            self._check_feasible(names, where)
+        return names
+
+    def _num_blocks(self, kind: str) -> int:
+        return sum(b.kind == kind for b in self.blocks)
+
+    def _counts(self) -> str:
+        return f"{self._num_blocks('attention')} attention, {self._num_blocks('mlp')} mlp"
+
+    def _by_layer(self, names: tuple[str, ...], where: str) -> tuple[str, ...]:
+        counts = {n for n in (self._num_blocks("attention"), self._num_blocks("mlp")) if n}
+        if len(counts) > 1:
+            raise ValueError(
+                f"{where}: a list with one name per layer is ambiguous for a model whose blocks do "
+                f"not pair up ({self._counts()}); give {{'attention': [...], 'mlp': [...]}}"
+            )
+        if len(names) not in counts:
+            raise ValueError(
+                f"{where}: {len(names)} names given, but the model has {max(counts)} layers "
+                f"({self._counts()} blocks); give one name per layer"
+            )
+        return tuple(names[b.layer] for b in self.blocks)
+
+    def _by_kind(self, form: PlanByKind, where: str) -> tuple[str, ...]:
+        for kind, given in (("attention", form.attention), ("mlp", form.mlp)):
+            if not isinstance(given, str) and len(given) != self._num_blocks(kind):
+                raise ValueError(
+                    f"{where}[{kind!r}]: {len(given)} names given, but the model has "
+                    f"{self._num_blocks(kind)} {kind} blocks"
+                )
+        of = {"attention": form.attention, "mlp": form.mlp}
+        per_block = [(of[b.kind], b.layer) for b in self.blocks]
+        return tuple(g if isinstance(g, str) else g[i] for g, i in per_block)
+
+    def _check_feasible(self, names: tuple[str, ...], where: str) -> None:
+        for block, name in zip(self.blocks, names):
+            feasible = ", ".join(block.feasible()) or "none"
+            if name in block.infeasible:
+                raise ValueError(
+                    f"{where}: {name!r} cannot compute block '{block.name}': "
+                    f"{block.infeasible[name]}; feasible there: {feasible}"
+                )
+            if name == AUTO and not self.candidates(block):
+                reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in self.options.strategies)
+                raise ValueError(
+                    f"no strategy in option 'strategies' can compute block '{block.name}' "
+                    f"({reasons}); feasible there: {feasible}"
+                )
+
+    def _choose(self, names: tuple[str, ...], workload: Workload) -> Plan:
+        """The fastest plan that fits, with ``names`` fixed where they are not "auto"."""
+        choices = self._choices(names, workload)
+        limit = self.memory_limit(workload.dtype)
+        strategies = choices.fastest(limit)
+        if strategies is None:
+            strategies = self._over_the_limit(names, limit, workload)
+        best = self._smooth(Plan(strategies), names, choices, limit)
+        log.info("plan for %s: %s", describe_workload(workload), best.key)
+        return best
+
+    def least_bytes(self, workload: Workload, names: tuple[str, ...] | None = None) -> int:
+        """Bytes of a rank that the smallest plan needs.
+
+        Args:
+            names: a strategy or "auto" for every block; None: the planner's to choose for all.
+        """
+        return self._choices(names or (AUTO,) * len(self.blocks), workload).smallest()[0]
+
+    def longest(self, workload: Workload, most: int, names: tuple[str, ...] | None = None) -> int:
+        """The longest sequences, in tokens up to ``most``, for which a plan fits the memory limit:
+        as ``workload`` but for their length. 0: none does.
+
+        Args:
+            names: as of ``least_bytes``.
+        """
+
+        def need(seq_len: int) -> int:
+            return self.least_bytes(replace(workload, seq_len=seq_len), names)
+
+        return longest_length(need, self.memory_limit(workload.dtype), most)
+
+    def _choices(self, names: Sequence[str], workload: Workload) -> Choices:
+        """For every block what its name allows."""
+        free = {k: self.candidates(b) for k, b in zip(self.kinds, self.blocks)}
+        return Choices(
+            self.kinds,
+            [free[k] if n == AUTO else (n,) for k, n in zip(self.kinds, names)],
+            self._simple(names),
+            self.costs(workload),
+            self.rest(workload),
+            self.static_bytes,
+            self._floor_bytes() if workload.training else 0,
+            self.cost_model.margin if self.cost_model else 0.0,
+            self.machine(workload.dtype),
+        )
+
+    def _floor_bytes(self) -> int:
+        """What every plan of a training step needs beyond static at some moment."""
+        predicted = self.cost_model.floor_bytes if self.cost_model else 0
+        return max(predicted, self._corrections.constant(FLOOR) if self._corrections else 0)
+
+    def _simple(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """One allowed strategy for all blocks whose name is "auto", where all of them have it."""
+        plans = []
+        for s in self.options.strategies if AUTO in names else ():
+            of: dict[Hashable, str | None] = {}
+            for kind, b in zip(self.kinds, self.blocks):
+                if kind not in of:
+                    variant = canonical_strategy(b.kind, s)
+                    same = (
+                        c for c in self.candidates(b) if canonical_strategy(b.kind, c) == variant
+                    )
+                    of[kind] = next(same, None)
+            plan = [of[k] if n == AUTO else n for k, n in zip(self.kinds, names)]
+            if None not in plan:
+                plans.append(tuple(map(str, plan)))
+        return plans
+
+    def _over_the_limit(
+        self, names: tuple[str, ...], limit: float, workload: Workload
+    ) -> tuple[str, ...]:
+        need, strategies = self._choices(names, workload).smallest()
+        longest = self.longest(workload, workload.seq_len, names)
+        text = (
+            f"no plan fits for {describe_workload(workload)}: the smallest needs "
+            f"{format_bytes(need)} a rank, {format_bytes(self.static_bytes)} of "
+            "them weights, gradients and optimizer state; the longest sequences that would fit "
+            f"have {longest} tokens"
+        )
+        if self.options.memory_limit is not None:
+            allowed = ", ".join(self.options.strategies)
+            raise ValueError(
+                f"{text}, but option 'memory_limit' is {format_bytes(limit)}; raise it, use more "
+                f"ranks or shorter or fewer sequences, or allow more strategies (now: {allowed})"
+            )
+        # The capacity is the machine's word, not the user's, and the prediction is no measurement.
+        log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
+        return strategies
+
+    def _smooth(
+        self,
+        best: Plan,
+        names: tuple[str, ...],
+        choices: Choices,
+        limit: float,
+    ) -> Plan:
+        """The previous plan instead, where it is legal, fits, and is nearly as fast."""
+        previous = self._previous
+        if previous is None or previous == best:
+            return best
+        for block, name, s in zip(self.blocks, names, previous.strategies):
+            if s != name and (name != AUTO or s not in self.candidates(block)):
+                return best
+        rest_s = sum(c.time_s for c in choices.rest)
+        best_s = choices.time_s(best.strategies) - rest_s
+        old_s = choices.time_s(previous.strategies) - rest_s
+        keep = old_s <= best_s * (1 + self.options.smoothing)
+        return previous if keep and choices.peak(previous.strategies) <= limit else best

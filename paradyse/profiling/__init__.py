@@ -1,0 +1,1 @@
+"""Measuring blocks inside whole training steps, before a run and during it."""

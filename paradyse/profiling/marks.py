@@ -1,0 +1,398 @@
+"""Clock and memory at the edges of every block of one step, forward and backward.
+
+While it is profiled a program runs its steps in a ``WatchedFrame``; a plain ``Frame`` knows nothing
+of this. Edges in backward are identities on a block's inputs and outputs that autograd runs: the
+gradient of an output comes before the block's own backward, that of an input after it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.graph.subgraph import is_weight
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.program import BlockStep
+from paradyse.runtime.saved_memory import Saved, storages
+from paradyse.weights.sharded_tensor import Messages, ShardedTensor
+from paradyse.weights.unshard import Shelf
+
+START, LOSS, END = "start", "loss", "end"
+"""Of a step: forward lies between the first two, backward between the last two."""
+
+ENTER, EXIT, FREED, GRAD, DONE = "enter", "exit", "freed", "grad", "done"
+"""Of a block: forward from ENTER to EXIT; at FREED what no later step reads is gone; backward from
+the first GRAD to the last DONE."""
+
+FETCH, FETCHED, TAKEN = "fetch", "fetched", "taken"
+"""Of sharded weights: while the next block's are on their way, between FETCHED and TAKEN, memory is
+held that is not the present block's to keep."""
+
+
+class Probe(Protocol):
+    """What is read at every mark."""
+
+    def note(self) -> None:
+        """A mark is here."""
+
+
+@dataclass
+class Watch:
+    """The marks of one step, in the order of time."""
+
+    probe: Probe
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    """(What, block id; -1 where it is none's)."""
+
+    def mark(self, at: str, block: int = -1) -> None:
+        self.marks.append((at, block))
+        self.probe.note()
+
+
+class Clock:
+    """Seconds at every mark; of the device's own time line on CUDA, which is not waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._points: list[Any] = []
+
+    def note(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._points.append(event)
+        else:
+            self._points.append(time.perf_counter())
+
+    def read(self) -> list[float]:
+        """Seconds from the first mark to each."""
+        first = self._points[0]
+        if self._cuda:
+            self._points[-1].synchronize()
+            return [first.elapsed_time(p) / 1e3 for p in self._points]
+        return [p - first for p in self._points]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Memory at one mark, against the first one."""
+
+    held_bytes: int
+    peak_bytes: int
+    """The most held at any moment since the mark before."""
+
+
+class DeviceMemory:
+    """The CUDA allocator's own statistics.
+
+    Args:
+        reset: start the peak anew at every mark. False leaves it to whoever else reads it: between
+            two marks it is then known if it is the highest so far; else what is held at them is
+            given, which is no more.
+    """
+
+    def __init__(self, reset: bool = True) -> None:
+        self.reset = reset
+        self._points: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def note(self) -> None:
+        found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        self._points.append((found["current"], found["peak"]))
+        if self.reset:
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def first_bytes(self) -> int:
+        """Held at the first mark."""
+        return self._points[0][0]
+
+    def read(self) -> list[Level]:
+        first = self.first_bytes
+        return [Level(held - first, peak - first) for held, peak in self._levels()]
+
+    def _levels(self) -> list[tuple[int, int]]:
+        if self.reset:
+            return self._points
+        out = self._points[:1]
+        for (before, highest), (held, peak) in pairwise(self._points):
+            out.append((held, peak if peak > highest else max(before, held)))
+        return out
+
+
+class SavedMemory:
+    """What autograd keeps for backward, on a device whose allocator keeps no statistics. Inside,
+    all that is saved is seen. Memory that only serves for a moment is not: peaks are what is held.
+
+    Args:
+        given: tensors that are there anyway, such as weights.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self._given = frozenset(storages(given))
+        self._saved = Saved()
+        self._hooks = self._saved.watch()
+        self._held: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def note(self) -> None:
+        self._held.append(self._saved.alive_bytes(self._given))
+
+    def read(self) -> list[Level]:
+        pairs = zip(self._held, [0, *self._held])
+        return [Level(held, max(held, before)) for held, before in pairs]
+
+
+class HostMemory:
+    """The CPU allocator keeps no statistics, but tells the profiler of every piece of memory."""
+
+    NAME = "paradyse mark"
+
+    def __init__(self) -> None:
+        cpu = torch.profiler.ProfilerActivity.CPU
+        self._profile = torch.profiler.profile(
+            activities=[cpu], profile_memory=True, acc_events=True
+        )
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+
+    def note(self) -> None:
+        with torch.profiler.record_function(self.NAME):
+            pass
+
+    def read(self) -> list[Level]:
+        """The levels. Memory that a thread of gloo's gave back is not told of: what is never given
+        back within the step, or taken anew before, counts until the next mark."""
+        events = sorted(self._events())
+        marks = [i for i, (_, num_bytes, _) in enumerate(events) if num_bytes is None]
+        changes = [num_bytes or 0 for _, num_bytes, _ in events]
+        taken: dict[int, int] = {}
+        lost: list[int] = []
+        for i, (_, num_bytes, address) in enumerate(events):
+            if num_bytes is not None and num_bytes > 0:
+                lost += [taken[address]] if address in taken else []
+                taken[address] = i
+            elif num_bytes is not None:
+                taken.pop(address, None)
+        for i in (*lost, *taken.values()):
+            at = bisect_right(marks, i)
+            if at < len(marks):
+                changes[marks[at]] -= changes[i]
+        held = list(accumulate(changes))
+        first, levels, since = held[marks[0]], [], marks[0]
+        for i in marks:  # what counts until a mark is still held just before it
+            levels.append(Level(held[i] - first, max(held[since:i] or held[i : i + 1]) - first))
+            since = i
+        return levels
+
+    def _events(self) -> Iterator[tuple[int, int | None, int]]:
+        """(Nanoseconds, bytes, address) of all memory taken or given back; no bytes for a mark."""
+        profiler: Any = self._profile.profiler
+        stack = list(profiler.kineto_results.experimental_event_tree())
+        while stack:
+            event = stack.pop()
+            stack += event.children
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                memory = event.extra_fields
+                if memory.device.type == "cpu":
+                    yield event.start_time_ns, memory.alloc_size, memory.ptr
+            elif event.name == self.NAME:
+                yield event.start_time_ns, None, 0
+
+
+class WatchedFrame(Frame):
+    """A frame that marks the edges of its blocks."""
+
+    def __init__(self, watch: Watch, *args: Any) -> None:
+        super().__init__(*args)
+        self.watch = watch
+        self._shelf = _WatchedShelf(watch)
+        self._ran: int | None = None
+
+    def run_block(self, step: BlockStep, strategy: str) -> None:
+        watch, block = self.watch, step.block_id
+        given = {n: self.env[n] for n in step.piece.inputs if self._ends_backward(n)}
+        for n, x in given.items():
+            self.env[n] = _MarkGradient.apply(watch, DONE, block, x)
+        watch.mark(ENTER, block)
+        super().run_block(step, strategy)
+        watch.mark(EXIT, block)
+        self.env.update(given)  # others may read it too, and are not part of this block
+        for n in step.piece.outputs:
+            if isinstance(self.env[n], Tensor) and self.env[n].requires_grad:
+                self.env[n] = _MarkGradient.apply(watch, GRAD, block, self.env[n])
+        self._ran = block
+
+    def free(self, nodes: Sequence[fx.Node]) -> None:
+        super().free(nodes)
+        if self._ran is not None:
+            self.watch.mark(FREED, self._ran)
+            self._ran = None
+
+    def _ends_backward(self, node: fx.Node) -> bool:
+        """Whether the block reads ``node`` just as it is stored, so that the mark is the block's
+        own; others are converted once, for all who read them."""
+        value = self.env.get(node)
+        if is_weight(node) or not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
+            return False
+        as_stored = self.axis.size == 1 or (node in self.ctx.split and node.op != "placeholder")
+        return as_stored and value.requires_grad
+
+
+class _MarkGradient(torch.autograd.Function):
+    """A value as it is; marks when its gradient comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, watch: Watch, at: str, block: int, x: Tensor) -> Tensor:
+        ctx.args = (watch, at, block)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        watch, at, block = ctx.args
+        watch.mark(at, block)
+        return None, None, None, grad
+
+
+class _WatchedShelf(Shelf):
+    """Tells when weights are fetched ahead."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
+        self._watch.mark(FETCH)
+        super().fetch(shards, block_id)
+        self._watch.mark(FETCHED)
+
+    def take(self, shards: Sequence[ShardedTensor]) -> Messages | None:
+        self._watch.mark(TAKEN)
+        return super().take(shards)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Marks that belong to one block."""
+
+    block: int
+    backward: bool
+    first: int
+    exit: int
+    """Its work is done."""
+    last: int
+    """What it alone read is gone too."""
+
+
+def find_spans(marks: Sequence[tuple[str, int]]) -> list[Span]:
+    """Forward and, where there is one, backward of every block."""
+    at: dict[tuple[str, int], list[int]] = {}
+    for i, mark in enumerate(marks):
+        at.setdefault(mark, []).append(i)
+    edges = [i for i, (what, _) in enumerate(marks) if what in (GRAD, END)]
+    spans = []
+    for block in [b for what, b in marks if what == ENTER]:
+        enter, left, freed = (at[what, block][0] for what in (ENTER, EXIT, FREED))
+        spans.append(Span(block, False, enter, left, freed))
+        if grads := at.get((GRAD, block)):
+            # An input without a gradient: backward ends where the next block's begins.
+            until = next(i for i in edges if i > grads[0] and marks[i] != (GRAD, block))
+            done = at.get((DONE, block), [until])[-1]
+            spans.append(Span(block, True, grads[0], done, done))
+    return spans
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step on this rank."""
+
+    forward_s: dict[int, float]
+    """Per block id; -1: all that is in no block."""
+    backward_s: dict[int, float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.forward_s.values()) + sum(self.backward_s.values())
+
+
+def times_of(watch: Watch, seconds: Sequence[float]) -> StepTimes:
+    """What each block took. The parts add up to the whole step."""
+    ends = {what: seconds[i] for i, (what, block) in enumerate(watch.marks) if block == -1}
+    parts: tuple[dict[int, float], dict[int, float]] = ({}, {})
+    for s in find_spans(watch.marks):
+        parts[s.backward][s.block] = seconds[s.exit] - seconds[s.first]
+    for part, (begin, end) in zip(parts, pairwise((START, LOSS, END)), strict=True):
+        part[-1] = max(0.0, ends[end] - ends[begin] - sum(part.values())) if part else 0.0
+    return StepTimes(*parts)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one step on this rank, beyond those held when it began."""
+
+    saved_bytes: dict[int, int]
+    """Per block id, by how much more was held once the block was done in forward; -1: what is held
+    beyond their sum when the first block's backward begins."""
+    workspace_bytes: dict[int, int]
+    """Per block id, the most held while it ran, beyond what it saves in forward and beyond what was
+    held when its backward began; -1: the most held beyond all that is saved, such as logits, until
+    the last block's backward."""
+    floor_bytes: int
+    """The most held after the last block's backward, when nothing is saved any more."""
+    peak_bytes: int
+
+
+def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
+    """What each block held.
+
+    Weights fetched ahead count as workspace of the block that runs meanwhile, and then of their
+    own.
+    """
+    coming, held = 0, []
+    for i, (what, _) in enumerate(watch.marks):
+        if what == FETCHED:
+            coming += levels[i].held_bytes - levels[i - 1].held_bytes
+        elif what == TAKEN:
+            coming = 0
+        held.append(levels[i].held_bytes - coming)
+    spans = sorted(find_spans(watch.marks), key=lambda s: s.first)
+    saved = {s.block: held[s.last] - held[s.first] for s in spans if not s.backward}
+    workspace = dict.fromkeys(saved, 0)
+    peaks = [level.peak_bytes for level in levels]
+    outside = set(range(1, len(levels)))
+    for s in spans:
+        inside = range(s.first + 1, s.last + 1)
+        outside.difference_update(inside)
+        beyond = max(peaks[i] for i in inside) - held[s.first if s.backward else s.last]
+        workspace[s.block] = max(workspace[s.block], beyond)
+    backward = [s for s in spans if s.backward]
+    turn = backward[0].first if backward else watch.marks.index((LOSS, -1))
+    end = max((s.last for s in backward), default=len(levels))
+    saved[-1] = max(0, held[turn] - sum(saved.values()))
+    workspace[-1] = max(0, *(peaks[i] for i in outside if i <= end)) - sum(saved.values())
+    workspace[-1] = max(0, workspace[-1])
+    floor = max((peaks[i] for i in outside if i > end), default=0)
+    return StepMemory(saved, workspace, floor, max(peaks[1:]))

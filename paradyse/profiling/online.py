@@ -1,0 +1,385 @@
+"""Plans that follow the run: what blocks really take is fed back to the planner.
+
+One training call in ``SAMPLE_EVERY`` of a scale of lengths is watched: clocks at the edges of every
+block. Memory does not drift as times do: it is watched once for every variant and scale, and again
+when a call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
+message, on what the slowest of them took and the fullest of them held, against what was predicted
+(``corrections``); plans are chosen anew where that changed. Clocks and the message's answer are
+read ``SETTLE`` calls after they were started, so that the host does not wait for the device.
+
+Memory is read off the allocator on CUDA, whose statistics are left as they are for others to read:
+the peak between two edges is known where it is the highest so far, and is else taken for what was
+held at them. The CPU's allocator keeps none: there autograd's hooks tell what backward needs, and
+workspace stays as predicted; a rank on which the user's own hooks take what is saved, to compress
+it or to move it elsewhere, measures nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from paradyse.distributed import collectives
+from paradyse.planning.corrections import (
+    CONSTANTS,
+    FLOOR,
+    RATIOS,
+    REST,
+    REST_SAVED,
+    REST_WORKSPACE,
+    SAVED,
+    STATIC,
+    TIME,
+    WORKSPACE,
+    Corrections,
+    num_tokens,
+    scale_of,
+)
+from paradyse.planning.costs import canonical_strategy
+from paradyse.planning.planner import Planner
+from paradyse.planning.time_ratios import OWN_OF_PRIOR, OWN_OF_PROFILE, Key, TimeRatios
+from paradyse.profiling.marks import (
+    END,
+    GRAD,
+    START,
+    Clock,
+    DeviceMemory,
+    SavedMemory,
+    Watch,
+    WatchedFrame,
+    find_spans,
+    memory_of,
+)
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.program import Program, StepConstants
+from paradyse.runtime.saved_memory import may_watch
+from paradyse.types import Workload
+from paradyse.weights.sharded_tensor import ShardedTensor
+
+log = logging.getLogger(__name__)
+
+MESSAGES = collectives.register_block("online costs")
+"""Block id of the messages by which ranks agree."""
+
+SAMPLE_EVERY = 4
+"""Training calls of a scale of which one is watched."""
+
+REFRESH_EVERY = 16
+"""Training calls between two agreements."""
+
+SETTLE = 4
+"""Calls by which the host may be ahead of the device."""
+
+WARM_UP = 2
+"""Calls of a plan before it is watched: the first ones compile."""
+
+TIME_CHANGE, MEMORY_CHANGE = 0.05, 0.01
+"""Plans are chosen anew where a time, or bytes, are by more than this share other than when they
+were chosen."""
+
+Slot = tuple[str, Hashable, int]
+"""A quantity, what it is of, and the scale or number of tokens (``corrections.Rows``)."""
+
+
+@dataclass
+class StepWatch(Watch):
+    """The marks of one call and of its backward, with whose end it closes."""
+
+    closed: bool = False
+    _ending: bool = False
+
+    def mark(self, at: str, block: int = -1) -> None:
+        if self.closed:  # a second backward through the same graph
+            return
+        super().mark(at, block)
+        if at == GRAD and not self._ending:
+            self._ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.close)
+
+    def close(self) -> None:
+        """The step is over: where there was no backward, when the next one begins."""
+        if not self.closed:
+            super().mark(END)
+            self.closed = True
+
+
+@dataclass
+class _Record:
+    """One watched call."""
+
+    call: int
+    workload: Workload
+    strategies: tuple[str, ...]
+    memory: bool
+    """What was watched: memory, else time."""
+    watch: StepWatch | None = None
+    """None: this rank could not, or the call failed."""
+    missing_bytes: int = 0
+    """Of gradients that were not there when the call began: they are static all the same."""
+
+
+class _Agreement:
+    """A message under way, of what ``records`` tell."""
+
+    def __init__(self, slots: dict[Slot, float], records: Sequence[_Record], program: Program):
+        self.slots, self.records = tuple(slots), records
+        device, on_cuda = program.device, program.device.type == "cuda"
+        mine = torch.tensor(list(slots.values()), dtype=torch.float64, pin_memory=on_cuda)
+        mine = mine.to(device, non_blocking=True)
+        self._sent = collectives.start_all_gather(mine, program.axis, MESSAGES)
+        self._event: Any = None
+        if on_cuda:  # the copy waits on the device for the message, and the host for neither
+            self._answer = self._sent.wait().to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> dict[Slot, float]:
+        """The largest value of any rank."""
+        if self._event is None:
+            self._answer = self._sent.wait()
+        else:
+            self._event.synchronize()
+        return dict(zip(self.slots, self._answer.amax(0).tolist(), strict=True))
+
+
+class Feedback:
+    """Watches one program, and corrects the costs of its planner.
+
+    Args:
+        forget: called where plans are to be chosen anew, on all ranks at the same call.
+    """
+
+    def __init__(self, program: Program, planner: Planner, forget: Callable[[], None]) -> None:
+        self.program, self.planner, self.forget = program, planner, forget
+        self.measured: dict[str, dict[Hashable, dict[int, float]]] = {
+            quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)
+        }
+        """As agreed (``Corrections.measured``)."""
+        self.times = TimeRatios(OWN_OF_PROFILE if planner.cost_model else OWN_OF_PRIOR)
+        self._used = self._snapshot()
+        """What the present plans were chosen by."""
+        self._calls = 0
+        self._runs: Counter[tuple[str, ...]] = Counter()
+        self._of_scale: Counter[int] = Counter()
+        self._known: dict[tuple[Key, int], int] = {}
+        """Key and scale -> the most tokens whose memory was watched."""
+        self._open: StepWatch | None = None
+        """The last one watched, until the next call."""
+        self._records: list[_Record] = []
+        """Since the last agreement."""
+        self._agreement: _Agreement | None = None
+        self._known_keys: dict[tuple[str, ...], Mapping[Key, Sequence[int]]] = {}
+
+    def run(self, args: Sequence[Any], constants: StepConstants, workload: Workload) -> Any:
+        """The program's call, watched if it is its turn."""
+        self._calls += 1
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        if self._calls % REFRESH_EVERY == 0:
+            self._start_agreement()
+        elif self._calls % REFRESH_EVERY == SETTLE:
+            self._finish_agreement()
+        strategies, scale = constants.strategies, scale_of(workload)
+        self._runs[strategies] += 1
+        self._of_scale[scale] += 1
+        if self._runs[strategies] <= WARM_UP:
+            return self.program(args, constants)
+        if self._is_new(strategies, workload):
+            record = self._watch_memory(args, workload, strategies)
+        elif self._of_scale[scale] % SAMPLE_EVERY == 0:
+            watch = StepWatch(Clock(self.program.device))
+            record = _Record(self._calls, workload, strategies, False, watch)
+        else:
+            return self.program(args, constants)
+        self._records.append(record)
+        return self._run_watched(record, args, constants)
+
+    def _run_watched(self, record: _Record, args: Sequence[Any], constants: StepConstants) -> Any:
+        watch = self._open = record.watch
+        if watch is None:
+            return self.program(args, constants)
+        self.program.make_frame = partial(WatchedFrame, watch)
+        watch.mark(START)
+        probe = watch.probe
+        try:
+            with probe if isinstance(probe, SavedMemory) else nullcontext():
+                return self.program(args, constants)
+        except BaseException:
+            record.watch = None
+            watch.close()
+            raise
+        finally:
+            self.program.make_frame = Frame
+
+    def _keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
+        """Of a plan, with the places of their blocks."""
+        found = self._known_keys.get(strategies)
+        if found is None:
+            pairs = zip(self.planner.blocks, self.planner.kinds, strategies, strict=True)
+            members: dict[Key, list[int]] = {}
+            for i, (block, kind, s) in enumerate(pairs):
+                members.setdefault((kind, canonical_strategy(block.kind, s)), []).append(i)
+            found = self._known_keys[strategies] = members
+        return found
+
+    def _is_new(self, strategies: tuple[str, ...], workload: Workload) -> bool:
+        """Whether memory is to be watched: once it is known that backward follows calls."""
+        if self.times.empty:
+            return False
+        scale, tokens = scale_of(workload), num_tokens(workload)
+        return any(self._known.get((k, scale), 0) < tokens for k in self._keys(strategies))
+
+    def _watch_memory(
+        self, args: Sequence[Any], workload: Workload, strategies: tuple[str, ...]
+    ) -> _Record:
+        scale, tokens = scale_of(workload), num_tokens(workload)
+        for key in self._keys(strategies):
+            self._known[key, scale] = max(tokens, self._known.get((key, scale), 0))
+        record = _Record(self._calls, workload, strategies, True)
+        record.missing_bytes = _missing_gradients(args)
+        if self.program.device.type == "cuda":
+            record.watch = StepWatch(DeviceMemory(reset=False))
+        elif may_watch():
+            given = (a.local if isinstance(a, ShardedTensor) else a for a in args)
+            record.watch = StepWatch(SavedMemory(given))
+        return record
+
+    def _start_agreement(self) -> None:
+        """Tell the others what was measured; every rank is here at the same call."""
+        old = [r for r in self._records if r.call <= self._calls - SETTLE]
+        self._records = self._records[len(old) :]
+        if slots := self._read(old):
+            self._agreement = _Agreement(slots, old, self.program)
+
+    def _finish_agreement(self) -> None:
+        """Take what the ranks agree on; every rank is here at the same call."""
+        if self._agreement is None:
+            return
+        agreed, records = self._agreement.wait(), self._agreement.records
+        self._agreement = None
+        for (quantity, of, at), latest in agreed.items():
+            if latest <= 0:
+                continue
+            if quantity == TIME:
+                assert isinstance(of, tuple)
+                self.times.add(of, at, latest)
+            else:
+                row = self.measured[quantity].setdefault(of, {})
+                row[at] = max(row.get(at, latest), latest)
+        for r in records:  # no rank could: to be watched again
+            if r.memory and not agreed[REST_SAVED, None, num_tokens(r.workload)]:
+                for key in self._keys(r.strategies):
+                    self._known.pop((key, scale_of(r.workload)), None)
+        now, used = self._snapshot(), self._used
+        changed = {q for q, of, at in agreed if _changed(q, of, at, now, used)}
+        if changed:
+            self._used = now
+            self.planner.correct(now)
+            self.forget()
+            what = ", ".join(sorted(changed))
+            log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
+
+    def _snapshot(self) -> Corrections:
+        table = {
+            q: {of: dict(row) for of, row in rows.items()} for q, rows in self.measured.items()
+        }
+        return Corrections(table, self.times.estimate())
+
+    def _read(self, records: Sequence[_Record]) -> dict[Slot, float]:
+        """What this rank saw in ``records``; 0 where it saw nothing. The slots are the same on all
+        ranks."""
+        slots = {slot: 0.0 for r in records for slot in self._slots_of(r)}
+        times: dict[Slot, list[float]] = {}
+        for r in records:
+            if r.memory:
+                slots |= {slot: max(slots[slot], n) for slot, n in self._memory(r).items()}
+            else:
+                for key, ratio in self._times(r):
+                    times.setdefault((TIME, key, scale_of(r.workload)), []).append(ratio)
+        return slots | {slot: statistics.median(ratios) for slot, ratios in times.items()}
+
+    def _slots_of(self, record: _Record) -> Iterator[Slot]:
+        """What the record can tell of."""
+        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
+        for quantity in (SAVED, WORKSPACE) if record.memory else (TIME,):
+            for key in self._keys(record.strategies):
+                yield quantity, key, scale
+        if record.memory:
+            yield from ((quantity, None, tokens) for quantity in REST)
+            yield from ((quantity, None, 0) for quantity in CONSTANTS)
+
+    def _times(self, record: _Record) -> list[tuple[Key, float]]:
+        """Measured over predicted seconds of the blocks whose forward and backward were seen."""
+        watch, parts = record.watch, dict[int, list[float]]()
+        if watch is None:
+            return []
+        assert isinstance(watch.probe, Clock)
+        at = {step.block_id: i for i, step in enumerate(self.program.block_steps)}
+        seconds = watch.probe.read()
+        for span in find_spans(watch.marks):
+            if watch.marks[span.last][0] != END:  # else its end was not seen
+                parts.setdefault(at[span.block], []).append(
+                    seconds[span.exit] - seconds[span.first]
+                )
+        costs = self.planner.predicted_costs(record.workload)
+        return [
+            (key, sum(parts[i]) / costs[i][record.strategies[i]].time_s)
+            for key, members in self._keys(record.strategies).items()
+            for i in members
+            if len(parts.get(i, ())) == 2
+        ]
+
+    def _memory(self, record: _Record) -> dict[Slot, float]:
+        """What the call held, as slots; nothing where it was not watched or had no backward."""
+        watch = record.watch
+        if watch is None or not any(what == GRAD for what, _ in watch.marks):
+            return {}
+        probe = watch.probe
+        assert isinstance(probe, DeviceMemory | SavedMemory)
+        held = memory_of(watch, probe.read())
+        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
+        costs = self.planner.predicted_costs(record.workload)
+        found: dict[Slot, float] = {}
+        for key, at in self._keys(record.strategies).items():
+            cost = costs[at[0]][record.strategies[at[0]]]
+            ids = [self.program.block_steps[i].block_id for i in at]
+            saved = max(0.0, statistics.fmean(held.saved_bytes[i] for i in ids))
+            workspace = max(held.workspace_bytes[i] for i in ids)
+            found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
+            found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
+        found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
+        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
+        found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
+        if isinstance(probe, DeviceMemory):
+            found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
+        return found
+
+
+def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Corrections) -> bool:
+    """Whether a cost is known for the first time, or has become another one."""
+    if quantity == TIME:
+        if not (now.times.knows(of) and used.times.knows(of)):
+            return now.times.knows(of)
+        after, before = (c.times.ratio(of, at) for c in (now, used))
+        return abs(after - before) > TIME_CHANGE * before
+    if of not in now.measured[quantity]:
+        return False
+    after, before = (c.value(quantity, of, at) for c in (now, used))
+    return of not in used.measured[quantity] or abs(after - before) > MEMORY_CHANGE * before
+
+
+def _missing_gradients(args: Sequence[Any]) -> int:
+    """Bytes of the gradients of the weights among ``args`` that are not there yet."""
+    missing = (
+        a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and a.grad is None
+    )
+    return sum((a.local if isinstance(a, ShardedTensor) else a).nbytes for a in missing)

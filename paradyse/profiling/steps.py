@@ -1,0 +1,281 @@
+"""Steps of a model under one strategy after the other: run, timed, or with their memory watched."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paradyse.backend import captures_of
+from paradyse.config import AUTO
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import resolve_axis
+from paradyse.profiling.marks import (
+    END,
+    LOSS,
+    START,
+    Clock,
+    DeviceMemory,
+    HostMemory,
+    StepMemory,
+    StepTimes,
+    Watch,
+    WatchedFrame,
+    memory_of,
+    times_of,
+)
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.program import Program
+from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
+from paradyse.weights.sharded_tensor import ShardedTensor
+
+MakeBatch = Callable[[int, int], Mapping[str, Any]]
+"""(batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
+
+
+class Steps:
+    """Runs steps of ``model``, which is compiled once, with a plan that is set before each.
+
+    Args:
+        model: compiled or not; what was compiled before is left as it is.
+        options: of the backend, without ``plan``.
+        training: with gradients and in training mode; False: forward alone.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        options: Mapping[str, Any],
+        batch: int,
+        training: bool,
+        make_batch: MakeBatch | None,
+    ) -> None:
+        self.model: torch.nn.Module = getattr(model, "_orig_mod", model)
+        self.axis = resolve_axis(options.get("mesh"))
+        self.batch, self.training = batch, training
+        self.make_batch = make_batch or _random_tokens(self.model)
+        self.parameters = list(self.model.parameters())
+        self.device = self.parameters[0].device
+        self.blocks: tuple[BlockSpec, ...] = ()
+        """In the order of computation."""
+        self.block_of: dict[int, BlockSpec] = {}
+        """Block id -> block, of every program so far."""
+        self.notes: list[str] = []
+        self._programs: list[Program] = []
+        self._plan: Any = AUTO
+        self._compiled = torch.compile(
+            self.model, backend="paradyse", options={**options, "plan": self._current_plan}
+        )
+
+    def _current_plan(self, workload: Workload) -> Any:
+        return self._plan
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Mode and random state for steps, gradients set aside; all as before afterwards."""
+        kept = [p.grad for p in self.parameters]
+        was_training = self.model.training
+        called = getattr(self.model, "_compiled_call_impl", None)  # by model.compile()
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices), torch.set_grad_enabled(self.training):
+                torch.manual_seed(0)
+                self.model.train(self.training)
+                self.model._compiled_call_impl = None
+                self.model.zero_grad(set_to_none=True)
+                yield
+        finally:
+            self.watch(None)
+            self.model._compiled_call_impl = called
+            self.model.train(was_training)
+            for p, grad in zip(self.parameters, kept, strict=True):
+                p.grad = grad
+
+    def find_blocks(self, seq_len: int) -> None:
+        """Run short steps of two lengths, which brings the graph for any length.
+
+        Raises:
+            ValueError: there is no block whose strategy can be chosen.
+        """
+        for n in (seq_len, seq_len + 1):
+            self.run(n, AUTO)
+        if not self.blocks:
+            why = f" ({'; '.join(self.notes)})" if self.notes else ""
+            raise ValueError(f"no block of this model can be switched{why}: nothing to measure")
+
+    def watch(self, watch: Watch | None) -> None:
+        """Have every program's frames mark their edges in ``watch``; None: plain frames."""
+        _watch(self._programs, watch)
+
+    def run(self, seq_len: int, plan: str) -> None:
+        """One step; compiles what ``plan`` needs. Gradients are there afterwards."""
+        self._step(self._inputs(seq_len), plan)
+        self._programs = []
+        for capture in captures_of(self._compiled):
+            if capture.options.plan != self._current_plan:  # the user's own
+                continue
+            self.notes = capture.notes or self.notes
+            for graph in capture.graphs.values():
+                self._programs.append(graph.program)
+                ids = [s.block_id for s in graph.program.block_steps]
+                self.block_of.update(zip(ids, graph.blocks, strict=True))
+                self.blocks = graph.blocks or self.blocks
+
+    def memory(self, seq_len: int, plan: str) -> StepMemory:
+        """What a step holds, gradients in place from the one before."""
+        inputs = self._inputs(seq_len)
+        gc.collect()
+        with (
+            collectives.settled(),
+            DeviceMemory() if self.device.type == "cuda" else HostMemory() as probe,
+        ):
+            watch = Watch(probe)
+            self.watch(watch)
+            self._step(inputs, plan, watch)
+            self.watch(None)
+        return memory_of(watch, probe.read())
+
+    def times(self, seq_len: int, plan: str) -> StepTimes:
+        """What the parts of a step take, from a common start of all ranks."""
+        inputs = self._inputs(seq_len)
+        self.model.zero_grad(set_to_none=True)
+        clock = Clock(self.device)
+        watch = Watch(clock)
+        self.watch(watch)
+        if self.axis.size > 1:
+            dist.barrier(self.axis.group)
+        self._step(inputs, plan, watch)
+        self.watch(None)
+        return times_of(watch, clock.read())
+
+    def traffic(self) -> dict[int, tuple[Counter[str], Counter[str]]]:
+        """Bytes sent and messages so far, per block id; -1: of what is in no block."""
+        found = {
+            i: (collectives.traffic(i).sent_bytes, collectives.traffic(i).calls)
+            for i in self.block_of
+        }
+        counts = {i: (sent.copy(), calls.copy()) for i, (sent, calls) in found.items()}
+        between = [collectives.traffic(p.between_id) for p in self._programs]
+        sent = sum((t.sent_bytes for t in between), Counter[str]())
+        counts[-1] = (sent, sum((t.calls for t in between), Counter[str]()))
+        return counts
+
+    def workload(self, seq_len: int) -> Workload:
+        """What a step at this length is for the planner."""
+        dtype = self.parameters[0].dtype
+        return Workload(self.batch, seq_len, dtype, self.training, self.axis.size)
+
+    def static_bytes(self) -> int:
+        """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""
+        return static_bytes(self.model, self.training)
+
+    def free(self) -> None:
+        """After a step that found no memory: let go of what it left behind."""
+        self.watch(None)
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _inputs(self, seq_len: int) -> dict[str, Any]:
+        return {
+            k: v.to(self.device) if isinstance(v, Tensor) else v
+            for k, v in self.make_batch(self.batch, seq_len).items()
+        }
+
+    def _step(self, inputs: Mapping[str, Any], plan: str, watch: Watch | None = None) -> None:
+        self._plan = self._feasible(plan)
+
+        def mark(at: str) -> None:
+            if watch is not None:
+                watch.mark(at)
+
+        mark(START)
+        out = self._compiled(**inputs)
+        loss = _loss_of(out) if self.training else None
+        mark(LOSS)
+        if loss is not None:
+            loss.backward()
+        del out, loss
+        mark(END)
+
+    def _feasible(self, name: str) -> Any:
+        """``name`` for all blocks that it can compute; others get their first feasible one."""
+        if name == REPLICATED:  # the only way there is on one rank
+            return AUTO
+        if name == AUTO or all(name in b.feasible() for b in self.blocks):
+            return name
+        return Plan(tuple(name if name in b.feasible() else b.feasible()[0] for b in self.blocks))
+
+
+def static_bytes(model: torch.nn.Module, training: bool) -> int:
+    """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""
+    parameters = list(model.parameters())
+    weights = [p.local if isinstance(p, ShardedTensor) else p for p in parameters]
+    sizes = [w.untyped_storage().nbytes() for w in weights]
+    grads = [w.nbytes for w, p in zip(weights, parameters) if p.requires_grad]
+    sizes += [b.untyped_storage().nbytes() for b in model.buffers()]
+    held = sum(sizes) + sum(grads) * training
+    on_cuda = parameters[0].device.type == "cuda"
+    return max(held, torch.cuda.memory_allocated()) if on_cuda else held
+
+
+def peak_beyond(compiled: torch.nn.Module, device: torch.device, step: Callable[[], object]) -> int:
+    """The most bytes that a step holds at any moment beyond those held when it began.
+
+    Args:
+        step: runs ``compiled``, which has run before.
+    """
+    programs = [g.program for c in captures_of(compiled) for g in c.graphs.values()]
+    gc.collect()
+    with DeviceMemory() if device.type == "cuda" else HostMemory() as probe, collectives.settled():
+        watch = Watch(probe)
+        _watch(programs, watch)
+        try:
+            watch.mark(START)
+            step()
+            watch.mark(END)
+        finally:
+            _watch(programs, None)
+    return max(level.peak_bytes for level in probe.read()[1:])
+
+
+def _watch(programs: Sequence[Program], watch: Watch | None) -> None:
+    """Have the programs' frames mark their edges in ``watch``; None: plain frames."""
+    for program in programs:
+        program.make_frame = partial(WatchedFrame, watch) if watch else Frame
+
+
+def _loss_of(out: Any) -> Tensor:
+    loss = getattr(out, "loss", out)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            "the model returned no loss: give make_batch, so that labels are in the batch, or "
+            "measure with training=False"
+        )
+    return loss
+
+
+def _random_tokens(model: torch.nn.Module) -> MakeBatch:
+    """Batches for a language model: any tokens, with themselves as labels."""
+    try:
+        vocabulary = int(model.get_input_embeddings().num_embeddings)
+    except AttributeError as e:
+        raise ValueError(
+            f"{type(model).__name__} does not tell its vocabulary: give make_batch, a function "
+            "(batch, seq_len) -> keyword arguments of one call"
+        ) from e
+
+    def make(batch: int, seq_len: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seq_len)
+        ids = torch.randint(vocabulary, (batch, seq_len), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return make

@@ -1,0 +1,1 @@
+"""One captured graph and one call of it: capture, program, frame, guard."""

@@ -1,0 +1,228 @@
+"""From the graph that Dynamo hands to a backend to a program, for static and for symbolic
+captures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.config import Options
+from paradyse.distributed.axis import Axis, resolve_replicas
+from paradyse.graph.subgraph import structure
+from paradyse.passes.pipeline import CaptureContext, run_passes
+from paradyse.passes.retrace import InputLike, Untraceable, retrace
+from paradyse.runtime.program import Program
+from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
+
+log = logging.getLogger(__name__)
+
+VARIANTS = VariantCache()
+"""Registry of everything compiled in this process: a second capture finds what the first
+compiled.
+"""
+
+
+@dataclass(frozen=True)
+class SizeSource:
+    """Where a call's sizes are read: argument index and dim."""
+
+    seq: tuple[int, int]
+    batch: tuple[int, int] | None
+
+
+def is_model_state(node: fx.Node, example: Any) -> bool:
+    """Whether a placeholder is a parameter or a buffer, not data of the batch."""
+    if isinstance(example, torch.nn.Parameter):
+        return True
+    if not isinstance(example, Tensor):
+        return False
+    name = str(node.target)
+    return (
+        "_parameters_" in name
+        or "_buffers_" in name
+        or hasattr(example, "_dynamo_static_input_type")
+    )
+
+
+_PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
+
+
+def _as_input(example: Any, meta: Any, values: Mapping[Any, int]) -> Any:
+    """``example`` as an ``InputLike``, with symbolic sizes replaced by ``values``."""
+    if not isinstance(example, Tensor):
+        return example
+    shape = meta.shape if isinstance(meta, Tensor) else example.shape
+    sizes = tuple(_number(n, values) for n in shape)
+    return InputLike(sizes, example.dtype, example.device, example.requires_grad)
+
+
+def _number(n: Any, values: Mapping[Any, int]) -> int:
+    return int(n.node.expr.xreplace(values)) if isinstance(n, torch.SymInt) else int(n)
+
+
+@dataclass(frozen=True)
+class TraceInputs:
+    """What to trace a capture with, and what of a call must equal the trace."""
+
+    values: tuple[Any, ...]
+    """Per placeholder an ``InputLike`` or a number."""
+    scalars: tuple[int, ...]
+    """Placeholders that are numbers, not sizes: a call with others needs a program of its own."""
+    symbols: Mapping[tuple[int, int], Any]
+    """(placeholder, dim) -> the symbolic size there."""
+    again: tuple[Any, ...] | None = None
+    """``values`` at other sizes, where Dynamo's guards allow any."""
+
+
+def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
+    """Sizes and numbers to trace with. Symbolic sizes get values that no weight has, where guards
+    allow.
+    """
+    metas = [n.meta.get("example_value") for n in placeholders]
+    symbols: dict[tuple[int, int], Any] = {}
+    for i, meta in enumerate(metas):
+        for d, n in enumerate(meta.shape if isinstance(meta, Tensor) else ()):
+            if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
+                symbols[i, d] = n
+    values, others = _choose_sizes(list(symbols.values()), metas)
+    sizes = {n.node.expr for n in symbols.values()}
+    inputs: list[Any] = []
+    scalars: list[int] = []
+    for i, (node, example, meta) in enumerate(zip(placeholders, examples, metas, strict=True)):
+        value = _as_input(example, meta, values)
+        if isinstance(meta, torch.SymInt):
+            if meta.node.expr in sizes:
+                value = _number(meta, values)
+            else:
+                scalars.append(i)
+                value = int(meta.node.hint) if isinstance(example, torch.SymInt) else example
+        elif isinstance(example, int | float | torch.SymFloat):
+            scalars.append(i)
+            value = float(example) if isinstance(example, torch.SymFloat) else example
+        elif _is_number(node, example):
+            scalars.append(i)
+            value = example.item()
+        inputs.append(value)
+    again = None
+    if others:
+        again = tuple(
+            _as_input(e, m, others)
+            if isinstance(v, InputLike)
+            else (_number(m, others) if isinstance(m, torch.SymInt) and i not in scalars else v)
+            for i, (v, e, m) in enumerate(zip(inputs, examples, metas, strict=True))
+        )
+    return TraceInputs(tuple(inputs), tuple(scalars), symbols, again)
+
+
+def _is_number(node: fx.Node, example: Any) -> bool:
+    """A Python float that Dynamo passes as a scalar tensor (``dynamic=True``)."""
+    items = [u.op == "call_method" and u.target == "item" for u in node.users]
+    return isinstance(example, Tensor) and example.ndim == 0 and bool(items) and all(items)
+
+
+def _choose_sizes(
+    sizes: Sequence[torch.SymInt], metas: Sequence[Any]
+) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Symbol -> the value to trace with, and other values to compare with ({} where none is legal).
+
+    Symbols equal in this call stay equal in the trace.
+    """
+    taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
+    hints: dict[Any, int] = {}
+    env: Any = None
+    for size in sizes:
+        env = size.node.shape_env
+        known = getattr(env, "backed_var_to_val", None) or env.var_to_val  # renamed in torch 2.12
+        hints.update({symbol: int(known[symbol]) for symbol in size.node.expr.free_symbols})
+    instead: dict[int, int] = {}
+    for hint in dict.fromkeys(hints.values()):
+        choices = (v for v in (hint, *_PRIMES) if v not in taken)
+        instead[hint] = next(choices, hint)
+        taken.add(instead[hint])
+    values = {symbol: instead[hint] for symbol, hint in hints.items()}
+    if not hints:
+        return {}, {}
+    if not _allowed(env, values):
+        values = hints
+    primes = iter([v for v in _PRIMES if v not in taken])
+    fresh = {hint: next(primes, hint) for hint in instead}
+    others = {symbol: fresh[hint] for symbol, hint in hints.items()}
+    return values, others if _allowed(env, others) else {}
+
+
+def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
+    """Whether Dynamo's guards, as far as they speak of ``values`` alone, hold for them."""
+    for symbol, value in values.items():
+        bounds = env.var_to_range.get(symbol)
+        if bounds is not None and not (bounds.lower <= value and bool(value <= bounds.upper)):
+            return False
+    expressions = [g.expr for g in env.guards if g.expr.free_symbols <= set(values)]
+    return all(bool(e.xreplace(values)) for e in expressions)
+
+
+def build_program(
+    gm: fx.GraphModule, inputs: Sequence[Any], weights: Sequence[bool], options: Options, axis: Axis
+) -> tuple[Program | None, CaptureContext]:
+    """Run the passes on ``gm`` at the sizes of ``inputs``; None where there is nothing to switch.
+
+    Args:
+        inputs: per placeholder an ``InputLike`` or a number, see ``trace_inputs``.
+        weights: per placeholder whether it is a parameter or a buffer.
+    """
+    ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
+    try:
+        traced = retrace(gm, list(inputs))
+        _run(traced, ctx, weights)
+    except Untraceable as e:
+        ctx.note(str(e))
+        return None, ctx
+    if ctx.seq is None:
+        return None, ctx
+    scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, VARIANTS)
+    return Program(traced, ctx, scope), ctx
+
+
+def _run(traced: fx.GraphModule, ctx: CaptureContext, weights: Sequence[bool]) -> None:
+    for node, weight in zip(
+        (n for n in traced.graph.nodes if n.op == "placeholder"), weights, strict=True
+    ):
+        node.meta["weight"] = weight
+    run_passes(traced, ctx, ctx.options.dump)
+
+
+def fingerprint(program: Program) -> str:
+    """Text that two programs share exactly when they differ in nothing but the sizes traced at."""
+    scope = program.scope
+    pieces = (step.piece for step in program.steps)
+    return "\n\n".join(structure(p, scope.names, scope.labels(WHOLE)) for p in pieces)
+
+
+def find_sizes(program: Program) -> SizeSource | None:
+    """Where B and S stand in the arguments; None where no argument shows the sequence length."""
+    scope = program.scope
+    found: dict[Any, tuple[int, int]] = {}
+    for i, node in enumerate(program.placeholders):
+        if isinstance(node.meta.get("val"), Tensor) and not node.meta.get("weight"):
+            for d, dim in enumerate(scope.names.of(node)):
+                if len(dim) == 1:
+                    found.setdefault(dim[0], (i, d))
+    if scope.seq not in found or (scope.batch is not None and scope.batch not in found):
+        return None
+    return SizeSource(found[scope.seq], found[scope.batch] if scope.batch is not None else None)
+
+
+def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, int]:
+    """The sizes of one call."""
+    seq_len = args[source.seq[0]].shape[source.seq[1]]
+    sizes = {WHOLE: seq_len}
+    if axis.size > 1:
+        sizes[SPLIT] = axis.layout(seq_len).local_len
+    if source.batch is not None:
+        sizes["B"] = args[source.batch[0]].shape[source.batch[1]]
+    return sizes

@@ -1,0 +1,68 @@
+"""What planner and reports need to know of a program's blocks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from paradyse.graph.subgraph import is_weight, structure
+from paradyse.runtime.program import BlockStep, Program
+from paradyse.strategies import infeasible_reasons
+from paradyse.strategies.base import WHOLE
+from paradyse.types import BlockSpec, MaskSpec
+
+
+def describe_blocks(program: Program) -> tuple[BlockSpec, ...]:
+    """One ``BlockSpec`` per block, in the order of computation."""
+    return tuple(_describe(program, step) for step in program.block_steps)
+
+
+def describe_masks(blocks: Sequence[BlockSpec]) -> str:
+    """The kinds of masks in a model, as text."""
+    kinds = {str(b.mask) if b.mask else "dense" for b in blocks if b.kind == "attention"}
+    return "; ".join(sorted(kinds))
+
+
+def mask_of(attention: fx.Node) -> MaskSpec | None:
+    """The mask of an attention node; None where it is a dense bias."""
+    args: list[Any] = [
+        *attention.args,
+        *(None, None, None, None, -1, -1, -1)[len(attention.args) - 3 :],
+    ]
+    padding, documents, bias, _, left, right, chunk = args[3:10]
+    if bias is not None:
+        return None
+    left, right, chunk = (None if n < 0 else n for n in (left, right, chunk))
+    return MaskSpec(left, right, chunk, padding is not None, documents is not None)
+
+
+def _describe(program: Program, step: BlockStep) -> BlockSpec:
+    block, scope = step.block, program.scope
+    weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
+    split = [n.args[1].meta["val"] for n in (*block.up, *block.downs)]
+    down = block.down.args[1].meta["val"]
+    heads = kv_heads = head_dim = intermediate = 0
+    if block.attention is not None:
+        q, k = (a.meta["val"].shape for a in block.attention.args[:2])
+        heads, kv_heads, head_dim = q[1], k[1], q[3]
+    else:
+        intermediate = down.shape[1]
+    text = structure(step.piece, scope.names, scope.labels(WHOLE))
+    return BlockSpec(
+        name=block.label,
+        kind=block.kind,
+        layer=block.layer,
+        structure=f"{zlib.crc32(text.encode()):08x}",
+        infeasible=infeasible_reasons(scope, block),
+        hidden=down.shape[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        num_weight_elements=sum(w.numel() for w in weights),
+        num_split_weight_elements=sum(w.numel() for w in split),
+        mask=mask_of(block.attention) if block.attention is not None else None,
+    )

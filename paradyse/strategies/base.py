@@ -1,0 +1,238 @@
+"""What every strategy is made of: values in the layout asked for, and pieces compiled on first
+use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from paradyse.distributed.axis import Axis
+from paradyse.graph.factors import Factor, Names
+from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_function
+from paradyse.graph.subgraph import Labels, Override, Piece, is_weight, structure
+from paradyse.kernels.dropout import hashed_dropout
+from paradyse.weights.slices import Form
+
+aten = torch.ops.aten
+
+SPLIT, WHOLE = "s", "S"
+"""Labels of the sequence factor: the rank's tokens, or all of them."""
+
+
+class Values(Protocol):
+    """What a variant may ask of a step: every input of the block, in either layout."""
+
+    sizes: Mapping[str, int]
+    """Sizes at hand: "B", "S" and "s"."""
+    common: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    """All positions [S], the rank's positions [s], a marker of the batch size [B], info [2] = (S,
+    block id), the block's seed []."""
+
+    def get(self, node: fx.Node, layout: str) -> Tensor: ...
+
+    def raw(self, node: fx.Node) -> Tensor:
+        """A weight as it is given to the graph: whole, or sharded."""
+
+    def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]: ...
+
+
+@dataclass
+class VariantCache:
+    """Compiled functions by structure, shared by all captures of a process."""
+
+    compiled: dict[Any, list[Compiled]] = field(default_factory=dict)
+    num_compiled: int = 0
+    compile_s: float = 0.0
+
+    def get(
+        self,
+        key: Any,
+        fn: Callable[..., tuple[Any, ...]],
+        specs: Sequence[Spec],
+        inner: str,
+        sizes: Mapping[str, int],
+    ) -> Compiled:
+        """The function for ``key`` that holds for ``sizes``, compiled now if there is none."""
+        known = self.compiled.setdefault(key, [])
+        for compiled in known:
+            if compiled.holds_for(sizes):
+                return compiled
+        for hints in self._hints(sizes, inner):
+            try:
+                with _disable_current_modes():  # they watch what runs, not what is compiled
+                    compiled = compile_function(fn, specs, inner, hints)
+            except RuntimeError:
+                if hints == sizes:
+                    raise
+                continue  # a table of positions may be shorter than the long sizes
+            if compiled.holds_for(sizes):
+                known.append(compiled)
+                self.num_compiled += 1
+                self.compile_s += compiled.compile_s
+                return compiled
+        raise AssertionError(f"compiled at {sizes}, yet it does not hold there")
+
+    @staticmethod
+    def _hints(sizes: Mapping[str, int], inner: str) -> list[dict[str, int]]:
+        """Sizes to trace at, in order: long ones for a compiler that tunes, then these."""
+        if inner != "inductor":
+            return [dict(sizes)]
+        tokens = LONG // sizes.get("B", 1)
+        least = {WHOLE: tokens, SPLIT: tokens // 2}
+        long = {k: 1 if n == 1 else max(n, least.get(k, n)) for k, n in sizes.items()}
+        return [long, dict(sizes)]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What all variants of one capture share."""
+
+    names: Names
+    seq: Factor
+    batch: Factor | None
+    axis: Axis
+    inner: str
+    cache: VariantCache
+
+    def labels(self, layout: str) -> Labels:
+        of = {self.seq: layout}
+        if self.batch is not None:
+            of[self.batch] = "B"
+        return Labels(of)
+
+
+@dataclass
+class LoweredPiece:
+    """A function of tensors, compiled for each combination of grad mode and gradients asked for."""
+
+    scope: Scope
+    key: str
+    fn: Callable[..., tuple[Any, ...]]
+    dims: Sequence[Dims]
+    _modes: dict[Any, Compiled] = field(default_factory=dict)
+
+    def __call__(self, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> Any:
+        grad = torch.is_grad_enabled()
+        mode = (grad, *(t.requires_grad for t in tensors)) if grad else grad
+        compiled = self._modes.get(mode)
+        if compiled is None or not compiled.holds_for(sizes):
+            specs = [
+                Spec(dims, t.dtype, t.device, grad and t.requires_grad)
+                for dims, t in zip(self.dims, tensors, strict=True)
+            ]
+            key = (self.key, self.scope.axis.name, self.scope.inner, mode, tuple(specs))
+            compiled = self.scope.cache.get(key, self.fn, specs, self.scope.inner, sizes)
+            self._modes[mode] = compiled
+        return compiled.fn(*tensors)
+
+
+NUM_COMMON = 5
+
+
+def common_dims(scope: Scope) -> tuple[Dims, ...]:
+    """Dims of ``Values.common``; on one rank the two positions are the same."""
+    split = SPLIT if scope.axis.size > 1 else WHOLE
+    batch: tuple[Size, ...] = ("B",) if scope.batch is not None else (1,)
+    return (((WHOLE,),), ((split,),), (batch,), ((2,),), ())
+
+
+def spec_dims(scope: Scope, node: fx.Node, layout: str) -> Dims:
+    """Dims of an input of a piece, with the sizes that vary as letters."""
+    labels = scope.labels(layout).of
+
+    def size(f: Factor) -> Size:
+        base, k = f.origin()
+        letter = labels.get(base)
+        return f.size if letter is None else (letter, k) if k else letter
+
+    return tuple(tuple(size(f) for f in dim) for dim in scope.names.of(node))
+
+
+def bind_sizes(dims: Sequence[Dims], tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Letter -> size, read off the tensors (symbolic while tracing)."""
+    found: dict[str, Any] = {}
+    for spec, tensor in zip(dims, tensors, strict=True):
+        for i, dim in enumerate(spec):
+            if len(dim) == 1 and isinstance(dim[0], str):
+                found.setdefault(dim[0], tensor.shape[i])
+    return found
+
+
+def element_index(
+    scope: Scope, node: fx.Node, layout: str, sizes: Mapping[str, Any], positions: Tensor
+) -> Tensor:
+    """Where each element of ``node`` lies in the whole tensor, int64, broadcastable to its
+    shape.
+    """
+    labels = scope.labels(layout).of
+    dims = scope.names.of(node)
+    total: Any = torch.zeros((), dtype=torch.int64, device=positions.device)
+    stride: Any = 1
+    for at in range(len(dims) - 1, -1, -1):
+        along: Any = None
+        span: Any = 1
+        for f in dims[at]:
+            if f is scope.seq:
+                digit, size = positions, sizes[WHOLE]
+            else:
+                size = sizes.get(labels.get(f, ""), f.size)
+                digit = torch.arange(size, device=positions.device)
+            along = digit if along is None else (along[:, None] * size + digit).reshape(-1)
+            span = span * size
+        if along is not None:
+            total = total + (along * stride).view([-1] + [1] * (len(dims) - 1 - at))
+            stride = stride * span
+    return total
+
+
+def dropout_overrides(
+    scope: Scope,
+    nodes: Sequence[fx.Node],
+    layout: str,
+    sizes: Mapping[str, Any],
+    common: Sequence[Tensor],
+) -> dict[fx.Node, Override]:
+    """Dropout by place: the same mask on one rank and on many."""
+    whole, local, _, _, seed = common
+    positions = local if layout == SPLIT else whole
+    out: dict[fx.Node, Override] = {}
+    drops = [n for n in nodes if n.target == aten.dropout.default]
+    for i, node in enumerate(drops):
+
+        def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
+            index = element_index(scope, node, layout, sizes, positions)
+            return hashed_dropout(x, p, seed + (i + 1), index)
+
+        out[node] = drop
+    return out
+
+
+def bind_factors(scope: Scope, layout: str, sizes: Mapping[str, Any]) -> dict[Factor, Any]:
+    return {f: sizes[letter] for f, letter in scope.labels(layout).of.items() if letter in sizes}
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def contiguous(outputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(o.contiguous() if isinstance(o, Tensor) else o for o in outputs)
+
+
+def input_layout(node: fx.Node, layout: str, whole: set[fx.Node]) -> str:
+    return WHOLE if node in whole else layout
+
+
+def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:
+    return f"{extra} {layout}\n{structure(piece, scope.names, scope.labels(layout))}"
+
+
+def split_inputs(piece: Piece) -> tuple[list[fx.Node], list[fx.Node]]:
+    """A piece's inputs that are not weights, and its weights."""
+    return [n for n in piece.inputs if not is_weight(n)], [n for n in piece.inputs if is_weight(n)]

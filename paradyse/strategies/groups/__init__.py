@@ -1,0 +1,1 @@
+"""A block split into groups of heads or of MLP columns, and where their weights lie."""

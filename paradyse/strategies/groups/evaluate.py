@@ -1,0 +1,221 @@
+"""The parts of a block that is computed group by group, and how a group's leaves are evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.graph.factors import Factor, size_of
+from paradyse.graph.lower import Dims
+from paradyse.graph.subgraph import Override, Piece, is_weight, make_piece, run
+from paradyse.kernels.dropout import hashed_dropout
+from paradyse.strategies.base import SPLIT, WHOLE, Scope, spec_dims
+from paradyse.strategies.groups.analyse import closure, factors_of, may_be_split
+from paradyse.strategies.groups.model import Groups, Leaf, Up, Weight
+
+_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0, 0.0)
+
+
+def attention_extras(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Of an attention's arguments after q, k and v.
+
+    Returns:
+        (key padding, document ids, bias) and (left, right, chunk, scale, softcap, dropout rate).
+    """
+    full = [*rest, *_DEFAULTS[len(rest) :]]
+    return full[:3], full[4:10]
+
+
+class Segments:
+    """The parts of a block around its core, and what each reads."""
+
+    def __init__(self, scope: Scope, groups: Groups):
+        block = groups.block
+        pre = set(block.pre)
+        read_by_core = [n for n in (*groups.inputs, *groups.core.inputs) if n in pre]
+        post = closure(scope, [block.output], block.post) if block.post else []
+        read_by_post = [a for n in post for a in n.all_input_nodes if a in pre]
+        ahead = list(dict.fromkeys([*read_by_core, *read_by_post]))
+        self.pre = part("pre", closure(scope, ahead, pre), ahead)
+        self.post = part("post", post, [block.output])
+        """Reads ``block.downs``; where nothing follows the projection there are no nodes."""
+        taken = {*groups.inputs, *groups.slices, *groups.region_weights}
+        taken.update(leaf.node for up in groups.ups for leaf in up.leaves)
+        others = [n for n in groups.core.inputs if n not in taken]
+        split = [n for n in others if scope.seq in factors_of(scope, n)]
+        self.gathered = [*groups.inputs, *(n for n in split if n in pre or may_be_split(n))]
+        """Values on local tokens that the core reads."""
+        self.replicated = [n for n in others if n not in self.gathered]
+        """Whole values that the core reads as they are."""
+        outside = [*self.pre.inputs, *self.post.inputs, *(n for n in self.gathered if n not in pre)]
+        outside = [n for n in dict.fromkeys(outside) if n not in block.downs and n not in pre]
+        self.inputs = [n for n in outside if not is_weight(n)]
+        """Values on local tokens that come from outside the block."""
+        self.weights = [Weight(n, None) for n in outside if is_weight(n)]
+
+
+def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], fn: Any) -> Tensor:
+    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from what is merged into it.
+
+    Args:
+        node: whose value ``x`` is. sizes: of the factors in ``x``.
+    """
+    dims = scope.names.of(node)
+    at = next(i for i, d in enumerate(dims) if scope.seq in d)
+    if len(dims[at]) == 1:
+        out: Tensor = fn(x, at)
+        return out
+    inner = [size_of([f], sizes) for f in dims[at]]
+    apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
+    moved: Tensor = fn(apart, at + dims[at].index(scope.seq))
+    return moved.flatten(at, at + len(inner) - 1)
+
+
+def evaluate_ups(
+    scope: Scope,
+    ups: Sequence[Up],
+    inputs: Mapping[fx.Node, Any],
+    weights: Sequence[Tensor],
+    sizes: dict[Factor, Any],
+) -> dict[fx.Node, Tensor]:
+    """The leaves' values within a group; ``weights`` in the order of ``up_weights``."""
+    given = iter(weights)
+    env: dict[fx.Node, Tensor] = {}
+    for up in ups:
+        rows: dict[fx.Node, Tensor] = {}
+        for part in up.parts:
+            weight = part.weight.apply(next(given))
+            bias = part.bias.apply(next(given)) if part.bias is not None else None
+            rows[part.node] = torch.ops.aten.linear.default(inputs[part.x], weight, bias)
+        if up.join.nodes:
+            evaluate(scope, up.join, rows, {})
+        for leaf in up.leaves:
+            env[leaf.node] = shape_leaf(scope, up, leaf, rows[up.node], sizes)
+    return env
+
+
+def up_weights(ups: Sequence[Up]) -> list[Weight]:
+    parts = [part for up in ups for part in up.parts]
+    return [w for part in parts for w in (part.weight, part.bias) if w is not None]
+
+
+def part(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
+    """A piece of ``nodes``; of ``outputs`` those that it computes (others are there before it)."""
+    inside = set(nodes)
+    return make_piece(name, nodes, [n for n in outputs if n in inside])
+
+
+def evaluate(
+    scope: Scope,
+    piece: Piece,
+    values: dict[fx.Node, Any],
+    sizes: dict[Factor, Any],
+    overrides: Mapping[fx.Node, Override] | None = None,
+) -> None:
+    """Run ``piece`` on ``values`` and put its outputs there."""
+    results = run(piece, [values[n] for n in piece.inputs], scope.names, sizes, overrides)
+    values.update(zip(piece.outputs, results, strict=True))
+
+
+def local_shape(scope: Scope, node: fx.Node, heads: dict[Factor, int], layout: str) -> Dims:
+    """Dims of ``node`` within a group."""
+    dims = zip(scope.names.of(node), spec_dims(scope, node, layout), strict=True)
+    return tuple(
+        tuple(heads.get(f, n) for f, n in zip(factors, sizes, strict=True))
+        for factors, sizes in dims
+    )
+
+
+def shape_leaf(scope: Scope, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, Any]) -> Tensor:
+    """The leaf's value within a group, from the output [.., rows] of the group's linear.
+
+    Args:
+        sizes: of the factors that differ from the traced ones: tokens, heads.
+    """
+    mine = y if len(up.leaves) == 1 else y.narrow(-1, leaf.start, leaf.num_rows)
+    dims, source = scope.names.of(leaf.node), scope.names.of(up.node)
+    if dims[:-1] == source[:-1]:
+        return mine
+    tokens = [f for d in source[:-1] for f in d]
+    place = {f: i for i, f in enumerate(tokens)}
+    rest = [[f for f in d if f not in place] for d in dims]
+    apart = mine.reshape([size_of([f], sizes) for f in tokens] + [size_of(d, sizes) for d in rest])
+    order = []
+    for i, d in enumerate(dims):
+        order += [place[f] for f in d if f in place] + [len(tokens) + i]
+    return apart.permute(order).reshape([size_of(d, sizes) for d in dims])
+
+
+def has_dropout(piece: Piece) -> bool:
+    return any(n.target == torch.ops.aten.dropout.default for n in piece.nodes)
+
+
+def group_dropouts(
+    scope: Scope,
+    groups: Groups,
+    nodes: Sequence[fx.Node],
+    layout: str,
+    sizes: Mapping[str, Any],
+    common: Sequence[Tensor],
+    heads: Tensor,
+) -> dict[fx.Node, Override]:
+    """``dropout_overrides`` for what lies between the projections: a group's part of the mask.
+
+    Args:
+        nodes: of the whole block. heads: int64 query heads (or columns) of the group.
+    """
+    positions, seed = common[1 if layout == SPLIT else 0], common[-1]
+    core = set(groups.core.nodes)
+    out: dict[fx.Node, Override] = {}
+    for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
+
+        def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
+            index = _element_index(scope, groups, node, layout, sizes, positions, heads)
+            return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
+
+        if node in core:
+            out[node] = drop
+    return out
+
+
+def _element_index(
+    scope: Scope,
+    groups: Groups,
+    node: fx.Node,
+    layout: str,
+    sizes: Mapping[str, Any],
+    positions: Tensor,
+    heads: Tensor,
+) -> Tensor:
+    """Where each element of ``node``'s value within a group lies in the whole tensor."""
+    dims, letters, ratio = scope.names.of(node), scope.labels(layout).of, groups.slots.ratio
+    factors = [f for d in dims for f in d]
+    table = heads.view(-1, groups.slots.q_sub)
+    total: Tensor = torch.zeros((), dtype=torch.int64, device=heads.device)
+    stride: Any = 1
+    grid: list[Any] = []
+    for at in range(len(factors) - 1, -1, -1):
+        f = factors[at]
+        num: Any = sizes.get(letters.get(f, ""), f.size)
+        along = [at]
+        if f is scope.seq:
+            digit, num = positions, sizes[WHOLE]
+        elif f is groups.outer:
+            digit = table[:, 0] // ratio
+        elif f is groups.inner and groups.outer in factors:
+            digit, along = table % ratio, [factors.index(groups.outer), at]
+        elif f is groups.inner:
+            digit = table.flatten() % ratio
+        else:
+            digit = torch.arange(num, device=heads.device)
+        shape = [1] * len(factors)
+        for axis, n in zip(along, digit.shape, strict=True):
+            shape[axis] = n
+        total = total + (digit * stride).view(shape)
+        grid.insert(0, digit.shape[-1])
+        stride = stride * num
+    local = dict(zip(factors, grid, strict=True))
+    return total.expand(grid).reshape([size_of(d, local) for d in dims])

@@ -1,0 +1,40 @@
+"""Where the weights of a block lie at rest: rows of whole heads (or columns) on each rank.
+
+Head-parallel strategies then use a rank's shard as it lies; the others gather all of them and do
+not mind the order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from paradyse.strategies.base import Scope
+from paradyse.strategies.groups.analyse import analyse
+from paradyse.strategies.groups.evaluate import up_weights
+from paradyse.strategies.groups.model import Unsplittable, Weight
+from paradyse.weights.sharded_tensor import ShardLayout
+from paradyse.weights.unshard import layout_of
+
+
+def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
+    """Parameter -> layout by groups, for those whose rows each belong to exactly one group.
+
+    Others (of a block that mixes heads, of KV heads that several groups need, norms) keep even
+    rows.
+    """
+    try:
+        groups = analyse(scope, block)
+    except Unsplittable:
+        return {}
+    region = [Weight(n, form) for n, form in groups.region_weights.items()]
+    out: dict[fx.Node, ShardLayout] = {}
+    for weight in [*up_weights(groups.ups), *region, *(d.weight for d in groups.downs)]:
+        if weight.form is None:
+            continue
+        num_rows = weight.node.meta["val"].shape[weight.form.dim]
+        layout = layout_of(weight.form, scope.axis, num_rows)
+        if layout is not None:
+            out.setdefault(weight.node, layout)
+    return out

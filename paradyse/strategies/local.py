@@ -1,0 +1,126 @@
+"""The Z strategies: each rank computes its own tokens with whole weights; attention crosses ranks.
+
+``megatron_cz`` rings K/V (context parallel), ``ulysses_z`` turns sequence into heads and back by
+all-to-all, ``colossal_z`` rings K and V over rows of scores. Everything else of the block is
+local, so the three are one program with another attention operator, and for an MLP they are the
+same program. One rank is the case without any exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.graph.subgraph import Override, Piece, run
+from paradyse.strategies.base import (
+    NUM_COMMON,
+    SPLIT,
+    WHOLE,
+    LoweredPiece,
+    Scope,
+    Values,
+    bind_factors,
+    bind_sizes,
+    common_dims,
+    contiguous,
+    dropout_overrides,
+    piece_key,
+    spec_dims,
+    split_inputs,
+)
+
+_RANKED = {
+    "megatron_cz": "attention_ring",
+    "ulysses_z": "attention_ulysses",
+    "colossal_z": "attention_colossal",
+}
+
+
+def masks_of(attention: fx.Node | None) -> set[fx.Node]:
+    """The key padding, document ids and bias of an attention node: they stay whole."""
+    extras = attention.args[3:6] if attention is not None else ()
+    return {n for n in extras if isinstance(n, fx.Node)}
+
+
+def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
+    """The attention operator of ``strategy``, called with the arguments of
+    ``paradyse::attention``.
+    """
+    *_, info, seed = common
+
+    def local(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        kp, docs, bias, _, *numbers = _filled(rest)
+        return torch.ops.paradyse.attention(q, k, v, kp, docs, bias, _seed(numbers, seed), *numbers)
+
+    def ranked(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        kp, docs, bias, _, *numbers = _filled(rest)
+        op = getattr(torch.ops.paradyse, _RANKED[strategy])
+        return op(q, k, v, info, kp, docs, bias, _seed(numbers, seed), *numbers, scope.axis.name)
+
+    return ranked if strategy in _RANKED and scope.axis.size > 1 else local
+
+
+_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0, 0.0)
+
+
+def _filled(rest: Sequence[Any]) -> list[Any]:
+    """Arguments after q, k, v up to dropout_p, with defaults."""
+    return [*rest, *_DEFAULTS[len(rest) :]]
+
+
+def _seed(numbers: Sequence[Any], seed: Tensor) -> Tensor | None:
+    return seed if numbers[-1] > 0 else None
+
+
+class LocalPiece:
+    """A piece run in one layout with whole weights; attention by a strategy of this file."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        piece: Piece,
+        layout: str,
+        strategy: str,
+        attention: fx.Node | None = None,
+    ):
+        self.layout = layout
+        self.attention = attention
+        self.inputs, self.weight_nodes = split_inputs(piece)
+        whole = masks_of(attention)
+        self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
+        order = [*self.inputs, *self.weight_nodes]
+        dims = [*common_dims(scope)]
+        dims += [spec_dims(scope, n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
+        dims += [spec_dims(scope, n, layout) for n in self.weight_nodes]
+        place = [order.index(n) for n in piece.inputs]
+
+        def fn(*tensors: Tensor) -> tuple[Any, ...]:
+            sizes = bind_sizes(dims, tensors)
+            common, rest = tensors[:NUM_COMMON], tensors[NUM_COMMON:]
+            overrides = dropout_overrides(scope, piece.nodes, layout, sizes, common)
+            if attention is not None:
+                overrides[attention] = attention_override(scope, strategy, common)
+            factors = bind_factors(scope, layout, sizes)
+            return contiguous(run(piece, [rest[i] for i in place], scope.names, factors, overrides))
+
+        self.lowered = LoweredPiece(scope, piece_key(scope, piece, layout, strategy), fn, dims)
+
+    def __call__(self, values: Values, weights: Sequence[Tensor]) -> Any:
+        inputs = [values.get(n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
+        return self.lowered(values.sizes, [*values.common, *inputs, *weights])
+
+
+class ZeroVariant:
+    """A whole block as one local piece."""
+
+    def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str):
+        layout = SPLIT if scope.axis.size > 1 else WHOLE
+        self.body = LocalPiece(scope, piece, layout, strategy, attention)
+        self.forms = [None] * len(self.body.weight_nodes)
+
+    def __call__(self, values: Values) -> Any:
+        weights = values.weights(self.body.weight_nodes, self.forms)
+        return self.body(values, weights)

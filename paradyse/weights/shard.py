@@ -1,0 +1,117 @@
+"""``paradyse.shard``: a model's parameters at rest, each row on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.weights.sharded_tensor import ShardedTensor, even_layout
+
+
+def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
+    """Spread every parameter of ``model`` over the ranks of a sequence group, in place.
+
+    Each parameter becomes a ``ShardedTensor`` of the same name and shape whose memory is the
+    rank's rows; tied parameters stay tied. Model class and forward stay as they are. Make the
+    optimizer after this, then compile and train as usual:
+
+        paradyse.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = torch.compile(model, backend="paradyse")
+
+    The rows are even at first. When a graph of the model is captured, the weights of its blocks
+    move once to whole heads (or columns) per rank, the rest layout that all strategies share.
+    Parameters of no dim stay replicated. Every rank must call it, with equal weights.
+
+    Args:
+        model: not compiled yet, not wrapped by DDP or FSDP; a compiled one's original is sharded.
+            On the meta device as well: ``paradyse.load_safetensors`` gives such shards values.
+        mesh: as the option of the backend; None: one axis over the world. With one rank nothing
+            is done.
+    Returns:
+        ``model``.
+    Raises:
+        ValueError: the model is sharded already, wrapped or parallelized by something else; the
+            mesh does not fit. Nothing is changed then.
+    """
+    axis = resolve_axis(mesh)
+    _check(model)
+    if axis.size == 1:
+        return model
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is None or p.ndim == 0:
+                continue
+            if id(p) not in made:
+                made[id(p)] = _sharded(p, axis)
+            module._parameters[name] = made[id(p)]
+    return model
+
+
+def _sharded(p: nn.Parameter, axis: Axis) -> nn.Parameter:
+    layout = even_layout(axis, p.shape[0])
+    rows = layout.take(p.detach(), axis.rank).clone(memory_format=torch.contiguous_format)
+    out = nn.Parameter(ShardedTensor(rows, layout, p.shape), requires_grad=p.requires_grad)
+    for name, value in vars(p).items():  # marks of the model's own
+        setattr(out, name, value)
+    return out
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped by {kind}, which moves gradients of its own; "
+                "give the model inside it"
+            )
+    for name, p in model.named_parameters():
+        if isinstance(p, ShardedTensor):
+            raise ValueError(
+                f"{name} is sharded already: call paradyse.shard once, before torch.compile"
+            )
+        if type(p) is not nn.Parameter:
+            raise ValueError(
+                f"{name} is a {type(p).__name__}, parallelized by something else (fully_shard, "
+                "parallelize_module, ...); give a model with plain parameters"
+            )
+
+
+def full_state_dict(
+    model: nn.Module, *, cpu: bool = False, rank0_only: bool = False
+) -> dict[str, Tensor]:
+    """``model.state_dict()`` with whole tensors; call it on every rank.
+
+    They are gathered one after the other. Tensors are detached, and copies where the parameter is
+    sharded. Tied parameters give one tensor under each of their names. Names are those of the
+    model before ``torch.compile``.
+
+    Args:
+        cpu: move each whole tensor to the CPU before the next one is gathered.
+        rank0_only: rank 0 of the world keeps them, the other ranks get ``{}``.
+    """
+    everywhere = not (rank0_only and dist.is_available() and dist.is_initialized())
+    kept = everywhere or dist.get_rank() == 0
+    made: dict[int, Any] = {}
+    out: dict[str, Tensor] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if id(x) not in made:
+            whole = x.full_tensor() if isinstance(x, ShardedTensor) else x
+            if isinstance(whole, Tensor):
+                whole = whole.detach().cpu() if cpu and kept else whole.detach()
+            made[id(x)] = whole if kept else None
+        if kept:
+            out[name_before_compile(name)] = made[id(x)]
+    return out
+
+
+def name_before_compile(name: str) -> str:
+    """Without the prefix that ``torch.compile`` gives to what is inside the compiled module."""
+    return name.replace("_orig_mod.", "")

@@ -1,0 +1,449 @@
+"""Tensors whose rows lie spread over the ranks of an axis, each row on one rank.
+
+``ShardedTensor`` is a parameter (or its gradient, or optimizer state) at rest: its shape is the
+whole tensor's, its memory the rank's rows. Elementwise operators, norms and the optimizers run on
+the rows; anything else asks for ``full_tensor()``. While a model is traced it stands for the
+whole tensor, so the forward and the parameter names stay as they are; at run time the backend
+takes the rows.
+
+Uses ``torch.Tensor._make_wrapper_subclass`` and ``torch.utils._pytree``, which are not public;
+tried on torch 2.13 (``tests/test_shard.py`` trains, clips and loads).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import Axis, Runs
+from paradyse.weights import dcp
+
+aten = torch.ops.aten
+
+OPTIMIZER = collectives.register_block("optimizer")
+"""Block id of messages that no block sends: norms of gradients, whole tensors asked for."""
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Which rows (indices along ``dim``) of a tensor lie on which rank, each on exactly one."""
+
+    axis: Axis
+    dim: int
+    runs: tuple[Runs, ...]
+    """Per rank its rows as stretches (first, how many), in the order in which the rank holds
+    them."""
+
+    @cached_property
+    def num_rows(self) -> tuple[int, ...]:
+        """Per rank."""
+        return tuple(sum(n for _, n in runs) for runs in self.runs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardLayout:
+        return self  # a value, whose process group cannot be copied
+
+    def shape(self, size: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Of ``rank``'s rows of a tensor of ``size``."""
+        return (*size[: self.dim], self.num_rows[rank], *size[self.dim + 1 :])
+
+    def numel(self, size: Sequence[int], rank: int) -> int:
+        return math.prod(self.shape(size, rank))
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """``rank``'s rows of ``whole``: a view where they are one stretch."""
+        parts = [whole.narrow(self.dim, start, n) for start, n in self.runs[rank]]
+        return (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat(parts, self.dim)
+            if parts
+            else whole.narrow(self.dim, 0, 0)
+        )
+
+    def put(self, whole: Tensor, rank: int, rows: Tensor) -> None:
+        """Write ``rank``'s rows into ``whole``."""
+        at = 0
+        for start, n in self.runs[rank]:
+            whole.narrow(self.dim, start, n).copy_(rows.narrow(self.dim, at, n))
+            at += n
+
+
+def even_layout(axis: Axis, num_rows: int, dim: int = 0) -> ShardLayout:
+    """Contiguous rows, as many on each rank or one more on the first ones."""
+    p = axis.size
+    ends = [num_rows * r // p for r in range(p + 1)]
+    pairs = zip(ends[:-1], ends[1:], strict=True)
+    return ShardLayout(axis, dim, tuple(((a, b - a),) if b > a else () for a, b in pairs))
+
+
+class ShardedTensor(Tensor):
+    """A tensor of which this rank holds some rows. Made by ``paradyse.shard``."""
+
+    local: Tensor
+    """The rank's rows."""
+    placement: ShardLayout
+    _token: Tensor
+    """Empty. What tracers see in place of the rows, so that no guard speaks of their layout."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor | None,
+        layout: ShardLayout | None,
+        size: Sequence[int],
+        token: Any = None,
+    ) -> ShardedTensor:
+        if token is None:
+            assert local is not None
+            token = local.new_empty(0)
+        out: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(size), dtype=token.dtype, device=token.device
+        )
+        out._token = token
+        if local is not None and layout is not None:
+            out.local, out.placement = local, layout
+        return out
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank; call it on every rank. Not differentiable."""
+        self._need_values()
+        with torch.no_grad():
+            return gather_shards([self], OPTIMIZER)[0]
+
+    def _need_values(self) -> None:
+        if not is_traced(self) and self.local.is_meta:
+            raise ValueError(
+                f"a sharded tensor of shape {list(self.shape)} is on the meta device and has no "
+                "values: call paradyse.load_safetensors(model, folder) before you use the model"
+            )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if is_traced(self):
+            return f"ShardedTensor({list(self.shape)})"
+        return (
+            f"ShardedTensor({list(self.shape)}, {self.dtype}, rank {self.placement.axis.rank} of "
+            f"{self.placement.axis.size} holds {list(self.local.shape)})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        out: Any = ShardedTensor(self.local.clone(), self.placement, self.shape)
+        if isinstance(self, torch.nn.Parameter):
+            out = torch.nn.Parameter(out, requires_grad=self.requires_grad)
+        memo[id(self)] = out
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError(
+            f"a sharded tensor of shape {list(self.shape)} cannot be pickled: this rank holds "
+            f"{list(self.local.shape)} of it. Call paradyse.save_checkpoint on every rank, or save "
+            "paradyse.full_state_dict(model), which is whole on every rank"
+        )
+
+    def storage(self) -> Any:
+        # what writers of files ask for (safetensors does), and nothing else does any more
+        raise ValueError(
+            f"a sharded tensor of shape {list(self.shape)} has no storage that could be written: "
+            "this rank holds some of its rows. Give whole tensors, on every rank: "
+            "model.save_pretrained(folder, state_dict=paradyse.full_state_dict(model, cpu=True, "
+            "rank0_only=True), is_main_process=rank == 0)"
+        )
+
+    def __create_write_items__(self, name: str, x: Any) -> list[Any]:
+        return dcp.write_items(self, name)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return dcp.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return dcp.chunk_of(self, index)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
+        self._need_values()  # tracers call this first; what fails later misleads
+        return ["_token"], ()
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, size: Any, stride: Any
+    ) -> ShardedTensor:
+        return ShardedTensor(None, None, size, inner["_token"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+        if any(is_traced(x) for x in sharded):
+            return _traced(func, args, kwargs)
+        handler = _REDUCTIONS.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if func == aten.copy_.default and not isinstance(args[0], ShardedTensor):
+            raise _refused(func, args[1])
+        if func in _LIKE or torch.Tag.pointwise in func.tags or _on_lists(func):
+            return _on_rows(func, args, kwargs)
+        raise _refused(func, sharded[0])
+
+
+def is_traced(x: ShardedTensor) -> bool:
+    """Whether ``x`` stands for a whole tensor inside a tracer."""
+    return not hasattr(x, "local")
+
+
+def _refused(func: Any, x: ShardedTensor) -> Exception:
+    return NotImplementedError(
+        f"{func} is not defined for a sharded tensor of shape {list(x.shape)}: each rank holds "
+        "some of its rows. Call .full_tensor() on every rank for the whole, or run the model "
+        'through torch.compile(model, backend="paradyse")'
+    )
+
+
+def _traced(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` with whole (fake) tensors in place of sharded ones."""
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, ShardedTensor):
+            return x
+        return x._token.new_empty(x.shape)
+
+    if func in (aten.detach.default, aten.alias.default):
+        x = args[0]
+        return ShardedTensor(None, None, x.shape, func(x._token))
+    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+_LIKE = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_empty.default,
+}
+"""Operators that treat elements alike, besides those tagged pointwise."""
+
+_SIZED = {
+    aten.new_empty_strided.default: torch.empty_like,
+    aten.new_empty.default: torch.empty_like,
+    aten.new_zeros.default: torch.zeros_like,
+}
+
+
+def _on_lists(func: Any) -> bool:
+    name = func.name()
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+
+
+def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an elementwise ``func`` on the rows."""
+    if func in _SIZED:
+        like, size = args[0], tuple(args[1])
+        if size != tuple(like.shape):
+            raise _refused(func, like)
+        options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
+        return _wrap(_SIZED[func](like.local, **options), like)
+    num = None
+    if _on_lists(func):
+        num = next((len(a) for a in args if isinstance(a, list | tuple)), None)
+    if num is None:
+        likes = [_first((args, kwargs))]
+    else:
+        lists = [a for a in args if isinstance(a, list | tuple) and len(a) == num]
+        likes = [_first([a[i] for a in lists]) for i in range(num)]
+
+    def rows(x: Any) -> Any:
+        if isinstance(x, list | tuple) and num is not None and len(x) == num:
+            return [_rows_of(v, like) for v, like in zip(x, likes, strict=True)]
+        return _rows_of(x, likes[0])
+
+    out = func(*map(rows, args), **{k: rows(v) for k, v in kwargs.items()})
+    if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
+        axis = next(x for x in likes if x is not None).placement.axis
+        args[1].copy_(collectives.all_gather(args[1], axis, OPTIMIZER).amax(0))
+    if func._schema.is_mutable:
+        return kwargs.get("out", args[0]) if num is None else out
+    if isinstance(out, list | tuple):
+        return [_wrap(o, like) for o, like in zip(out, likes, strict=True)]
+    return _wrap(out, likes[0])
+
+
+def _first(values: Any) -> ShardedTensor | None:
+    return next((x for x in pytree.tree_leaves(values) if isinstance(x, ShardedTensor)), None)
+
+
+def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
+    """What of ``x`` belongs to the rows of ``like``."""
+    if not isinstance(x, Tensor) or like is None:
+        return x
+    if isinstance(x, ShardedTensor):
+        if x.placement != like.placement and isinstance(x, torch.nn.Parameter):
+            # a model's weight stays where its blocks want it, whatever it is averaged with
+            return like.placement.take(x.full_tensor(), like.placement.axis.rank)
+        relayout(x, like.placement)
+        return x.local
+    if x.numel() == 1 and x.ndim <= 1:
+        return x
+    if x.shape == like.shape:
+        return like.placement.take(x, like.placement.axis.rank)
+    raise NotImplementedError(
+        f"a tensor of shape {list(x.shape)} meets a sharded one of shape {list(like.shape)}: "
+        "only numbers and tensors of the whole shape can; call .full_tensor() first"
+    )
+
+
+def _wrap(rows: Any, like: ShardedTensor | None) -> Any:
+    if like is None or not isinstance(rows, Tensor):
+        return rows
+    return ShardedTensor(rows, like.placement, like.shape)
+
+
+# Reductions
+
+
+def _vector_norm(
+    x: ShardedTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    if dim is not None or keepdim:
+        raise _refused(aten.linalg_vector_norm.default, x)
+    return _foreach_norm([x], ord, dtype)[0]
+
+
+def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+    """Norms of whole tensors, one message for all that are sharded."""
+    ord = float(ord)
+    local = [x.local if isinstance(x, ShardedTensor) else x for x in tensors]
+    norms = [
+        torch.linalg.vector_norm(x, ord, dtype=dtype) if x.numel() else x.new_zeros((), dtype=dtype)
+        for x in local
+    ]
+    shards = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
+    axis = tensors[shards[0]].placement.axis
+    every = collectives.all_gather(torch.stack([norms[i] for i in shards]), axis, OPTIMIZER)
+    total = every.amax(0) if math.isinf(ord) else torch.linalg.vector_norm(every, ord, dim=0)
+    for i, norm in zip(shards, total.unbind(0), strict=True):
+        norms[i] = norm
+    return norms
+
+
+def _sum(x: ShardedTensor, *, dtype: Any = None) -> Tensor:
+    return collectives.all_reduce(x.local.sum(dtype=dtype), x.placement.axis, OPTIMIZER)
+
+
+_REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.sum.default: _sum,
+}
+
+
+# Whole tensors from shards and back
+
+
+def by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
+    """Indices of the tensors of each dtype."""
+    found: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        found.setdefault(x.dtype, []).append(i)
+    return list(found.values())
+
+
+def _padded(tensors: Sequence[ShardedTensor]) -> int:
+    """Elements of a message that holds any rank's rows of all ``tensors``."""
+    axis = tensors[0].placement.axis
+    return max(sum(t.placement.numel(t.shape, r) for t in tensors) for r in range(axis.size))
+
+
+Messages = list[tuple[list[int], collectives.Pending]]
+"""Indices of tensors, and the message that brings their rows from all ranks."""
+
+
+def start_gather(tensors: Sequence[ShardedTensor], block_id: int) -> Messages:
+    """Start bringing the rows of ``tensors`` together, in one message for each dtype."""
+    out = []
+    for index in by_dtype(tensors):
+        group = [tensors[i] for i in index]
+        axis, flat = group[0].placement.axis, [t.local.reshape(-1) for t in group]
+        short = _padded(group) - sum(f.numel() for f in flat)
+        flat += [flat[0].new_zeros(short)] * bool(short)
+        mine = flat[0] if len(flat) == 1 else torch.cat(flat)
+        out.append((index, collectives.start_all_gather(mine, axis, block_id)))
+    return out
+
+
+def gather_shards(
+    tensors: Sequence[ShardedTensor],
+    block_id: int,
+    out: Sequence[Tensor] | None = None,
+    coming: Messages | None = None,
+) -> list[Tensor]:
+    """The whole tensors.
+
+    Args:
+        out: tensors of the whole shapes to write into.
+        coming: from ``start_gather`` of the same tensors; None starts it now.
+    """
+    wholes = list(out) if out is not None else [t.local.new_empty(t.shape) for t in tensors]
+    for index, pending in coming if coming is not None else start_gather(tensors, block_id):
+        group = [tensors[i] for i in index]
+        axis, every = group[0].placement.axis, pending.wait()
+        for r in range(axis.size):
+            at = 0
+            for i, t in zip(index, group, strict=True):
+                n = t.placement.numel(t.shape, r)
+                rows = every[r, at : at + n].view(t.placement.shape(t.shape, r))
+                t.placement.put(wholes[i], r, rows)
+                at += n
+    return wholes
+
+
+def scatter_gradients(
+    grads: Sequence[Tensor], like: Sequence[ShardedTensor], block_id: int
+) -> list[ShardedTensor]:
+    """Sums over ranks of ``grads`` (of whole tensors), each rank its rows; a message for each
+    dtype."""
+    out: list[Any] = [None] * len(grads)
+    for index in by_dtype(grads):
+        group = [like[i] for i in index]
+        axis = group[0].placement.axis
+        sent = grads[index[0]].new_empty(axis.size, _padded(group))
+        for r in range(axis.size):
+            at = 0
+            for i, t in zip(index, group, strict=True):
+                n = t.placement.numel(t.shape, r)
+                rows = sent[r, at : at + n].view(t.placement.shape(t.shape, r))
+                rows.copy_(t.placement.take(grads[i], r))
+                at += n
+            sent[r, at:].zero_()
+        summed, at = collectives.reduce_scatter(sent, axis, block_id), 0
+        for i, t in zip(index, group, strict=True):
+            rows = summed[at : at + t.local.numel()].view(t.local.shape)
+            out[i] = ShardedTensor(rows, t.placement, t.shape)
+            at += t.local.numel()
+    return out
+
+
+def relayout(x: ShardedTensor, layout: ShardLayout) -> None:
+    """Move the rows of ``x`` to where ``layout`` has them, in place; on every rank."""
+    if x.placement == layout:
+        return
+    whole = x.full_tensor()
+    x.local = layout.take(whole, layout.axis.rank).clone(memory_format=torch.contiguous_format)
+    x.placement = layout

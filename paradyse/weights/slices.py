@@ -1,0 +1,128 @@
+"""How a block takes its weights: whole (W), or only the rows or columns of this rank's group (W_r).
+
+With replicated weights both are local; what a rank computed of their gradients is summed over
+ranks in one message per block. A sharded layout serves the same two forms with other communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import Axis
+from paradyse.distributed.replicas import average, buckets
+
+MANY_RUNS = 64
+"""Rows in more stretches than this are taken by an index: a stretch costs some microseconds."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows (dim 0) or columns (dim 1) of a weight that each group computes with; -1 is a row of
+    zeros.
+    """
+
+    dim: int
+    groups: tuple[tuple[int, ...], ...]
+    """Per group the indices into the weight, equally many for each."""
+
+    @cached_property
+    def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per group its indices as stretches (first, how many); (-1, n) is n rows of zeros."""
+        return tuple(stretches(rows) for rows in self.groups)
+
+    def take(self, weight: Tensor, group: int) -> Tensor:
+        """W_g, with zeros for padding. Differentiable; a view where it is one stretch."""
+        if len(self.runs[group]) > MANY_RUNS:
+            index = torch.tensor(self.groups[group], device=weight.device)
+            shape = [-1 if d == self.dim else 1 for d in range(weight.ndim)]
+            taken = weight.index_select(self.dim, index.clamp(min=0))
+            return taken * (index >= 0).to(weight.dtype).view(shape)
+        parts = []
+        for start, n in self.runs[group]:
+            if start >= 0:
+                parts.append(weight.narrow(self.dim, start, n))
+            else:
+                shape = [*weight.shape]
+                shape[self.dim] = n
+                parts.append(weight.new_zeros(shape))
+        if all(start < 0 for start, _ in self.runs[group]):
+            # All ranks must have a gradient for the same weights: one of zeros here.
+            if weight.shape[self.dim] == 0:
+                return torch.cat([weight, parts[0]], self.dim)
+            return weight.narrow(self.dim, 0, 1) * parts[0]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def packed(self, group: int) -> Rows:
+        """One group's rows, counted among those of them that exist: what is missing stays -1."""
+        at = iter(range(len(self.groups[group])))
+        return Rows(self.dim, (tuple(-1 if row < 0 else next(at) for row in self.groups[group]),))
+
+    def add(self, out: Tensor, group: int, grad: Tensor) -> None:
+        """Add ``grad``, of W_g, into ``out``, the gradient of the whole weight."""
+        if len(self.runs[group]) > MANY_RUNS:
+            kept = [(i, row) for i, row in enumerate(self.groups[group]) if row >= 0]
+            source, index = torch.tensor(kept, device=out.device).unbind(1)
+            out.index_add_(self.dim, index, grad.index_select(self.dim, source))
+            return
+        at = 0
+        for start, n in self.runs[group]:
+            if start >= 0:
+                out.narrow(self.dim, start, n).add_(grad.narrow(self.dim, at, n))
+            at += n
+
+
+def stretches(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """``rows`` as stretches of consecutive ones, (first, how many); (-1, n) for n times -1."""
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        start, n = found[-1] if found else (-2, 0)
+        if row == start + n if start >= 0 else row == start:
+            found[-1] = (start, n + 1)
+        else:
+            found.append((row, 1))
+    return tuple(found)
+
+
+Form = Rows | None
+"""How a weight is taken: ``Rows`` for the rank's group, None for the whole."""
+
+
+class SumGradients(torch.autograd.Function):
+    """Weights as they are; backward sums what each rank computed of their gradients, and averages
+    the sums over replicas.
+
+    One message for many weights, since latency rules where weights are replicated; each block is
+    booked the bytes of its own (``owners``: a block id per weight).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, axis: Axis, replicas: Axis, owners: Sequence[int], *weights: Tensor
+    ) -> Any:
+        ctx.where = (axis, replicas, owners)
+        ctx.set_materialize_grads(False)
+        return tuple(w.view_as(w) for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        axis, replicas, owners = ctx.where
+        out: list[Tensor | None] = [None] * len(grads)
+        for bucket in buckets(grads):
+            flat = torch.cat([grads[i].reshape(-1) for i in bucket])
+            shares: dict[int, int] = {}
+            for i in bucket:
+                size = grads[i].numel() * grads[i].element_size()
+                shares[owners[i]] = shares.get(owners[i], 0) + size
+            total = average(collectives.all_reduce_in_place(flat, axis, shares), replicas)
+            for i, part in zip(
+                bucket, total.split([grads[i].numel() for i in bucket]), strict=True
+            ):
+                out[i] = part.view(grads[i].shape)
+        return None, None, None, *out

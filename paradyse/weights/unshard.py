@@ -1,0 +1,232 @@
+"""Whole weights made from shards for the time of a block, and the shards themselves as weights.
+
+ZeRO-3 (arXiv 1910.02054, stage 3): a block's weights are gathered before it runs and given back
+after it, in forward and again in backward; the sum of their gradients is scattered to the ranks'
+rows. What autograd saves are tensors whose storage is emptied in between, as in PyTorch's
+fully_shard, so any compiled function can be the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from paradyse.distributed.axis import Axis
+from paradyse.weights.sharded_tensor import (
+    Messages,
+    ShardedTensor,
+    ShardLayout,
+    gather_shards,
+    scatter_gradients,
+    start_gather,
+)
+from paradyse.weights.slices import Form, Rows, stretches
+
+LOOK_AHEAD = True
+"""Whether the next block's weights are fetched while the present block computes."""
+
+
+class Shelf:
+    """The gathered weights of one call: those that are whole at present, and those on their way."""
+
+    def __init__(self) -> None:
+        self.filled: Gathered | None = None
+        self.made: list[Gathered] = []
+        """In the order of forward; backward fetches them from the last to the first."""
+        self.coming: tuple[list[ShardedTensor], Messages] | None = None
+
+    def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
+        """Start gathering what the next step will ask for."""
+        if LOOK_AHEAD and shards and self.coming is None:
+            self.coming = (shards, start_gather(shards, block_id))
+
+    def take(self, shards: Sequence[ShardedTensor]) -> Messages | None:
+        """The messages that bring ``shards``, if they were fetched; others are waited for and
+        dropped."""
+        if self.coming is None:
+            return None
+        (fetched, messages), self.coming = self.coming, None
+        if len(fetched) == len(shards) and all(
+            a is b for a, b in zip(fetched, shards, strict=True)
+        ):
+            return messages
+        for _, pending in messages:
+            pending.wait()
+        return None
+
+
+class Gathered:
+    """Whole weights of one block (or piece between blocks) in one call."""
+
+    def __init__(self, shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf):
+        """``summed``: each rank computes a part of the gradients; else each computes the whole."""
+        self.shards, self.block_id, self.summed, self.shelf = shards, block_id, summed, shelf
+        self.wholes: list[Tensor] = []
+        self.is_filled = False
+
+    def make(self) -> list[Tensor]:
+        """The whole tensors, for the first time."""
+        out = gather_shards(self.shards, self.block_id, coming=self.shelf.take(self.shards))
+        self.wholes = [w.data for w in out]  # a version counter of their own
+        self.is_filled = True
+        return out
+
+    def fill(self) -> None:
+        """Gather again what ``free`` gave back, for backward; start on what comes next there."""
+        shelf = self.shelf
+        if shelf.filled is not None and shelf.filled is not self:
+            shelf.filled.free()
+        shelf.filled = self
+        if not self.is_filled:
+            coming = shelf.take(self.shards)
+            for w in self.wholes:
+                w.untyped_storage().resize_(w.numel() * w.element_size())
+            gather_shards(self.shards, self.block_id, self.wholes, coming)
+            self.is_filled = True
+        at = shelf.made.index(self)
+        if at:
+            before = shelf.made[at - 1]
+            shelf.fetch(list(before.shards), before.block_id)
+
+    def free(self) -> None:
+        for w in self.wholes:
+            w.untyped_storage().resize_(0)
+        self.is_filled = False
+
+    def release(self, outputs: Sequence[Any]) -> list[Any]:
+        """Give the memory back after forward; the block's ``outputs`` bring it back in backward."""
+        mine = {w.untyped_storage().data_ptr() for w in self.wholes}
+        result = [
+            x.clone()  # a part of a weight itself, such as a slice of a table of positions
+            if isinstance(x, Tensor) and _storage(x) in mine
+            else x
+            for x in outputs
+        ]
+        needs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
+        if needs:
+            self.shelf.made.append(self)
+            held = _FillInBackward.apply(self, *(result[i] for i in needs))
+            for i, x in zip(needs, held, strict=True):
+                result[i] = x
+        self.free()
+        return result
+
+
+def _storage(x: Tensor) -> int:
+    """Address of its memory; 0 for a tensor that has none of its own."""
+    return 0 if is_traceable_wrapper_subclass(x) else x.untyped_storage().data_ptr()
+
+
+class _FillInBackward(torch.autograd.Function):
+    """Outputs of a block as they are; their gradients come when its weights are whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, *outputs: Tensor) -> Any:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.gathered.fill()
+        return None, *grads
+
+
+class _Gather(torch.autograd.Function):
+    """Shards to whole weights; backward scatters the sum of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: Gathered, *shards: Tensor) -> Any:
+        ctx.gathered = gathered
+        ctx.set_materialize_grads(False)
+        wholes = gathered.make()
+        frozen = [w for w, s in zip(wholes, shards, strict=True) if not s.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gathered: Gathered = ctx.gathered
+        gathered.free()
+        found = [i for i, g in enumerate(grads) if g is not None]
+        out: list[Tensor | None] = [None] * len(grads)
+        like = [gathered.shards[i] for i in found]
+        given = [grads[i] for i in found]
+        if not found:
+            return None, *out
+        if gathered.summed:
+            mine = scatter_gradients(given, like, gathered.block_id)
+        else:
+            mine = [_rows(g, s) for g, s in zip(given, like, strict=True)]
+        for i, g in zip(found, mine, strict=True):
+            out[i] = g
+        return None, *out
+
+
+def _rows(grad: Tensor, like: ShardedTensor) -> ShardedTensor:
+    rows = like.placement.take(grad, like.placement.axis.rank)
+    return ShardedTensor(
+        rows.clone(memory_format=torch.contiguous_format), like.placement, like.shape
+    )
+
+
+def gather(
+    shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf
+) -> tuple[list[Tensor], Gathered | None]:
+    """Whole weights, differentiable, and what must ``release`` them where backward will come."""
+    gathered = Gathered(shards, block_id, summed, shelf)
+    if not torch.is_grad_enabled():
+        return gathered.make(), None
+    wholes = _Gather.apply(gathered, *shards)
+    return list(wholes), gathered
+
+
+class _AsItLies(torch.autograd.Function):
+    """The rank's rows as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: ShardedTensor) -> Tensor:
+        ctx.like = (shard.placement, shard.shape)
+        return shard.local.view_as(shard.local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ShardedTensor(grad, *ctx.like)
+
+
+def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
+    """W_r, the rows of this rank's group, from the rows that it holds (``form`` fits them)."""
+    rank = shard.placement.axis.rank
+    rows: Tensor = _AsItLies.apply(shard)
+    if -1 not in form.groups[rank]:
+        return rows
+    return form.packed(rank).take(rows, 0)
+
+
+_LAYOUTS: dict[tuple[int, str], tuple[Rows, ShardLayout | None]] = {}
+
+
+def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:
+    """The layout in which each rank holds the rows of its group; None where a row is in no group
+    or in two (a KV head that several ranks need)."""
+    if form is None:
+        return None
+    key = (id(form), axis.name)
+    if key not in _LAYOUTS:
+        rows = [tuple(r for r in group if r >= 0) for group in form.groups]
+        apart = sorted(r for group in rows for r in group) == list(range(num_rows))
+        layout = ShardLayout(axis, form.dim, tuple(map(stretches, rows))) if apart else None
+        _LAYOUTS[key] = (form, layout)  # the form too, so that its id stays its own
+    return _LAYOUTS[key][1]
+
+
+def fits(shard: ShardedTensor, form: Form) -> bool:
+    """Whether the rows that lie here are those that the rank's group computes with."""
+    if form is None:
+        return False
+    layout = layout_of(form, shard.placement.axis, shard.shape[form.dim])
+    return layout is not None and layout == shard.placement

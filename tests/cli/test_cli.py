@@ -1,0 +1,308 @@
+"""The command line: help, errors for people, and each command from end to end, small."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paradyse.cli import main as cli
+from paradyse.cli.commands import demo, doctor
+from paradyse.cli.commands.demo import Record, pick_files
+from paradyse.cli.corpus import TextFile, length_ranges
+from paradyse.cli.launch import num_cores
+from paradyse.cli.rank_jobs import StepDone
+from paradyse.cli.replay import Phase, describe_plan
+from paradyse.cli.screen import Screen
+from paradyse.types import ATTENTION_STRATEGIES
+
+TINY = ["--layers", "1", "--hidden", "64", "--inner", "aot_eager"]
+
+
+def run(*args: str) -> tuple[int, str]:
+    """Exit code and everything written, by a fresh process as from a shell."""
+    done = subprocess.run(
+        [sys.executable, "-m", "paradyse.cli.main", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """What is started inside has no other core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    path.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What is written about flags that are wrong; the exit code is 2."""
+    try:
+        code = cli.main(args)
+    except SystemExit as e:
+        code = e.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [c[0] for c in cli.COMMANDS])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main([command, "--help"])
+    assert e.value.code == 0
+    text = capsys.readouterr().out
+    assert f"example:\n  paradyse {command}" in text
+
+
+@pytest.mark.parametrize(("name", "example"), [(c[0], c[2]) for c in cli.COMMANDS])
+def test_the_example_in_the_help_parses(name: str, example: str) -> None:
+    assert cli.make_parser().parse_args(example.split()[1:]).command == name
+
+
+def test_help_is_immediate() -> None:
+    code = "import sys, paradyse.cli.main as c; c.make_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--cap", "3"], "3 is too small; give at least 16 tokens"),
+        (["demo", "--steps", "many"], "'many' is not a whole number"),
+        (["demo", "--plan", "ulysses"], "did you mean 'ulysses_z'?"),
+        (["demo", "--inner", "xla"], "invalid choice: 'xla'"),
+        (["demo", "--ranks", "0"], "0 is too small"),
+        (["demo", "--device", "cpu", "--ranks", "4000"], "--ranks 4000: at most"),
+        (["demo", "--hidden", "70", "--heads", "4"], "hidden 70 over 4 heads"),
+        (["demo", "--heads", "4", "--kv-heads", "3", "--hidden", "64"], "cannot share 3 KV heads"),
+        (["demo", "--text", "/no/such/folder"], "no folder /no/such/folder"),
+        (["bench", "--lengths", "12,x"], "'x' is not a whole number"),
+        (["bench", "--lengths-file", "/no/file"], "no file /no/file; give one with a length on"),
+        (["bench", "--distribution", "pile"], "unknown distribution 'pile': give one of GitHub"),
+        (["bench", "--text", "/no/such/folder"], "no folder /no/such/folder"),
+        (["bench", "--text", "x", "--lengths", "3"], "not allowed with argument"),
+        (["bench", "--tokenizer", "/no/file"], "no file /no/file; give a HuggingFace tokenizer"),
+        (["bench", "--tokenizer", "x", "--lengths", "3"], "give it with --text, or alone"),
+        (["bench", "--csv", "/no/folder/t.csv"], "no folder /no/folder"),
+        (["bench", "--strategies", "metp,auto"], "unknown strategy 'auto'"),
+        (["verify"], "--model"),
+        (["verify", "--model", "/no/config.json"], "no file /no/config.json"),
+        (["plan", "--model", "x", "--memory-limit", "lots"], "cannot read 'lots' as a size"),
+        (["plan", "--model", "x", "--gpus", "1"], "1 is too small"),
+        (["plan", "--model", "x", "--device", "a200"], "unknown device 'a200': give one of a100"),
+        (["profile", "--lengths", "64:32:3"], "the last must exceed the first"),
+        (["profile", "--lengths", "64:128"], "give FIRST:LAST:HOW MANY"),
+        (["profile", "--out", "/no/folder/p.jsonl"], "no folder /no/folder"),
+    ],
+)
+def test_wrong_flags_are_answered_in_words(
+    args: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refused(capsys, *args)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("{", "is not JSON"), ("{}", "no 'model_type'"), ("[]", "no 'model_type'")]
+)
+def test_a_file_that_is_no_configuration_is_refused(
+    text: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert part in refused(capsys, "verify", "--model", str(tmp_path))
+
+
+def test_without_transformers_the_way_out_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'transformers" in refused(capsys, "demo")
+
+
+def test_demo_trains_compares_and_checks() -> None:
+    code, out = run("demo", "--steps", "4", "--cap", "256", "--rounds", "1", *TINY)
+    assert code == 0, out
+    assert "step 4/4" in out
+    assert "ok: losses of 2 ranks against one process" in out
+    header = next(line for line in out.splitlines() if line.startswith("length "))
+    assert set(ATTENTION_STRATEGIES) <= set(header.split())
+
+
+def test_verify_compares_every_strategy(config: str) -> None:
+    few = ["--layers", "1", "--seq-len", "13", "--inner", "eager"]
+    code, out = run("verify", "--model", config, *few)
+    assert code == 0, out
+    assert all(s in out for s in (*ATTENTION_STRATEGIES, "mixed")) and out.endswith("ok\n")
+
+
+def test_plan_explains_each_length(config: str) -> None:
+    code, out = run("plan", "--model", config, "--lengths", "64,4096")
+    assert code == 0, out
+    assert "batch 1 x 64 tokens" in out and "batch 1 x 4096 tokens" in out
+    assert out.count("chosen") >= 2
+
+
+def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: Path) -> None:
+    few = ["--layers", "1", "--lengths", "512,8192", "--out", str(tmp_path / "plans")]
+    code, out = run("plan", "--model", config, "--gpus", "16", "--device", "a100-40gb", *few)
+    assert code == 0, out
+    for part in ("16 x a100-40gb", "2 nodes", "8,192", "longest trainable length", "mixture"):
+        assert part in out
+    page = (tmp_path / "plans" / "plan.html").read_text()
+    assert "<svg" in page and "megatron_ts" in page
+    assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
+
+
+def test_bench_writes_time_plan_and_memory_of_every_run(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("300  # a comment\n24\n")
+    few = ["--lengths-file", str(tmp_path / "lengths.txt"), "--strategies", "megatron_cz,metp"]
+    few += ["--rounds", "2", "--csv", str(tmp_path / "t.csv"), "--out", str(tmp_path / "charts")]
+    code, out = run("bench", *few, *TINY, "--inner", "eager")
+    assert code == 0, out
+    page = (tmp_path / "charts" / "bench.html").read_text()
+    assert page.count("<path") > 8 and "metp" in page and "http" not in page
+    for part in ("Time of all sequences", "Peak memory", "attention blocks under auto", "<rect"):
+        assert part in page
+    assert (tmp_path / "charts" / "bench.png").stat().st_size > 10_000
+    text = (tmp_path / "t.csv").read_text()
+    assert text == (tmp_path / "charts" / "bench.csv").read_text()
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 2 * 2 * 3
+    assert {r["choice"] for r in rows} == {"auto", "megatron_cz", "metp"}
+    assert all(r["plan"] and int(r["peak_bytes"]) > 0 for r in rows)
+    for name in ("megatron_cz", "metp"):
+        of = {r["num_tokens"]: r for r in rows if r["choice"] == name}
+        short, long = of["24"], of["300"]
+        assert short["cumulative_s"] == short["median_s"]
+        total_s = float(short["median_s"]) + float(long["median_s"])
+        assert float(long["cumulative_s"]) == pytest.approx(total_s, abs=2e-6)
+        assert int(long["peak_bytes"]) > int(short["peak_bytes"])
+
+
+def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.jsonl"
+    few = ["--lengths", "16:32:2", "--strategies", "megatron_ts", "--repeats", "1"]
+    few += ["--inner", "eager", "--model", config, "--layers", "1", "--out", str(path)]
+    code, out = run("profile", *few)
+    assert code == 0, out
+    assert ("ranks share" in out) == (num_cores() < 2)
+    assert "0/2  16 tokens, megatron_ts" in out and "2/2  done" in out
+    assert "fastest strategy of a block, batch 1, 2 ranks" in out
+    setting, *rows = map(json.loads, path.read_text().splitlines())
+    assert setting["num_ranks"] == 2 and setting["machine"]["matmul_flops"] > 0
+    assert {(r["kind"], r["seq_len"]) for r in rows} == {
+        (kind, n) for kind in ("attention", "mlp", "rest") for n in (16, 32)
+    }
+    with on_one_core():
+        code, out = run("profile", *few, "--dtype", "float64")
+    assert code == 2 and "another file" in out
+    assert "2 ranks share 1 core:" in out
+
+
+def test_doctor_finds_all_that_is_needed() -> None:
+    code, out = run("doctor")
+    assert code == 0, out
+    assert "an all-reduce works" in out and "paradyse.backend:paradyse" in out
+
+
+def test_doctor_tells_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._compiler,))
+    assert cli.main(["doctor"]) == 1
+    assert "apt-get install g++" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_made_ends_the_command_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    code, out = run("verify", "--model", str(tmp_path), "--ranks", "1")
+    assert code == 1
+    assert "rank 0 of 1 failed" in out and "lama" in out
+
+
+def file_of(num_tokens: int) -> TextFile:
+    return TextFile(f"/{num_tokens}", str(num_tokens), num_tokens)
+
+
+def test_replayed_files_are_of_every_range_and_of_different_lengths() -> None:
+    files = [file_of(n) for n in (3, 900, 900, 950, 1000, 40)]
+    ranges = length_ranges(1024)
+    picked = pick_files(files, ranges, 2)
+    assert len({files[i].num_tokens for i in picked}) == len(picked)
+    for r in ranges:
+        inside = {f.num_tokens for f in files if f.num_tokens in r}
+        assert sum(files[i].num_tokens in r for i in picked) == min(2, len(inside))
+
+
+def done(step: int, loss: float) -> StepDone:
+    return StepDone(step, "a.py", 100, "metp,metp", loss, 0.5, 2**20, 3)
+
+
+def test_losses_that_differ_fail_the_demo() -> None:
+    args = cli.make_parser().parse_args(["demo", "--steps", "2"])
+    console = Console(file=io.StringIO(), width=200)
+    ours, alone = [done(0, 5.0), done(1, 4.0)], [done(0, 5.0), done(1, 4.001)]
+    assert demo._check_losses(console, args, ours, ours)
+    assert not demo._check_losses(console, args, ours, alone)
+    assert demo._check_losses(console, args, ours, alone[:1])
+    assert not demo._check_losses(console, args, ours[:1], alone)
+    assert not demo._check_losses(console, args, [ours[0], done(1, float("nan"))], ours)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "FAILED: losses of 2 ranks" in text and "2.5e-04 over 2 steps" in text
+    assert "over the first 1 step " in text
+
+
+def test_a_terminal_shows_steps_live() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    record = Record()
+    with Screen(console, 2) as screen:
+        record.hear(screen, Phase("training", 2))
+        record.hear(screen, done(0, 5.0))
+        console.print(screen._render())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in ("training", "1/2", "100", "metp", "5.0000", "200", "1.0 MiB", "a.py"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("megatron_ts,megatron_ts", "megatron_ts"),
+        ("ulysses_z,megatron_cz,ulysses_z,colossal_z", "ulysses_z"),
+        ("ulysses_z,megatron_ts", "attention ulysses_z, mlp megatron_ts"),
+        (
+            "metp,megatron_ts,megatron_cz,megatron_ts",
+            "attention 1 metp, 1 megatron_cz, mlp megatron_ts",
+        ),
+        ("", ""),
+    ],
+)
+def test_plans_in_words(key: str, text: str) -> None:
+    assert describe_plan(key, ["attention", "mlp"] * 2) == text

@@ -1,0 +1,119 @@
+"""Local ranks: results in order, reports as they come, failures told quickly and whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paradyse.cli import launch
+from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
+
+SETTING = Setting(timeout_s=60, env={"PYTHONPATH": str(Path(__file__).parent)})
+
+
+def add_ranks(rank: Rank, start: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(start + rank.rank)
+    dist.all_reduce(total)
+    rank.send(f"rank {rank.rank} of {rank.size} on {rank.device}")
+    return int(total)
+
+
+def raise_on_rank_one(rank: Rank) -> None:
+    import torch.distributed as dist
+
+    print("what rank", rank.rank, "had to say", flush=True)
+    if rank.rank == 1:
+        raise LookupError("the cause")
+    dist.barrier()
+
+
+def die_on_rank_one(rank: Rank) -> None:
+    import torch.distributed as dist
+
+    if rank.rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+
+def sleep_for_ever(rank: Rank) -> None:
+    time.sleep(1000)
+
+
+def child_pid(rank: Rank) -> None:
+    rank.send(os.getpid())
+    time.sleep(1000)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_results_come_in_order_and_reports_with_their_rank() -> None:
+    heard: dict[int, Any] = {}
+    results = run_ranks("test_launch:add_ranks", 2, {"start": 10}, SETTING, heard.__setitem__)
+    assert results == [21, 21]
+    assert heard == {0: "rank 0 of 2 on cpu", 1: "rank 1 of 2 on cpu"}
+
+
+def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as e:
+        run_ranks("test_launch:raise_on_rank_one", 2, {}, SETTING)
+    assert time.monotonic() - start < 45
+    text = str(e.value)
+    assert text.startswith("rank 1 of 2 failed:\nTraceback")
+    assert "LookupError: the cause" in text and "raise_on_rank_one" in text
+    assert "what rank 1 had to say" in text
+
+
+def test_a_rank_that_dies_is_named_with_its_signal() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 of 2 was ended by signal SIGKILL; out of memory"):
+        run_ranks("test_launch:die_on_rank_one", 2, {}, SETTING)
+
+
+def test_a_hang_ends_in_time_with_the_stacks() -> None:
+    setting = Setting(timeout_s=6, env=SETTING.env)
+    with pytest.raises(RanksFailed, match=r"not finished in 6 s(?s:.*)sleep_for_ever"):
+        run_ranks("test_launch:sleep_for_ever", 1, {}, setting)
+
+
+def test_an_interrupt_leaves_no_rank_behind() -> None:
+    pids: list[int] = []
+
+    def interrupt(rank: int, pid: int) -> None:
+        pids.append(pid)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks("test_launch:child_pid", 1, {}, SETTING, interrupt)
+    assert pids and all(map(_gone, pids))
+
+
+def test_more_ranks_than_the_cores_can_bear_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "num_cores", lambda: 2)
+    assert launch.choose_device("cpu", 8) == "cpu"
+    with pytest.raises(ValueError, match="--ranks 9: at most 8 CPU ranks .* 2 cores"):
+        launch.choose_device("cpu", 9)
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert launch.choose_device("auto", 2) == "cpu"
+    with pytest.raises(ValueError, match="torch sees no GPU; use --device cpu"):
+        launch.choose_device("cuda", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert launch.choose_device("auto", 1) == "cuda"
+    with pytest.raises(ValueError, match="2 ranks need as many GPUs, and there are 1"):
+        launch.choose_device("cuda", 2)

@@ -1,0 +1,57 @@
+"""Compiling once for all sizes. Tried on torch 2.13."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paradyse.graph.lower import Spec, compile_function
+
+CPU = torch.device("cpu")
+SIZES = {"B": 3, "s": 11}
+
+
+def specs():
+    return [
+        Spec((("B",), ("s",), (8,)), torch.float64, CPU, True),
+        Spec(((4,), (8,)), torch.float64, CPU, True),
+        Spec((("s",),), torch.int64, CPU, False),
+    ]
+
+
+def fn(x, w, positions):
+    b, s, _ = x.shape
+    y = torch.nn.functional.linear(x, w).reshape(b * s, 4).reshape(b, s, 4)
+    return (y * torch.arange(s, device=x.device)[:, None] + positions[:, None],)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_one_compilation_serves_all_sizes_with_gradients(inner):
+    compiled = compile_function(fn, specs(), inner, SIZES)
+    for b, s in ((2, 3), (5, 17), (3, 2)):
+        assert compiled.holds_for({"B": b, "s": s})
+        x = torch.randn(b, s, 8, dtype=torch.float64, requires_grad=True)
+        w = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+        args = (x, w, torch.arange(s))
+        (got,), (want,) = compiled.fn(*args), fn(*args)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        g = torch.randn_like(want)
+        for a, e in zip(*(torch.autograd.grad(y, (x, w), g) for y in (got, want)), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_compiler_assumed_is_checked():
+    def branchy(x, w, positions):
+        return (x * 2 if x.shape[1] < 2000 else x,)
+
+    compiled = compile_function(branchy, specs(), "eager", SIZES)
+    assert compiled.guards
+    assert compiled.holds_for({"B": 2, "s": 1999})
+    assert not compiled.holds_for({"B": 2, "s": 2000})
+
+
+def test_sizes_of_one_and_fixed_sizes_hold_for_themselves_only():
+    assert not compile_function(fn, specs(), "eager", SIZES).holds_for({"B": 1, "s": 7})
+    fixed = compile_function(fn, specs(), "eager", {"B": 1, "s": 9})
+    assert fixed.holds_for({"B": 1, "s": 7})
+    assert not fixed.holds_for({"B": 2, "s": 7})

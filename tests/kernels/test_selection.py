@@ -1,0 +1,196 @@
+"""Which calls are plain, which kernel takes them, and what the library's kernels make of a part."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paradyse.distributed.axis import TokenLayout
+from paradyse.kernels import library_attention, selection
+from paradyse.kernels.attention import (
+    attention_backward,
+    attention_forward,
+    attention_reference,
+)
+from paradyse.kernels.attention_mask import (
+    DIAGONAL,
+    AttentionSpec,
+    Runs,
+    Tile,
+    position_intervals,
+    runs_len,
+)
+from paradyse.kernels.library_attention import library_backward, library_forward, plain_tile
+from paradyse.kernels.selection import choose, describe_choices, load_table
+
+POSITIONS: list[dict[str, Any]] = [
+    {},
+    {"right": 0},
+    {"left": 5, "right": 0},
+    {"left": 100, "right": 0},
+    {"right": 2},
+    {"left": 3, "right": 3},
+    {"chunk": 6},
+    {"right": 0, "chunk": 6},
+    {"right": 0, "chunk": 64},
+]
+
+
+def visible(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tensor:
+    """[Sq, Sk] bool."""
+    where = (spec.seq_len, spec.left, spec.right, spec.chunk)
+    x = position_intervals(q_runs, kv_runs, *where)
+    keys = torch.arange(runs_len(kv_runs))
+    return (keys >= x.lo[:, None]) & (keys < x.hi[:, None])
+
+
+def of_tile(tile: Tile, num_rows: int, num_keys: int) -> Tensor:
+    inside = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+    block = inside[tile.r0 : tile.r1, tile.k0 : tile.k1]
+    block.fill_(True)
+    if tile.kind == DIAGONAL:
+        block.tril_()
+    return inside
+
+
+@pytest.mark.parametrize("positions", POSITIONS, ids=str)
+def test_a_plain_tile_is_all_that_is_visible(positions: dict[str, Any]) -> None:
+    found = 0
+    for p, s in itertools.product((1, 2, 3, 4), (1, 2, 7, 12, 13, 16, 24)):
+        layout = TokenLayout(p, s)
+        spec = AttentionSpec(seq_len=s, scale=1.0, **positions)
+        for r, source in itertools.product(range(p), range(p)):
+            runs = layout.runs(r), layout.runs(source)
+            tile = plain_tile(*runs, spec)
+            if tile is not None:
+                found += 1
+                want = visible(*runs, spec)
+                assert torch.equal(of_tile(tile, *want.shape), want), (p, s, runs, tile)
+    assert found
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("right", [0, None])
+def test_every_step_of_a_causal_or_full_ring_is_plain(p: int, right: int | None) -> None:
+    for s in (2 * p, 10 * p, 10 * p - 1 if p == 1 else 10 * p):
+        layout, spec = TokenLayout(p, s), AttentionSpec(seq_len=s, scale=1.0, right=right)
+        for r, source in itertools.product(range(p), range(p)):
+            runs = layout.runs(r), layout.runs(source)
+            assert plain_tile(*runs, spec) is not None or not visible(*runs, spec).any()
+
+
+def test_whatever_is_not_position_alone_is_not_plain() -> None:
+    runs: Runs = ((0, 8),)
+    others: list[dict[str, Any]] = [
+        {"key_padding": torch.ones(1, 8, dtype=torch.bool)},
+        {"document_ids": torch.zeros(1, 8, dtype=torch.int64)},
+        {"bias": torch.zeros(1, 1, 8, 8)},
+        {"dropout_p": 0.1, "seed": torch.tensor(0)},
+    ]
+    for other in others:
+        assert plain_tile(runs, runs, AttentionSpec(8, 1.0, right=0, **other)) is None
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    spec = AttentionSpec(q.shape[2] + k.shape[2], scale, right=0 if causal else None)
+    return attention_forward(q, k, v, ((0, q.shape[2]),), ((0, k.shape[2]),), spec)
+
+
+def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    out, lse, causal, scale = rest
+    spec = AttentionSpec(q.shape[2] + k.shape[2], scale, right=0 if causal else None)
+    runs: tuple[Runs, Runs] = (((0, q.shape[2]),), ((0, k.shape[2]),))
+    return attention_backward(grad, q, k, v, out, lse, *runs, spec)
+
+
+def _compare(dtype: torch.dtype, device: str, tolerance: float) -> None:
+    """Parts of a ring by the library's kernels against the definition."""
+    torch.manual_seed(0)
+    b, h, h_kv, d, s, p = 2, 4, 2, 16, 45, 3
+    layout, spec = TokenLayout(p, s), AttentionSpec(s, 0.3, right=0)
+    taken = 0
+    for r, source in itertools.product(range(p), range(p)):
+        runs = layout.runs(r), layout.runs(source)
+        n = layout.local_len
+        shapes = [(b, n, heads, d) for heads in (h, h_kv, h_kv, h)]
+        q, k, v, grad = (torch.randn(x, device=device).to(dtype).transpose(1, 2) for x in shapes)
+        got = library_forward(q, k, v, *runs, spec)
+        if got is None:
+            continue
+        taken += 1
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        want = attention_reference(*leaves, *runs, spec)
+        grads = torch.autograd.grad(want[0], leaves, grad.double())
+        finite = want[1] > -torch.inf
+        assert torch.equal(got[1] > -torch.inf, finite)
+        torch.testing.assert_close(
+            got[1].double()[finite], want[1].detach()[finite], rtol=0, atol=10 * tolerance
+        )
+        back = library_backward(grad, q, k, v, *got, *runs, spec)
+        assert back is not None
+        for x, y in zip((got[0], *back), (want[0], *grads), strict=True):
+            assert float((x.double() - y.detach()).norm() / y.detach().norm()) <= tolerance
+    assert taken >= 6
+
+
+def test_parts_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins on the CPU for kernels that need a GPU."""
+    monkeypatch.setattr(library_attention, "FORWARD_KERNELS", {"aten_flash": _plain})
+    monkeypatch.setattr(library_attention, "BACKWARD_KERNELS", {"aten_flash": _plain_backward})
+    monkeypatch.setattr(library_attention, "capability_of", lambda device: "9.0")
+    monkeypatch.setattr(selection, "LIBRARY_DTYPES", (torch.float64,))
+    _compare(torch.float64, "cpu", 1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [selection.ATEN_FLASH, selection.CUDNN])
+def test_library_kernels_are_exact(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selection.VARIABLE, kernel)
+    _compare(torch.bfloat16, "cuda", 2e-2)  # one rounding of probabilities and of results
+
+
+ROW = {"capability": "9.0", "dtype": "bfloat16", "width": 128, "mask": "causal"}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text(json.dumps({"rows": list(rows)}))
+    return str(path)
+
+
+def test_the_table_decides_where_it_has_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**ROW, "direction": "backward", "kernel": "triton"}
+    monkeypatch.setenv(selection.VARIABLE, write(tmp_path / "table.json", row))
+    ours = choose("9.0", torch.bfloat16, 128, "causal", "backward")
+    assert ours.kernel == "triton" and "measured" in ours.why
+    other = choose("9.0", torch.bfloat16, 64, "causal", "backward")
+    assert other.kernel == "aten_flash" and "not measured" in other.why
+    lines = describe_choices("9.0", torch.bfloat16, 128)
+    assert len(lines) == 5 and any(x.startswith("causal backward: triton") for x in lines)
+
+
+def test_a_kernel_that_cannot_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selection.VARIABLE, "cudnn")
+    assert choose("9.0", torch.bfloat16, 128, "full", "forward").kernel == "cudnn"
+    cases = [("9.0", torch.float32, 128), ("9.0", torch.bfloat16, 256)]
+    cases += [("9.0", torch.bfloat16, 20), ("7.5", torch.float16, 64)]
+    for capability, dtype, width in cases:
+        choice = choose(capability, dtype, width, "full", "forward")
+        assert choice.kernel == "triton" and "cannot" in choice.why
+
+
+def test_nonsense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selection.VARIABLE, "fastest")
+    with pytest.raises(ValueError, match="'fastest' is neither a kernel"):
+        choose("9.0", torch.bfloat16, 128, "full", "forward")
+    with pytest.raises(ValueError, match="legal kernels: triton, aten_flash, cudnn"):
+        load_table(Path(write(tmp_path / "a", {**ROW, "direction": "forward", "kernel": "best"})))
+    with pytest.raises(ValueError, match="cannot read this as a table"):
+        load_table(Path(write(tmp_path / "b", ROW)))

@@ -1,0 +1,94 @@
+"""Machines on paper: rates, links of two levels, unequal devices, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
+from paradyse.planning.costs import COLLECTIVES
+
+A100 = DEVICES["a100-80gb"]
+ONE_NODE = Network()
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_no_rate_exceeds_the_vendors(name: str) -> None:
+    device, machine = DEVICES[name], machine_of(read_cluster(name), 8)
+    assert machine.matmul_flops < device.matmul_flops[torch.bfloat16]
+    assert machine.memory_bandwidth < device.memory_bandwidth
+    assert machine.capacity_bytes is not None and machine.capacity_bytes < device.capacity_bytes
+    assert set(machine.links) == set(COLLECTIVES)
+    assert all(x.bandwidth_bytes < device.link_bandwidth for x in machine.links.values())
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_second_level_is_slower(collective: str) -> None:
+    one = machine_of(Cluster((A100,), Network(gpus_per_node=64)), 64).link(collective)
+    two = machine_of(Cluster((A100,), Network(gpus_per_node=8)), 64).link(collective)
+    assert two.bandwidth_bytes < one.bandwidth_bytes
+    if collective != "all_reduce":  # a tree over nodes has fewer steps than one over devices
+        assert two.latency_s > one.latency_s
+
+
+def test_the_border_of_a_node_bounds_a_ring_and_is_shared_by_exchanges() -> None:
+    network = Network(gpus_per_node=8, node_bandwidth=80e9, link_share=1.0)
+    links = machine_of(Cluster((A100,), network), 64).links
+    assert links["all_gather"].bandwidth_bytes == 80e9
+    assert links["ring_exchange"].bandwidth_bytes == 10e9
+    # 56 of a rank's 63 messages leave the node, at an eighth of its ports
+    assert links["all_to_all"].bandwidth_bytes == pytest.approx(10e9 * 63 / 56)
+
+
+def test_among_unequal_devices_the_slowest_and_the_smallest_hold() -> None:
+    slow, small = replace(A100, name="slow", matmul_share=0.4), DEVICES["a100-40gb"]
+    both = machine_of(Cluster((A100, slow, small), ONE_NODE), 8)
+    assert both.matmul_flops == machine_of(Cluster((slow,), ONE_NODE), 8).matmul_flops
+    assert both.capacity_bytes == machine_of(Cluster((small,), ONE_NODE), 8).capacity_bytes
+    assert "slowest" in both.source
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_cluster_is_read_from_a_file(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"cluster{suffix}"
+    if suffix == ".toml":
+        file.write_text(
+            'devices = [{base = "a100-80gb"}, {base = "a100-40gb", matmul_share = 0.5}]\n'
+            "[network]\ngpus_per_node = 4\n"
+        )
+    else:
+        devices = [{"base": "a100-80gb"}, {"base": "a100-40gb", "matmul_share": 0.5}]
+        file.write_text(json.dumps({"devices": devices, "network": {"gpus_per_node": 4}}))
+    cluster = read_cluster(str(file))
+    assert cluster.devices[0] == A100 and cluster.devices[1].matmul_share == 0.5
+    assert cluster.network == Network(gpus_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("devices = []", "at least one"),
+        ('devices = [{base = "a200"}]', "unknown base 'a200'"),
+        ('devices = [{base = "a100-80gb", memory = 3}]', "unknown 'memory'"),
+        ('devices = [{base = "a100-80gb", capacity_bytes = -1}]', "above 0"),
+        ('devices = [{name = "mine"}]', "missing"),
+        ('gpus = 8\ndevices = [{base = "a100-80gb"}]', "nothing else"),
+        ("devices = ", "cluster.toml"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(text: str, part: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=part):
+        read_cluster(str(file))
+
+
+def test_unknown_names_and_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="a100-80gb"):
+        read_cluster("a100")
+    with pytest.raises(ValueError, match="no rate for torch.int8"):
+        machine_of(Cluster((A100,), ONE_NODE), 8, torch.int8)

@@ -1,0 +1,284 @@
+"""Dry runs: memory seen without devices is memory seen with them; the outlook made from it."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool
+from models import FAMILIES, make_batch, make_model
+from torch import Tensor
+
+from paradyse.cli.charts import svg_of, write_page
+from paradyse.cli.models import whole_graphs
+from paradyse.cli.plan_page import charts_of, page_of
+from paradyse.offline import dry_run as dry
+from paradyse.offline import ops
+from paradyse.offline.devices import machine_of, read_cluster
+from paradyse.offline.dry_run import DryRun, capture_program, dry_run, fake_world, measure_step
+from paradyse.offline.outlook import MIXTURE, Outlook, look_ahead
+from paradyse.offline.timeline import Sample, Timeline, fit_growth
+from paradyse.planning.costs import Machine
+from paradyse.runtime.saved_memory import Saved
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec
+
+SEQ_LEN = 92
+"""Two ranks hold 46 tokens each, without padding."""
+
+
+def meta_model(family: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+    """A model of the tests' families, float32, without memory, and a batch for it."""
+    import transformers
+
+    torch._dynamo.reset()
+    of = FAMILIES[family]
+    with torch.device("meta"):
+        config = getattr(transformers, of.cls).config_class(**of.config, use_cache=False)
+        model = getattr(transformers, of.cls)._from_config(config)
+        ids = torch.zeros(1, 64, dtype=torch.int64)
+    return model.train(), {"input_ids": ids, "labels": ids}
+
+
+def on_paper(family: str, num_ranks: int) -> DryRun:
+    """A model of the tests' families on ranks that are not there."""
+    model, batch = meta_model(family)
+    with whole_graphs():
+        return dry_run(model, batch, num_ranks)
+
+
+def attention_on_paper(
+    num_ranks: int, strategies: Sequence[str], changes: Mapping[Any, Mapping[str, int]]
+) -> list[list[tuple[int, int]]]:
+    """Memory of Llama's attention by each strategy, as it is and with module constants changed."""
+    model, batch = meta_model("llama")
+    found = []
+    with whole_graphs(), fake_world(num_ranks) as axis, pytest.MonkeyPatch.context() as patch:
+        program = capture_program(model, batch, axis)
+        for changed in ({}, changes):
+            for module, values in changed.items():
+                for name, value in values.items():
+                    patch.setattr(module, name, value)
+            sizes = [measure_step(program, program.block_steps[0], s) for s in strategies]
+            found.append([s.at(4096) for s in sizes])
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama8() -> DryRun:
+    return on_paper("llama", 8)
+
+
+def saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
+    """(Kind of block, strategy) -> bytes that the block saves on this rank, in a real run."""
+    import paradyse
+    from paradyse.runtime.frame import Frame
+
+    kept: dict[tuple[str, str], int] = {}
+    run_block, weights = Frame.run_block, Frame.weights
+    handed: list[Tensor] = []
+
+    def watched_weights(self: Frame, *args: Any, **kwargs: Any) -> Any:
+        out = weights(self, *args, **kwargs)
+        handed.extend(out)
+        return out
+
+    def watched(self: Frame, step: Any, strategy: str) -> None:
+        saved = Saved()
+        with saved.watch():
+            run_block(self, step, strategy)
+        tables = [*self.common, *self.env.values(), *self.forms.values()]
+        shards = [x.local for x in self.env.values() if hasattr(x, "local")]
+        fixed = [x for x in tables if isinstance(x, Tensor) and not x.requires_grad]
+        kept[step.block.kind, strategy] = saved.num_bytes([*handed, *shards, *fixed])
+
+    model = paradyse.shard(make_model(family)).train()
+    current = [""]
+    options = {"plan": lambda workload: current[0], "inner": "aot_eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 1, SEQ_LEN)
+    try:
+        for strategy in ATTENTION_STRATEGIES:
+            current[0] = strategy
+            with whole_graphs():
+                compiled(**batch).loss.backward()  # compiles
+            Frame.run_block, Frame.weights = watched, watched_weights  # type: ignore[method-assign,assignment]
+            compiled(**batch).loss.backward()
+            Frame.run_block, Frame.weights = run_block, weights  # type: ignore[method-assign]
+            handed.clear()
+    finally:
+        Frame.run_block, Frame.weights = run_block, weights  # type: ignore[method-assign]
+    return kept
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_blocks_save_as_much_in_a_dry_run_as_on_two_ranks(family: str, pool2: RankPool) -> None:
+    real = pool2.run(saved_by_blocks, family, timeout_s=200)[0]
+    run = on_paper(family, 2)
+    found = {}
+    for block in run.blocks:
+        for s in block.feasible():
+            found[block.kind, s] = run.block(block, s).at(run.tokens(SEQ_LEN, 1))[0]
+    assert found == real
+
+
+def test_nothing_of_a_dry_run_stays(llama8: DryRun) -> None:
+    from paradyse.kernels.attention_mask import position_intervals
+    from paradyse.runtime.frame import _ZEROS
+
+    assert not dist.is_initialized()
+    assert not position_intervals.cache_info().currsize
+    assert all(type(x) is Tensor for x in _ZEROS.values())
+
+
+def test_memory_grows_with_the_length_and_only_scores_grow_faster(llama8: DryRun) -> None:
+    for block in llama8.blocks:
+        for s in block.feasible():
+            sums = [sum(llama8.block(block, s).at(n)) for n in (1 << 8, 1 << 12, 1 << 16)]
+            assert sums == sorted(set(sums))
+            quadratic = s == "colossal_z" and block.kind == "attention"
+            assert (sums[2] / sums[1] > 100) == quadratic
+
+
+def test_groups_that_are_not_run_repeat_the_last() -> None:
+    few, every = attention_on_paper(4, ["metp"], {dry: {"FEW_GROUPS": 100}})
+    assert few[0] == pytest.approx(every[0], rel=1e-3)
+
+
+def test_short_rings_and_whole_copies_need_as_much() -> None:
+    changes = {ops: {"RING": 8, "MANY_RANKS": 2}}
+    short, full = attention_on_paper(8, ["megatron_ts", "megatron_cz"], changes)
+    assert short == [pytest.approx(x, rel=1e-3) for x in full]
+
+
+def test_a_thousand_ranks() -> None:
+    model, batch = meta_model("llama")
+    strategies = ("megatron_ts", "megatron_cz", "ulysses_z")
+    with whole_graphs(), fake_world(1024) as axis:
+        program = capture_program(model, batch, axis)
+        ts, cz, ulysses = (
+            sum(measure_step(program, program.block_steps[0], s).at(1024)) for s in strategies
+        )
+    assert cz < ulysses < ts  # rows of one head or of all, of the whole sequence
+
+
+def outlook_of(run: DryRun, memory: float = 2**31, **changes: Any) -> Outlook:
+    machine = machine_of(read_cluster("a100-80gb"), run.num_ranks, torch.float32)
+    lengths = [2**k for k in range(8, 22, 2)]
+    return look_ahead(
+        run, replace(machine, **changes), lengths, torch.float32, memory_limit=int(memory)
+    )
+
+
+def test_the_mixture_is_the_fastest_and_the_longest(llama8: DryRun) -> None:
+    outlook = outlook_of(llama8)
+    static = [s for s in outlook.forecasts if s != MIXTURE]
+    assert set(static) == set(ATTENTION_STRATEGIES)
+    for f in outlook.forecasts[MIXTURE]:
+        assert f.fits and f.peak_bytes <= outlook.limit_bytes
+        for s in static:
+            (other,) = [o for o in outlook.forecasts[s] if o.seq_len == f.seq_len]
+            assert not other.fits or f.time_s <= other.time_s * (1 + 1e-9)
+    assert outlook.longest[MIXTURE] >= max(outlook.longest[s] for s in static) * 0.999
+
+
+def test_the_longest_length_fits_and_a_longer_one_does_not(llama8: DryRun) -> None:
+    outlook = outlook_of(llama8)
+    for s in ATTENTION_STRATEGIES:
+        n = outlook.longest[s]
+        at = look_ahead(
+            llama8, outlook.machine, [n, n + n // 200], torch.float32, memory_limit=2**31
+        ).forecasts[s]
+        assert at[0].fits and not at[1].fits
+
+
+def test_more_memory_trains_longer_and_none_trains_nothing(llama8: DryRun) -> None:
+    little, much = outlook_of(llama8, 2**30), outlook_of(llama8, 2**32)
+    assert all(little.longest[s] < much.longest[s] for s in little.longest)
+    nothing = outlook_of(llama8, 2**10)
+    assert set(nothing.longest.values()) == {0} and not nothing.forecasts[MIXTURE]
+
+
+class Links(HTMLParser):
+    """Checks that tags close, and collects what a page asks for outside itself."""
+
+    VOID = ("meta",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.outside += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data")]
+        self.outside += [tag] * (tag in ("script", "link", "iframe", "img"))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing_outside(
+    llama8: DryRun, tmp_path: Path
+) -> None:
+    outlook = outlook_of(llama8)
+    path = tmp_path / "plan.html"
+    write_page(path, page_of("a < b & c", outlook), [("t", ("a", "b"), [("1", "<2>")])])
+    text = path.read_text()
+    links = Links()
+    links.feed(text)
+    assert not links.open and not links.outside
+    assert "http" not in text and "url(" not in text and "@import" not in text
+    assert "a &lt; b &amp; c" in text
+    for chart in charts_of(outlook):
+        root = ElementTree.fromstring(svg_of(chart))
+        drawn = {e.text for e in root.iter("text")}
+        assert {*ATTENTION_STRATEGIES, MIXTURE} <= drawn
+        assert "nan" not in svg_of(chart)
+
+
+def test_growth_finds_another_moment_of_the_peak() -> None:
+    def sample(n: int) -> Sample:
+        return Sample(3 * n, (1000, 2 * n, n * n), 0, n)
+
+    growth = fit_growth([2, 4, 8, 16], [sample(n) for n in (2, 4, 8, 16)])
+    assert growth.at(10) == (30, 1000) and growth.at(1000) == (3000, 10**6)
+    with pytest.raises(ValueError, match="no polynomial"):
+        fit_growth([2, 4, 8], [sample(n) for n in (2, 4, 8)])
+    with pytest.raises(ValueError, match="not the same operators"):
+        fit_growth([2, 4], [sample(2), Sample(1, (1,), 0, 0)])
+
+
+def test_a_timeline_counts_each_memory_once_while_it_is_alive() -> None:
+    with Timeline({}) as timeline:
+        x = torch.zeros(8)
+        y = x.view(2, 4) + 1
+        del x
+        timeline.mark()
+        y.mul_(2)
+    assert timeline.alive_bytes[0] == 32 and max(timeline.alive_bytes) == 64
+    assert timeline.alive_bytes[-1] == 32
+
+
+def test_a_dry_run_needs_a_process_of_its_own() -> None:
+    with fake_world(2), pytest.raises(RuntimeError, match="no process group"), fake_world(2):
+        pass
+
+
+def test_machines_without_a_limit() -> None:
+    machine = Machine(1e12, 1e11, 1e-5, 1e9)
+    run = DryRun((BlockSpec("b", "mlp", 0, "s"),), {}, (), 2, 0, 0, ())
+    assert math.isinf(look_ahead(replace(run, blocks=()), machine, [], torch.float32).limit_bytes)

@@ -1,0 +1,318 @@
+"""The analytic prior: its bytes are the published formulas, and it falls and rises where it
+must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+
+import paradyse.strategies.attention.ring
+import paradyse.strategies.attention.ulysses  # noqa: F401
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import TokenLayout, resolve_axis
+from paradyse.planning.costs import (
+    BlockCost,
+    Link,
+    Machine,
+    canonical_strategy,
+    heads_per_rank,
+    local_len,
+    peak_bytes,
+    prior_cost,
+    visible_pairs,
+)
+from paradyse.strategies.attention.ulysses import head_slots
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
+
+CAUSAL = MaskSpec(right=0)
+GPU = Machine(3e14, 2e12, 1e-5, 2e11, overlap=0.9)
+"""Round numbers of an A100 with NVLink: 312 TFLOP/s, 2 TB/s, 300 GB/s each way (data sheet)."""
+
+
+def attention(h: int = 256, heads: int = 8, kv: int | None = None, **changes: Any) -> BlockSpec:
+    kv = heads if kv is None else kv
+    d = h // heads
+    weights = h * d * (2 * heads + 2 * kv)
+    block = BlockSpec(
+        "layers.0.attention",
+        "attention",
+        0,
+        "a",
+        hidden=h,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=d,
+        num_weight_elements=weights,
+        num_split_weight_elements=weights,
+        mask=CAUSAL,
+    )
+    return replace(block, **changes)
+
+
+def mlp(h: int = 256, width: int = 1024, matrices: int = 2) -> BlockSpec:
+    n = matrices * h * width
+    return BlockSpec(
+        "layers.0.mlp",
+        "mlp",
+        0,
+        "m",
+        hidden=h,
+        intermediate=width,
+        num_weight_elements=n,
+        num_split_weight_elements=n,
+    )
+
+
+def work(s: int, p: int = 4, b: int = 2, training: bool = True) -> Workload:
+    return Workload(b, s, torch.bfloat16, training, p)
+
+
+def layer_bytes(strategy: str, w: Workload, h: int, sharded: bool) -> int:
+    blocks = attention(h), mlp(h, 4 * h)
+    return sum(prior_cost(b, strategy, w, GPU, sharded).comm_bytes for b in blocks)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("b", "s", "h"), [(1, 1024, 256), (3, 4096, 512)])
+def test_forward_bytes_of_a_layer_are_as_published(p: int, b: int, s: int, h: int) -> None:
+    """DESIGN 4.7: multi-head attention, a 4h MLP, sharded weights; elements times (p-1)/p."""
+    w = work(s, p, b, training=False)
+    elements = {
+        "megatron_ts": 4 * b * s * h,
+        "megatron_cz": 12 * h * h + 2 * b * s * h,
+        "metp": 12 * h * h + 2 * b * s * h,
+        "colossal_z": 12 * h * h + 2 * b * s * h,
+        "ulysses_z": 12 * h * h + 4 * b * s * h // p,
+    }
+    for strategy, n in elements.items():
+        assert layer_bytes(strategy, w, h, sharded=True) == n * 2 * (p - 1) // p, strategy
+    if p > 1:
+        for strategy in ("megatron_cz", "ulysses_z", "metp"):  # whole weights need no gathering
+            weights = 12 * h * h * 2 * (p - 1) // p
+            whole = layer_bytes(strategy, w, h, sharded=False)
+            assert whole == layer_bytes(strategy, w, h, sharded=True) - weights
+
+
+def test_gradients_of_whole_weights_are_all_reduced_and_split_ones_gathered() -> None:
+    p, h, s = 4, 256, 1024
+    w, block = work(s, p), mlp(h)
+    share = block.num_weight_elements * 2 * (p - 1) // p
+    assert prior_cost(block, "megatron_cz", w, GPU).comm_bytes == 2 * share
+    tokens = 4 * w.batch * s * h * 2 * (p - 1) // p
+    assert prior_cost(block, "megatron_ts", w, GPU).comm_bytes == share + tokens
+    assert prior_cost(block, "megatron_cz", w, GPU, sharded=True).comm_bytes == 3 * share
+
+
+def test_grouped_kv_heads_and_padding_change_the_bytes() -> None:
+    p, s, b, h = 2, 1024, 2, 256
+    w = work(s, p, b, training=False)
+    ring = prior_cost(attention(h, 8, 2), "megatron_cz", w, GPU).comm_bytes
+    assert ring == 2 * b * s * 64 * 2 * (p - 1) // p  # 2 KV heads of width 32
+    exchange = prior_cost(attention(h, 8, 2), "ulysses_z", w, GPU).comm_bytes
+    assert exchange == (2 * 256 + 2 * 64) * b * s // p * 2 * (p - 1) // p
+    odd = prior_cost(attention(h, 8, 2), "megatron_cz", work(1021, p, b, training=False), GPU)
+    assert odd.comm_bytes == ring  # 1021 tokens travel padded to 1024
+
+
+def test_heads_are_padded_kv_first() -> None:
+    assert heads_per_rank(8, 4, 2) == (4, 2)
+    assert heads_per_rank(9, 3, 2) == (6, 2)
+    assert heads_per_rank(8, 2, 4) == (2, 1)
+    assert heads_per_rank(7, 1, 4) == (2, 1)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (9, 3), (7, 1), (12, 2), (71, 1), (16, 16)])
+@pytest.mark.parametrize("p", [2, 3, 4, 8, 32])
+def test_heads_per_rank_are_those_of_the_exchange(heads: tuple[int, int], p: int) -> None:
+    slots = head_slots(*heads, p)
+    assert heads_per_rank(*heads, p) == (
+        slots.slots_per_rank * slots.heads_per_slot,
+        slots.slots_per_rank,
+    )
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("s", [1, 2, 7, 8, 1021])
+def test_local_length_is_that_of_the_layout(p: int, s: int) -> None:
+    assert local_len(s, p) == TokenLayout(p, s).local_len
+
+
+@pytest.mark.parametrize("s", [1, 5, 12, 13])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        MaskSpec(),
+        CAUSAL,
+        MaskSpec(left=3, right=0),
+        MaskSpec(left=2, right=4),
+        MaskSpec(right=0, chunk=4),
+        MaskSpec(left=2, chunk=5),
+        MaskSpec(left=100, right=0),
+    ],
+)
+def test_visible_pairs_are_counted_exactly(mask: MaskSpec | None, s: int) -> None:
+    m = mask or MaskSpec()
+    i, j = torch.arange(s)[:, None], torch.arange(s)[None]
+    seen = torch.ones(s, s, dtype=torch.bool)
+    if m.left is not None:
+        seen &= j >= i - m.left
+    if m.right is not None:
+        seen &= j <= i + m.right
+    if m.chunk is not None:
+        seen &= i // m.chunk == j // m.chunk
+    assert visible_pairs(mask, s) == int(seen.sum())
+
+
+@pytest.mark.parametrize("strategy", ATTENTION_STRATEGIES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("block", [attention(), attention(kv=2), mlp(), mlp(matrices=3)])
+def test_more_tokens_never_cost_less(
+    strategy: str, training: bool, sharded: bool, block: BlockSpec
+) -> None:
+    lengths = [1, 7, 64, 65, 512, 4096, 100_000]
+    costs = [prior_cost(block, strategy, work(s, training=training), GPU, sharded) for s in lengths]
+    for a, b in zip(costs, costs[1:]):
+        assert 0 < a.time_s <= b.time_s
+        assert a.workspace_bytes <= b.workspace_bytes
+        assert a.comm_bytes <= b.comm_bytes
+        assert a.saved_bytes <= b.saved_bytes
+    assert training == (costs[0].saved_bytes > 0)
+    assert costs[0] == prior_cost(block, strategy, work(1, training=training), GPU, sharded)
+
+
+@pytest.mark.parametrize("strategy", ATTENTION_STRATEGIES)
+def test_training_costs_more_than_a_forward(strategy: str) -> None:
+    for block in (attention(), mlp()):
+        forward = prior_cost(block, strategy, work(4096, training=False), GPU)
+        step = prior_cost(block, strategy, work(4096), GPU)
+        assert step.time_s > 2 * forward.time_s
+        assert step.comm_bytes > forward.comm_bytes
+
+
+def best(w: Workload, blocks: tuple[BlockSpec, ...], m: Machine, sharded: bool) -> str:
+    def seconds(strategy: str) -> float:
+        return sum(prior_cost(b, strategy, w, m, sharded).time_s for b in blocks)
+
+    return min(ATTENTION_STRATEGIES, key=seconds)
+
+
+def test_which_strategy_wins_crosses_with_length() -> None:
+    """Weights' bytes rule short sequences, tokens' bytes long ones."""
+    layer = attention(4096, 32), mlp(4096, 16384)
+    for sharded in (True, False):
+        short, long = (best(work(s, 8, 1), layer, GPU, sharded) for s in (512, 131_072))
+        assert short == "megatron_ts"
+        assert long in ("ulysses_z", "megatron_cz")
+    # With whole weights at hand a forward moves nothing but tokens, and megatron_ts the most.
+    assert best(work(16_384, 8, 1, training=False), layer, GPU, False) == "ulysses_z"
+
+
+def test_latency_decides_small_messages() -> None:
+    """A ring sends p - 1 messages where Ulysses sends few: with dear messages it loses."""
+    slow = replace(GPU, latency_s=1e-2)
+    w = work(64, 8, training=False)
+    ring, exchange, metp = (
+        prior_cost(attention(), s, w, slow).time_s for s in ("megatron_cz", "ulysses_z", "metp")
+    )
+    assert exchange < ring < metp
+    assert metp > 7 * ring  # p times more messages
+    links = replace(GPU, links={"ring_exchange": Link(1.0, 1e12)})
+    assert prior_cost(attention(), "megatron_cz", w, links).time_s > 7
+    assert prior_cost(attention(), "ulysses_z", w, links).time_s < 1
+
+
+def test_metp_needs_the_least_memory_and_recomputes() -> None:
+    for block in (attention(kv=4), mlp(matrices=3)):
+        w = work(65_536, 4)
+        costs = {s: prior_cost(block, s, w, GPU) for s in ATTENTION_STRATEGIES}
+        memory = {s: c.saved_bytes for s, c in costs.items()}
+        assert min(memory, key=memory.__getitem__) == "metp"
+        assert costs["metp"].time_s > costs["megatron_cz"].time_s
+        assert costs["metp"].workspace_bytes < costs["megatron_ts"].workspace_bytes
+
+
+def test_dense_rows_make_colossal_the_most_expensive_under_a_causal_mask() -> None:
+    w = work(32_768, 4)
+    costs = {s: prior_cost(attention(), s, w, GPU) for s in ATTENTION_STRATEGIES}
+    assert max(costs, key=lambda s: costs[s].time_s) == "colossal_z"
+    scores = 4 * w.batch * 8 * (32_768 // 4) * 32_768
+    assert costs["colossal_z"].workspace_bytes > 2 * scores
+
+
+def test_a_window_is_cheaper_than_a_causal_mask() -> None:
+    w = work(65_536)
+    window = attention(mask=MaskSpec(left=127, right=0))
+    full = attention(mask=None)
+    for s in ("megatron_ts", "megatron_cz", "ulysses_z", "metp"):
+        times = [prior_cost(b, s, w, GPU).time_s for b in (window, attention(), full)]
+        assert times == sorted(times)
+        assert times[0] < 0.7 * times[1]
+
+
+def test_the_z_names_are_one_variant_of_an_mlp() -> None:
+    costs = {s: prior_cost(mlp(), s, work(512), GPU) for s in ATTENTION_STRATEGIES}
+    assert costs["megatron_cz"] == costs["ulysses_z"] == costs["colossal_z"]
+    names = {canonical_strategy("mlp", s) for s in ATTENTION_STRATEGIES}
+    assert names == {"megatron_ts", "megatron_cz", "metp"}
+    assert {canonical_strategy("attention", s) for s in ATTENTION_STRATEGIES} == set(
+        ATTENTION_STRATEGIES
+    )
+
+
+def test_peak_is_static_plus_communicators_plus_the_most_held_at_any_moment() -> None:
+    machine = replace(GPU, communicator_bytes=5)
+    wide, narrow = BlockCost(1.0, 10, 300, 0), BlockCost(1.0, 20, 100, 0)
+    assert peak_bytes([wide, narrow], 1000, machine) == 1005 + 10 + 300  # the rest is gone by then
+    assert peak_bytes([narrow, wide], 1000, machine) == 1005 + 30 + 300
+    gradients = [replace(c, left_bytes=50) for c in (wide, narrow)]
+    assert peak_bytes(gradients, 1000, machine) == 1005 + 10 + 50 + 300
+    loss = BlockCost(1.0, 7, 400, 0)
+    assert peak_bytes([wide, narrow], 1000, machine, [loss]) == 1005 + 7 + 30 + 400
+    assert peak_bytes([], 7, machine) == 12
+
+
+def test_unknown_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown strategy 'ring'; legal: megatron_ts,"):
+        prior_cost(attention(), "ring", work(8), GPU)
+
+
+def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype) -> list[int]:
+    """Bytes this rank sent in a forward, and in a forward and a backward."""
+    axis = resolve_axis()
+    local = axis.layout(s).local_len
+    q, k, v = (
+        torch.randn(2, n, local, 16, dtype=dtype, requires_grad=True)
+        for n in (heads[0], heads[1], heads[1])
+    )
+    block_id = collectives.register_block("block")
+    info = torch.tensor([s, block_id])
+    masks = (None, None, None, None, -1, 0, -1)
+    out = getattr(torch.ops.paradyse, op)(q, k, v, info, *masks, 0.25, 0.0, 0.0, axis.name)[0]
+    sent = collectives.traffic(block_id).sent_bytes
+    forward = sum(sent.values())
+    out.sum().backward()
+    return [forward, sum(sent.values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("op", "strategy"), [("attention_ring", "megatron_cz"), ("attention_ulysses", "ulysses_z")]
+)
+def test_predicted_bytes_of_the_core_are_those_that_are_counted(
+    pool3: RankPool, op: str, strategy: str, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    block = replace(
+        attention(heads[0] * 16, *heads), num_weight_elements=0, num_split_weight_elements=0
+    )
+    predicted = [
+        prior_cost(block, strategy, Workload(2, 41, dtype, training, 3), GPU).comm_bytes
+        for training in (False, True)
+    ]
+    assert pool3.run(sent_by_operator, op, heads, 41, dtype) == [predicted] * 3

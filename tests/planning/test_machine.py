@@ -1,0 +1,51 @@
+"""The measured machine: equal on all ranks, kept, no trace in the caller's state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import RankPool
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from paradyse.distributed.axis import SINGLE, resolve_axis
+from paradyse.planning import machine
+from paradyse.planning.costs import COLLECTIVES, Machine
+from paradyse.planning.machine import device_capacity, measure_machine
+
+
+def measure_on_rank() -> tuple[Machine, bool, bool]:
+    machine._MACHINES.clear()
+    rng = torch.get_rng_state()
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        m = measure_machine(resolve_axis())
+    kept = measure_machine(resolve_axis()) is m
+    return m, kept, torch.equal(rng, torch.get_rng_state())
+
+
+def test_ranks_hold_equal_numbers_and_measure_once(pool2: RankPool) -> None:
+    (m, kept, rng_untouched), (other, *_) = pool2.run(measure_on_rank)
+    assert m == other
+    assert kept
+    assert rng_untouched
+    assert set(m.links) == set(COLLECTIVES)
+    rates = [m.matmul_flops, m.memory_bandwidth, m.attention_flops, m.op_overhead_s]
+    rates += [x for link in m.links.values() for x in (link.latency_s, link.bandwidth_bytes)]
+    assert all(r is not None and 0 < r < float("inf") for r in rates)
+    assert m.capacity_bytes is not None
+    assert 0 < m.capacity_bytes <= device_capacity(torch.device("cpu"), 2)
+    assert m.source == "measured on 2 ranks, cpu, torch.float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_rank_has_no_links(dtype: torch.dtype) -> None:
+    m = measure_machine(SINGLE, dtype, torch.device("cpu"))
+    assert m.links == {}
+    assert m.matmul_flops > 1e6
+
+
+@pytest.mark.gpu
+def test_rates_of_a_gpu_are_plausible() -> None:
+    m = measure_machine(SINGLE, torch.bfloat16, torch.device("cuda"))
+    assert 1e13 < m.matmul_flops < 1e16
+    assert 1e11 < m.memory_bandwidth < 2e13
+    assert 1e-7 < m.op_overhead_s < 1e-3

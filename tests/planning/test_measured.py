@@ -1,0 +1,462 @@
+"""Cost models from profiles: what they predict, where it comes from, and which are refused."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_planner import MACHINE, SHORT, model, planner
+
+from paradyse.config import parse_options
+from paradyse.planning.costs import BlockCost, canonical_strategy, gradient_sum_s, prior_cost
+from paradyse.planning.curves import ESTIMATOR_NAMES, Curve
+from paradyse.planning.explain import explain_plan
+from paradyse.planning.measured import ESTIMATORS, MARGIN, CostModel, dtype_name, load_cost_model
+from paradyse.planning.planner import Planner
+from paradyse.planning.profile_file import OVER_LIMIT, Measurement, Profile, Setting, append
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
+
+RATES = replace(MACHINE, links={}, capacity_bytes=2**36)
+SETTING = Setting(
+    versions={"paradyse": "0.1.0", "torch": "2.13.0", "triton": "none"},
+    device="a device",
+    num_ranks=4,
+    dtype="bfloat16",
+    sharded=False,
+    inner="inductor",
+    machine=asdict(RATES),
+    memory_limit=2**34,
+)
+LENGTHS = (128, 512, 2048, 8192)
+ATTENTION, MLP = model(1)
+
+
+def measure(
+    block: BlockSpec,
+    strategy: str,
+    seq_len: int,
+    factor: float = 1.0,
+    training: bool = True,
+    batch: int = 1,
+) -> Measurement:
+    """As the prior says, times ``factor``; 40 % of a step with gradients is its forward.
+
+    Bringing gradients together is not in it, as it is not in what is measured of a block.
+    """
+    w = replace(SHORT, seq_len=seq_len, batch=batch, training=training)
+    c = prior_cost(block, strategy, w, RATES)
+    c = replace(c, time_s=c.time_s - gradient_sum_s(block, strategy, w, RATES))
+    return Measurement(
+        structure=block.structure,
+        kind=block.kind,
+        strategy=canonical_strategy(block.kind, strategy),
+        batch=batch,
+        seq_len=seq_len,
+        training=training,
+        forward_s=factor * c.time_s * (0.4 if training else 1),
+        backward_s=factor * c.time_s * 0.6 if training else 0.0,
+        saved_bytes=c.saved_bytes,
+        workspace_bytes=c.workspace_bytes,
+    )
+
+
+def profile_of(
+    factors: dict[str, float],
+    lengths: Iterable[int] = LENGTHS,
+    blocks: Iterable[BlockSpec] = (ATTENTION, MLP),
+    more: Iterable[Measurement] = (),
+    **changes: Any,
+) -> Profile:
+    rows = {
+        (b.structure, canonical_strategy(b.kind, s), n): measure(b, s, n, f, **changes)
+        for b in blocks
+        for s, f in factors.items()
+        for n in lengths
+    }
+    return Profile(SETTING, (*rows.values(), *more), "p.jsonl", 1)
+
+
+def work(seq_len: int, **changes: Any) -> Workload:
+    return replace(SHORT, seq_len=seq_len, **changes)
+
+
+def planner_on(profile: Profile, layers: int = 2, **options: Any) -> Planner:
+    parsed = parse_options(options)
+    return Planner(parsed, model(layers), 4, lambda d: RATES, cost_model=CostModel(profile))
+
+
+def test_predictions_follow_the_measurements_and_name_their_source() -> None:
+    m = CostModel(profile_of({"metp": 0.1, "ulysses_z": 3.0}))
+    for strategy, factor in (("metp", 0.1), ("ulysses_z", 3.0)):
+        for s, source in ((700, "forest"), (5000, "forest"), (32_768, "polynomial")):
+            truth = prior_cost(ATTENTION, strategy, work(s), RATES)
+            cost = m.cost(ATTENTION, strategy, work(s))
+            assert cost.source == source
+            sums_s = gradient_sum_s(ATTENTION, strategy, work(s), RATES)
+            assert cost.time_s - sums_s == pytest.approx(factor * (truth.time_s - sums_s), rel=0.1)
+            assert cost.saved_bytes == pytest.approx(truth.saved_bytes, rel=0.02)
+            assert cost.workspace_bytes == pytest.approx(truth.workspace_bytes, rel=0.02)
+            assert cost.comm_bytes == truth.comm_bytes
+    # Not measured: another strategy, another structure.
+    for block, strategy in (
+        (ATTENTION, "megatron_ts"),
+        (replace(ATTENTION, structure="x"), "metp"),
+    ):
+        assert m.cost(block, strategy, work(700)) == prior_cost(block, strategy, work(700), RATES)
+
+
+def test_the_z_names_of_an_mlp_share_one_curve() -> None:
+    m = CostModel(profile_of({"megatron_cz": 0.5}))
+    costs = {m.cost(MLP, s, work(700)) for s in ("megatron_cz", "ulysses_z", "colossal_z")}
+    assert {c.source for c in costs} == {"forest"}
+    assert len(costs) == 1
+
+
+def test_two_measurements_or_fewer_scale_the_prior() -> None:
+    m = CostModel(profile_of({"metp": 0.25}, lengths=(512, 2048)))
+    cost, prior = (
+        m.cost(ATTENTION, "metp", work(700)),
+        prior_cost(ATTENTION, "metp", work(700), RATES),
+    )
+    sums_s = gradient_sum_s(ATTENTION, "metp", work(700), RATES)
+    assert cost.time_s == pytest.approx(0.25 * (prior.time_s - sums_s) + sums_s)
+    assert (cost.saved_bytes, cost.source) == (prior.saved_bytes, "prior")
+
+
+def test_a_forward_alone_is_taken_from_training_where_only_that_was_measured() -> None:
+    trained = profile_of({"metp": 1.0})
+    step, forward = (
+        CostModel(trained).cost(ATTENTION, "metp", work(2048, training=t)) for t in (True, False)
+    )
+    sums_s = gradient_sum_s(ATTENTION, "metp", work(2048), RATES)
+    assert forward.time_s == pytest.approx(0.4 * (step.time_s - sums_s), rel=0.05)
+    assert forward.saved_bytes == 0
+    both = step.saved_bytes + step.workspace_bytes
+    assert forward.workspace_bytes == pytest.approx(both, rel=0.01)
+    extra = [measure(ATTENTION, "metp", s, 7.0, training=False) for s in LENGTHS]
+    measured = CostModel(profile_of({"metp": 1.0}, more=extra))
+    own = measured.cost(ATTENTION, "metp", work(2048, training=False))
+    prior = prior_cost(ATTENTION, "metp", work(2048, training=False), RATES)
+    assert own.time_s == pytest.approx(7 * prior.time_s, rel=0.05)
+    assert own.workspace_bytes == pytest.approx(prior.workspace_bytes, rel=0.01)
+    only_forward = CostModel(profile_of({"metp": 9.0}, training=False))
+    assert only_forward.cost(ATTENTION, "metp", work(2048)).source == "prior"
+
+
+def over(seq_len: int, batch: int = 1, training: bool = True) -> Measurement:
+    row = measure(ATTENTION, "metp", seq_len, batch=batch, training=training)
+    return replace(row, outcome=OVER_LIMIT, forward_s=0.0, backward_s=0.0)
+
+
+def test_what_did_not_fit_when_measured_needs_more_than_that_limit() -> None:
+    m = CostModel(profile_of({"metp": 0.1}, more=[over(16_384)]))
+    limit = SETTING.memory_limit
+    assert limit is not None
+    for w in (work(16_384), work(20_000), work(16_384, batch=2)):
+        assert m.cost(ATTENTION, "metp", w).workspace_bytes > limit
+    for w in (work(16_383), work(16_384, training=False)):
+        assert m.cost(ATTENTION, "metp", w).workspace_bytes < limit
+    assert m.cost(ATTENTION, "megatron_ts", work(16_384)).workspace_bytes < limit
+    again = CostModel(
+        profile_of({"metp": 0.1}, more=[over(8192), measure(ATTENTION, "metp", 8192)])
+    )
+    assert again.cost(ATTENTION, "metp", work(8192)).workspace_bytes < limit  # the later line holds
+    forward = CostModel(profile_of({"metp": 0.1}, more=[over(16_384, training=False)]))
+    assert forward.cost(ATTENTION, "metp", work(16_384)).workspace_bytes > limit
+    unnamed = replace(m.profile, setting=replace(SETTING, memory_limit=None))
+    need = CostModel(unnamed).cost(ATTENTION, "metp", work(16_384)).workspace_bytes
+    assert need == RATES.capacity_bytes + 1  # measured up to what the device had
+
+
+def test_the_order_of_the_lines_does_not_matter() -> None:
+    profile = profile_of({"metp": 0.1, "ulysses_z": 3.0})
+    rows = [
+        replace(r, forward_s=r.forward_s * (1 + i % 3 / 10))
+        for i, r in enumerate(profile.measurements)
+    ]
+    shuffled = random.Random(0).sample(rows, len(rows))
+    a, b = (CostModel(replace(profile, measurements=tuple(r))) for r in (rows, shuffled))
+    for s in (100, 700, 30_000):
+        for name in ("metp", "ulysses_z"):
+            assert a.cost(ATTENTION, name, work(s)) == b.cost(ATTENTION, name, work(s))
+
+
+def test_every_strategy_names_an_estimator() -> None:
+    assert set(ESTIMATORS) == set(ATTENTION_STRATEGIES)
+    assert set(ESTIMATORS.values()) <= set(ESTIMATOR_NAMES)
+    profile = profile_of({"metp": 1.0, "ulysses_z": 1.0})
+    m = CostModel(profile, {"metp": "forest", "ulysses_z": "polynomial"})
+    assert m.cost(ATTENTION, "metp", work(10**6)).source == "forest"
+    assert m.cost(ATTENTION, "ulysses_z", work(700)).source == "polynomial"
+    for wrong in ({"metp": "spline"}, {"ring": "forest"}):
+        with pytest.raises(
+            ValueError, match="legal are hybrid, forest, polynomial for megatron_ts,"
+        ):
+            CostModel(profile, wrong)
+
+
+def test_a_machine_that_is_none_is_refused() -> None:
+    profile = replace(
+        profile_of({"metp": 1.0}), setting=replace(SETTING, machine={"links": {"x": 3}})
+    )
+    with pytest.raises(ValueError, match="p.jsonl:1: the fields of the machine .* measure again"):
+        CostModel(profile)
+
+
+def test_the_plan_follows_the_profile_and_not_the_prior() -> None:
+    w = work(8192)
+    by_prior = planner().plan(w).strategies[0]
+    fastest = "metp"
+    assert by_prior != fastest
+    factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0) | {fastest: 1e-3}
+    p = planner_on(profile_of(factors))
+    assert p.plan(w) == Plan((fastest,) * 4)
+    report = explain_plan(p, w)
+    assert {r.source for b in report.blocks for r in b.rows} == {"forest"}
+    assert report.notes == ("costs from the profile p.jsonl",)
+    text = str(report)
+    assert "sent      source  why" in text
+    assert "costs from the profile p.jsonl" in text
+    assert (report.time_s, report.peak_bytes) == p.predict(report.plan, w)
+
+
+def test_explain_tells_what_was_not_measured() -> None:
+    profile = profile_of({"metp": 1.0, "megatron_ts": 1.0}, blocks=[ATTENTION])
+    report = explain_plan(planner_on(profile), SHORT)
+    sources = {r.strategy: r.source for r in report.blocks[0].rows}
+    assert sources["metp"] == sources["megatron_ts"] == "forest"
+    assert sources["ulysses_z"] == "prior"
+    assert {r.source for r in report.blocks[1].rows} == {"prior"}
+    static = {r.strategy: r.source for r in report.static_plans}
+    assert (static["metp"], static["ulysses_z"]) == ("forest, prior", "prior")
+    note = "not in the profile, so predicted by the analytic prior: layers.0.mlp and 1 like it"
+    assert note in report.notes
+    assert note in str(report)
+
+
+def test_explain_names_what_a_strategy_needs_that_does_not_fit() -> None:
+    factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0) | {"metp": 1e-3}
+    profile = profile_of(factors, more=[over(128)])
+    p = planner_on(profile, memory_limit="8GiB")
+    plan = p.plan(SHORT)
+    assert "metp" not in plan.strategies[::2]
+    why = {r.strategy: r.why for r in explain_plan(p, SHORT).blocks[0].rows}
+    assert re.fullmatch(
+        r"0\.\d\dx the time, but does not fit: needs 16\.\d GiB of 8\.0 GiB", why["metp"]
+    )
+
+
+def rest(s: int) -> Measurement:
+    return Measurement("", "rest", "", 1, s, True, "measured", 1.0, 1.0, 10**6 * s, 10**5 * s)
+
+
+def test_what_is_not_in_a_block_counts_for_memory_and_time() -> None:
+    factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0)
+    without = planner_on(profile_of(factors))
+    p = planner_on(profile_of(factors, more=[rest(s) for s in LENGTHS]))
+    plan = without.plan(work(8192))
+    (time_s, peak), (blocks_s, blocks_peak) = (x.predict(plan, work(8192)) for x in (p, without))
+    assert time_s == pytest.approx(blocks_s + 2.0, rel=1e-3)
+    saved = sum(c[s].saved_bytes for c, s in zip(p.costs(work(8192)), plan.strategies))
+    blocks_held, held = blocks_peak / (1 + MARGIN), peak / (1 + MARGIN)
+    more = 10**6 * 8192 + max(0, saved + 10**5 * 8192 - blocks_held)  # at the loss
+    assert held == pytest.approx(blocks_held + more, rel=1e-3)
+    tight = planner_on(
+        profile_of(factors, more=[rest(s) for s in LENGTHS]), memory_limit=blocks_peak, smoothing=0
+    )
+    with pytest.raises(ValueError, match="no plan fits"):
+        tight.plan(work(8192))
+    assert without.rest(SHORT) == ()
+
+
+def test_a_step_needs_its_floor_whatever_the_plan() -> None:
+    """The sums of gradients at the end of backward, when little is saved any more."""
+    factors, floor = dict.fromkeys(ATTENTION_STRATEGIES, 1.0), 10**12
+    row = replace(rest(512), saved_bytes=0, workspace_bytes=0, floor_bytes=floor)
+    p = planner_on(profile_of(factors, more=[row]))
+    plan = p.plan(work(512))
+    assert p.predict(plan, work(512))[1] == p.least_bytes(work(512)) >= floor
+    assert p.least_bytes(replace(work(512), training=False)) < floor
+    tight = planner_on(profile_of(factors, more=[row]), memory_limit=floor - 1)
+    with pytest.raises(ValueError, match="the longest sequences that would fit have 0 tokens"):
+        tight.plan(work(512))
+
+
+def test_gradients_of_whole_weights_are_counted_with_the_strategy_that_sums_them() -> None:
+    """They come at the end of the model's backward: measured with the rest, caused by a block."""
+    profile = profile_of({"megatron_ts": 1.0, "megatron_cz": 1.0})
+    sharded = replace(profile, setting=replace(SETTING, sharded=True))
+    for strategy, messages in (("megatron_ts", 1), ("megatron_cz", 2)):
+        whole, split = (
+            CostModel(x).cost(MLP, strategy, work(2048)).time_s for x in (profile, sharded)
+        )
+        sent = messages * MLP.num_weight_elements * 2 * 3 / 4
+        link_s = sent / RATES.bandwidth_bytes + RATES.latency_s
+        copies_s = 4 * MLP.num_weight_elements * 2 / RATES.memory_bandwidth
+        assert whole - split == pytest.approx(link_s + copies_s, rel=0.2)
+    row = Measurement("", "rest", "", 1, 0, True, "measured", 1.0, 1.0)
+    m = CostModel(profile_of({}, more=[replace(row, seq_len=s) for s in LENGTHS]))
+    alone, beside = m.rest(work(512)), m.rest(work(512), [MLP, MLP])
+    assert alone is not None and beside is not None
+    sums_s = gradient_sum_s(MLP, "megatron_cz", work(512), RATES)
+    assert alone.time_s - beside.time_s == pytest.approx(2 * sums_s)
+
+
+def test_the_rest_of_a_step_is_linear_in_the_tokens() -> None:
+    """Little of it shows among the overhead, and a cubic through noise would be far off beyond."""
+    times = dict(zip((128, 256, 512, 1024, 2048), (9.02, 9.53, 9.88, 11.97, 15.8)))  # measured, ms
+    row = Measurement("", "rest", "", 1, 0, True)
+    rows = [replace(row, seq_len=s, forward_s=t / 1e3) for s, t in times.items()]
+    cost = CostModel(profile_of({}, more=rows)).rest(work(8192))
+    assert cost is not None
+    assert 32e-3 < cost.time_s < 40e-3
+
+
+def test_the_prior_steadies_memory_and_time_beyond_the_range() -> None:
+    off: dict[str, list[tuple[float, float, float]]] = {"hybrid": [], "polynomial": []}
+    truth = prior_cost(ATTENTION, "ulysses_z", work(16_384), RATES)
+    for seed in range(10):
+        rng = random.Random(seed)
+        exact = [measure(ATTENTION, "ulysses_z", s) for s in (256, 512, 1024, 2048, 4096)]
+        rows = [
+            replace(
+                m,
+                forward_s=m.forward_s * rng.uniform(0.9, 1.1),
+                saved_bytes=int(m.saved_bytes * rng.uniform(0.9, 1.1)),
+                workspace_bytes=int(m.workspace_bytes * rng.uniform(0.9, 1.1)),
+            )
+            for m in exact
+        ]
+        for name, errors in off.items():
+            m = CostModel(profile_of({}, more=rows), {"ulysses_z": name})
+            cost = m.cost(ATTENTION, "ulysses_z", work(16_384))
+            errors.append(
+                (
+                    abs(cost.time_s / truth.time_s - 1),
+                    abs(cost.saved_bytes / truth.saved_bytes - 1),
+                    abs(cost.workspace_bytes / truth.workspace_bytes - 1),
+                )
+            )
+    for hybrid, polynomial in zip(zip(*off["hybrid"]), zip(*off["polynomial"])):
+        assert sum(hybrid) < 0.5 * sum(polynomial)
+
+
+def test_blocks_of_equal_shape_but_another_structure_are_costed_apart() -> None:
+    other = replace(ATTENTION, structure="other", name="layers.1.attention", layer=1)
+    factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0) | {"metp": 1e-3}
+    more = [
+        measure(other, s, n, 1e-3 if s == "colossal_z" else 1.0) for s in factors for n in LENGTHS
+    ]
+    m = CostModel(profile_of(factors, more=more))
+    p = Planner(parse_options({}), [ATTENTION, other], 4, lambda d: RATES, cost_model=m)
+    assert p.plan(SHORT).strategies == ("metp", "colossal_z")
+
+
+def test_curves_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = {s: 1 + i / 10 for i, s in enumerate(ATTENTION_STRATEGIES)}
+    profile = profile_of(factors)
+    rows = tuple(
+        replace(
+            m,
+            forward_s=m.forward_s * (1 + i * 7 % 5 / 50),
+            saved_bytes=m.saved_bytes + i % 7 * 10**5,
+        )
+        for i, m in enumerate(profile.measurements)
+    )
+    fitted = []
+
+    def fit(*args: Any) -> Curve:
+        fitted.append(args)
+        return Curve(*args)
+
+    monkeypatch.setattr("paradyse.planning.measured.Curve", fit)
+    p = planner_on(replace(profile, measurements=rows), layers=24)
+    p.plan(work(100))
+    first = len(fitted)
+    assert first
+    for seq_len in (300, 700, 1100, 3000, 20_000):
+        p.plan(work(seq_len))
+    assert len(fitted) == first
+
+
+PRESENT = replace(SETTING, machine={})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "profile.jsonl"
+    append(path, SETTING, profile_of({"metp": 1.0}).measurements)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"num_ranks": 8},
+            "measured with 4 ranks, this runs with 8 ranks; measure on 8 ranks: paradyse profile "
+            "--ranks 8, or leave option 'cost_model' out",
+        ),
+        ({"dtype": "float32"}, "measured with bfloat16, this runs with float32; measure in this"),
+        (
+            {"sharded": True},
+            "measured with whole weights on every rank, this runs with sharded weights; measure",
+        ),
+    ],
+)
+def test_a_profile_of_another_run_is_refused(file: str, changes: Any, text: str) -> None:
+    load_cost_model(file, model(), PRESENT)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        load_cost_model(file, model(), replace(PRESENT, **changes))
+
+
+def test_a_profile_of_another_model_is_refused(file: str) -> None:
+    others = [replace(b, structure="zz") for b in model()]
+    text = (
+        "a profile of another model: its blocks have the structures a, m, this model's zz; measure"
+    )
+    with pytest.raises(ValueError, match=text):
+        load_cost_model(file, others, PRESENT)
+    some = load_cost_model(file, [*others, ATTENTION], PRESENT)
+    assert "not in the profile" in some.notes_on([*others, ATTENTION])[1]
+
+
+def test_another_device_or_version_is_noted_and_logged_once(
+    file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = replace(
+        PRESENT, device="another", inner="eager", versions={**SETTING.versions, "torch": "2.14.0"}
+    )
+    with caplog.at_level(logging.WARNING):
+        first = load_cost_model(file, model(), here)
+        assert load_cost_model(file, model(), here) is first
+    notes = (
+        "measured on device a device, running on another",
+        "measured on inner inductor, running on eager",
+        "measured on torch 2.13.0, running on 2.14.0",
+    )
+    assert first.notes == notes
+    assert [r.getMessage() for r in caplog.records] == [f"profile {file}: {n}" for n in notes]
+    assert notes[0] in first.notes_on(model())
+    assert load_cost_model(file, model(), PRESENT).notes == ()
+
+
+def test_a_profile_that_grew_is_read_anew(file: str) -> None:
+    before = load_cost_model(file, model(), PRESENT).cost(ATTENTION, "ulysses_z", work(700))
+    more = profile_of({"ulysses_z": 5.0}).measurements
+    append(file, SETTING, more)
+    after = load_cost_model(file, model(), PRESENT).cost(ATTENTION, "ulysses_z", work(700))
+    assert (before.source, after.source) == ("prior", "forest")
+
+
+def test_costs_of_the_prior_say_so() -> None:
+    assert BlockCost(1.0, 1, 1, 1).source == "prior"
+    assert {c.source for c in planner().costs(SHORT)[0].values()} == {"prior"}
+    assert dtype_name(torch.bfloat16) == SETTING.dtype

@@ -1,0 +1,167 @@
+"""Profiles as files: what is written is read, what a kill left is dropped, all else is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paradyse.planning.profile_file import (
+    OVER_LIMIT,
+    SCHEMA,
+    Measurement,
+    Setting,
+    append,
+    present_versions,
+    read_profile,
+)
+
+SETTING = Setting(
+    versions={"paradyse": "0.1.0", "torch": "2.13.0"},
+    device="cpu, two cores",
+    num_ranks=2,
+    dtype="float32",
+    sharded=False,
+    inner="eager",
+    machine={"matmul_flops": 1e11, "links": {"all_gather": {"latency_s": 1e-4}}},
+    memory_limit=2**34,
+)
+ROW = Measurement("a", "attention", "metp", 2, 128, True, forward_s=0.5, backward_s=1.0)
+LONG = replace(ROW, seq_len=4096, outcome=OVER_LIMIT, forward_s=0.0, backward_s=0.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "profile.jsonl"
+
+
+def test_what_is_appended_is_read(file: Path) -> None:
+    full = replace(ROW, sent_bytes={"all_gather": 7}, messages={"all_gather": 1})
+    append(file, SETTING)
+    assert read_profile(file).measurements == ()
+    append(file, SETTING, [full])
+    append(file, SETTING, [LONG, ROW])
+    profile = read_profile(file)
+    assert profile.setting == SETTING
+    assert profile.measurements == (full, LONG, ROW)
+    assert profile.path == str(file)
+    assert len(file.read_text().splitlines()) == 4
+    before = profile.checksum
+    append(file, SETTING, [ROW])
+    assert read_profile(file).checksum != before
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_line_cut_by_a_kill_is_dropped_and_the_file_gone_on_with(
+    file: Path, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    append(file, SETTING, [ROW])
+    whole = file.read_bytes()
+    file.write_bytes(whole + json.dumps(asdict(LONG)).encode()[:cut])
+    with caplog.at_level(logging.WARNING):
+        assert read_profile(file).measurements == (ROW,)
+    assert f"{file}: the last line was cut off" in caplog.text
+    append(file, SETTING, [LONG])
+    assert read_profile(file).measurements == (ROW, LONG)
+    assert file.read_bytes().startswith(whole)
+
+
+def test_a_setting_cut_by_a_kill_is_written_anew(file: Path) -> None:
+    file.write_text('{"versions": {')
+    with pytest.raises(ValueError, match="an empty file, not a profile; measure again"):
+        read_profile(file)
+    append(file, SETTING, [ROW])
+    assert read_profile(file).setting == SETTING
+
+
+def test_a_last_line_that_only_lacks_its_end_is_kept(file: Path) -> None:
+    append(file, SETTING, [ROW])
+    file.write_bytes(file.read_bytes().rstrip())
+    assert read_profile(file).measurements == (ROW,)
+    append(file, SETTING, [LONG])
+    assert read_profile(file).measurements == (ROW, LONG)
+
+
+def test_measurements_of_two_settings_do_not_mix(file: Path) -> None:
+    append(file, SETTING, [ROW])
+    other_rates = replace(SETTING, machine={"matmul_flops": 2e11}, memory_limit=None)
+    append(file, other_rates, [ROW])  # a machine measured twice is the same machine
+    text = "measured with num_ranks 2, this would add measurements with 4; give another file"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        append(file, replace(SETTING, num_ranks=4), [ROW])
+    assert len(read_profile(file).measurements) == 2
+
+
+def test_a_missing_file_names_the_way_out(file: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"cannot read the profile '.*profile.jsonl': No such file"
+    ):
+        read_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("first", "text"),
+    [
+        (
+            asdict(SETTING) | {"schema": SCHEMA + 1},
+            "schema 2; this version reads schema 1: measure",
+        ),
+        ({"matmul_flops": 1.0}, "no schema: this is not a profile; this version reads schema 1"),
+        (asdict(SETTING) | {"num_ranks": "2"}, "num_ranks is '2', not int"),
+        (asdict(SETTING) | {"sharded": 1}, "sharded is 1, not bool"),
+        ([1], "not an object of named fields"),
+    ],
+)
+def test_a_first_line_that_is_no_setting_is_refused(file: Path, first: Any, text: str) -> None:
+    file.write_text(json.dumps(first) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{file}:1: {text}")):
+        read_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"kind": "head"}, "kind is 'head', not one of attention, mlp, rest"),
+        ({"outcome": "crashed"}, "outcome is 'crashed', not one of measured, over the memory"),
+        ({"batch": 0}, "batch 0, length 128: both at least 1"),
+        ({"forward_s": 0.0}, "forward_s is 0.0, not a time"),
+        ({"forward_s": float("nan")}, "forward_s is nan"),
+        ({"saved_bytes": -1}, "saved_bytes is -1"),
+        ({"saved_bytes": 1.5}, "saved_bytes is 1.5, not int"),
+        ({"training": 1}, "training is 1, not bool"),
+        ({"batch": True}, "batch is True, not int"),
+        ({"speed": 3}, "unknown field 'speed'"),
+    ],
+)
+def test_a_line_that_is_no_measurement_is_named(file: Path, row: Any, text: str) -> None:
+    append(file, SETTING, [ROW])
+    with file.open("a") as f:
+        f.write(json.dumps(asdict(ROW) | row) + "\n" + json.dumps(asdict(ROW)) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{file}:3: {text}")) as e:
+        read_profile(file)
+    assert str(e.value).endswith("remove the line, or measure again with `paradyse profile`")
+
+
+def test_a_broken_line_before_the_last_is_named(file: Path) -> None:
+    append(file, SETTING, [ROW])
+    with file.open("a") as f:
+        f.write('{"structure": "a"}\n{"struct\n' + json.dumps(asdict(ROW)) + "\n")
+    with pytest.raises(ValueError, match=r"profile.jsonl:3: no field 'kind'; no field 'strategy'"):
+        read_profile(file)
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:2], *lines[3:]]) + "\n")
+    with pytest.raises(ValueError, match=r"profile.jsonl:3: not JSON"):
+        read_profile(file)
+
+
+def test_versions_of_this_process_are_those_a_setting_names() -> None:
+    import torch
+
+    found = present_versions()
+    assert set(found) == {"paradyse", "python", "torch", "triton"}
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]

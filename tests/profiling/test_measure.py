@@ -1,0 +1,365 @@
+"""A profile is whole, says what is sent and held, survives a kill, stops at the limit, and leaves
+the model as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankFailure, RankPool
+from tiny import Tiny, tokens
+
+from paradyse import profile
+from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, Measurement, Profile, read_profile
+from paradyse.profiling import measure as profiler
+from paradyse.profiling.marks import (
+    DONE,
+    END,
+    ENTER,
+    EXIT,
+    FETCH,
+    FETCHED,
+    FREED,
+    GRAD,
+    LOSS,
+    START,
+    TAKEN,
+    HostMemory,
+    Level,
+    Watch,
+    memory_of,
+    times_of,
+)
+from paradyse.profiling.steps import Steps
+from paradyse.types import ATTENTION_STRATEGIES
+
+EAGER = {"inner": "eager"}
+LENGTHS = (24, 40)
+ATTENTION = set(ATTENTION_STRATEGIES)
+MLP = {"megatron_ts", "megatron_cz", "metp"}
+
+
+def key(m: Measurement) -> tuple[str, str, int]:
+    return m.kind, m.strategy, m.seq_len
+
+
+def tiny_batch(batch: int, seq_len: int) -> dict[str, Any]:
+    ids = tokens(batch, seq_len)
+    return {"ids": ids, "labels": ids}
+
+
+def make_tiny() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def saved_by_hooks(call: Any, batch: dict[str, Any], weights: set[int]) -> int:
+    """Bytes of distinct storages that autograd holds, weights not counted."""
+    held: dict[int, int] = {}
+    kept = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        kept.append(x)  # so that no address is used twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = call(**batch)
+    num_bytes = sum(held.values())
+    loss.backward()
+    return num_bytes
+
+
+def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str, Any]:
+    """A profile, and what can be held against it, by steps of the same model unwatched."""
+    import paradyse
+    from paradyse.backend import captures_of
+    from paradyse.runtime.frame import Frame
+
+    model = make_tiny().eval()
+    if sharded:
+        paradyse.shard(model)
+    before = torch.get_rng_state()
+    found = profile(model, path, lengths, repeats=1, options=EAGER, make_batch=tiny_batch)
+    clean = {
+        "gradients": all(p.grad is None for p in model.parameters()),
+        "mode": not model.training,
+        "random state": torch.equal(before, torch.get_rng_state()),
+        "frames": all(
+            g.program.make_frame is Frame for c in captures_of(model) for g in c.graphs.values()
+        ),
+    }
+    current = ["megatron_ts"]
+    options = {**EAGER, "plan": lambda workload: current[0]}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    batch = tiny_batch(1, LENGTHS[-1])
+    short = Tiny(layers=1)
+    fewer = torch.compile(short, backend="paradyse", options=options)
+    both = (*model.parameters(), *short.parameters())
+    weights = set() if sharded else {p.untyped_storage().data_ptr() for p in both}
+    sent, saved = {}, {}
+    for current[0] in MLP:
+        for _ in range(2):
+            compiled(**batch).backward()
+        difference = Counter(paradyse.stats(compiled).bytes_per_block)
+        difference.subtract(_step_and_count(compiled, batch))
+        sent[current[0]] = {name: -n for name, n in difference.items()}
+        if not sharded and current[0] != "metp":  # it runs its groups for their outputs alone
+            fewer(**batch).backward()  # hooks would be traced
+            saved[current[0]] = saved_by_hooks(compiled, batch, weights)
+            saved[current[0]] -= saved_by_hooks(fewer, batch, weights)
+    return {"profile": found, "clean": clean, "sent": sent, "saved": saved}
+
+
+def _step_and_count(compiled: Any, batch: dict[str, Any]) -> dict[str, int]:
+    import paradyse
+
+    compiled(**batch).backward()
+    return paradyse.stats(compiled).bytes_per_block
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.jsonl"
+    lengths = LENGTHS[-1:] if sharded else LENGTHS
+    results = pool2.run(measure_all, str(path), lengths, sharded, timeout_s=240)
+    found: Profile = results[0]["profile"]
+    assert all(r["profile"] == found for r in results) and read_profile(path) == found
+    expected = {("attention", s, n) for s in ATTENTION for n in lengths}
+    expected |= {("mlp", s, n) for s in MLP for n in lengths}
+    expected |= {("rest", "", n) for n in lengths}
+    rows = {key(m): m for m in found.measurements}
+    assert rows.keys() == expected and len(rows) == len(found.measurements)
+    assert found.setting.sharded is sharded and found.setting.num_ranks == 2
+    for m in rows.values():
+        assert m.outcome == MEASURED and m.forward_s > 0 and m.backward_s > 0
+        assert m.saved_bytes > 0 and m.sent_bytes and m.messages.keys() == m.sent_bytes.keys()
+    for r in results:
+        assert all(r["clean"].values()), r["clean"]
+
+    # Ranks may send differently: the profile has the most of any.
+    for strategy in MLP:
+        per_rank = [r["sent"][strategy] for r in results]
+        for kind in ("attention", "mlp"):
+            names = [n for n in per_rank[0] if n.endswith(kind)]
+            assert len(names) == 2
+            told = rows[kind, strategy, LENGTHS[-1]].sent_bytes
+            assert sum(told.values()) == max(sum(r[n] for n in names) for r in per_rank) / 2
+
+    # One layer more is an attention and an MLP block more.
+    for strategy in results[0]["saved"]:
+        layer = sum(rows[k, strategy, LENGTHS[-1]].saved_bytes for k in ("attention", "mlp"))
+        want = max(r["saved"][strategy] for r in results)
+        assert layer == pytest.approx(want, rel=0.02), strategy
+
+
+def measure_until_killed(path: str) -> None:
+    def progress(p: profiler.Progress) -> None:
+        if p.done == len(ATTENTION_STRATEGIES) + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    given = {"options": EAGER, "make_batch": tiny_batch, "progress": progress}
+    profile(make_tiny(), path, (9, 24), repeats=1, **given)
+
+
+def count_steps(path: str) -> tuple[Profile, set[tuple[int, str]]]:
+    """Goes on with a file; the lengths and strategies that were measured."""
+    measured = set()
+    times = Steps.times
+
+    def counted(self: Steps, seq_len: int, plan: str) -> Any:
+        measured.add((seq_len, plan))
+        return times(self, seq_len, plan)
+
+    Steps.times = counted  # type: ignore[method-assign]
+    try:
+        given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch}
+        return profile(make_tiny(), path, (9, 24), repeats=1, **given), measured
+    finally:
+        Steps.times = times  # type: ignore[method-assign]
+
+
+def test_a_killed_profile_is_gone_on_with(pool2: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "profile.jsonl"
+    with pytest.raises(RankFailure, match="rank 0 of 2 died"):
+        pool2.run(measure_until_killed, str(path), timeout_s=120)
+    first = path.read_bytes()
+    kept = [key(m) for m in read_profile(path).measurements]
+    assert len(kept) == len(ATTENTION) + len(MLP) + 1
+    assert {seq_len for *_, seq_len in kept} == {9}
+    with path.open("ab") as file:
+        file.write(first.splitlines()[-1][:40])  # as if it had been killed while it wrote
+    ((found, measured), _) = pool2.run(count_steps, str(path), timeout_s=120)
+    assert path.read_bytes().startswith(first)
+    assert measured == {(24, s) for s in ATTENTION_STRATEGIES}
+    keys = [key(m) for m in found.measurements]
+    assert len(keys) == len(set(keys)) == 2 * len(kept)
+    ((again, measured), _) = pool2.run(count_steps, str(path), timeout_s=120)
+    assert not measured and again == found
+
+
+def measure_to_a_limit(folder: str) -> list[Profile]:
+    """Over the limit at the first length; by prediction at the second; for want of memory."""
+    model = make_tiny()
+    static = 2 * sum(p.nbytes for p in model.parameters())
+
+    def measured(name: str, limit: int | None) -> Profile:
+        given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch, "repeats": 1}
+        given |= {"strategies": ["megatron_cz"], "memory_limit": limit}
+        return profile(model, f"{folder}/{name}", (16, 4096, 8192), **given)
+
+    out = [measured("first", static + 1), measured("predicted", static + (2 << 20))]
+    memory = Steps.memory
+
+    def out_of_memory(self: Steps, seq_len: int, plan: str) -> Any:
+        found = memory(self, seq_len, plan)
+        if torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("as if")
+        return found
+
+    Steps.memory = out_of_memory  # type: ignore[method-assign]
+    try:
+        return [*out, measured("none left", None)]
+    finally:
+        Steps.memory = memory  # type: ignore[method-assign]
+
+
+def test_the_memory_limit_is_recorded(pool2: RankPool, tmp_path: Path) -> None:
+    results = pool2.run(measure_to_a_limit, str(tmp_path), timeout_s=200)
+    assert results[0] == results[1]
+    first, predicted, none_left = results[0]
+    over = {(k, "megatron_cz", 16, OVER_LIMIT) for k in ("attention", "mlp")}
+    assert {(*key(m), m.outcome) for m in first.measurements} == over
+    assert {(*key(m), m.outcome) for m in none_left.measurements} == over
+    assert {(*key(m), m.outcome) for m in predicted.measurements} == {
+        *((k, "megatron_cz", 16, MEASURED) for k in ("attention", "mlp")),
+        ("rest", "", 16, MEASURED),
+        *((k, "megatron_cz", 4096, OVER_LIMIT) for k in ("attention", "mlp")),
+    }
+
+
+def measure_alone(path: str) -> Profile:
+    """One rank, forward alone, a model that is no HuggingFace model and compiled already."""
+    model = torch.compile(make_tiny(), backend="paradyse", options=EAGER)
+    return profile(
+        model, path, (9,), 2, training=False, repeats=1, options=EAGER, make_batch=tiny_batch
+    )
+
+
+def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
+    (found,) = pool1.run(measure_alone, str(tmp_path / "p"), timeout_s=100)
+    assert {key(m) for m in found.measurements} == {
+        ("attention", "replicated", 9),
+        ("mlp", "replicated", 9),
+        ("rest", "", 9),
+    }
+    for m in found.measurements:
+        assert m.batch == 2 and not m.training and m.backward_s == 0 and not m.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"lengths": []}, "give at least one"),
+        ({"lengths": [0]}, "at least 1 token"),
+        ({"repeats": 0}, "repeats 0"),
+        ({"batch": 0}, "batch 0"),
+        ({"strategies": []}, "list is empty"),
+        ({"strategies": ["ulysses"]}, "did you mean 'ulysses_z'?"),
+        ({"options": {"plan": "metp"}}, "leave them out"),
+        ({"memory_limit": "much"}, "cannot read 'much'"),
+        ({"make_batch": None}, "Tiny does not tell its vocabulary"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], part: str, tmp_path: Path) -> None:
+    given = {"lengths": [9], "options": EAGER, "make_batch": tiny_batch, **arguments}
+    with pytest.raises(ValueError, match=part.replace("?", r"\?")):
+        profile(Tiny(), tmp_path / "p", **given)
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "part"),
+    [
+        ({"options": {"inner": "aot_eager"}}, "inner 'eager'.*'aot_eager'"),
+        ({"memory_limit": 2**30}, "memory_limit None"),
+    ],
+)
+def test_a_file_of_another_setting_is_refused(
+    other: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "p"
+    given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch, "training": False}
+    profile(Tiny(), path, [9], repeats=1, **given)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"{part}.*another file"):
+        profile(Tiny(), path, [9], **{**given, **other})
+    assert path.read_bytes() == before
+
+
+class Script:
+    """Marks of two blocks, a reading at each."""
+
+    MARKS = (
+        (START, -1),
+        (FETCH, -1),
+        (FETCHED, -1),
+        (ENTER, 1),
+        (TAKEN, -1),
+        (EXIT, 1),
+        (FREED, 1),
+        (ENTER, 2),
+        (EXIT, 2),
+        (FREED, 2),
+        (LOSS, -1),
+        (GRAD, 2),
+        (DONE, 2),
+        (GRAD, 1),
+        (DONE, 1),
+        (END, -1),
+    )
+
+    def note(self) -> None:
+        """Read from a table."""
+
+    def watch(self) -> Watch:
+        return Watch(self, list(self.MARKS))
+
+
+def test_times_add_up() -> None:
+    seconds = [0, 1, 1, 2, 2.5, 4, 5, 5, 8, 9, 12, 14, 19, 20, 26, 30]
+    times = times_of(Script().watch(), seconds)
+    assert times.forward_s == {1: 2, 2: 3, -1: 12 - 5}
+    assert times.backward_s == {2: 5, 1: 6, -1: 18 - 11}
+
+
+def test_memory_adds_up() -> None:
+    #        start       fetched enter 1     exit freed e2  exit freed loss
+    held = [0, 10, 40, 40, 40, 60, 25, 25, 60, 55, 65] + [55, 25, 25, 12, 12]
+    peak = [0, 12, 45, 40, 80, 70, 61, 25, 90, 60, 70] + [99, 85, 25, 44, 50]
+    memory = memory_of(Script().watch(), [Level(h, p) for h, p in zip(held, peak, strict=True)])
+    # 30 bytes came ahead for block 1 and are its own to hold: it began with 10, not with 40.
+    assert memory.saved_bytes == {1: 25 - 10, 2: 55 - 25, -1: 55 - 15 - 30}
+    assert memory.workspace_bytes == {1: 80 - 25, 2: 90 - 55, -1: 99 - 55}
+    assert memory.peak_bytes == 99 and memory.floor_bytes == 50
+
+
+def test_host_memory_is_exact() -> None:
+    with HostMemory() as probe:
+        probe.note()
+        x = torch.empty(1000, dtype=torch.uint8)
+        y = torch.empty(500, dtype=torch.uint8)
+        del y
+        probe.note()
+        z = torch.empty(300, dtype=torch.uint8)
+        del x, z
+        probe.note()
+    assert probe.read() == [Level(0, 0), Level(1000, 1500), Level(0, 1300)]

@@ -1,0 +1,293 @@
+"""The attention operators over ranks equal the one-rank operator: outputs, gradients, dropout,
+bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from torch import Tensor
+
+import paradyse.strategies.attention.operators  # noqa: F401  registers the operators
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import SINGLE, Axis, local_positions, resolve_axis
+from paradyse.strategies.attention.ulysses import head_slots
+
+OPERATORS = ("ring", "ulysses", "colossal")
+# The project's bounds (relative norm of outputs and of each gradient).
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: sizes, and the mask by name. Equal on all ranks."""
+
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    seq_len: int = 37
+    width: int = 4
+    value_width: int = 4
+    left: int = -1
+    right: int = 0
+    chunk: int = -1
+    padding: str = ""
+    documents: str = ""
+    bias: str = ""
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    dtype: torch.dtype = torch.float64
+
+    def mask(self) -> tuple[Any, ...]:
+        """key_padding, document_ids, bias, seed, left, right, chunk, scale, softcap, dropout_p."""
+        b, s, at = self.batch, self.seq_len, torch.arange(self.seq_len)
+        padding = {
+            "": None,
+            "left": at >= torch.randint(0, s, (b, 1)),
+            "right": at <= torch.randint(0, s, (b, 1)),
+            "holes": torch.rand(b, s) > 0.3,
+            "all": torch.zeros(b, s, dtype=torch.bool),
+        }[self.padding]
+        documents = {
+            "": None,
+            "packed": (torch.rand(b, s) < 0.1).cumsum(1),
+            "mixed": torch.randint(0, 3, (b, s)),
+        }[self.documents]
+        bias = None
+        if self.bias == "bool":
+            bias = torch.rand(1, 1, s, s) > 0.3
+        elif self.bias:
+            shape = {
+                "dense": (b, 1, s, s),
+                "heads": (1, self.heads, s, s),
+                "keys": (1, self.heads, 1, s),
+            }
+            bias = torch.randn(shape[self.bias], dtype=self.dtype, requires_grad=True)
+        seed = torch.tensor(7) if self.dropout_p else None
+        scale = self.width**-0.5
+        numbers = (self.left, self.right, self.chunk, scale, self.softcap, self.dropout_p)
+        return (padding, documents, bias, seed, *numbers)
+
+
+def sizes() -> Iterator[Case]:
+    """Lengths shorter than p or that nothing divides; KV heads fewer and more than p, or not a
+    multiple.
+    """
+    for s, (h, h_kv) in itertools.product(
+        (1, 2, 3, 5, 16, 37), ((1, 1), (3, 1), (4, 2), (6, 3), (5, 5))
+    ):
+        yield Case(batch=1 + 2 * (s % 2), heads=h, kv_heads=h_kv, seq_len=s)
+    yield Case(heads=8, kv_heads=1, width=6, value_width=3, seq_len=130)
+    yield Case(batch=3, heads=7, kv_heads=7, width=3, value_width=5, seq_len=64, right=-1)
+
+
+def masks() -> Iterator[Case]:
+    """Every kind of mask and what they combine to."""
+    positions: tuple[dict[str, int], ...] = (
+        {},
+        {"right": -1},
+        {"left": 5},
+        {"left": 4, "right": 3},
+        {"chunk": 8},
+        {"left": 20, "chunk": 16},
+    )
+    for at in positions:
+        for padding, documents in (("", ""), ("left", ""), ("right", "packed"), ("holes", "mixed")):
+            yield Case(batch=3, heads=4, kv_heads=2, padding=padding, documents=documents, **at)
+        yield Case(batch=3, heads=4, kv_heads=2, bias="dense", **at)
+    yield Case(padding="all")
+    for h, h_kv in ((4, 2), (5, 5)):
+        yield Case(batch=3, heads=h, kv_heads=h_kv, left=9, padding="holes", softcap=2.0)
+    yield Case(heads=4, kv_heads=2, bias="heads", softcap=2.0, dropout_p=0.3)
+    for bias, p in itertools.product(("bool", "dense", "heads", "keys"), (0.0, 0.3)):
+        yield Case(
+            batch=3, heads=4, kv_heads=2, seq_len=29, padding="holes", bias=bias, dropout_p=p
+        )
+
+
+def others() -> Iterator[Case]:
+    """Dropout, and float32."""
+    for h, h_kv in ((2, 1), (6, 3), (4, 4)):
+        yield Case(batch=3, heads=h, kv_heads=h_kv, dropout_p=0.4)
+        yield Case(heads=h, kv_heads=h_kv, dropout_p=0.1, documents="packed", left=9)
+    for at in ({}, {"right": -1}, {"left": 30}):
+        yield Case(
+            batch=3,
+            heads=6,
+            kv_heads=2,
+            seq_len=133,
+            width=16,
+            value_width=16,
+            dtype=torch.float32,
+            **at,
+        )
+
+
+def local(x: Tensor, axis: Axis, seq_len: int) -> Tensor:
+    """This rank's tokens of [B, H, S, D]; padding tokens hold NaN."""
+    layout = axis.layout(seq_len)
+    at = local_positions(layout, axis.rank)
+    y = x.new_full((*x.shape[:2], layout.local_len, x.shape[3]), torch.nan)
+    y[:, :, at < seq_len] = x[:, :, at[at < seq_len]]
+    return y
+
+
+def compare(op: str, case: Case, axis: Axis) -> str:
+    """What differs from one rank; empty if nothing."""
+    torch.manual_seed(3)
+    b, s = case.batch, case.seq_len
+    shapes = [
+        (case.heads, case.width),
+        (case.kv_heads, case.width),
+        (case.kv_heads, case.value_width),
+        (case.heads, case.value_width),
+    ]
+    q, k, v, grad = (torch.randn(b, s, h, d, dtype=case.dtype).transpose(1, 2) for h, d in shapes)
+    rest = case.mask()
+    bias = [rest[2]] if rest[2] is not None and rest[2].requires_grad else []
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out0, _ = torch.ops.paradyse.attention(*whole, *rest)
+    want = [out0.detach(), *torch.autograd.grad(out0, [*whole, *bias], grad)]
+
+    mine = [local(x, axis, s).requires_grad_() for x in (q, k, v)]
+    info = torch.tensor([s, 0])
+    out = getattr(torch.ops.paradyse, f"attention_{op}")(*mine, info, *rest, axis.name)[0]
+    got = [out.detach(), *torch.autograd.grad(out, [*mine, *bias], local(grad, axis, s))]
+
+    at = local_positions(axis.layout(s), axis.rank)
+    real = at < s
+    for name, x, y in zip(("out", "dq", "dk", "dv", "dbias"), got, want, strict=False):
+        if name != "dbias":
+            if x[:, :, ~real].count_nonzero():
+                return f"{name}: padding tokens are not 0"
+            x, y = x[:, :, real], y[:, :, at[real]]
+        # The rank's error against the norm of the whole: a rank's own part may be nearly 0.
+        scale = max(float(want[0].norm()), float(grad.norm())) / 10
+        error = float((x - y).norm()) / max(float(y.norm()), scale)
+        if not error <= TOLERANCE[case.dtype]:
+            return f"{name}: error {error:.1e}"
+    return ""
+
+
+def failures(cases: list[Case]) -> list[str]:
+    """Runs on every rank."""
+    axis = resolve_axis()
+    return [
+        f"{op} {case}: {text}"
+        for case, op in itertools.product(cases, OPERATORS)
+        if (text := compare(op, case, axis))
+    ]
+
+
+@pytest.mark.parametrize("cases", [sizes, masks, others], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("p", [2, 3, 4])
+def test_equal_to_one_rank(
+    ranks: Callable[[int], RankPool], p: int, cases: Callable[[], Iterator[Case]]
+) -> None:
+    for rank, bad in enumerate(ranks(p).run(failures, list(cases()))):
+        assert not bad, f"rank {rank}: {len(bad)} cases, first {bad[0]}"
+
+
+@pytest.mark.parametrize("cases", [sizes, masks, others], ids=lambda f: f.__name__)
+def test_equal_to_one_rank_on_one_rank(cases: Callable[[], Iterator[Case]]) -> None:
+    assert failures(list(cases())) == []
+
+
+def step(op: str, s: int, b: int = 2, h: int = 4, h_kv: int = 2, d: int = 8) -> dict[str, int]:
+    """Bytes this rank sent in a forward and a backward."""
+    axis = resolve_axis()
+    n = axis.layout(s).local_len
+    q, k, v = (torch.randn(b, x, n, d, requires_grad=True) for x in (h, h_kv, h_kv))
+    block = collectives.register_block("test")
+    rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
+    attention = getattr(torch.ops.paradyse, f"attention_{op}")
+    out = attention(q, k, v, torch.tensor([s, block]), *rest)[0]
+    forward = sum(collectives.traffic(block).sent_bytes.values())
+    out.sum().backward()
+    return {"forward": forward, "both": sum(collectives.traffic(block).sent_bytes.values())}
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_bytes(ranks: Callable[[int], RankPool], p: int) -> None:
+    s, b, h, d, e = 64, 2, 4, 8, 4
+    h_kv = 2
+    n = s // p
+    q_bytes, kv_bytes = b * h * n * d * e, 2 * b * h_kv * n * d * e
+    for got in ranks(p).run(step, "ring", s):
+        assert got["forward"] == (p - 1) * kv_bytes
+        # Keys and values again, their gradients, and one hop home.
+        assert got["both"] == (p - 1) * kv_bytes * 3 + kv_bytes
+    copies = max(1, p // h_kv)
+    for got in ranks(p).run(step, "ulysses", s):
+        assert got["forward"] == (2 * q_bytes + kv_bytes * copies) * (p - 1) // p
+        assert got["both"] == 2 * got["forward"]
+
+
+def test_head_slots_share_the_work() -> None:
+    """Every query head is in one slot; KV heads are copied where that balances, and only there."""
+    for h_kv, group, p in itertools.product(range(1, 9), range(1, 7), range(1, 9)):
+        slots = head_slots(h_kv * group, h_kv, p)
+        real = [slots.head_ids(r)[: slots.real_slots(r) * slots.heads_per_slot] for r in range(p)]
+        assert set(torch.cat(real).tolist()) == set(range(h_kv * group))
+        busiest = slots.slots_per_rank * slots.heads_per_slot
+        assert busiest <= group * -(-h_kv // p)
+        x = torch.randn(2, 3, h_kv * group, 5)
+        assert torch.equal(slots.collect_queries(slots.spread_queries(x).flatten(2), 5), x)
+        y = torch.randn(2, 3, h_kv, 5)
+        copied = slots.sum_keys(slots.spread_keys(y).flatten(2), 5)
+        torch.testing.assert_close(copied, y * slots.replicas)
+    assert (head_slots(8, 8, 4).replicas, head_slots(71, 1, 2).replicas) == (1, 2)
+    assert head_slots(12, 3, 2).replicas == 2  # 6 heads each instead of 8 and 4
+
+
+def compiled_equals_eager(op: str, backend: str) -> int:
+    """On every rank: compiled with varying lengths; the number of compilations."""
+    axis = resolve_axis()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+
+    def block(x: Tensor, info: Tensor) -> Tensor:
+        q = (x * 2).unflatten(-1, (4, 8)).transpose(1, 2)
+        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
+        attention = getattr(torch.ops.paradyse, f"attention_{op}")
+        return attention(q, q[:, ::2], q[:, 1::2], info, *rest)[0].transpose(1, 2).flatten(2) + x
+
+    compiled = torch.compile(block, backend=counter, dynamic=True)
+    for s in (23, 40, 61):
+        x = torch.randn(2, axis.layout(s).local_len, 32, requires_grad=True)
+        info, grad = torch.tensor([s, 0]), torch.randn_like(x)
+        got, want = compiled(x, info), block(x, info)
+        torch.testing.assert_close(got, want)
+        dx, dx0 = (torch.autograd.grad(y, x, grad)[0] for y in (got, want))
+        torch.testing.assert_close(dx, dx0)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_compiles_once_for_all_lengths(pool2: RankPool, op: str) -> None:
+    assert pool2.run(compiled_equals_eager, op, "aot_eager") == [1, 1]
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_operators_are_well_formed(op: str) -> None:
+    q = torch.randn(2, 4, 10, 8, requires_grad=True)
+    k, v = (torch.randn(2, 2, 10, 8, requires_grad=True) for _ in range(2))
+    bias = torch.randn(1, 4, 10, 10, requires_grad=True)
+    for mask in ((None, None, None, None), (None, None, bias, torch.tensor(1))):
+        rest = (
+            torch.tensor([10, 0]),
+            *mask,
+            -1,
+            0,
+            -1,
+            0.3,
+            2.0,
+            0.1 if mask[-1] is not None else 0.0,
+        )
+        target = getattr(torch.ops.paradyse, f"attention_{op}").default
+        torch.library.opcheck(target, (q, k, v, *rest, SINGLE.name))
