@@ -38,8 +38,8 @@ def measure(
     rank: Rank, layers: int, hidden: int, lengths: tuple[int, ...], runs: int, inner: str
 ) -> dict[str, Any]:
     """Per length, seconds of a step: of every round with and without, and with memory watched."""
-    from paradyse.backend import captures_of
     from paradyse.profiling.online import REFRESH_EVERY, WARM_UP
+    from paradyse.runtime.registry import captures_of
 
     model = llama(layers, hidden)
     options = {"plan": "auto", "strategies": [STRATEGY], "inner": inner}

@@ -46,7 +46,7 @@ class Bounded:
     """Steps of one model under a memory limit, and the planner that plans them."""
 
     def __init__(self, model: Any, options: Mapping[str, Any], shortest: int):
-        from paradyse.backend import captures_of
+        from paradyse.runtime.registry import captures_of
 
         self.steps = Steps(model, options, 1, True, None)
         self.steps.find_blocks(shortest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.profile_file import Setting, present_versions
 from paradyse.profiling.online import Feedback
+from paradyse.runtime import registry
 from paradyse.runtime.capture import (
     VARIANTS,
     build_program,
@@ -36,6 +37,7 @@ from paradyse.runtime.capture import (
 from paradyse.runtime.describe import describe_blocks, describe_masks
 from paradyse.runtime.guard import PROFILE, WEIGHTS, Guard, check_agreement, checksum, must_check
 from paradyse.runtime.program import Program, StepConstants
+from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_variant
 from paradyse.strategies.base import WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
@@ -44,8 +46,6 @@ from paradyse.weights.sharded_tensor import ShardedTensor, relayout
 from paradyse.weights.unshard import Shelf, gather
 
 log = logging.getLogger(__name__)
-
-_CAPTURES: list[weakref.ref[Capture]] = []
 
 
 def paradyse(
@@ -60,7 +60,7 @@ def paradyse(
     """
     parsed = parse_options(options)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
-    _CAPTURES.append(weakref.ref(capture))
+    registry.register(capture)
     return capture.run if capture.fallback is None else capture.run_whole
 
 
@@ -391,25 +391,6 @@ def _raiser(message: str) -> Any:
         raise ValueError(message)
 
     return fail
-
-
-def captures_of(model: Any, whole: bool = False) -> Iterator[Capture]:
-    """The captures made so far of graphs with ``model``'s parameters.
-
-    Args:
-        whole: those of which nothing is split; else those that are programs.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"give the compiled model, not {type(model).__name__}")
-    mine = {id(p) for p in model.parameters()}
-    for ref in list(_CAPTURES):
-        capture = ref()
-        if capture is None:
-            _CAPTURES.remove(ref)
-        elif whole == (capture.fallback is not None) and any(
-            id(p()) in mine for p in capture.parameters if p() is not None
-        ):
-            yield capture
 
 
 def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paradyse.backend import captures_of
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.runtime.registry import captures_of
 from paradyse.weights.shard import full_state_dict
 from paradyse.weights.sharded_tensor import ShardedTensor
 

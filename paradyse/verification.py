@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.backend import captures_of
 from paradyse.distributed.axis import resolve_axis
 from paradyse.planning.explain import VerifyReport, VerifyRow
+from paradyse.runtime.registry import captures_of
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Workload
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

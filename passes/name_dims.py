@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
-from paradyse.graph.factors import infer_names, rule
+from paradyse.graph.factors import rule
+from paradyse.graph.infer import infer_names
 from paradyse.graph.rules import attention_dims
 
 attention = torch.ops.paradyse.attention.default

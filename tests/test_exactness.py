@@ -45,7 +45,7 @@ def choose(name: str, blocks: tuple[BlockSpec, ...]) -> Plan:
 
 
 def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
-    from paradyse.backend import captures_of
+    from paradyse.runtime.registry import captures_of
 
     return [g.blocks for c in captures_of(compiled) for g in c.graphs.values()][-1]
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
-from paradyse.weights.sharded_tensor import ShardedTensor
 
 REPLICAS = collectives.register_block("data parallel")
 """Block id of messages between replicas."""
@@ -71,27 +70,3 @@ def average(flat: Tensor, replicas: Axis) -> Tensor:
         size = flat.numel() * flat.element_size()
         collectives.all_reduce_in_place(flat, replicas, {REPLICAS: size}).div_(replicas.size)
     return flat
-
-
-class AverageGradients(torch.autograd.Function):
-    """Weights, whole or sharded, as they are; backward averages their gradients over replicas."""
-
-    @staticmethod
-    def forward(ctx: Any, replicas: Axis, *weights: Tensor) -> Any:
-        ctx.replicas = replicas
-        ctx.set_materialize_grads(False)
-        return tuple(w.detach() for w in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        held = [g.local if isinstance(g, ShardedTensor) else g for g in grads]
-        out = list(grads)
-        for bucket in buckets(held):
-            flat = average(torch.cat([held[i].reshape(-1) for i in bucket]), ctx.replicas)
-            parts = flat.split([held[i].numel() for i in bucket])
-            for i, part in zip(bucket, parts, strict=True):
-                rows, g = part.view(held[i].shape), grads[i]
-                if isinstance(g, ShardedTensor):
-                    rows = ShardedTensor(rows, g.placement, g.shape)
-                out[i] = rows
-        return None, *out

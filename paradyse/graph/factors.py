@@ -1,6 +1,6 @@
 """Names for dimensions: every dim of every value is a list of factors, found by unification.
 
-In the manner of Shardy's factors. A rule (``sharding_rules``) says how one operator treats the
+In the manner of Shardy's factors. A rule (``rules``) says how one operator treats the
 factors of its inputs; views split and merge factors, contractions and elementwise operators unify
 them. What an operator mixes (reduces over, slices, normalizes over) cannot be split there.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 
@@ -194,35 +193,3 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
         return fn
 
     return register
-
-
-def opaque(names: Names, node: fx.Node, reason: str) -> Any:
-    """Dims of an operator that nothing is known about: all factors of its inputs are mixed."""
-    names.unnamed[node] = reason
-    for arg in node.all_input_nodes:
-        if arg in names.dims and isinstance(arg.meta.get("val"), torch.Tensor):
-            names.mix(node, *names.dims[arg])
-    val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):
-        return names.fresh(val.shape)
-    if isinstance(val, tuple | list):
-        return [names.fresh(v.shape) if isinstance(v, torch.Tensor) else [] for v in val]
-    return []
-
-
-def infer_names(graph: fx.Graph) -> Names:
-    """Name every dim of every value of ``graph`` (nodes carry fake values in ``meta['val']``)."""
-    from paradyse import sharding_rules  # noqa: F401  registers the rules
-
-    names = Names()
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        if node.op in ("placeholder", "get_attr"):
-            names.dims[node] = names.fresh(val.shape) if isinstance(val, torch.Tensor) else []
-        elif node.op == "call_function":
-            fn = RULES.get(node.target)
-            dims = fn(names, node) if fn else None
-            names.dims[node] = (
-                opaque(names, node, f"no rule for {node.target}") if dims is None else dims
-            )
-    return names

@@ -42,7 +42,8 @@ from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.metp import MetpVariant
 from paradyse.types import REPLICATED, BlockSpec
-from paradyse.weights.sharded_tensor import ShardedTensor, even_layout
+from paradyse.weights.layout import even_layout
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paradyse.backend import captures_of
 from paradyse.config import AUTO
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
@@ -33,6 +32,7 @@ from paradyse.profiling.marks import (
 )
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program
+from paradyse.runtime.registry import captures_of
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 

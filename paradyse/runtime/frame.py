@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
-from paradyse.distributed.replicas import AverageGradients
 from paradyse.distributed.tokens import GatherTokens, ReduceGrad, SplitTokens, SumOverRanks
 from paradyse.graph.lower import Dims, dim_size
 from paradyse.graph.subgraph import Piece, is_weight, live_nodes, make_piece, run
@@ -22,8 +21,9 @@ from paradyse.strategies.base import (
     dropout_overrides,
     spec_dims,
 )
+from paradyse.weights.gradients import AverageGradients, SumGradients
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.slices import Form, SumGradients
+from paradyse.weights.slices import Form
 from paradyse.weights.unshard import Gathered, Shelf, fits, gather, group_rows
 
 if TYPE_CHECKING:

@@ -11,58 +11,58 @@ not public; tried on torch 2.13 (``tests/test_checkpoint.py`` fails if nothing c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.layout import ShardLayout
 
 
-def _stretches(x: ShardedTensor) -> Iterator[tuple[torch.Size, torch.Size, int]]:
-    """Offsets and sizes of each stretch of the rank's rows, and where in ``x.local`` it starts."""
-    layout, at = x.placement, 0
+def _stretches(
+    layout: ShardLayout, shape: torch.Size
+) -> Iterator[tuple[torch.Size, torch.Size, int]]:
+    """Offsets and sizes of each stretch of the rank's rows, and where in these it starts."""
+    at = 0
     for start, n in layout.runs[layout.axis.rank]:
-        offsets, sizes = [0] * x.ndim, list(x.shape)
+        offsets, sizes = [0] * len(shape), list(shape)
         offsets[layout.dim], sizes[layout.dim] = start, n
         yield torch.Size(offsets), torch.Size(sizes), at
         at += n
 
 
-def chunk_list(x: ShardedTensor) -> list[Any]:
+def chunk_list(layout: ShardLayout, shape: torch.Size) -> list[Any]:
     """``ChunkStorageMetadata`` of each stretch; none where the rank holds no rows."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _stretches(x)]
+    return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _stretches(layout, shape)]
 
 
-def write_items(x: ShardedTensor, name: str) -> list[Any]:
+def write_items(local: Tensor, layout: ShardLayout, shape: torch.Size, name: str) -> list[Any]:
     """A ``WriteItem`` for each stretch, under ``name``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties.create_from_tensor(x.local)
+    properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.shape),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
         )
-        for chunk in chunk_list(x)
+        for chunk in chunk_list(layout, shape)
     ]
 
 
-def chunk_of(x: ShardedTensor, index: Any) -> Tensor:
-    """The rows at the ``MetadataIndex``: a view of ``x.local``, so that what is read lands there.
+def chunk_of(local: Tensor, layout: ShardLayout, shape: torch.Size, index: Any) -> Tensor:
+    """The rows at the ``MetadataIndex``: a view of ``local``, so that what is read lands there.
 
     Raises:
         ValueError: no stretch of this rank starts at the offsets.
     """
-    for offsets, sizes, at in _stretches(x):
+    for offsets, sizes, at in _stretches(layout, shape):
         if offsets == index.offset:
-            dim = x.placement.dim
-            return x.local.narrow(dim, at, sizes[dim])
+            return local.narrow(layout.dim, at, sizes[layout.dim])
     raise ValueError(
-        f"{index.fqn}: this rank holds no rows of {list(x.shape)} at {list(index.offset or ())}"
+        f"{index.fqn}: this rank holds no rows of {list(shape)} at {list(index.offset or ())}"
     )

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.distributed.axis import Axis, resolve_axis
-from paradyse.weights.sharded_tensor import ShardedTensor, even_layout
+from paradyse.weights.layout import even_layout
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 
 def shard(model: nn.Module, mesh: Any = None) -> nn.Module:

@@ -6,17 +6,11 @@ ranks in one message per block. A sharded layout serves the same two forms with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis
-from paradyse.distributed.replicas import average, buckets
 
 MANY_RUNS = 64
 """Rows in more stretches than this are taken by an index: a stretch costs some microseconds."""
@@ -92,37 +86,3 @@ def stretches(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 Form = Rows | None
 """How a weight is taken: ``Rows`` for the rank's group, None for the whole."""
-
-
-class SumGradients(torch.autograd.Function):
-    """Weights as they are; backward sums what each rank computed of their gradients, and averages
-    the sums over replicas.
-
-    One message for many weights, since latency rules where weights are replicated; each block is
-    booked the bytes of its own (``owners``: a block id per weight).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, axis: Axis, replicas: Axis, owners: Sequence[int], *weights: Tensor
-    ) -> Any:
-        ctx.where = (axis, replicas, owners)
-        ctx.set_materialize_grads(False)
-        return tuple(w.view_as(w) for w in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        axis, replicas, owners = ctx.where
-        out: list[Tensor | None] = [None] * len(grads)
-        for bucket in buckets(grads):
-            flat = torch.cat([grads[i].reshape(-1) for i in bucket])
-            shares: dict[int, int] = {}
-            for i in bucket:
-                size = grads[i].numel() * grads[i].element_size()
-                shares[owners[i]] = shares.get(owners[i], 0) + size
-            total = average(collectives.all_reduce_in_place(flat, axis, shares), replicas)
-            for i, part in zip(
-                bucket, total.split([grads[i].numel() for i in bucket]), strict=True
-            ):
-                out[i] = part.view(grads[i].shape)
-        return None, None, None, *out

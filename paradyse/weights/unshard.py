@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paradyse.distributed.axis import Axis
+from paradyse.weights.layout import ShardLayout
 from paradyse.weights.sharded_tensor import (
     Messages,
     ShardedTensor,
-    ShardLayout,
     gather_shards,
     scatter_gradients,
     start_gather,

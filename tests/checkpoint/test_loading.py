@@ -138,7 +138,8 @@ def overwrite(folder: str) -> None:
     import torch.distributed as dist
 
     import paradyse
-    from paradyse.weights.sharded_tensor import ShardLayout, even_layout, relayout
+    from paradyse.weights.layout import ShardLayout, even_layout
+    from paradyse.weights.sharded_tensor import relayout
 
     model = paradyse.shard(redraw(make_model("llama", torch.float64), seed=1))
     weights = [p for p in model.parameters() if p.ndim == 2]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paradyse.graph.factors import Factor, Names, infer_names, resolve, rule, size_of
+from paradyse.graph.factors import Factor, Names, resolve, rule, size_of
+from paradyse.graph.infer import infer_names
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """What is compiled ahead of time: every kernel as models of width 64 and 128 launch it.
 
-    python tests/kernels/aot_cases.py [--arch 90] [NAME ...]     one JSON line for each kernel and device
+    python tests/kernels/aot_cases.py [--arch 90] [NAME ...]   one JSON line a kernel and device
 
 In a process of its own, as kernels that the interpreter has taken over cannot be compiled.
 """

@@ -78,7 +78,7 @@ class Recorder:
 
 def between_pieces(compiled: Any) -> list[str]:
     """Values with two dims of the sequence in what runs without being compiled."""
-    from paradyse.backend import captures_of
+    from paradyse.runtime.registry import captures_of
 
     found = []
     for capture in captures_of(compiled):

@@ -33,10 +33,10 @@ def tiny_batch(batch: int, seq_len: int) -> dict[str, Any]:
 def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
     """The longest length of every strategy and of ``auto``, and bytes measured there."""
     import paradyse
-    from paradyse.backend import captures_of
     from paradyse.planning.planner import Planner
     from paradyse.profiling.measure import _everyone
     from paradyse.profiling.steps import Steps
+    from paradyse.runtime.registry import captures_of
     from paradyse.types import Plan
 
     torch.manual_seed(0)

@@ -81,8 +81,8 @@ def saved_by_hooks(call: Any, batch: dict[str, Any], weights: set[int]) -> int:
 def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str, Any]:
     """A profile, and what can be held against it, by steps of the same model unwatched."""
     import paradyse
-    from paradyse.backend import captures_of
     from paradyse.runtime.frame import Frame
+    from paradyse.runtime.registry import captures_of
 
     model = make_tiny().eval()
     if sharded:

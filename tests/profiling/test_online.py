@@ -52,9 +52,9 @@ class Run:
 
     def __init__(self, family: str, patch: pytest.MonkeyPatch, **options: Any):
         from paradyse import backend
-        from paradyse.backend import captures_of
         from paradyse.distributed import collectives
         from paradyse.profiling import marks
+        from paradyse.runtime.registry import captures_of
 
         self.time = VirtualTime()
         start = collectives._start

@@ -7,7 +7,7 @@ import torch
 from tiny import LengthScaled, Mixer, Tiny, tokens
 
 import paradyse
-from paradyse.backend import captures_of
+from paradyse.runtime.registry import captures_of
 
 
 @pytest.fixture(autouse=True)

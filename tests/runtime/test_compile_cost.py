@@ -71,7 +71,7 @@ def test_depth_and_captures_compile_nothing(pool2: RankPool) -> None:
 
 def ask_guard_again(plan: str) -> bool:
     """Whether a workload seen before is made neither a plan nor anything of it."""
-    from paradyse.backend import captures_of
+    from paradyse.runtime.registry import captures_of
 
     model = make_model("llama", num_hidden_layers=8)
     options = {"plan": plan, "inner": "eager"}

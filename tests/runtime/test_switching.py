@@ -25,7 +25,7 @@ def train(
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str], int]:
     """Losses, final weights, plan keys, and switches, by SGD on random lengths."""
     import paradyse
-    from paradyse.backend import captures_of
+    from paradyse.runtime.registry import captures_of
 
     model = make_model("llama_odd")
     if sharded:

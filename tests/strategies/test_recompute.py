@@ -34,7 +34,7 @@ def _saved_bytes(call: Any, batch: Any) -> int:
 def compare(family: str, sharded: bool) -> list[tuple[int, int]]:
     """Raises where a gradient differs; bytes kept with and without, per plan."""
     import paradyse
-    from paradyse.backend import captures_of
+    from paradyse.runtime.registry import captures_of
 
     reference = make_model(family)
     batch = make_batch("plain", 2, 13)

@@ -90,8 +90,8 @@ def memory(plan: str) -> tuple[float, int, int, int]:
     """Share of one process's weights, gradients and AdamW state; the most bytes of whole weights at
     once; those of the largest two steps; those left between forward and backward."""
     import paradyse
-    from paradyse.backend import captures_of
     from paradyse.graph.subgraph import is_weight
+    from paradyse.runtime.registry import captures_of
     from paradyse.weights.unshard import Gathered
 
     alone = make_model("llama", num_hidden_layers=4)
@@ -191,7 +191,8 @@ def move_weights_about() -> None:
     import copy
 
     import paradyse
-    from paradyse.weights.sharded_tensor import even_layout, relayout
+    from paradyse.weights.layout import even_layout
+    from paradyse.weights.sharded_tensor import relayout
 
     model = paradyse.shard(make_model("llama"))
     other = make_model("llama", seed=1)
@@ -244,7 +245,7 @@ def test_output_that_is_part_of_a_weight(pool2: RankPool) -> None:
 
 def train_unsplittable(inner: str) -> None:
     import paradyse
-    from paradyse.backend import captures_of
+    from paradyse.runtime.registry import captures_of
 
     reference = make_model("llama", attn_implementation="eager")
     model = paradyse.shard(make_model("llama", attn_implementation="eager"))

@@ -14,7 +14,7 @@ from paradyse.strategies.base import Scope
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import up_weights
 from paradyse.strategies.groups.model import Unsplittable, Weight
-from paradyse.weights.sharded_tensor import ShardLayout
+from paradyse.weights.layout import ShardLayout
 from paradyse.weights.unshard import layout_of
 
 
