@@ -50,6 +50,8 @@ START_S = 120.0
 """How long imports and joining the group may take; not part of a call's own time."""
 GRACE_S = 5.0
 """How long the other ranks may take to finish after one has failed."""
+PATIENCE = float(os.environ.get("PATIENCE", "1"))
+"""Factor of all time-outs, for a machine that is busy with other work."""
 LOG_TAIL = 8_000
 """Characters of a rank's own output that a failure quotes."""
 
@@ -161,6 +163,7 @@ class RankPool:
             self._pipes.append(mine)
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        timeout_s *= PATIENCE
         task = (sys.path, WARNING_FILTERS, timeout_s, pickle.dumps((fn, args)))
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has died: reading says so below
