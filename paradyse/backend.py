@@ -16,7 +16,15 @@ from torch._dynamo import lookup_backend
 
 from paradyse.config import Options, parse_options
 from paradyse.distributed import collectives
+from paradyse.distributed.agreement import (
+    PROFILE,
+    WEIGHTS,
+    check_agreement,
+    checksum,
+    must_check,
+)
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
 from paradyse.planning.machine import agreed_capacity, describe_device, device_of, measure_machine
@@ -35,7 +43,7 @@ from paradyse.runtime.capture import (
     trace_inputs,
 )
 from paradyse.runtime.describe import describe_blocks, describe_masks
-from paradyse.runtime.guard import PROFILE, WEIGHTS, Guard, check_agreement, checksum, must_check
+from paradyse.runtime.guard import Guard
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_variant
@@ -58,7 +66,7 @@ def paradyse(
             model.
         NotImplementedError: an operator that cannot be split, with ``on_unsupported="error"``.
     """
-    parsed = parse_options(options)
+    parsed = parse_options(options, OPTIONAL)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     registry.register(capture)
     return capture.run if capture.fallback is None else capture.run_whole

@@ -38,13 +38,20 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     place_tokens,
     outline_blocks,
 )
-"""All passes, in the order they run. ``passes_off`` takes them out by their function's name."""
+"""All passes, in the order they run."""
 
-OPTIONAL = frozenset(
-    {"drop_no_ops", "unify_linears", "merge_equals", "fold_attention", "recover_masks"}
-    | {"outline_blocks"}
+OPTIONAL = tuple(
+    fn.__name__
+    for fn in (
+        drop_no_ops,
+        unify_linears,
+        merge_equals,
+        fold_attention,
+        recover_masks,
+        outline_blocks,
+    )
 )
-"""Passes that may be switched off: without them the result is slower, not wrong."""
+"""Names that ``passes_off`` may list: without these passes the result is slower, not wrong."""
 
 
 @dataclass

@@ -1,23 +1,11 @@
-"""The guard at the entry of a program, and the check that all ranks hold the same batch."""
+"""The guard at the entry of a program: which plan runs, and what was made for it."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis
 from paradyse.types import Plan, Workload
-
-CHECKED_STEPS = 5
-"""Steps at the start of a program's life on an axis whose batches are compared across ranks."""
-
-_CHECKS: dict[str, int] = {}
-"""Axis name -> checks done so far: equal on all ranks, since every step runs on every rank."""
 
 
 class Guard:
@@ -62,69 +50,3 @@ class Guard:
                 self.num_switches += 1
             self._last = plan
         return made
-
-
-WEIGHTS = "the weights (checksum)"
-"""What ``check_agreement`` calls them."""
-
-PROFILE = "the profile (checksum)"
-"""And the file given as option 'cost_model'."""
-
-WAYS_OUT = {
-    "the random state": "call torch.manual_seed with the same seed on every rank of the group "
-    "(dropout draws from it)",
-    WEIGHTS: "call torch.manual_seed with the same seed on every rank before the "
-    "model is built, or load the same checkpoint on all",
-    PROFILE: "give option 'cost_model' a copy of one file on every rank",
-}
-SAME_BATCH = (
-    "every rank of a sequence-parallel group must be given the same global batch; split data only "
-    "across data-parallel replicas"
-)
-
-
-def must_check(axis: Axis, first_call: bool) -> bool:
-    """Whether this call is one of those that are compared: the same answer on every rank."""
-    if axis.size == 1:
-        return False
-    done = _CHECKS.get(axis.name, 0)
-    _CHECKS[axis.name] = done + 1
-    return first_call or done < CHECKED_STEPS
-
-
-def check_agreement(
-    axis: Axis, tensors: Sequence[Tensor], numbers: Mapping[str, int], plan_key: str
-) -> None:
-    """Compare batch, plan and ``numbers`` across ranks.
-
-    Raises:
-        ValueError: on every rank, naming what differs, which rank holds what, and the way out.
-    """
-    named = {
-        **numbers,
-        "the batch (checksum)": checksum(tensors),
-        "the plan (checksum)": zlib.crc32(plan_key.encode()),
-    }
-    mine = torch.tensor(list(named.values()), dtype=torch.int64)
-    if torch.distributed.get_backend(axis.group) != "gloo":
-        mine = mine.cuda()
-    everyone = collectives.all_gather(mine, axis, collectives.AGREEMENT).cpu()
-    for i, name in enumerate(named):
-        values = everyone[:, i].tolist()
-        if len(set(values)) > 1:
-            held = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values))
-            way_out = WAYS_OUT.get(name, SAME_BATCH)
-            raise ValueError(f"ranks of one group disagree on {name}: {held}. {way_out}.")
-
-
-def checksum(tensors: Sequence[Tensor]) -> int:
-    """A number that equal tensors share and different ones, in practice, do not."""
-    total = 0
-    for i, t in enumerate(tensors):
-        with torch.no_grad():
-            flat = t.detach().reshape(-1)
-            bits = flat.view(torch.uint8) if t.is_floating_point() else flat
-            flat = bits.to(torch.int64)
-            weights = torch.arange(1, flat.numel() + 1, device=flat.device) * (2 * i + 1)
-            total = (total * 31 + int((flat * weights).sum())) % (2**62)
-    return total

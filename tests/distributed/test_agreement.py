@@ -8,6 +8,8 @@ import torch.distributed as dist
 from harness import RankFailure, run_ranks
 from tiny import Tiny, tokens
 
+from paradyse.distributed.agreement import checksum
+
 
 def differ(what):
     rank = dist.get_rank()
@@ -38,3 +40,10 @@ def differ(what):
 def test_what_ranks_disagree_on_is_named(what, text):
     with pytest.raises(RankFailure, match=f"(?s){text}"):
         run_ranks(differ, 2, what, timeout_s=90)
+
+
+def test_checksum_tells_numbers_apart() -> None:
+    """Numbers come as tensors of no dim, such as a count of tokens."""
+    assert checksum([torch.tensor(2.5)]) == checksum([torch.tensor(2.5)])
+    assert checksum([torch.tensor(2.5)]) != checksum([torch.tensor(2.0)])
+    assert checksum([torch.tensor([1, 2])]) != checksum([torch.tensor([2, 1])])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import LengthScaled, Mixer, Tiny, tokens
 
-import paradyse
+import paradyse.backend
 from paradyse.runtime.registry import captures_of
 
 
@@ -76,6 +76,13 @@ def test_blocks_are_found_whatever_modules_are_called():
 def test_passes_can_be_switched_off_by_name():
     off = ["merge_equals", "unify_linears"]
     compile_and_compare(Tiny().double(), [(2, 7)], passes_off=off)
+
+
+@pytest.mark.parametrize("name", ["merge_equal", "name_dims"])
+def test_passes_that_do_not_exist_or_are_needed_are_refused(name):
+    text = f"unknown pass '{name}'.*; legal: drop_no_ops, unify_linears, merge_equals, "
+    with pytest.raises(ValueError, match=text):
+        paradyse.backend.paradyse(None, [], options={"passes_off": [name]})
 
 
 def test_the_dump_has_every_pass_with_named_dims(tmp_path):
