@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, parse_plan
-from paradyse.planning.budget import Choices
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import BlockCost, Machine, canonical_strategy, prior_cost
 from paradyse.planning.measured import CostModel
+from paradyse.planning.solver import Choices
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -335,9 +335,7 @@ class Planner:
         """For every block what its name allows."""
         free = {k: self.candidates(b) for k, b in zip(self.kinds, self.blocks)}
         return Choices(
-            self.kinds,
             [free[k] if n == AUTO else (n,) for k, n in zip(self.kinds, names)],
-            self._simple(names),
             self.costs(workload),
             self.rest(workload),
             self.static_bytes,
@@ -350,23 +348,6 @@ class Planner:
         """What every plan of a training step needs beyond static at some moment."""
         predicted = self.cost_model.floor_bytes if self.cost_model else 0
         return max(predicted, self._corrections.constant(FLOOR) if self._corrections else 0)
-
-    def _simple(self, names: Sequence[str]) -> list[tuple[str, ...]]:
-        """One allowed strategy for all blocks whose name is "auto", where all of them have it."""
-        plans = []
-        for s in self.options.strategies if AUTO in names else ():
-            of: dict[Hashable, str | None] = {}
-            for kind, b in zip(self.kinds, self.blocks):
-                if kind not in of:
-                    variant = canonical_strategy(b.kind, s)
-                    same = (
-                        c for c in self.candidates(b) if canonical_strategy(b.kind, c) == variant
-                    )
-                    of[kind] = next(same, None)
-            plan = [of[k] if n == AUTO else n for k, n in zip(self.kinds, names)]
-            if None not in plan:
-                plans.append(tuple(map(str, plan)))
-        return plans
 
     def _over_the_limit(
         self, names: tuple[str, ...], limit: float, workload: Workload

@@ -1,240 +1,185 @@
-"""Exact choice: the fastest assignment of options to groups of equal blocks within a memory budget.
+"""The fastest plan whose memory fits, by the most that it holds at any moment of a step.
 
-Equal blocks only need counts, so this is a multiple-choice knapsack with few kinds of items. Memory
-is sum saved + largest workspace (DESIGN 6). Every bound on the workspace is tried in turn. Within
-one, the linear relaxation gives a price of memory; an assignment is worse than it by the reduced
-costs of the options it uses, so only those are tried that could still beat the relaxation rounded
-to whole blocks (Kellerer, Pferschy, Pisinger: Knapsack Problems, 2004, chapter 11).
+Read from the last block to the first, ``costs.peak_bytes`` is a recursion: a block and all after it
+hold, beyond what the blocks before it saved, ``saved + max(workspace + gradients that later blocks
+left, the same of the blocks after it)``. So the choices for the last blocks compare by two numbers,
+seconds and these bytes, and whatever is worse in both is part of no best plan: a dynamic program
+over lists of undominated choices (Kellerer, Pferschy, Pisinger: Knapsack Problems, 2004, chapter
+3.4). What cannot beat the best plan known so far, by the price of memory in the linear relaxation,
+is left out (chapter 5.1.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from paradyse.planning.costs import BlockCost, Machine, peak_bytes
+
+WIDTHS = (32, 1024)
+"""Choices for the last blocks that are kept. The first search gives a plan for the second to beat;
+fewer than the second's are needed for 96 layers of two kinds of blocks and five strategies
+(``benchmarks/choice.py``), and as long as they are, the plan is the best there is."""
+
+Array = np.ndarray
+Strategies = tuple[str, ...]
+"""One name per block, in the order of computation."""
+
+
+class _Block(NamedTuple):
+    """What may be chosen for a block, by arrays [choices]."""
+
+    time: Array
+    """Whole units, so that sums in another order are equal."""
+    saved: Array
+    workspace: Array
+    left: int
+    """Bytes."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One option of a block."""
+class Choices:
+    """What may be chosen for each block of one workload, and what it costs."""
 
-    time_s: float
-    saved_bytes: int
-    workspace_bytes: int
+    names: Sequence[tuple[str, ...]]
+    """Per block the strategies to choose from."""
+    costs: Sequence[Mapping[str, BlockCost]]
+    """Per block, of at least these; ``left_bytes`` is the same for all. One mapping for equal
+    blocks saves work."""
+    rest: Sequence[BlockCost]
+    """Of what is in no block, where it was measured."""
+    static_bytes: int
+    floor_bytes: int
+    """What every plan needs beyond ``static_bytes`` at some moment."""
+    margin: float
+    """Share by which blocks may need more than predicted; counted as needed."""
+    machine: Machine
+
+    def peak(self, strategies: Sequence[str]) -> int:
+        """Bytes of a rank that a step needs."""
+        chosen = [c[s] for c, s in zip(self.costs, strategies)]
+        held = peak_bytes(chosen, 0, self.machine, self.rest)
+        floor = peak_bytes((), self.floor_bytes, self.machine)
+        return self.static_bytes + max(math.ceil(held * (1 + self.margin)), floor)
+
+    def time_s(self, strategies: Sequence[str]) -> float:
+        """Seconds of the blocks and the rest."""
+        parts = [c[s] for c, s in zip(self.costs, strategies)]
+        return sum(c.time_s for c in (*parts, *self.rest))
+
+    def fastest(self, limit: float) -> Strategies | None:
+        """The fastest plan that needs at most ``limit`` bytes; None: none does.
+
+        A function of the costs alone, ties included: every rank finds the same.
+        """
+        plan = tuple(
+            min(names, key=lambda s, c=c: (c[s].time_s, c[s].saved_bytes))  # type: ignore[misc]
+            for names, c in zip(self.names, self.costs)
+        )
+        if self.peak(plan) <= limit:
+            return plan
+        need, plan = self.smallest()
+        return self._search(self._room(limit), plan) if need <= limit else None
+
+    def smallest(self) -> tuple[int, Strategies]:
+        """The least bytes that any plan needs, and that plan."""
+        held, left, plan = self._held_at_the_end(), 0, []
+        for names, c in zip(reversed(self.names), reversed(self.costs)):
+            held, _, s = min(
+                (c[s].saved_bytes + max(held, left + c[s].workspace_bytes), c[s].time_s, s)
+                for s in names
+            )
+            left += c[s].left_bytes
+            plan.append(s)
+        plan.reverse()
+        return self.peak(plan), tuple(plan)
+
+    def _held_at_the_end(self) -> int:
+        """Bytes beyond all that is saved, when all blocks have saved."""
+        return max((c.workspace_bytes for c in self.rest), default=0)
+
+    def _room(self, limit: float) -> int:
+        """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``."""
+        fixed = peak_bytes((), sum(c.saved_bytes for c in self.rest), self.machine)
+        room = math.floor((limit - self.static_bytes) / (1 + self.margin)) + 1
+        while math.ceil(room * (1 + self.margin)) > limit - self.static_bytes:
+            room -= 1
+        return room - fixed
+
+    def _search(self, room: int, plan: Strategies) -> Strategies:
+        """The fastest plan whose blocks hold at most ``room`` bytes; ``plan`` is one."""
+        blocks = self._blocks()
+        at_end = self._held_at_the_end()
+        price = _price(blocks, room - at_end)
+        # Of the blocks before each one, at least: bytes saved, and time plus the bytes' price.
+        saved = np.cumsum([0, *(b.saved.min() for b in blocks)])
+        priced = np.cumsum([0, *((b.time + price * b.saved).min() for b in blocks)])
+        best = sum(b.time[n.index(s)] for b, n, s in zip(blocks, self.names, plan))
+        for width in WIDTHS:
+            time, held, left = np.zeros(1, np.int64), np.array([at_end]), 0
+            taken: list[tuple[Array, Array]] = []
+            widest = 0
+            for i in range(len(blocks) - 1, -1, -1):
+                b = blocks[i]
+                then = (b.time[:, None] + time).ravel()
+                hold = (b.saved[:, None] + np.maximum(held, left + b.workspace[:, None])).ravel()
+                hope = priced[i] + then - price * (room - hold)
+                kept = np.flatnonzero((saved[i] + hold <= room) & (hope < best))
+                kept = _undominated(kept, then, hold)
+                widest = max(widest, len(kept))
+                if len(kept) > width:
+                    kept = kept[np.linspace(0, len(kept) - 1, width).astype(int)]
+                taken.append(np.divmod(kept, max(1, len(time))))
+                time, held, left = then[kept], hold[kept], left + b.left
+            if len(time):
+                at = int(time.argmin())
+                best, found = time[at], []
+                for names, (choice, after) in zip(self.names, reversed(taken)):
+                    found.append(names[choice[at]])
+                    at = after[at]
+                plan = tuple(found)
+            if widest <= width:
+                break
+        return plan
+
+    def _blocks(self) -> list[_Block]:
+        longest = max(c[s].time_s for n, c in zip(self.names, self.costs) for s in n)
+        unit = (longest or 1.0) / 2**40
+        known: dict[tuple[int, tuple[str, ...]], _Block] = {}
+        for n, c in zip(self.names, self.costs):
+            if (id(c), n) not in known:
+                rows = [
+                    (round(c[s].time_s / unit), c[s].saved_bytes, c[s].workspace_bytes) for s in n
+                ]
+                time, saved, workspace = np.array(rows, np.int64).T
+                known[id(c), n] = _Block(time, saved, workspace, c[n[0]].left_bytes)
+        return [known[id(c), n] for n, c in zip(self.names, self.costs)]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Blocks that cost the same."""
-
-    count: int
-    choices: tuple[Choice, ...]
-
-
-Counts = tuple[tuple[int, ...], ...]
-"""Per group, how many of its blocks take each choice."""
+def _undominated(of: Array, time: Array, held: Array) -> Array:
+    """Those indices of which no other has as little of both; least held and longest first."""
+    of = of[np.lexsort((time[of], held[of]))]
+    least = np.minimum.accumulate(time[of])
+    return of[np.concatenate([of[:1] >= 0, time[of][1:] < least[:-1]])]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Moving blocks of a group from one choice to a smaller, slower one."""
-
-    price: float
-    """Seconds per byte spared."""
-    group: int
-    start: int
-    end: int
-    spared_bytes: int
-    """By one block."""
-
-
-@dataclass(frozen=True)
-class _Relaxation:
-    """The least time within a budget, if blocks could be divided."""
-
-    picked: tuple[int, ...]
-    """Per group the choice that its blocks take, before the critical step."""
-    critical: _Step | None
-    """The step that only some blocks of its group take; None where everything fits without."""
-    time_s: float
-
-
-def fastest(groups: Sequence[Group], budget_bytes: float) -> Counts | None:
-    """Counts of least total time with sum saved + largest workspace <= ``budget_bytes``.
-
-    A function of its arguments alone, ties included: every rank finds the same. None: nothing fits.
-    """
-    best: tuple[float, Counts] | None = None
-    for limit in sorted({c.workspace_bytes for g in groups for c in g.choices}, reverse=True):
-        kept = [_undominated(g, limit) for g in groups]
-        if not all(kept):
-            break
-        relaxed = _relax(groups, kept, budget_bytes - limit)
-        if relaxed is None or best and relaxed.time_s >= best[0]:
-            continue
-        found = _rounded_best(groups, kept, budget_bytes - limit, relaxed)
-        if found and (best is None or found[0] < best[0]):
-            best = found
-    if not groups:
-        return () if budget_bytes >= 0 else None
-    return best[1] if best else None
-
-
-def smallest(groups: Sequence[Group]) -> tuple[int, Counts]:
-    """The least sum saved + largest workspace of any assignment, and that assignment."""
-    return min(((_needed(groups, c), c) for c in frontier(groups)), default=(0, ()))
-
-
-def frontier(groups: Sequence[Group]) -> list[Counts]:
-    """Under every bound on the workspace that can be kept, the assignment that saves least."""
-    out: list[Counts] = []
-    for limit in sorted({c.workspace_bytes for g in groups for c in g.choices}):
-        kept = [_undominated(g, limit) for g in groups]
-        if all(kept):
-            out.append(_counts(groups, [k[-1] for k in kept]))
-    return list(dict.fromkeys(out))
-
-
-def _needed(groups: Sequence[Group], counts: Counts) -> int:
-    """Sum saved + largest workspace."""
-    used = [(n, c) for g, row in zip(groups, counts) for n, c in zip(row, g.choices) if n]
-    return sum(n * c.saved_bytes for n, c in used) + max(c.workspace_bytes for _, c in used)
-
-
-def _undominated(group: Group, workspace_limit: int) -> list[int]:
-    """Choices within the limit, fastest first; each saves less memory than all faster ones."""
-    kept: list[int] = []
-    choices = group.choices
-    for i in sorted(range(len(choices)), key=lambda i: (choices[i].time_s, choices[i].saved_bytes)):
-        smaller = not kept or choices[i].saved_bytes < choices[kept[-1]].saved_bytes
-        if smaller and choices[i].workspace_bytes <= workspace_limit:
-            kept.append(i)
-    return kept
-
-
-def _counts(groups: Sequence[Group], picked: Sequence[int]) -> Counts:
-    """All blocks of each group take one choice."""
-    return tuple(
-        tuple(g.count * (i == j) for j in range(len(g.choices))) for g, i in zip(groups, picked)
+def _price(blocks: Sequence[_Block], room: int) -> float:
+    """Time per byte, such that paying it for what is saved beyond ``room`` is nearly as slow as
+    saving no more: of all exchange rates between two choices the one of the highest bound."""
+    count, kinds = Counter(map(id, blocks)), {id(b): b for b in blocks}
+    rates = {0.0}
+    for b in kinds.values():
+        slower, spared = b.time - b.time[:, None], b.saved[:, None] - b.saved
+        pays = (slower > 0) & (spared > 0)
+        rates.update((slower[pays] / spared[pays]).tolist())
+    return max(
+        sorted(rates),
+        key=lambda r: (
+            sum(count[i] * (b.time + r * b.saved).min() for i, b in kinds.items()) - r * room
+        ),
     )
-
-
-def _price(a: Choice, b: Choice) -> float:
-    return (b.time_s - a.time_s) / (a.saved_bytes - b.saved_bytes)
-
-
-def _relax(groups: Sequence[Group], kept: Sequence[list[int]], budget: float) -> _Relaxation | None:
-    """From everything at its fastest, along the lower convex hull of each group's choices, until
-    the saved bytes fit; None where they never do."""
-    steps: list[_Step] = []
-    for n, (g, k) in enumerate(zip(groups, kept)):
-        hull = [k[0]]
-        for i in k[1:]:
-            while len(hull) > 1 and _price(g.choices[hull[-2]], g.choices[hull[-1]]) >= _price(
-                g.choices[hull[-1]], g.choices[i]
-            ):
-                hull.pop()
-            hull.append(i)
-        for a, b in zip(hull, hull[1:]):
-            spared = g.choices[a].saved_bytes - g.choices[b].saved_bytes
-            steps.append(_Step(_price(g.choices[a], g.choices[b]), n, a, b, spared))
-    picked = [k[0] for k in kept]
-    time_s = sum(g.count * g.choices[i].time_s for g, i in zip(groups, picked))
-    excess = sum(g.count * g.choices[i].saved_bytes for g, i in zip(groups, picked)) - budget
-    if excess <= 0:
-        return _Relaxation(tuple(picked), None, time_s)
-    for s in sorted(steps, key=lambda s: s.price):
-        spared = s.spared_bytes * groups[s.group].count
-        if excess <= spared:
-            return _Relaxation(tuple(picked), s, time_s + s.price * excess)
-        picked[s.group] = s.end
-        time_s, excess = time_s + s.price * spared, excess - spared
-    return None
-
-
-def _rounded_best(
-    groups: Sequence[Group], kept: Sequence[list[int]], budget: float, relaxed: _Relaxation
-) -> tuple[float, Counts] | None:
-    """Least time of whole blocks with sum saved <= ``budget``."""
-    step = relaxed.critical
-    if step is None:
-        return relaxed.time_s, _counts(groups, relaxed.picked)
-    saved = sum(g.count * g.choices[i].saved_bytes for g, i in zip(groups, relaxed.picked))
-    time_s = sum(g.count * g.choices[i].time_s for g, i in zip(groups, relaxed.picked))
-    slower_s = groups[step.group].choices[step.end].time_s
-    slower_s -= groups[step.group].choices[step.start].time_s
-
-    best: tuple[float, tuple[tuple[int, int, int], ...], int] | None = None
-    options = _deviations(groups, kept, relaxed)
-    upper = time_s + -(-(saved - budget) // step.spared_bytes) * slower_s
-    # Sums in another order differ in their last bits: the plan that rounds up must stay within.
-    gap = upper - relaxed.time_s + 1e-9 * upper
-    room = [g.count for g in groups]
-    for moved, moved_s, moved_bytes in _within(options, gap, room, 0):
-        used = sum(n for g, _, n in moved if g == step.group)
-        excess = saved + moved_bytes - budget
-        n = max(0, int(-(-excess // step.spared_bytes)))
-        if n <= groups[step.group].count - used:
-            found = (time_s + moved_s + n * slower_s, moved, n)
-            best = found if best is None or found < best else best
-    if best is None:
-        return None
-    total_s, moved, n = best
-    counts = [list(row) for row in _counts(groups, relaxed.picked)]
-    for g, i, m in (*moved, (step.group, step.end, n)):
-        counts[g][relaxed.picked[g]] -= m
-        counts[g][i] += m
-    return total_s, tuple(tuple(row) for row in counts)
-
-
-@dataclass(frozen=True)
-class _Deviation:
-    """A block of a group that takes another choice than the relaxation's."""
-
-    group: int
-    choice: int
-    reduced_s: float
-    """What it costs beyond the price of memory: at least 0."""
-    time_s: float
-    saved_bytes: int
-    """Both against the relaxation's choice."""
-
-
-def _deviations(
-    groups: Sequence[Group], kept: Sequence[list[int]], relaxed: _Relaxation
-) -> list[_Deviation]:
-    step = relaxed.critical
-    assert step is not None
-    out = []
-    for n, (g, k) in enumerate(zip(groups, kept)):
-        usual = g.choices[relaxed.picked[n]]
-        for i in k:
-            if i == relaxed.picked[n] or (n == step.group and i == step.end):
-                continue
-            time_s = g.choices[i].time_s - usual.time_s
-            saved = g.choices[i].saved_bytes - usual.saved_bytes
-            out.append(_Deviation(n, i, max(0.0, time_s + step.price * saved), time_s, saved))
-    return sorted(out, key=lambda d: -d.reduced_s)
-
-
-def _within(
-    options: Sequence[_Deviation], gap: float, room: list[int], at: int
-) -> Iterator[tuple[tuple[tuple[int, int, int], ...], float, int]]:
-    """Every set of deviations whose reduced costs sum to at most ``gap``: (group, choice, blocks)
-    of each, their seconds and bytes.
-
-    Args:
-        room: per group the blocks that have not deviated; changed and restored.
-    """
-    if at == len(options):
-        yield (), 0.0, 0
-        return
-    d = options[at]
-    most = room[d.group]
-    if d.reduced_s > 0:
-        most = min(most, int(gap / d.reduced_s))
-    for n in range(most + 1):
-        room[d.group] -= n
-        for moved, time_s, saved in _within(options, gap - n * d.reduced_s, room, at + 1):
-            this = ((d.group, d.choice, n),) if n else ()
-            yield (*this, *moved), time_s + n * d.time_s, saved + n * d.saved_bytes
-        room[d.group] += n

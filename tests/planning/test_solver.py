@@ -1,116 +1,128 @@
-"""The exact solver against trying everything."""
+"""The exact choice under a limit on the most held at any moment, against all plans there are."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paradyse.planning.solver import Choice, Counts, Group, fastest, smallest
-from paradyse.planning.solver_published import published
+from paradyse.planning.costs import BlockCost, Machine
+from paradyse.planning.solver import Choices
+
+MACHINE = Machine(1e12, 1e12, 1e-5, 1e9, communicator_bytes=3)
+NAMES = ("a", "b", "c", "d", "e")
 
 
-def cost(groups: list[Group], counts: Counts) -> tuple[float, int]:
-    used = [(n, c) for g, row in zip(groups, counts) for n, c in zip(row, g.choices) if n]
-    saved = sum(n * c.saved_bytes for n, c in used)
-    workspace = max((c.workspace_bytes for _, c in used), default=0)
-    return sum(n * c.time_s for n, c in used), saved + workspace
+def choices_of(
+    table: Sequence[dict[str, BlockCost]], layers: int, rest: Sequence[BlockCost] = ()
+) -> Choices:
+    """``layers`` times the blocks of ``table``, which take turns."""
+    costs = [*table] * layers
+    return Choices([tuple(c) for c in costs], costs, rest, 1000, 0, 0.0, MACHINE)
 
 
-def compositions(n: int, k: int) -> list[tuple[int, ...]]:
-    return [c for c in itertools.product(range(n + 1), repeat=k) if sum(c) == n]
-
-
-def random_groups(rng: random.Random) -> list[Group]:
-    def choice() -> Choice:
-        return Choice(rng.randint(1, 20) / 8, rng.randint(0, 30), rng.choice([1, 7, 20, 40]))
-
-    return [
-        Group(rng.randint(1, 4), tuple(choice() for _ in range(rng.randint(1, 4))))
-        for _ in range(rng.randint(1, 3))
-    ]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_equals_exhaustive_search(seed: int) -> None:
+def random_choices(seed: int, layers: int, names: Sequence[str], kinds: int = 2) -> Choices:
+    """What is faster tends to need more memory."""
     rng = random.Random(seed)
-    groups = random_groups(rng)
-    every = [
-        cost(groups, c)
-        for c in itertools.product(*(compositions(g.count, len(g.choices)) for g in groups))
-    ]
-    need, counts = smallest(groups)
-    assert need == min(m for _, m in every)
-    assert cost(groups, counts)[1] == need
-    for budget in sorted({m for _, m in every} | {need - 1}):
-        best = min((t for t, m in every if m <= budget), default=None)
-        found = fastest(groups, budget)
-        assert (found is None) == (best is None)
-        if found is not None:
-            t, m = cost(groups, found)
-            assert t == pytest.approx(best)
-            assert m <= budget
-            assert [sum(row) for row in found] == [g.count for g in groups]
 
+    def cost(i: int, left: int) -> BlockCost:
+        held = [rng.randrange(1, n) for n in (100 + 30 * (len(names) - i), 200)]
+        return BlockCost(rng.uniform(1, 2 + i), *held, 0, left_bytes=left)
 
-def test_no_blocks_and_no_room() -> None:
-    assert fastest([], 0) == ()
-    assert fastest([], -1) is None
-    assert smallest([]) == (0, ())
-    assert fastest([Group(2, (Choice(1.0, 5, 5),))], 14) is None
-    assert fastest([Group(2, (Choice(1.0, 5, 5),))], 15) == ((2,),)
-
-
-@pytest.mark.timeout(120)  # one that tried all mixes of six groups would not end
-def test_a_deep_model_of_many_groups_is_solved() -> None:
-    rng = random.Random(0)
-    groups = [
-        Group(40, tuple(Choice(rng.random(), rng.randint(1, 10**9), i) for i in range(5)))
-        for _ in range(6)
-    ]
-    least, most = (
-        smallest(groups)[0],
-        sum(g.count * max(c.saved_bytes for c in g.choices) for g in groups),
+    lefts = [rng.randrange(40) for _ in range(kinds)]
+    table = [{n: cost(i, left) for i, n in enumerate(names)} for left in lefts]
+    rest = [BlockCost(1.0, rng.randrange(50), rng.randrange(200), 0)]
+    return replace(
+        choices_of(table, layers, rest),
+        floor_bytes=rng.randrange(100),
+        margin=rng.choice((0.0, 0.1)),
     )
-    for share in (0.1, 0.3, 0.5, 0.9):
-        assert fastest(groups, least + share * (most - least)) is not None
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_never_slower_than_the_published_heuristic(seed: int) -> None:
-    rng = random.Random(seed)
-    layers = rng.choice([3, 12, 32])
-    groups = [
-        Group(
-            layers,
-            tuple(
-                Choice(rng.uniform(1, 3), rng.randint(10**6, 10**7), rng.randint(10**6, 10**8))
-                for _ in range(5)
-            ),
-        )
-        for _ in range(2)
-    ]
-    least = smallest(groups)[0]
-    for factor in (0.9, 1.0, 1.1, 1.5, 4.0):
-        heuristic, fits = published(groups, factor * least)
-        exact = fastest(groups, factor * least)
-        assert (exact is None) == (factor < 1)
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_exhaustive_search(seed: int) -> None:
+    choices = random_choices(seed, 3, NAMES[:3])
+    every = {p: choices.peak(p) for p in itertools.product(NAMES[:3], repeat=6)}
+    need, smallest = choices.smallest()
+    assert need == every[smallest] == min(every.values())
+    assert choices.fastest(need - 1) is None
+    most = max(every.values())
+    for share in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0):
+        limit = need + share * (most - need)
+        plan = choices.fastest(limit)
+        assert plan is not None and every[plan] <= limit
+        best = min(choices.time_s(p) for p in every if every[p] <= limit)
+        assert choices.time_s(plan) == pytest.approx(best, rel=1e-7)
+
+
+def test_no_blocks_and_no_time() -> None:
+    nothing = choices_of([], 0)
+    assert nothing.smallest() == (1003, ())
+    assert (nothing.fastest(1003), nothing.fastest(1002)) == ((), None)
+    free = choices_of([{"a": BlockCost(0.0, 10, 0, 0), "b": BlockCost(0.0, 9, 50, 0)}], 2)
+    assert (free.fastest(1023), free.fastest(1022)) == (("a", "a"), None)
+
+
+def test_what_needs_most_room_runs_first() -> None:
+    """So that little is saved while it does."""
+    roomy, small = BlockCost(1.0, 10, 100, 0), BlockCost(2.0, 10, 0, 0)
+    choices = choices_of([{"small": small, "roomy": roomy}], 4)
+    assert choices.fastest(1143) == ("roomy",) * 4
+    assert choices.fastest(1142) == ("roomy", "roomy", "roomy", "small")
+    assert choices.fastest(1113) == ("roomy", "small", "small", "small")
+    assert choices.fastest(1112) == ("small",) * 4
+    assert choices.smallest() == (1043, ("small",) * 4)
+
+
+@pytest.mark.timeout(120)
+def test_a_deep_model_of_many_kinds_is_solved() -> None:
+    """And not slower than strategies for whole kinds of blocks, where these fit."""
+    choices = random_choices(0, 40, NAMES, kinds=6)
+    least, most = choices.smallest()[0], choices.peak(choices.fastest(10**9) or ())
+    for share in (0.1, 0.5, 0.9):
+        limit = least + share * (most - least)
+        plan = choices.fastest(limit)
+        assert plan is not None and choices.peak(plan) <= limit
+        for name in NAMES:
+            alone = (name,) * 240
+            assert choices.peak(alone) > limit or choices.time_s(plan) <= choices.time_s(alone)
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    return import_module("published").published
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_never_slower_than_the_published_heuristic(seed: int, published: Any) -> None:
+    layers = random.Random(seed).choice([3, 12, 24])
+    choices = random_choices(seed, layers, NAMES)
+    least, most = choices.smallest()[0], choices.peak(choices.fastest(10**9) or ())
+    for share in (0.0, 0.1, 0.5, 1.0):
+        limit = least + share * (most - least)
+        heuristic, fits = published(choices, limit, layers)
+        exact = choices.fastest(limit)
+        assert exact is not None and choices.peak(exact) <= limit
+        assert fits == (choices.peak(heuristic) <= limit)
         if fits:
-            assert exact is not None
-            (fast_s, peak), (slow_s, other_peak) = cost(groups, exact), cost(groups, heuristic)
-            assert peak <= factor * least and other_peak <= factor * least
-            assert fast_s <= slow_s * (1 + 1e-12)
-        else:
-            assert cost(groups, heuristic)[1] > factor * least
+            assert choices.time_s(exact) <= choices.time_s(heuristic) * (1 + 1e-7)
 
 
-def test_the_published_heuristic_by_hand() -> None:
+def test_the_published_heuristic_by_hand(published: Any) -> None:
     """Four layers; fast and large, slow and small, and one that both beat."""
-    group = Group(4, (Choice(1.0, 10, 0), Choice(2.0, 4, 0), Choice(3.0, 12, 0)))
-    assert published([group], 40) == (((4, 0, 0),), True)
-    assert published([group], 34) == (((3, 1, 0),), True)
-    assert published([group], 16) == (((0, 4, 0),), True)
-    assert published([group], 15) == (((0, 4, 0),), False)
-    with pytest.raises(ValueError, match=r"\[1, 3\] strategies"):
-        published([group, Group(4, (Choice(1.0, 1, 0),))], 10)
+    costs = {s: BlockCost(t, n, 0, 0) for s, t, n in (("a", 1, 10), ("b", 2, 4), ("c", 3, 12))}
+    choices = choices_of([costs], 4)
+    assert published(choices, 1043, 4) == (("a",) * 4, True)
+    assert published(choices, 1037, 4) == (("a", "a", "a", "b"), True)
+    assert published(choices, 1019, 4) == (("b",) * 4, True)
+    assert published(choices, 1018, 4) == (("b",) * 4, False)
+    other = choices_of([costs, {"a": costs["a"]}], 2)
+    with pytest.raises(ValueError, match="2 sets of strategies"):
+        published(other, 10, 2)
