@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -44,17 +45,40 @@ class HeadSlots:
     def heads_per_slot(self) -> int:
         return -(-self.group // self.replicas)
 
+    @property
+    def queries_per_rank(self) -> int:
+        return self.slots_per_rank * self.heads_per_slot
+
     def real_slots(self, rank: int) -> int:
         """Slots of ``rank`` that are not padding; they come first."""
         n = self.slots_per_rank
         return max(0, min(n, self.num_kv_heads * self.replicas - rank * n))
 
+    @cached_property
+    def q(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank the query heads of its slots, ``heads_per_slot`` of each; -1: a missing one."""
+        n, g = self.slots_per_rank, self.heads_per_slot
+
+        def head(slot: int, i: int) -> int:
+            kv, part = divmod(slot, self.replicas)
+            at = part * g + i
+            return kv * self.group + at if kv < self.num_kv_heads and at < self.group else -1
+
+        ranks = [range(r * n, (r + 1) * n) for r in range(self.num_ranks)]
+        return tuple(tuple(head(slot, i) for slot in own for i in range(g)) for own in ranks)
+
+    @cached_property
+    def kv(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank the KV head of each slot; -1 for a missing one."""
+        return tuple(tuple(h // self.group for h in q[:: self.heads_per_slot]) for q in self.q)
+
     def head_ids(self, rank: int) -> Tensor:
-        """Query head [real slots * heads per slot] int64 of each head that ``rank`` computes."""
-        slot = torch.arange(self.real_slots(rank)) + rank * self.slots_per_rank
-        first = slot // self.replicas * self.group + slot % self.replicas * self.heads_per_slot
-        ids = first[:, None] + torch.arange(self.heads_per_slot)
-        return ids.flatten().clamp(max=self.num_heads - 1)
+        """Query head [real slots * heads per slot] int64 of each head that ``rank`` computes; one
+        that exists stands in for a missing one.
+        """
+        return torch.tensor(
+            self.q[rank][: self.real_slots(rank) * self.heads_per_slot], dtype=torch.int64
+        ).clamp(min=0)
 
     def spread_queries(self, x: Tensor) -> Tensor:
         """[B, s, H, D] to [B, s, p, n g D]: each rank's slots."""
@@ -94,23 +118,11 @@ class HeadSlots:
         query heads, the others KV heads.
         """
         n = self.slots_per_rank
-        return [n * self.heads_per_slot] + [n] * (num_tensors - 1)
+        return [self.queries_per_rank] + [n] * (num_tensors - 1)
 
     def columns(self, widths: Sequence[int]) -> list[int]:
         """Columns of a message that each tensor takes, from the widths of their heads."""
         return [h * w for h, w in zip(self.message_heads(len(widths)), widths)]
-
-
-def head_slots(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:
-    """The slots with the least work for the busiest rank, then the fewest bytes."""
-    group = num_heads // num_kv_heads
-    options = [
-        HeadSlots(num_heads, num_kv_heads, num_ranks, r)
-        for r in range(1, min(group, num_ranks) + 1)
-    ]
-    return min(
-        options, key=lambda s: (s.slots_per_rank * s.heads_per_slot, s.slots_per_rank, s.replicas)
-    )
 
 
 # Reference

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from paradyse.strategies.groups.heads import deal_heads
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
 
 Z_STRATEGIES = ("megatron_cz", "ulysses_z", "colossal_z")
@@ -160,21 +161,6 @@ def visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
     return seq_len // chunk * stretch(chunk) + stretch(seq_len % chunk)
 
 
-def heads_per_rank(num_heads: int, num_kv_heads: int, num_ranks: int) -> tuple[int, int]:
-    """Query and KV heads of one of p groups, padding included.
-
-    KV heads are spread first and queries follow at the same ratio. A KV head may be replicated, its
-    queries shared out, where that leaves the busiest rank less work: as it must with fewer KV heads
-    than ranks.
-    """
-    ratio = num_heads // num_kv_heads
-    options = []
-    for replicas in range(1, min(ratio, num_ranks) + 1):
-        slots = -(-num_kv_heads * replicas // num_ranks)
-        options.append((slots * -(-ratio // replicas), slots))
-    return min(options)
-
-
 def _projections(
     t: _Tally, tokens: float, weights: float, in_out: float, e: int, passes: float
 ) -> None:
@@ -248,7 +234,8 @@ class _Shape:
     @property
     def group(self) -> tuple[int, int]:
         """Query and KV heads of one of p groups."""
-        return heads_per_rank(self.block.num_heads, self.block.num_kv_heads, self.p)
+        slots = deal_heads(self.block.num_heads, self.block.num_kv_heads, self.p)
+        return slots.queries_per_rank, slots.slots_per_rank
 
     def core_flops(self, num_heads: float, pairs: float) -> float:
         """Scores and their product with V: two matmuls over the pairs, and backward."""

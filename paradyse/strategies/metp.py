@@ -146,7 +146,7 @@ class _Stage:
         num_up = len(used) - len(region) - len(downs)
         self.reads_heads = has_dropout(nodes)
         dims = [*common_dims(scope)]
-        dims += [((len(groups.slots.q[0]),),)] * self.reads_heads
+        dims += [((groups.slots.queries_per_rank,),)] * self.reads_heads
         if attended is not None:
             b, h, s, d = local_shape(scope, attended, groups.sizes, SPLIT)
             dims.append((b, s, h, d))

@@ -62,7 +62,7 @@ class TensorParallelVariant:
             block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
         )
         dims = [*common_dims(scope)]
-        dims += [((len(groups.slots.q[0]),),)] * self.needs_heads
+        dims += [((groups.slots.queries_per_rank,),)] * self.needs_heads
         dims += [spec_dims(scope, n, SPLIT) for n in segments.inputs]
         dims += [local_shape(scope, n, groups.sizes, WHOLE) for n in self.replicated]
         dims += [tuple((n,) for n in w.shape()) for w in self.weights]

@@ -25,7 +25,7 @@ from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_backward import launch_backward
 from paradyse.kernels.flash_forward import launch_forward
 from paradyse.kernels.flash_tiles import describe_mask
-from paradyse.kernels.head_exchange import head_slots
+from paradyse.strategies.groups.heads import deal_heads
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOKENS, HEADS, KV_HEADS = 4096, 32, 8
@@ -47,7 +47,7 @@ def merge(width: int, running: torch.dtype, result: torch.dtype) -> None:
 
 def exchange(width: int) -> None:
     """Both ways with q, k, v, and with q alone."""
-    slots = head_slots(HEADS, KV_HEADS, 4)
+    slots = deal_heads(HEADS, KV_HEADS, 4)
     for count in (3, 1):
         widths = [width] * count
         counts = [HEADS, KV_HEADS, KV_HEADS][:count]

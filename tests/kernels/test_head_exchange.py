@@ -19,7 +19,8 @@ from torch import Tensor
 
 from paradyse.distributed.axis import TokenLayout, local_positions
 from paradyse.kernels import head_exchange, triton_exchange
-from paradyse.kernels.head_exchange import HeadSlots, head_slots
+from paradyse.kernels.head_exchange import HeadSlots
+from paradyse.strategies.groups.heads import deal_heads
 
 PLAIN = {
     "send_heads": head_exchange.send_heads_reference,
@@ -107,7 +108,7 @@ def length(p: int, chunk: int) -> int:
 def test_every_element_arrives(run: dict, case: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Both ways, between ranks that are played one after the other."""
     torch.manual_seed(sum(case))
-    slots, p = head_slots(*case), case[2]
+    slots, p = deal_heads(*case), case[2]
     tensors = whole(slots, length(p, 5), dtype)
     sent = []
     for r in range(p):
@@ -139,7 +140,7 @@ def test_every_element_arrives(run: dict, case: tuple[int, int, int], dtype: tor
 
 @IMPLEMENTATIONS
 def test_queries_travel_alone(run: dict) -> None:
-    slots = head_slots(7, 1, 3)
+    slots = deal_heads(7, 1, 3)
     q = whole(slots, length(3, 5), torch.float32)[0]
     local = [rows_of(q, 3, r) for r in range(3)]
     sent = [run["send_heads"](slots, [x]) for x in local]
@@ -152,7 +153,7 @@ def test_queries_travel_alone(run: dict) -> None:
 
 @kernels
 def test_padding_is_zero_whatever_the_memory_held() -> None:
-    slots = head_slots(2, 2, 3)
+    slots = deal_heads(2, 2, 3)
     nothing = [torch.empty(1, 0, 6, w, device=DEVICE) for w in WIDTHS]
     for run in (PLAIN, TRITON):
         assert not run["send_tokens"](slots, nothing).any()
@@ -162,7 +163,7 @@ def test_padding_is_zero_whatever_the_memory_held() -> None:
 @pytest.mark.parametrize("widths", [(64, 64, 64), (80, 80, 128)])
 def test_kernels_equal_the_reference_over_many_tiles(widths: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
-    slots, p, n = head_slots(6, 3, 2), 2, 4 * 43
+    slots, p, n = deal_heads(6, 3, 2), 2, 4 * 43
     heads = (6, 3, 3)
     local = [torch.randn(1, h, n // p, w, device=DEVICE) for h, w in zip(heads, widths)]
     message = PLAIN["send_heads"](slots, local)
@@ -180,4 +181,4 @@ def test_kernels_equal_the_reference_over_many_tiles(widths: tuple[int, int, int
 def test_a_message_of_two_tensors_is_refused() -> None:
     x = torch.zeros(1, 2, 4, 8, device=DEVICE)
     with pytest.raises(ValueError, match="1 or 3 tensors, not 2"):
-        triton_exchange.launch_send_heads(head_slots(2, 2, 2), [x, x])
+        triton_exchange.launch_send_heads(deal_heads(2, 2, 2), [x, x])

@@ -19,13 +19,11 @@ from paradyse.planning.costs import (
     Link,
     Machine,
     canonical_strategy,
-    heads_per_rank,
     local_len,
     peak_bytes,
     prior_cost,
     visible_pairs,
 )
-from paradyse.strategies.attention.ulysses import head_slots
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
 
 CAUSAL = MaskSpec(right=0)
@@ -116,23 +114,6 @@ def test_grouped_kv_heads_and_padding_change_the_bytes() -> None:
     assert exchange == (2 * 256 + 2 * 64) * b * s // p * 2 * (p - 1) // p
     odd = prior_cost(attention(h, 8, 2), "megatron_cz", work(1021, p, b, training=False), GPU)
     assert odd.comm_bytes == ring  # 1021 tokens travel padded to 1024
-
-
-def test_heads_are_padded_kv_first() -> None:
-    assert heads_per_rank(8, 4, 2) == (4, 2)
-    assert heads_per_rank(9, 3, 2) == (6, 2)
-    assert heads_per_rank(8, 2, 4) == (2, 1)
-    assert heads_per_rank(7, 1, 4) == (2, 1)
-
-
-@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (9, 3), (7, 1), (12, 2), (71, 1), (16, 16)])
-@pytest.mark.parametrize("p", [2, 3, 4, 8, 32])
-def test_heads_per_rank_are_those_of_the_exchange(heads: tuple[int, int], p: int) -> None:
-    slots = head_slots(*heads, p)
-    assert heads_per_rank(*heads, p) == (
-        slots.slots_per_rank * slots.heads_per_slot,
-        slots.slots_per_rank,
-    )
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])

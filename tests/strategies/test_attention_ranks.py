@@ -17,7 +17,6 @@ from torch import Tensor
 import paradyse.strategies.attention.operators  # noqa: F401  registers the operators
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis, local_positions, resolve_axis
-from paradyse.strategies.attention.ulysses import head_slots
 
 OPERATORS = ("ring", "ulysses", "colossal")
 # The project's bounds (relative norm of outputs and of each gradient).
@@ -227,23 +226,6 @@ def test_bytes(ranks: Callable[[int], RankPool], p: int) -> None:
     for got in ranks(p).run(step, "ulysses", s):
         assert got["forward"] == (2 * q_bytes + kv_bytes * copies) * (p - 1) // p
         assert got["both"] == 2 * got["forward"]
-
-
-def test_head_slots_share_the_work() -> None:
-    """Every query head is in one slot; KV heads are copied where that balances, and only there."""
-    for h_kv, group, p in itertools.product(range(1, 9), range(1, 7), range(1, 9)):
-        slots = head_slots(h_kv * group, h_kv, p)
-        real = [slots.head_ids(r)[: slots.real_slots(r) * slots.heads_per_slot] for r in range(p)]
-        assert set(torch.cat(real).tolist()) == set(range(h_kv * group))
-        busiest = slots.slots_per_rank * slots.heads_per_slot
-        assert busiest <= group * -(-h_kv // p)
-        x = torch.randn(2, 3, h_kv * group, 5)
-        assert torch.equal(slots.collect_queries(slots.spread_queries(x).flatten(2), 5), x)
-        y = torch.randn(2, 3, h_kv, 5)
-        copied = slots.sum_keys(slots.spread_keys(y).flatten(2), 5)
-        torch.testing.assert_close(copied, y * slots.replicas)
-    assert (head_slots(8, 8, 4).replicas, head_slots(71, 1, 2).replicas) == (1, 2)
-    assert head_slots(12, 3, 2).replicas == 2  # 6 heads each instead of 8 and 4
 
 
 def compiled_equals_eager(op: str, backend: str) -> int:

@@ -31,7 +31,6 @@ from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import evaluate, evaluate_ups, up_weights
-from paradyse.strategies.groups.heads import head_slots
 from paradyse.strategies.groups.model import Groups, Unsplittable, Weight
 from paradyse.weights.slices import Rows
 
@@ -76,31 +75,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases everywhere": ("BertForMaskedLM", dict(FAMILIES["bert"].config)),
     "norms behind the projection": ("Gemma3ForCausalLM", dict(FAMILIES["gemma3"].config)),
 }
-
-
-@pytest.mark.parametrize("num_groups", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv"),
-    [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3), (71, 1), (71, 71), (32, 8), (12, 4), (5, 5), (50, 50)],
-)
-def test_slots_hold_every_head_once(num_heads: int, num_kv: int, num_groups: int) -> None:
-    ratio = num_heads // num_kv
-    slots = head_slots(num_kv, ratio, num_groups)
-    assert sorted(h for q in slots.q for h in q if h >= 0) == list(range(num_heads))
-    assert len(slots.q) == len(slots.kv) == num_groups
-    assert {len(q) for q in slots.q} == {slots.num_slots * slots.q_sub}
-    for kv, q in zip(slots.kv, slots.q, strict=True):
-        for i, head in enumerate(q):
-            if head >= 0:
-                assert head // ratio == kv[i // slots.q_sub]
-        assert set(kv) == {h // ratio if h >= 0 else -1 for h in q} or -1 not in kv
-
-
-def test_slots_are_balanced() -> None:
-    assert len(head_slots(1, 71, 4).q[0]) == 18
-    assert head_slots(2, 2, 4).q == ((0,), (1,), (2,), (3,))
-    assert head_slots(2, 1, 3).q == ((0,), (1,), (-1,))
-    assert head_slots(8, 4, 2).kv == (tuple(range(4)), tuple(range(4, 8)))
 
 
 class _Recorder(fx.Interpreter):

@@ -27,12 +27,12 @@ from paradyse.kernels.attention_op import (
 )
 from paradyse.kernels.head_exchange import (
     HeadSlots,
-    head_slots,
     receive_heads,
     receive_tokens,
     send_heads,
     send_tokens,
 )
+from paradyse.strategies.groups.heads import deal_heads
 
 
 def _exchange(message: Tensor, axis: Axis, block_id: int) -> Tensor:
@@ -79,7 +79,7 @@ def _part(
     num_heads: int, num_kv_heads: int, d: int, dv: int, axis: Axis, args: tuple[Any, ...]
 ) -> _Part:
     *args_, head_ids = args
-    slots = head_slots(num_heads, num_kv_heads, axis.size)
+    slots = deal_heads(num_heads, num_kv_heads, axis.size)
     ids = slots.head_ids(axis.rank)
     if head_ids is not None:
         ids = head_ids.cpu()[ids]
@@ -194,7 +194,7 @@ def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ax = axis_named(rest[11])
-    slots = head_slots(q.shape[1], k.shape[1], ax.size)
+    slots = deal_heads(q.shape[1], k.shape[1], ax.size)
     b, _, s, d = q.shape
     n, g, dv = slots.slots_per_rank, slots.heads_per_slot, v.shape[3]
     h, seq_len = slots.real_slots(ax.rank) * g, s * ax.size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from paradyse.graph.factors import Factor, resolve
 from paradyse.graph.subgraph import is_weight, make_piece, run
 from paradyse.strategies.base import Scope, is_tensor
-from paradyse.strategies.groups.heads import head_slots, shared
+from paradyse.strategies.groups.heads import deal_heads
 from paradyse.strategies.groups.model import Groups, Leaf, Projection, Unsplittable, Up, Weight
 from paradyse.weights.slices import Form, Rows
 
@@ -119,6 +120,12 @@ def closure(
     return [n for n in next(iter(found)).graph.nodes if n in found]
 
 
+@lru_cache(maxsize=512)
+def _shared(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """One object for equal tables: a deep model has many blocks alike."""
+    return groups
+
+
 class _Analysis:
     def __init__(self, scope: Scope, block: Any):
         self.scope, self.block = scope, block
@@ -126,9 +133,8 @@ class _Analysis:
         self.outer, self.inner = self._split_factors()
         self.heads = {f for f in (self.outer, self.inner) if f is not None}
         num_kv = self.outer.size if self.outer is not None else 1
-        self.slots = head_slots(
-            num_kv, self.inner.size if self.inner is not None else 1, scope.axis.size
-        )
+        ratio = self.inner.size if self.inner is not None else 1
+        self.slots = deal_heads(num_kv * ratio, num_kv, scope.axis.size)
         self.members = set(block.region)
         self.below = self._descendants()
 
@@ -294,7 +300,7 @@ class _Analysis:
             part = self._rows(rows, factors, pad=False)
             out.append(Leaf(leaf, len(groups[0]), len(part[0])))
             groups = [a + b for a, b in zip(groups, part, strict=True)]
-        table = shared(tuple(groups))
+        table = _shared(tuple(groups))
         parts = []
         for linear in linears:
             weight, bias = self._weight(linear.args[1], 0, table), self._bias(linear, table)
@@ -351,7 +357,7 @@ class _Analysis:
         along = [factors.index(f) for f in (self.outer, self.inner) if f in factors]
         rest = [d for d in range(grid.ndim) if d not in along]
         has_outer, has_inner = self.outer in factors, self.inner in factors
-        if has_inner and not has_outer and self.slots.num_kv > 1:
+        if has_inner and not has_outer and self.slots.num_kv_heads > 1:
             raise Unsplittable("query heads stand apart from their KV heads")
         if len(set(factors)) < len(factors):
             raise Unsplittable("a factor occurs twice in one value")
@@ -363,11 +369,11 @@ class _Analysis:
             if pad:
                 rows = torch.where((heads >= 0).view([-1] + [1] * (rows.ndim - 1)), rows, -1)
             if len(along) == 2:
-                rows = rows.unflatten(0, (len(kv), self.slots.q_sub))
+                rows = rows.unflatten(0, (len(kv), self.slots.heads_per_slot))
             if along:
                 rows = rows.permute([[*along, *rest].index(d) for d in range(grid.ndim)])
             groups.append(tuple(rows.flatten().tolist()))
-        return shared(tuple(groups))
+        return _shared(tuple(groups))
 
     def _head_rows(self, node: fx.Node) -> Rows:
         """The slice of ``node`` along its dim of heads."""

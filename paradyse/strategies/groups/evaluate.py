@@ -191,9 +191,9 @@ def _element_index(
     heads: Tensor,
 ) -> Tensor:
     """Where each element of ``node``'s value within a group lies in the whole tensor."""
-    dims, letters, ratio = scope.names.of(node), scope.labels(layout).of, groups.slots.ratio
+    dims, letters, ratio = scope.names.of(node), scope.labels(layout).of, groups.slots.group
     factors = [f for d in dims for f in d]
-    table = heads.view(-1, groups.slots.q_sub)
+    table = heads.view(-1, groups.slots.heads_per_slot)
     total: Tensor = torch.zeros((), dtype=torch.int64, device=heads.device)
     stride: Any = 1
     grid: list[Any] = []

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import Piece
-from paradyse.strategies.groups.heads import Slots
+from paradyse.kernels.head_exchange import HeadSlots
 from paradyse.weights.slices import Form, Rows
 
 
@@ -79,7 +79,7 @@ class Groups:
     """A block as ``post(sum_g f(x, W_g))``. See ``analyse``."""
 
     block: Any
-    slots: Slots
+    slots: HeadSlots
     outer: Factor | None
     """The factor of KV heads, or of columns; None where there is one KV head."""
     inner: Factor | None
@@ -99,10 +99,10 @@ class Groups:
     @property
     def sizes(self) -> dict[Factor, int]:
         """Sizes of the factors of heads (or columns) within a group."""
-        sizes = ((self.outer, self.slots.num_slots), (self.inner, self.slots.q_sub))
+        sizes = ((self.outer, self.slots.slots_per_rank), (self.inner, self.slots.heads_per_slot))
         return {f: n for f, n in sizes if f is not None}
 
     def text(self) -> str:
         """What distinguishes two analyses of pieces of one structure."""
         rows = [[(leaf.start, leaf.num_rows) for leaf in up.leaves] for up in self.ups]
-        return f"slots {self.slots.num_slots} x {self.slots.q_sub}, leaves {rows}"
+        return f"slots {self.slots.slots_per_rank} x {self.slots.heads_per_slot}, leaves {rows}"
