@@ -55,7 +55,7 @@ class Held:
         x = self.tensor
         new: Any = torch.empty_like(_rows(x).detach(), device=device)
         if isinstance(x, ShardedTensor):
-            new = ShardedTensor(new, x.placement, x.shape)
+            new = x.with_rows(new)
         if isinstance(x, nn.Parameter):
             new = nn.Parameter(new, requires_grad=x.requires_grad)
         for name, value in vars(x).items():  # marks of the model's own

@@ -217,11 +217,10 @@ def _rows(entry: _Entry, key: str, target: Tensor) -> Iterator[tuple[Tensor, Ten
         if not isinstance(target, ShardedTensor):
             yield target, stored[...]
             return
-        layout, at = target.placement, 0
-        for start, n in layout.runs[layout.axis.rank]:
+        layout = target.placement
+        for start, n, at in layout.stretches(layout.axis.rank):
             index = (slice(None),) * layout.dim + (slice(start, start + n),)
             yield target.local.narrow(layout.dim, at, n), stored[index]
-            at += n
 
 
 # Names

@@ -1,10 +1,9 @@
-"""Moving values between the rest layout (tokens split over ranks) and the whole sequence,
-differentiably.
+"""Differentiable moves between tokens split over ranks (the rest layout) and the whole sequence.
 
-``paradyse::gather_tokens`` and ``paradyse::reduce_scatter_tokens`` are operators for use inside
-compiled pieces; ``SplitTokens`` and ``GatherTokens`` are the steps between pieces. Gradient
-convention: the gradient of a replicated value is whole on every rank, the gradient of a split
-value is the rank's rows.
+Shapes: S is the length of the sequence, s what a rank holds of it (``TokenLayout.local_len``), p
+the number of ranks. ``gather_tokens`` and ``reduce_scatter_tokens`` are operators for use inside
+compiled pieces; ``SplitTokens`` and ``GatherTokens`` are the steps between pieces. The gradient of
+a replicated value is whole on every rank; the gradient of a split value is the rank's rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, TokenLayout, axis_named
 
 
-def take_rows(
+def _take_rows(
     x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: int | None = None
 ) -> Tensor:
     """The rows of ``x`` [.., S, ..] that ``rank`` holds, [.., s, ..].
@@ -40,19 +39,15 @@ def take_rows(
     return torch.cat(parts, dim)
 
 
-def natural_order(stacked: Tensor, dim: int) -> Tensor:
-    """``stacked`` [p, .., s, ..] of all ranks' rows as one tensor [.., p s, ..] in sequence
-    order.
-    """
+def _natural_order(stacked: Tensor, dim: int) -> Tensor:
+    """Rows of every rank, [p, .., s, ..], as one tensor [.., p s, ..] in sequence order."""
     p = stacked.shape[0]
     halves = [t.chunk(2, dim) for t in stacked.unbind(0)]
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
 
 
-def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
-    """[.., S, ..] in sequence order to [p, .., s, ..], every rank's rows; rows past the end are
-    0.
-    """
+def _rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
+    """[.., S, ..] in sequence order as the rows of every rank, [p, .., s, ..]; padding is 0."""
     short = layout.padded_len - x.shape[dim]
     if short:
         x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, short])
@@ -61,24 +56,27 @@ def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
     return torch.stack([torch.cat([chunks[r], chunks[2 * p - 1 - r]], dim) for r in range(p)])
 
 
-def gather_whole(x: Tensor, axis: Axis, block_id: int, dim: int) -> Tensor:
-    """All ranks' rows [.., p s, ..] in sequence order, padding included."""
-    return natural_order(collectives.all_gather(x, axis, block_id), dim)
+def _gather(x: Tensor, axis: Axis, block_id: int, dim: int, seq_len: int) -> Tensor:
+    """Rows [.., s, ..] of every rank as one tensor [.., S, ..] in sequence order."""
+    stacked = collectives.all_gather(x, axis, block_id)
+    return _natural_order(stacked, dim).narrow(dim, 0, seq_len).contiguous()
 
 
 @torch.library.custom_op("paradyse::gather_tokens", mutates_args=())
 def gather_tokens(
     x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
 ) -> Tensor:
-    """[.., s, ..] of this rank to the whole [.., S, ..] in sequence order. Backward:
-    reduce-scatter.
+    """The whole [.., S, ..] in sequence order. Its gradient is a reduce-scatter.
 
     Args:
-        local: the rank's positions [s], whole: all positions [S]; only their lengths are read.
+        x: the rank's rows, [.., s, ..].
+        local: the rank's positions [s], of which only the length is read.
+        whole: all positions [S], of which only the length is read.
         info: int64 [2] on the CPU: sequence length S, block id.
+        dim: the dim of the sequence.
+        axis: name of the sequence axis.
     """
-    gathered = gather_whole(x, axis_named(axis), int(info[1]), dim)
-    return gathered.narrow(dim, 0, whole.shape[0]).contiguous()
+    return _gather(x, axis_named(axis), int(info[1]), dim, whole.shape[0])
 
 
 @gather_tokens.register_fake
@@ -90,9 +88,16 @@ def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
 def reduce_scatter_tokens(
     x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
 ) -> Tensor:
-    """Sum over ranks of partial [.., S, ..], this rank's rows [.., s, ..]. Backward: all-gather."""
+    """The rank's rows [.., s, ..] of the sum over ranks of ``x`` [.., S, ..].
+
+    Its gradient is an all-gather.
+
+    Args:
+        x: one summand, [.., S, ..] in sequence order.
+        local, whole, info, dim, axis: as for ``gather_tokens``.
+    """
     a = axis_named(axis)
-    return collectives.reduce_scatter(rank_order(x, a.layout(x.shape[dim]), dim), a, int(info[1]))
+    return collectives.reduce_scatter(_rank_order(x, a.layout(x.shape[dim]), dim), a, int(info[1]))
 
 
 @reduce_scatter_tokens.register_fake
@@ -122,40 +127,30 @@ class SplitTokens(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dim: int, axis: Axis, block_id: int, fill: int | None = None
     ) -> Tensor:
-        ctx.where = (dim, axis, block_id, x.shape[dim])
-        return take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim, fill)
+        ctx.where = (axis, block_id, dim, x.shape[dim])
+        return _take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim, fill)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, axis, block_id, seq_len = ctx.where
-        return (
-            gather_whole(grad, axis, block_id, dim).narrow(dim, 0, seq_len),
-            None,
-            None,
-            None,
-            None,
-        )
+        return _gather(grad, *ctx.where), None, None, None, None
 
 
 class GatherTokens(torch.autograd.Function):
-    """This rank's rows [.., s, ..] to the whole [.., S, ..] on every rank; backward is a local
-    slice.
-    """
+    """This rank's rows [.., s, ..] to the whole [.., S, ..] on every rank; backward slices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, seq_len: int, axis: Axis, block_id: int) -> Tensor:
-        ctx.where = (dim, axis, seq_len)
-        return gather_whole(x, axis, block_id, dim).narrow(dim, 0, seq_len).contiguous()
+        ctx.where = (axis.layout(seq_len), dim, axis.rank)
+        return _gather(x, axis, block_id, dim, seq_len)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, axis, seq_len = ctx.where
-        rows = rank_order(grad, axis.layout(seq_len), dim)[axis.rank]
-        return rows, None, None, None, None
+        layout, dim, rank = ctx.where
+        return _rank_order(grad, layout, dim)[rank], None, None, None, None
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Partial sums to the total on every rank. Backward: the (whole) gradient as it is."""
+    """A rank's summand to the total on every rank; backward passes the (whole) gradient on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, block_id: int) -> Tensor:
@@ -167,9 +162,8 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class ReduceGrad(torch.autograd.Function):
-    """A replicated value used for a part of the work: itself; backward sums the parts of its
-    gradient.
-    """
+    """A replicated value unchanged, for a reader that does a part of its work on each rank;
+    backward sums the ranks' parts of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, block_id: int) -> Tensor:

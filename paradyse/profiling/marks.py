@@ -21,7 +21,8 @@ from paradyse.graph.subgraph import is_weight
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import BlockStep
 from paradyse.runtime.saved_memory import Saved, storages
-from paradyse.weights.sharded_tensor import Messages, ShardedTensor
+from paradyse.weights.shard_comm import Messages
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Shelf
 
 START, LOSS, END = "start", "loss", "end"

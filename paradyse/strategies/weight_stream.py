@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.weights.sharded_tensor import ShardedTensor, by_dtype
+from paradyse.weights.shard_comm import by_dtype
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Rows
 
 

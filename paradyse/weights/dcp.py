@@ -1,11 +1,11 @@
 """What ``torch.distributed.checkpoint`` asks of a sharded tensor: which boxes of it lie here.
 
 Each stretch of rows is one chunk, so a checkpoint can be read onto any other number of ranks or
-layout. Ranks of a data-parallel axis hold equal chunks, of which one is written: an item is told
-by its name and offsets.
+layout. Ranks of a data-parallel axis hold equal chunks, of which one is written: the name and the
+offsets identify a chunk.
 
 The protocol (``torch.distributed._checkpointable``, ``planner_helpers``, ``find_tensor_shard``) is
-not public; tried on torch 2.13 (``tests/test_checkpoint.py`` fails if nothing calls it).
+not public; tried on torch 2.13 (``tests/checkpoint/test_checkpoint.py`` fails if nothing calls it).
 """
 
 from __future__ import annotations
@@ -19,27 +19,35 @@ from torch import Tensor
 from paradyse.weights.layout import ShardLayout
 
 
-def _stretches(
-    layout: ShardLayout, shape: torch.Size
-) -> Iterator[tuple[torch.Size, torch.Size, int]]:
-    """Offsets and sizes of each stretch of the rank's rows, and where in these it starts."""
-    at = 0
-    for start, n in layout.runs[layout.axis.rank]:
-        offsets, sizes = [0] * len(shape), list(shape)
-        offsets[layout.dim], sizes[layout.dim] = start, n
-        yield torch.Size(offsets), torch.Size(sizes), at
-        at += n
+def _boxes(layout: ShardLayout, shape: torch.Size) -> Iterator[tuple[torch.Size, torch.Size, int]]:
+    """Offsets and sizes of each stretch of this rank's rows, and where the rank has it."""
+    before, after = [0] * layout.dim, [0] * (len(shape) - layout.dim - 1)
+    for start, n, at in layout.stretches(layout.axis.rank):
+        sizes = (*shape[: layout.dim], n, *shape[layout.dim + 1 :])
+        yield torch.Size((*before, start, *after)), torch.Size(sizes), at
 
 
 def chunk_list(layout: ShardLayout, shape: torch.Size) -> list[Any]:
-    """``ChunkStorageMetadata`` of each stretch; none where the rank holds no rows."""
+    """``ChunkStorageMetadata`` of each stretch of this rank; none where it holds no rows.
+
+    Args:
+        layout: of the tensor.
+        shape: of the whole tensor.
+    """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _stretches(layout, shape)]
+    return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _boxes(layout, shape)]
 
 
 def write_items(local: Tensor, layout: ShardLayout, shape: torch.Size, name: str) -> list[Any]:
-    """A ``WriteItem`` for each stretch, under ``name``."""
+    """A ``WriteItem`` for each stretch of this rank.
+
+    Args:
+        local: the rank's rows.
+        layout: of the tensor.
+        shape: of the whole tensor.
+        name: of the tensor in the checkpoint.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -55,12 +63,17 @@ def write_items(local: Tensor, layout: ShardLayout, shape: torch.Size, name: str
 
 
 def chunk_of(local: Tensor, layout: ShardLayout, shape: torch.Size, index: Any) -> Tensor:
-    """The rows at the ``MetadataIndex``: a view of ``local``, so that what is read lands there.
+    """The rows at ``index``: a view of ``local``, so that what is read into it lands there.
 
+    Args:
+        local: the rank's rows.
+        layout: of the tensor.
+        shape: of the whole tensor.
+        index: a ``MetadataIndex``: name and offsets of a chunk.
     Raises:
         ValueError: no stretch of this rank starts at the offsets.
     """
-    for offsets, sizes, at in _stretches(layout, shape):
+    for offsets, sizes, at in _boxes(layout, shape):
         if offsets == index.offset:
             return local.narrow(layout.dim, at, sizes[layout.dim])
     raise ValueError(

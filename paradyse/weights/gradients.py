@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +11,19 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
-from paradyse.distributed.replicas import average, buckets
+from paradyse.distributed.replicas import average
+from paradyse.weights.shard_comm import by_dtype
 from paradyse.weights.sharded_tensor import ShardedTensor
+
+BUCKET_BYTES = 64 * 2**20
+"""A message of gradients holds about this much: it bounds the copy that a message needs."""
 
 
 class SumGradients(torch.autograd.Function):
-    """Weights as they are; backward sums what each rank computed of their gradients, and averages
-    the sums over replicas.
+    """Weights unchanged; backward sums their gradients over ranks and averages over replicas.
 
-    One message for many weights, since latency rules where weights are replicated; each block is
-    booked the bytes of its own (``owners``: a block id per weight).
+    One message carries many weights, since latency rules where weights are replicated. Each block
+    is booked the bytes of its own weights (``owners``: a block id per weight).
     """
 
     @staticmethod
@@ -33,23 +37,18 @@ class SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         axis, replicas, owners = ctx.where
-        out: list[Tensor | None] = [None] * len(grads)
-        for bucket in buckets(grads):
-            flat = torch.cat([grads[i].reshape(-1) for i in bucket])
-            shares: dict[int, int] = {}
-            for i in bucket:
-                size = grads[i].numel() * grads[i].element_size()
-                shares[owners[i]] = shares.get(owners[i], 0) + size
-            total = average(collectives.all_reduce_in_place(flat, axis, shares), replicas)
-            for i, part in zip(
-                bucket, total.split([grads[i].numel() for i in bucket]), strict=True
-            ):
-                out[i] = part.view(grads[i].shape)
-        return None, None, None, *out
+
+        def summed(index: Sequence[int], flat: Tensor) -> Tensor:
+            shares: Counter[int] = Counter()
+            for i in index:
+                shares[owners[i]] += grads[i].nbytes
+            return average(collectives.all_reduce_in_place(flat, axis, shares), replicas)
+
+        return None, None, None, *_in_buckets(grads, summed)
 
 
 class AverageGradients(torch.autograd.Function):
-    """Weights, whole or sharded, as they are; backward averages their gradients over replicas."""
+    """Weights, whole or sharded, unchanged; backward averages their gradients over replicas."""
 
     @staticmethod
     def forward(ctx: Any, replicas: Axis, *weights: Tensor) -> Any:
@@ -60,13 +59,35 @@ class AverageGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         held = [g.local if isinstance(g, ShardedTensor) else g for g in grads]
-        out = list(grads)
-        for bucket in buckets(held):
-            flat = average(torch.cat([held[i].reshape(-1) for i in bucket]), ctx.replicas)
-            parts = flat.split([held[i].numel() for i in bucket])
-            for i, part in zip(bucket, parts, strict=True):
-                rows, g = part.view(held[i].shape), grads[i]
-                if isinstance(g, ShardedTensor):
-                    rows = ShardedTensor(rows, g.placement, g.shape)
-                out[i] = rows
-        return None, *out
+        means = _in_buckets(held, lambda _, flat: average(flat, ctx.replicas))
+        pairs = zip(grads, means, strict=True)
+        return None, *(g.with_rows(m) if isinstance(g, ShardedTensor) else m for g, m in pairs)
+
+
+def _in_buckets(
+    grads: Sequence[Any], reduce: Callable[[Sequence[int], Tensor], Tensor]
+) -> list[Tensor | None]:
+    """Each gradient as ``reduce`` returns it; None where there is none.
+
+    Args:
+        grads: gradients, or None.
+        reduce: from indices of gradients of one dtype, and their elements as one vector, to the
+            vector that replaces it.
+    """
+    given = [i for i, g in enumerate(grads) if g is not None]
+    buckets: list[list[int]] = []
+    for same_dtype in by_dtype([grads[i] for i in given]):
+        room = 0
+        for i in (given[k] for k in same_dtype):
+            if grads[i].nbytes > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(i)
+            room -= grads[i].nbytes
+    out: list[Tensor | None] = [None] * len(grads)
+    for bucket in buckets:
+        flat = reduce(bucket, torch.cat([grads[i].reshape(-1) for i in bucket]))
+        parts = flat.split([grads[i].numel() for i in bucket])
+        for i, part in zip(bucket, parts, strict=True):
+            out[i] = part.view(grads[i].shape)
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,51 +16,64 @@ from paradyse.distributed.axis import Axis, Runs
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which rows (indices along ``dim``) of a tensor lie on which rank, each on exactly one."""
+    """Which rows (indices along ``dim``) of a tensor lie on which rank, each on exactly one.
+
+    A rank holds its rows as one tensor, stretch after stretch.
+    """
 
     axis: Axis
     dim: int
     runs: tuple[Runs, ...]
-    """Per rank its rows as stretches (first, how many), in the order in which the rank holds
-    them."""
+    """Per rank its rows as stretches (first, how many), in the order in which it holds them."""
 
     @cached_property
     def num_rows(self) -> tuple[int, ...]:
-        """Per rank."""
+        """How many rows each rank holds."""
         return tuple(sum(n for _, n in runs) for runs in self.runs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardLayout:
         return self  # a value, whose process group cannot be copied
 
     def shape(self, size: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Of ``rank``'s rows of a tensor of ``size``."""
+        """Shape of what ``rank`` holds of a tensor of shape ``size``."""
         return (*size[: self.dim], self.num_rows[rank], *size[self.dim + 1 :])
 
     def numel(self, size: Sequence[int], rank: int) -> int:
+        """How many elements ``rank`` holds of a tensor of shape ``size``."""
         return math.prod(self.shape(size, rank))
 
-    def take(self, whole: Tensor, rank: int) -> Tensor:
-        """``rank``'s rows of ``whole``: a view where they are one stretch."""
-        parts = [whole.narrow(self.dim, start, n) for start, n in self.runs[rank]]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else torch.cat(parts, self.dim)
-            if parts
-            else whole.narrow(self.dim, 0, 0)
-        )
-
-    def put(self, whole: Tensor, rank: int, rows: Tensor) -> None:
-        """Write ``rank``'s rows into ``whole``."""
+    def stretches(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Each stretch of ``rank``: its first row, how many it has, and where ``rank`` has it."""
         at = 0
         for start, n in self.runs[rank]:
-            whole.narrow(self.dim, start, n).copy_(rows.narrow(self.dim, at, n))
+            yield start, n, at
             at += n
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Rows of ``rank`` in ``whole``: a view where they are one stretch."""
+        parts = [whole.narrow(self.dim, start, n) for start, n in self.runs[rank]]
+        if not parts:
+            return whole.narrow(self.dim, 0, 0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def take_own(self, whole: Tensor) -> Tensor:
+        """This rank's rows of ``whole``: contiguous, with memory of their own."""
+        return self.take(whole, self.axis.rank).clone(memory_format=torch.contiguous_format)
+
+    def put(self, whole: Tensor, rank: int, rows: Tensor) -> None:
+        """Write ``rows``, which ``rank`` holds, to their places in ``whole``."""
+        for start, n, at in self.stretches(rank):
+            whole.narrow(self.dim, start, n).copy_(rows.narrow(self.dim, at, n))
 
 
 def even_layout(axis: Axis, num_rows: int, dim: int = 0) -> ShardLayout:
-    """Contiguous rows, as many on each rank or one more on the first ones."""
-    p = axis.size
-    ends = [num_rows * r // p for r in range(p + 1)]
+    """One stretch per rank, and numbers of rows that differ by at most one.
+
+    Args:
+        axis: the ranks.
+        num_rows: size of the tensor along ``dim``; ranks without a row are allowed.
+        dim: the dim that is split.
+    """
+    ends = [num_rows * r // axis.size for r in range(axis.size + 1)]
     pairs = zip(ends[:-1], ends[1:], strict=True)
     return ShardLayout(axis, dim, tuple(((a, b - a),) if b > a else () for a, b in pairs))

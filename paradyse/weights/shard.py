@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -56,8 +55,8 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
 
 def _sharded(p: nn.Parameter, axis: Axis) -> nn.Parameter:
     layout = even_layout(axis, p.shape[0])
-    rows = layout.take(p.detach(), axis.rank).clone(memory_format=torch.contiguous_format)
-    out = nn.Parameter(ShardedTensor(rows, layout, p.shape), requires_grad=p.requires_grad)
+    x = ShardedTensor(layout.take_own(p.detach()), layout, p.shape)
+    out = nn.Parameter(x, requires_grad=p.requires_grad)
     for name, value in vars(p).items():  # marks of the model's own
         setattr(out, name, value)
     return out

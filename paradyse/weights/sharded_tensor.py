@@ -7,7 +7,7 @@ whole tensor, so the forward and the parameter names stay as they are; at run ti
 takes the rows.
 
 Uses ``torch.Tensor._make_wrapper_subclass`` and ``torch.utils._pytree``, which are not public;
-tried on torch 2.13 (``tests/test_shard.py`` trains, clips and loads).
+tried on torch 2.13 (``tests/weights`` trains, clips and loads).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from paradyse.distributed import collectives
 from paradyse.weights import dcp
 from paradyse.weights.layout import ShardLayout
+from paradyse.weights.shard_comm import gather_shards
 
 aten = torch.ops.aten
 
@@ -60,6 +61,10 @@ class ShardedTensor(Tensor):
             out.local, out.placement = local, layout
         return out
 
+    def with_rows(self, rows: Tensor) -> ShardedTensor:
+        """A tensor of this one's shape and layout, of which this rank holds ``rows``."""
+        return ShardedTensor(rows, self.placement, self.shape)
+
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; call it on every rank. Not differentiable."""
         self._need_values()
@@ -82,7 +87,7 @@ class ShardedTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        out: Any = ShardedTensor(self.local.clone(), self.placement, self.shape)
+        out: Any = self.with_rows(self.local.clone())
         if isinstance(self, torch.nn.Parameter):
             out = torch.nn.Parameter(out, requires_grad=self.requires_grad)
         memo[id(self)] = out
@@ -258,7 +263,7 @@ def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
 def _wrap(rows: Any, like: ShardedTensor | None) -> Any:
     if like is None or not isinstance(rows, Tensor):
         return rows
-    return ShardedTensor(rows, like.placement, like.shape)
+    return like.with_rows(rows)
 
 
 # Reductions
@@ -300,96 +305,7 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Whole tensors from shards and back
-
-
-def by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
-    """Indices of the tensors of each dtype."""
-    found: dict[torch.dtype, list[int]] = {}
-    for i, x in enumerate(tensors):
-        found.setdefault(x.dtype, []).append(i)
-    return list(found.values())
-
-
-def _padded(tensors: Sequence[ShardedTensor]) -> int:
-    """Elements of a message that holds any rank's rows of all ``tensors``."""
-    axis = tensors[0].placement.axis
-    return max(sum(t.placement.numel(t.shape, r) for t in tensors) for r in range(axis.size))
-
-
-Messages = list[tuple[list[int], collectives.Pending]]
-"""Indices of tensors, and the message that brings their rows from all ranks."""
-
-
-def start_gather(tensors: Sequence[ShardedTensor], block_id: int) -> Messages:
-    """Start bringing the rows of ``tensors`` together, in one message for each dtype."""
-    out = []
-    for index in by_dtype(tensors):
-        group = [tensors[i] for i in index]
-        axis, flat = group[0].placement.axis, [t.local.reshape(-1) for t in group]
-        short = _padded(group) - sum(f.numel() for f in flat)
-        flat += [flat[0].new_zeros(short)] * bool(short)
-        mine = flat[0] if len(flat) == 1 else torch.cat(flat)
-        out.append((index, collectives.start_all_gather(mine, axis, block_id)))
-    return out
-
-
-def gather_shards(
-    tensors: Sequence[ShardedTensor],
-    block_id: int,
-    out: Sequence[Tensor] | None = None,
-    coming: Messages | None = None,
-) -> list[Tensor]:
-    """The whole tensors.
-
-    Args:
-        out: tensors of the whole shapes to write into.
-        coming: from ``start_gather`` of the same tensors; None starts it now.
-    """
-    wholes = list(out) if out is not None else [t.local.new_empty(t.shape) for t in tensors]
-    for index, pending in coming if coming is not None else start_gather(tensors, block_id):
-        group = [tensors[i] for i in index]
-        axis, every = group[0].placement.axis, pending.wait()
-        for r in range(axis.size):
-            at = 0
-            for i, t in zip(index, group, strict=True):
-                n = t.placement.numel(t.shape, r)
-                rows = every[r, at : at + n].view(t.placement.shape(t.shape, r))
-                t.placement.put(wholes[i], r, rows)
-                at += n
-    return wholes
-
-
-def scatter_gradients(
-    grads: Sequence[Tensor], like: Sequence[ShardedTensor], block_id: int
-) -> list[ShardedTensor]:
-    """Sums over ranks of ``grads`` (of whole tensors), each rank its rows; a message for each
-    dtype."""
-    out: list[Any] = [None] * len(grads)
-    for index in by_dtype(grads):
-        group = [like[i] for i in index]
-        axis = group[0].placement.axis
-        sent = grads[index[0]].new_empty(axis.size, _padded(group))
-        for r in range(axis.size):
-            at = 0
-            for i, t in zip(index, group, strict=True):
-                n = t.placement.numel(t.shape, r)
-                rows = sent[r, at : at + n].view(t.placement.shape(t.shape, r))
-                rows.copy_(t.placement.take(grads[i], r))
-                at += n
-            sent[r, at:].zero_()
-        summed, at = collectives.reduce_scatter(sent, axis, block_id), 0
-        for i, t in zip(index, group, strict=True):
-            rows = summed[at : at + t.local.numel()].view(t.local.shape)
-            out[i] = ShardedTensor(rows, t.placement, t.shape)
-            at += t.local.numel()
-    return out
-
-
 def relayout(x: ShardedTensor, layout: ShardLayout) -> None:
     """Move the rows of ``x`` to where ``layout`` has them, in place; on every rank."""
-    if x.placement == layout:
-        return
-    whole = x.full_tensor()
-    x.local = layout.take(whole, layout.axis.rank).clone(memory_format=torch.contiguous_format)
-    x.placement = layout
+    if x.placement != layout:
+        x.local, x.placement = layout.take_own(x.full_tensor()), layout

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paradyse.distributed.axis import Axis
 from paradyse.weights.layout import ShardLayout
-from paradyse.weights.sharded_tensor import (
+from paradyse.weights.shard_comm import (
     Messages,
-    ShardedTensor,
     gather_shards,
     scatter_gradients,
     start_gather,
 )
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows, stretches
 
 LOOK_AHEAD = True
@@ -161,17 +161,10 @@ class _Gather(torch.autograd.Function):
         if gathered.summed:
             mine = scatter_gradients(given, like, gathered.block_id)
         else:
-            mine = [_rows(g, s) for g, s in zip(given, like, strict=True)]
-        for i, g in zip(found, mine, strict=True):
-            out[i] = g
+            mine = [s.placement.take_own(g) for g, s in zip(given, like, strict=True)]
+        for i, rows in zip(found, mine, strict=True):
+            out[i] = gathered.shards[i].with_rows(rows)
         return None, *out
-
-
-def _rows(grad: Tensor, like: ShardedTensor) -> ShardedTensor:
-    rows = like.placement.take(grad, like.placement.axis.rank)
-    return ShardedTensor(
-        rows.clone(memory_format=torch.contiguous_format), like.placement, like.shape
-    )
 
 
 def gather(

@@ -1,0 +1,125 @@
+"""Messages between shards and whole tensors: one for all tensors of a dtype.
+
+A message holds, for each rank, that rank's rows of one tensor after the other. Ranks may hold
+different numbers of rows, so each rank's part is as long as the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed import collectives
+from paradyse.weights.layout import ShardLayout
+
+
+class Shard(Protocol):
+    """A tensor of which this rank holds some rows."""
+
+    local: Tensor
+    placement: ShardLayout
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
+
+
+Messages = list[tuple[list[int], collectives.Pending]]
+"""Indices of tensors, and the message that brings their rows from all ranks."""
+
+
+def by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
+    """Indices of ``tensors`` by their dtype."""
+    found: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        found.setdefault(x.dtype, []).append(i)
+    return list(found.values())
+
+
+def split_rows(flat: Tensor, shards: Sequence[Shard], rank: int) -> list[Tensor]:
+    """Views of a message's part for one rank, a tensor each.
+
+    Args:
+        flat: at least the elements of all rows of ``shards`` that ``rank`` holds, [n].
+        shards: the tensors, in the order of the message.
+        rank: whose rows they are.
+    """
+    sizes = [s.placement.numel(s.shape, rank) for s in shards]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [x.view(s.placement.shape(s.shape, rank)) for x, s in zip(parts, shards, strict=True)]
+
+
+def _num_elements(shards: Sequence[Shard]) -> list[int]:
+    """Elements that each rank holds of all ``shards``."""
+    ranks = range(shards[0].placement.axis.size)
+    return [sum(s.placement.numel(s.shape, r) for s in shards) for r in ranks]
+
+
+def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
+    """Start bringing the rows of ``shards`` together; ``gather_shards`` waits for them.
+
+    Args:
+        shards: of one axis.
+        block_id: of the block that the bytes are booked to.
+    """
+    out = []
+    for index in by_dtype([s.local for s in shards]):
+        group = [shards[i] for i in index]
+        axis, flat = group[0].placement.axis, [s.local.reshape(-1) for s in group]
+        totals = _num_elements(group)
+        short = max(totals) - totals[axis.rank]
+        flat += [flat[0].new_zeros(short)] * bool(short)
+        mine = flat[0] if len(flat) == 1 else torch.cat(flat)
+        out.append((index, collectives.start_all_gather(mine, axis, block_id)))
+    return out
+
+
+def gather_shards(
+    shards: Sequence[Shard],
+    block_id: int,
+    out: Sequence[Tensor] | None = None,
+    coming: Messages | None = None,
+) -> list[Tensor]:
+    """The whole tensors, on every rank.
+
+    Args:
+        shards: of one axis.
+        block_id: of the block that the bytes are booked to.
+        out: tensors of the whole shapes to write into; None makes them.
+        coming: from ``start_gather`` of the same ``shards``; None starts it now.
+    """
+    wholes = list(out) if out is not None else [s.local.new_empty(s.shape) for s in shards]
+    for index, pending in coming if coming is not None else start_gather(shards, block_id):
+        group, every = [shards[i] for i in index], pending.wait()
+        for rank, part in enumerate(every):
+            for i, rows in zip(index, split_rows(part, group, rank), strict=True):
+                shards[i].placement.put(wholes[i], rank, rows)
+    return wholes
+
+
+def scatter_gradients(
+    grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int
+) -> list[Tensor]:
+    """Sums over ranks of ``grads``, of which each rank gets the rows that it holds.
+
+    Args:
+        grads: what this rank computed of the gradients of the whole tensors.
+        shards: the tensors, of one axis.
+        block_id: of the block that the bytes are booked to.
+    """
+    out: list[Any] = [None] * len(grads)
+    for index in by_dtype(grads):
+        group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
+        axis = group[0].placement.axis
+        sent = grads[index[0]].new_empty(axis.size, max(totals))
+        sent[:, min(totals) :].zero_()
+        for rank, part in enumerate(sent):
+            for i, rows in zip(index, split_rows(part, group, rank), strict=True):
+                rows.copy_(shards[i].placement.take(grads[i], rank))
+        summed = collectives.reduce_scatter(sent, axis, block_id)
+        for i, rows in zip(index, split_rows(summed, group, axis.rank), strict=True):
+            out[i] = rows
+    return out
