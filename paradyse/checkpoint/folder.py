@@ -20,11 +20,14 @@ METADATA = ".metadata"
 """The file that torch.distributed.checkpoint writes last."""
 
 _COMPLETE = re.compile(r"step-(\d{8,})(\.old)?")
-_SHOWN = 3
-"""How many names an error lists."""
 
 
 def check_counts(step: Any, keep: Any) -> None:
+    """Refuse values of ``step`` and ``keep`` that ``save_checkpoint`` cannot take.
+
+    Raises:
+        ValueError: one of them is no count.
+    """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; give the number of steps done, an int of 0 or more")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -32,7 +35,7 @@ def check_counts(step: Any, keep: Any) -> None:
 
 
 def make_room(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` will be; remains of killed saves are removed."""
+    """Make ``folder``, clear it of what killed saves left, and name the checkpoint of ``step``."""
     folder.mkdir(parents=True, exist_ok=True)
     for remains in folder.glob("step-*.tmp"):
         shutil.rmtree(remains)
@@ -54,7 +57,11 @@ def _step_of(path: Path) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """The complete checkpoint of the highest step, or ``folder`` if it is a checkpoint itself."""
+    """The complete checkpoint of the highest step in ``folder``; itself if it is a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     if (folder / METADATA).is_file():
         return folder
     found = _complete(folder)
@@ -69,7 +76,17 @@ def newest(folder: Path) -> Path:
 
 
 def finish(unfinished: Path, path: Path, metadata: Any, step: int, keep: int | None) -> None:
-    """Give the checkpoint its name, and remove what it replaces."""
+    """Give the checkpoint its name, and remove what it replaces.
+
+    Args:
+        unfinished: the folder that ranks wrote to.
+        path: its name from now on.
+        metadata: of the checkpoint, by torch.distributed.checkpoint.
+        step: of the checkpoint.
+        keep: how many checkpoints of steps up to this one stay; None: all.
+    Raises:
+        ValueError: files that other ranks wrote are not to be seen here.
+    """
     unseen = damage_of(unfinished, metadata)
     if unseen:
         raise ValueError(
@@ -99,7 +116,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names in ``folder`` reach the disk."""
+    """Return once the names in ``folder`` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,37 +125,34 @@ def _sync(folder: Path) -> None:
 
 
 def way_out(path: Path) -> str:
-    """Which other checkpoint could be loaded in place of a damaged one."""
+    """Which other checkpoint could be loaded in place of the damaged one at ``path``."""
     others = [str(p) for p in _complete(path.parent) if p != path]
     return f"Load another one: {others[-1]}" if others else "There is no other one beside it"
 
 
 def damage_of(path: Path, metadata: Any) -> str:
-    """Which files are missing or too short; empty if none."""
+    """Which files of the checkpoint at ``path`` are missing or too short; empty if none.
+
+    Args:
+        metadata: of the checkpoint, by torch.distributed.checkpoint.
+    """
     needed: dict[str, int] = {}
     for piece in metadata.storage_data.values():
         end = piece.offset + piece.length
         needed[piece.relative_path] = max(end, needed.get(piece.relative_path, 0))
-    sizes = {name: _size_bytes(path / name) for name in needed}
-    missing = [name for name, size in sizes.items() if size is None]
+    missing = [name for name in needed if not (path / name).is_file()]
+    sizes = {name: (path / name).stat().st_size for name in needed if name not in missing}
     short = [
         f"{name} has {size} of {needed[name]} bytes"
         for name, size in sizes.items()
-        if size is not None and size < needed[name]
+        if size < needed[name]
     ]
     parts = [f"missing are {listed(missing)}"] * bool(missing) + [listed(short)] * bool(short)
     return "; ".join(parts)
 
 
-def _size_bytes(file: Path) -> int | None:
-    return file.stat().st_size if file.is_file() else None
-
-
-def shape_of(size: Any) -> str:
-    return str(list(size)) if size is not None else "no tensor"
-
-
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """The first ``most`` of ``names`` for an error, and how many there are besides."""
     names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

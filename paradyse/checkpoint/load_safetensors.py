@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.checkpoint.buffers import Held, held_tensors, remake
+from paradyse.checkpoint.folder import listed
 from paradyse.distributed import collectives
 from paradyse.weights.sharded_tensor import OPTIMIZER, ShardedTensor
 
@@ -175,7 +176,7 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
     if absent:
         raise ValueError(
             f"{len(absent)} of the {len(files)} files that {path} names are missing: "
-            f"{_few(absent)}. Copy or download them again; nothing was changed"
+            f"{listed(absent)}. Copy or download them again; nothing was changed"
         )
     return files, names
 
@@ -201,7 +202,7 @@ def _read_headers(path: Path) -> dict[str, _Entry]:
     if absent:
         raise ValueError(
             f"the index {path} names {len(absent)} tensors that its files do not have: "
-            f"{_few(absent)}. Index and files are of different checkpoints; nothing was changed"
+            f"{listed(absent)}. Index and files are of different checkpoints; nothing was changed"
         )
     return entries
 
@@ -265,12 +266,12 @@ def _match(
     ]
     problems = []
     if missing:
-        problems.append(f"{len(missing)} of the model's tensors are missing: {_few(missing)}")
+        problems.append(f"{len(missing)} of the model's tensors are missing: {listed(missing)}")
     if misfits:
-        problems.append(f"{len(misfits)} do not fit: {_few(misfits)}")
+        problems.append(f"{len(misfits)} do not fit: {listed(misfits)}")
     if extra and strict:
         problems.append(
-            f"{len(extra)} have no place in the model: {_few(extra)} (strict=False skips them)"
+            f"{len(extra)} have no place in the model: {listed(extra)} (strict=False skips them)"
         )
     return _Match(keys, tuple(skipped), tuple(kept), tuple(problems))
 
@@ -319,11 +320,6 @@ def _check_tied(
                 "model: make the model with tie_word_embeddings=False in its configuration. "
                 "Nothing was changed"
             )
-
-
-def _few(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _describe(path: Path, match: _Match) -> str:

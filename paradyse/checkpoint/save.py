@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.checkpoint import folder as files
-from paradyse.checkpoint.folder import listed, shape_of
+from paradyse.checkpoint.folder import listed
 from paradyse.weights.shard import name_before_compile
 
 T = TypeVar("T")
@@ -284,7 +284,8 @@ def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     for name in mine.keys() & saved.keys():
         there, here = getattr(saved[name], "size", None), getattr(mine[name], "shape", None)
         if there != here:
-            shapes.append(f"{name} ({shape_of(there)} there, {shape_of(here)} here)")
+            text = ["no tensor" if s is None else str(list(s)) for s in (there, here)]
+            shapes.append(f"{name} ({text[0]} there, {text[1]} here)")
     out = [f"it lacks {listed(missing)}"] * bool(missing)
     out += [f"it has {listed(unknown)} besides"] * bool(unknown)
     return out + [f"shapes differ: {listed(sorted(shapes))}"] * bool(shapes)
