@@ -1,4 +1,4 @@
-"""Which batches a rank reads: its sequence group's, equal on all ranks of the group."""
+"""Which batches a rank reads: those of its sequence group, equal on all ranks of the group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from paradyse.distributed.axis import resolve_replicas
 
 
 def replica_of(mesh: Any = None) -> tuple[int, int]:
-    """Which replica this rank belongs to, and of how many: (index, number).
+    """Which replica this rank belongs to, and how many there are.
 
     All ranks of a sequence group belong to one replica and must read the same batches; different
-    replicas read different ones. For splitting data that ``replica_sampler`` does not fit, such as
-    streams.
+    replicas read different ones. It serves to split data that ``replica_sampler`` does not fit,
+    such as streams.
 
     Args:
         mesh: as the option of the backend: 1-D and None have one replica.
+    Returns:
+        The replica's index and how many there are.
     """
     axis = resolve_replicas(mesh)
     return axis.rank, axis.size
@@ -32,8 +34,7 @@ def replica_sampler(
     seed: int = 0,
     drop_last: bool = False,
 ) -> DistributedSampler[Any]:
-    """A sampler that gives the ranks of a sequence group the same samples, in the same order, and
-    each replica its own.
+    """A sampler that gives each replica samples of its own, the same ones on all of its ranks.
 
         sampler = paradyse.replica_sampler(dataset, mesh)
         loader = DataLoader(dataset, batch_size=4, sampler=sampler)
@@ -44,6 +45,7 @@ def replica_sampler(
         dataset: with a length. All replicas get equally many samples: some are repeated, or with
             ``drop_last`` left out, where the length does not divide.
         mesh: as the option of the backend.
+        shuffle: whether to draw a new order for each epoch; else the dataset's order.
         seed: of the shuffle; the same on every rank.
     """
     replica, num_replicas = replica_of(mesh)

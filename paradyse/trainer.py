@@ -1,11 +1,11 @@
 """HuggingFace's Trainer over sequence-parallel ranks.
 
-``Trainer`` splits data over all ranks and wraps the model in DistributedDataParallel; the mixin has
-it split data over replicas only and leave gradients to the backend. Nothing of transformers is
-imported: the mixin is put before whichever trainer class is used.
+``Trainer`` splits data over all ranks and wraps the model in DistributedDataParallel; the mixin
+makes it split data over replicas only and leave gradients to the backend. It imports nothing of
+transformers, as it precedes whichever trainer class is used.
 
-Tried with transformers 5.23 and accelerate 1.15 (``tests/test_trainer.py``). Methods of ``Trainer``
-that are overridden and begin with an underscore are not public; each calls the original.
+It was tried with transformers 5.23 and accelerate 1.15 (``tests/test_trainer.py``). Overridden
+methods that begin with an underscore are not public; each calls the original.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from paradyse.weights.shard import full_state_dict
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 SHARDS = "shards"
-"""Folder in a checkpoint of Trainer's: a sharded model and its optimizer, each rank its rows."""
+"""Folder in a checkpoint of Trainer's with a sharded model and its optimizer."""
 
 WHOLE_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
-"""Files in a checkpoint of Trainer's: an optimizer's state that is not in parts."""
+"""Files in a checkpoint of Trainer's with the state of an optimizer of replicated weights."""
 
 SCHEDULER = "scheduler.pt"
-"""File in a checkpoint of Trainer's, by its own name for it."""
+"""File in a checkpoint of Trainer's with the state of the scheduler."""
 
 _Trainer: Any = object
-"""What the mixin is put before is known to its user alone."""
+"""For the type checker: the class that the mixin precedes is the user's choice."""
 
 
 class TrainerMixin(_Trainer):
@@ -85,9 +85,15 @@ class TrainerMixin(_Trainer):
             accelerator.dataloader_config.dispatch_batches = False
 
     def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples that all replicas together take in one step with ``args``."""
         return self._train_batch_size * args.gradient_accumulation_steps * self._replicas.size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, after which the model is known to be compiled with this backend.
+
+        Raises:
+            ValueError: the model was compiled with another one.
+        """
         loss = super().training_step(*args, **kwargs)
         if not self._ran and dist.is_initialized() and not any(captures_of(self.model)):
             raise ValueError(
@@ -98,9 +104,10 @@ class TrainerMixin(_Trainer):
         self._ran = True
         return loss
 
-    # Checkpoints. Files of a sharded model are whole, its optimizer's state lies in parts.
+    # Checkpoints: model files are whole; the optimizer's state of a sharded model is not.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a whole model to ``output_dir``; Trainer itself sets ``_internal_call``."""
         if _is_sharded(self.model):
             one = not self.args.save_on_each_node
             self._whole_state = full_state_dict(self.model, cpu=True, rank0_only=one)

@@ -1,4 +1,4 @@
-"""The tensors of a model by where it holds them; those that no checkpoint has, made anew.
+"""Where a model holds its tensors, and how tensors that no checkpoint has get their values.
 
 A model made on the meta device has no values. Parameters and persistent buffers come from a
 checkpoint. The others (frequencies of rotary embeddings, positions, masks) are made by the model's
@@ -69,7 +69,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def held_tensors(model: nn.Module) -> list[Held]:
-    """Parameters, buffers and plain attributes of all modules."""
+    """Parameters, buffers and plain tensor attributes of all modules of ``model``."""
     found: dict[int, list[tuple[str, Place, bool, Tensor]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         volatile = module._non_persistent_buffers_set
@@ -91,10 +91,14 @@ def held_tensors(model: nn.Module) -> list[Held]:
 def remake(
     model: nn.Module, lost: Sequence[Held], device: torch.device
 ) -> list[tuple[Held, Tensor]]:
-    """Values on ``device`` for each of ``lost``, as the model's own code makes them.
+    """Each of ``lost`` with values as the model's own code makes them.
 
     The model is left as it is, whether this raises or not.
 
+    Args:
+        model: that holds the tensors.
+        lost: tensors on the meta device that no checkpoint has.
+        device: of the values.
     Raises:
         ValueError: the code fails, or leaves elements unwritten.
     """

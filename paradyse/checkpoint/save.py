@@ -57,6 +57,7 @@ def save_checkpoint(
         optimizer: of (some of) the model's parameters.
         extra: small things to go on from, anything that pickles: a scheduler's state, the position
             in the data, generator states. Rank 0's are written.
+        step: how many steps are done; it names the checkpoint.
         keep: how many checkpoints of steps up to this one may stay; the others are removed once
             this one is complete. None: all.
         process_group: the ranks that call this; None: all.
@@ -103,9 +104,12 @@ def load_checkpoint(
     Args:
         folder: with checkpoints in it, of which the one of the highest step is taken, or the
             folder of one step.
+        model: of the class and configuration that was saved.
         optimizer: of the kind and with the parameter groups of the one that was saved; None loads
             the weights alone.
         process_group: the ranks that call this; None: all.
+    Returns:
+        The checkpoint's folder, its step, and ``extra``.
     Raises:
         FileNotFoundError: there is no complete checkpoint in ``folder``.
         ValueError: it is of another model or another optimizer, or files of it are missing or
@@ -139,7 +143,7 @@ def load_checkpoint(
 
 
 class _Ranks:
-    """The ranks that save or load together; one without a process group."""
+    """The ranks that save or load together; this one alone without a process group."""
 
     def __init__(self, process_group: Any) -> None:
         self.group = process_group
@@ -236,7 +240,7 @@ def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[lis
 
 
 def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
-    """The checkpoint's metadata, if it is whole and of this model, and that has memory.
+    """The checkpoint's metadata, once it is known to be whole and to fit the model.
 
     Args:
         mine: the model's state by name.
@@ -277,7 +281,7 @@ def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
 
 
 def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """What tells the entries of a checkpoint from the model's."""
+    """How the entries of a checkpoint differ from the model's, in words; empty if they agree."""
     missing = [n for n in mine if n not in saved]
     unknown = [n for n in saved if n not in mine]
     shapes = []

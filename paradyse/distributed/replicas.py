@@ -22,8 +22,8 @@ REPLICAS = collectives.register_block("data parallel")
 
 @torch.library.custom_op("paradyse::sum_over_replicas", mutates_args=())
 def sum_over_replicas(x: Tensor, axis: str) -> Tensor:
-    """Sum of ``x`` over the replicas of ``axis`` (its name). Backward sums their gradients, since
-    every replica returns the sum."""
+    """Sum of ``x`` over the axis of replicas named ``axis``. Every replica returns the sum, so
+    backward sums their gradients."""
     return collectives.all_reduce(x, axis_named(axis), REPLICAS)
 
 

@@ -15,9 +15,9 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     """Spread every parameter of ``model`` over the ranks of a sequence group, in place.
 
-    Each parameter becomes a ``ShardedTensor`` of the same name and shape whose memory is the
-    rank's rows; tied parameters stay tied. Model class and forward stay as they are. Make the
-    optimizer after this, then compile and train as usual:
+    Each parameter becomes a ``ShardedTensor`` of the same name, shape and dtype, of which a rank
+    keeps 1/p in memory; tied parameters stay tied. Model class and forward stay as they are.
+    Make the optimizer after this, then compile and train as usual:
 
         paradyse.shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -25,11 +25,12 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
 
     The rows are even at first. When a graph of the model is captured, the weights of its blocks
     move once to whole heads (or columns) per rank, the rest layout that all strategies share.
-    Parameters of no dim stay replicated. Every rank must call it, with equal weights.
+    Parameters of no dim stay replicated. Every rank must call it, with equal weights. This is
+    ZeRO-3's partition of parameters, gradients and optimizer state (arXiv 1910.02054, section 5).
 
     Args:
-        model: not compiled yet, not wrapped by DDP or FSDP; a compiled one's original is sharded.
-            On the meta device as well: ``paradyse.load_safetensors`` gives such shards values.
+        model: not compiled yet, not wrapped by DDP or FSDP. It may be on the meta device;
+            ``paradyse.load_safetensors`` then gives the shards values.
         mesh: as the option of the backend; None: one axis over the world. With one rank nothing
             is done.
     Returns:
@@ -89,13 +90,16 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """``model.state_dict()`` with whole tensors; call it on every rank.
 
-    They are gathered one after the other. Tensors are detached, and copies where the parameter is
+    Tensors are gathered one after the other. They are detached, and copies where the parameter is
     sharded. Tied parameters give one tensor under each of their names. Names are those of the
     model before ``torch.compile``.
 
     Args:
+        model: sharded or not, compiled or not.
         cpu: move each whole tensor to the CPU before the next one is gathered.
         rank0_only: rank 0 of the world keeps them, the other ranks get ``{}``.
+    Returns:
+        Name -> the whole tensor, on the device of its parameter or on the CPU.
     """
     everywhere = not (rank0_only and dist.is_available() and dist.is_initialized())
     kept = everywhere or dist.get_rank() == 0
@@ -113,5 +117,5 @@ def full_state_dict(
 
 
 def name_before_compile(name: str) -> str:
-    """Without the prefix that ``torch.compile`` gives to what is inside the compiled module."""
+    """``name`` of a parameter, without the prefix that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")

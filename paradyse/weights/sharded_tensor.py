@@ -1,13 +1,13 @@
 """Tensors whose rows lie spread over the ranks of an axis, each row on one rank.
 
-``ShardedTensor`` is a parameter (or its gradient, or optimizer state) at rest: its shape is the
-whole tensor's, its memory the rank's rows. Elementwise operators, norms and the optimizers run on
-the rows; anything else asks for ``full_tensor()``. While a model is traced it stands for the
-whole tensor, so the forward and the parameter names stay as they are; at run time the backend
-takes the rows.
+``ShardedTensor`` is a parameter (or its gradient, or optimizer state) at rest: it has the shape of
+the whole tensor and the memory of the rank's rows. Elementwise operators, norms and the optimizers
+run on the rows; any other operator raises and names ``full_tensor()``. While a model is traced, a
+sharded parameter stands for the whole tensor, so the forward and the parameter names stay as they
+are; at run time the backend takes the rows.
 
-Uses ``torch.Tensor._make_wrapper_subclass`` and ``torch.utils._pytree``, which are not public;
-tried on torch 2.13 (``tests/weights`` trains, clips and loads).
+``torch.Tensor._make_wrapper_subclass`` and ``torch.utils._pytree`` are not public; both were tried
+on torch 2.13 (``tests/weights`` trains, clips and loads).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from paradyse.weights.shard_comm import gather_shards
 aten = torch.ops.aten
 
 OPTIMIZER = collectives.register_block("optimizer")
-"""Block id of messages that no block sends: norms of gradients, whole tensors asked for."""
+"""Block id of messages that no block sends: norms of gradients, ``full_tensor()``."""
 
 
 class ShardedTensor(Tensor):
-    """A tensor of which this rank holds some rows. Made by ``paradyse.shard``."""
+    """A tensor of which this rank holds some rows; ``paradyse.shard`` makes parameters of it."""
 
     local: Tensor
     """The rank's rows."""
     placement: ShardLayout
     _token: Tensor
-    """Empty. What tracers see in place of the rows, so that no guard speaks of their layout."""
+    """An empty tensor. Tracers see it in place of the rows, so no guard depends on the layout."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -66,7 +66,11 @@ class ShardedTensor(Tensor):
         return ShardedTensor(rows, self.placement, self.shape)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank; call it on every rank. Not differentiable."""
+        """The whole tensor, on every rank; call it on every rank. Not differentiable.
+
+        Raises:
+            ValueError: the tensor is on the meta device.
+        """
         self._need_values()
         with torch.no_grad():
             return gather_shards([self], OPTIMIZER)[0]
@@ -101,7 +105,11 @@ class ShardedTensor(Tensor):
         )
 
     def storage(self) -> Any:
-        # what writers of files ask for (safetensors does), and nothing else does any more
+        """Writers of files (safetensors) ask for the storage: it is not the whole tensor's.
+
+        Raises:
+            ValueError: always; the message says how to save the model.
+        """
         raise ValueError(
             f"a sharded tensor of shape {list(self.shape)} has no storage that could be written: "
             "this rank holds some of its rows. Give whole tensors, on every rank: "
@@ -241,7 +249,7 @@ def _first(values: Any) -> ShardedTensor | None:
 
 
 def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
-    """What of ``x`` belongs to the rows of ``like``."""
+    """The part of ``x`` that meets the rows of ``like``; values without rows as they are."""
     if not isinstance(x, Tensor) or like is None:
         return x
     if isinstance(x, ShardedTensor):
@@ -306,6 +314,6 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def relayout(x: ShardedTensor, layout: ShardLayout) -> None:
-    """Move the rows of ``x`` to where ``layout`` has them, in place; on every rank."""
+    """Move the rows of ``x`` to where ``layout`` has them, in place; call it on every rank."""
     if x.placement != layout:
         x.local, x.placement = layout.take_own(x.full_tensor()), layout

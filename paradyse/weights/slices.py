@@ -1,7 +1,8 @@
-"""How a block takes its weights: whole (W), or only the rows or columns of this rank's group (W_r).
+"""How a block takes its weights: whole (W), or only the rows or columns of one group (W_g).
 
-With replicated weights both are local; what a rank computed of their gradients is summed over
-ranks in one message per block. A sharded layout serves the same two forms with other communication.
+A strategy asks for one of the two forms and does not know how weights lie at rest: replicated
+weights give both without a message, sharded ones are gathered for W, and for the W_g of the rank's
+own group give the rows that lie here.
 """
 
 from __future__ import annotations
@@ -13,26 +14,25 @@ import torch
 from torch import Tensor
 
 MANY_RUNS = 64
-"""Rows in more stretches than this are taken by an index: a stretch costs some microseconds."""
+"""Rows in more stretches than this are taken by one index, as each stretch costs a launch."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows (dim 0) or columns (dim 1) of a weight that each group computes with; -1 is a row of
-    zeros.
-    """
+    """Rows (dim 0) or columns (dim 1) of a weight that each group computes with."""
 
     dim: int
     groups: tuple[tuple[int, ...], ...]
-    """Per group the indices into the weight, equally many for each."""
+    """Per group its indices into the weight, equally many for each; -1 stands for a row of zeros,
+    which pads a group."""
 
     @cached_property
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per group its indices as stretches (first, how many); (-1, n) is n rows of zeros."""
+        """Per group its indices as ``stretches``."""
         return tuple(stretches(rows) for rows in self.groups)
 
     def take(self, weight: Tensor, group: int) -> Tensor:
-        """W_g, with zeros for padding. Differentiable; a view where it is one stretch."""
+        """W_g of ``group`` from ``weight`` W, differentiably; a view where it is one stretch."""
         if len(self.runs[group]) > MANY_RUNS:
             index = torch.tensor(self.groups[group], device=weight.device)
             shape = [-1 if d == self.dim else 1 for d in range(weight.ndim)]
@@ -54,12 +54,12 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def packed(self, group: int) -> Rows:
-        """One group's rows, counted among those of them that exist: what is missing stays -1."""
+        """The same rows of ``group``, as indices into a tensor of those that are not padding."""
         at = iter(range(len(self.groups[group])))
         return Rows(self.dim, (tuple(-1 if row < 0 else next(at) for row in self.groups[group]),))
 
     def add(self, out: Tensor, group: int, grad: Tensor) -> None:
-        """Add ``grad``, of W_g, into ``out``, the gradient of the whole weight."""
+        """Add ``grad``, of the W_g of ``group``, to its rows of ``out``, the gradient of W."""
         if len(self.runs[group]) > MANY_RUNS:
             kept = [(i, row) for i, row in enumerate(self.groups[group]) if row >= 0]
             source, index = torch.tensor(kept, device=out.device).unbind(1)
@@ -73,7 +73,7 @@ class Rows:
 
 
 def stretches(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """``rows`` as stretches of consecutive ones, (first, how many); (-1, n) for n times -1."""
+    """``rows`` as stretches of consecutive ones, (first, how many); n times -1 are (-1, n)."""
     found: list[tuple[int, int]] = []
     for row in rows:
         start, n = found[-1] if found else (-2, 0)
@@ -85,4 +85,4 @@ def stretches(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 Form = Rows | None
-"""How a weight is taken: ``Rows`` for the rank's group, None for the whole."""
+"""How a weight is taken: ``Rows`` for W_g, None for the whole W."""
