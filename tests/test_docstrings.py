@@ -1,4 +1,4 @@
-"""Public docstrings tell what is given and what is raised, in every module of ``COMPLETE``."""
+"""What documents say of the code: parameters and errors of public functions, names of files."""
 
 from __future__ import annotations
 
@@ -97,6 +97,17 @@ def test_public_docstrings_are_complete(file: Path) -> None:
 def test_the_public_api_is_documented() -> None:
     for name in paradyse._API:
         assert getattr(paradyse, name).__doc__, name
+
+
+@pytest.mark.parametrize(
+    "document", [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")], ids=lambda f: f.name
+)
+def test_files_named_in_documents_exist(document: Path) -> None:
+    folders = ("paradyse", "passes", "kernels", "tests", "benchmarks", "examples")
+    here = {f.as_posix() for folder in folders for f in (ROOT / folder).rglob("*.py")}
+    named = re.findall(r"`([\w/]+\.py)`", document.read_text())
+    missing = sorted({n for n in named if not any(f.endswith("/" + n) for f in here)})
+    assert not missing, f"{document.name} names {missing}"
 
 
 @pytest.mark.parametrize(
