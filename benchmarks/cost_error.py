@@ -28,9 +28,10 @@ from common import Goal, Report, llama, parser, table
 
 from paradyse.cli.commands.plan import dry_run_of
 from paradyse.cli.models import read_config
-from paradyse.planning.costs import BlockCost, Machine, gradient_sum_s, prior_cost
+from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.curves import DEGREES, ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
 from paradyse.planning.measured import REST, CostModel, prior_growths
+from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
 from paradyse.types import BlockSpec, Workload
 

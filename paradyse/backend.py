@@ -46,7 +46,7 @@ from paradyse.runtime.describe import describe_blocks, describe_masks
 from paradyse.runtime.guard import Guard
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
-from paradyse.strategies import canonical_variant
+from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.types import Plan, Workload
@@ -444,7 +444,7 @@ def stats(compiled_model: Any) -> Stats:
             switches += graph.guard.num_switches
             for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
                 variants |= {
-                    (block.structure, canonical_variant(block.kind, s)) for s in step.variants
+                    (block.structure, canonical_strategy(block.kind, s)) for s in step.variants
                 }
             plans.update(graph.guard.plan_of)
             for block_id in (

@@ -20,9 +20,9 @@ from torch import Tensor
 from paradyse.cli import models as integrations
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
-from paradyse.planning.costs import canonical_strategy
 from paradyse.planning.explain import short_key
 from paradyse.profiling.steps import peak_beyond, static_bytes
+from paradyse.strategies import canonical_strategy
 from paradyse.types import Plan, Workload
 
 AUTO = "auto"

@@ -37,7 +37,7 @@ from paradyse.runtime.describe import describe_blocks
 from paradyse.runtime.frame import Frame, _zero
 from paradyse.runtime.program import BlockStep, PieceStep, Program
 from paradyse.runtime.saved_memory import Saved
-from paradyse.strategies import canonical_variant
+from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.metp import MetpVariant
@@ -105,7 +105,7 @@ class DryRun:
         return batch * TokenLayout(self.num_ranks, seq_len).local_len
 
     def block(self, block: BlockSpec, strategy: str) -> Sizes:
-        return self.sizes[block.structure, canonical_variant(block.kind, strategy)]
+        return self.sizes[block.structure, canonical_strategy(block.kind, strategy)]
 
 
 def dry_run(
@@ -133,7 +133,7 @@ def dry_run(
                 continue
             spec = blocks[step.index]
             for strategy in spec.feasible() if num_ranks > 1 else (REPLICATED,):
-                key = (spec.structure, canonical_variant(spec.kind, strategy))
+                key = (spec.structure, canonical_strategy(spec.kind, strategy))
                 if key not in sizes:
                     sizes[key] = measure_step(program, step, strategy)
         parameters = list(model.parameters())

@@ -1,6 +1,6 @@
 """What a dry run and a machine on paper say of every strategy at every length, and of the mixture.
 
-Memory is that of ``dry_run``; operations, bytes and messages are ``cost.prior_cost``'s, from the
+Memory is that of ``dry_run``; operations, bytes and messages are ``prior_cost``'s, from the
 shapes of the captured blocks, at the rates of ``devices.machine_of``.
 """
 
@@ -14,8 +14,10 @@ import torch
 
 from paradyse.config import Options
 from paradyse.offline.dry_run import DryRun
-from paradyse.planning.costs import BlockCost, Machine, canonical_strategy, prior_cost
+from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.planner import Planner, longest_length
+from paradyse.planning.prior import prior_cost
+from paradyse.strategies import canonical_strategy
 from paradyse.types import BlockSpec, Plan, Workload
 
 MIXTURE = "mixture"

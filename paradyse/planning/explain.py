@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from paradyse.kernels.selection import capability_of, describe_choices
-from paradyse.planning.costs import BlockCost, canonical_strategy
+from paradyse.planning.costs import BlockCost
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
+from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
 
 Rows = list[tuple[str, ...]]

@@ -1,7 +1,7 @@
 """Costs from a profile: one curve for each block structure, strategy and quantity.
 
 Time, bytes saved for backward and bytes of workspace are predicted by curves (``cost_curves``)
-where a strategy was measured, by the analytic prior (``cost.prior_cost``) where it was not. The
+where a strategy was measured, by the analytic prior (``prior_cost``) where it was not. The
 prior always gives what a rank sends, which it counts exactly, and the time of bringing together the
 gradients of whole weights, which a strategy causes but the rest of the step is measured with.
 
@@ -23,15 +23,7 @@ from typing import Any
 
 import torch
 
-from paradyse.planning.costs import (
-    Z_STRATEGIES,
-    BlockCost,
-    Link,
-    Machine,
-    canonical_strategy,
-    gradient_sum_s,
-    prior_cost,
-)
+from paradyse.planning.costs import BlockCost, Link, Machine
 from paradyse.planning.curves import (
     DEGREES,
     ESTIMATOR_NAMES,
@@ -41,7 +33,9 @@ from paradyse.planning.curves import (
     Growth,
     Point,
 )
+from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
+from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
 
 log = logging.getLogger(__name__)
@@ -166,7 +160,7 @@ class CostModel:
         if curves is None:
             return None
         cost = _read(curves, workload)
-        outside = sum(self._outside(b, Z_STRATEGIES[0], workload) for b in blocks)
+        outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
         return replace(cost, time_s=max(0.0, cost.time_s - outside))
 
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:

@@ -16,9 +16,11 @@ import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, parse_plan
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
-from paradyse.planning.costs import BlockCost, Machine, canonical_strategy, prior_cost
+from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.measured import CostModel
+from paradyse.planning.prior import prior_cost
 from paradyse.planning.solver import Choices
+from paradyse.strategies import canonical_strategy
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 
 log = logging.getLogger(__name__)

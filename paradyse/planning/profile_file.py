@@ -58,7 +58,7 @@ class Measurement:
     kind: str
     """``attention`` or ``mlp``; ``rest`` for all that is not in a block."""
     strategy: str
-    """A variant's name (``cost.canonical_strategy``); "" for ``rest``."""
+    """A variant's name (``canonical_strategy``); "" for ``rest``."""
     batch: int
     seq_len: int
     training: bool

@@ -28,13 +28,7 @@ import torch
 import torch.distributed as dist
 
 from paradyse.config import check_strategy, parse_bytes
-from paradyse.planning.costs import (
-    BlockCost,
-    Machine,
-    canonical_strategy,
-    gradient_bytes,
-    peak_bytes,
-)
+from paradyse.planning.costs import BlockCost, Machine, gradient_bytes, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.profile_file import (
     MEASURED,
@@ -48,6 +42,7 @@ from paradyse.planning.profile_file import (
 )
 from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import MakeBatch, Steps
+from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec
 from paradyse.weights.sharded_tensor import ShardedTensor
 

@@ -43,7 +43,6 @@ from paradyse.planning.corrections import (
     num_tokens,
     scale_of,
 )
-from paradyse.planning.costs import canonical_strategy
 from paradyse.planning.planner import Planner
 from paradyse.planning.time_ratios import OWN_OF_PRIOR, OWN_OF_PROFILE, Key, TimeRatios
 from paradyse.profiling.marks import (
@@ -61,6 +60,7 @@ from paradyse.profiling.marks import (
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.saved_memory import may_watch
+from paradyse.strategies import canonical_strategy
 from paradyse.types import Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 

@@ -1,47 +1,96 @@
-"""One file for each strategy: how one block is computed in parallel."""
+"""One file for each strategy: how one block is computed in parallel, and what that costs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import fx
 
 import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
 from paradyse.graph.subgraph import Piece
-from paradyse.strategies.base import Scope
+from paradyse.strategies.base import Scope, Strategy
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
-from paradyse.strategies.local import ZeroVariant
-from paradyse.strategies.metp import MetpVariant, masks_inside
-from paradyse.strategies.tensor_parallel import TensorParallelVariant
-from paradyse.types import REPLICATED
+from paradyse.strategies.local import COLOSSAL_Z, MEGATRON_CZ, ULYSSES_Z, LocalBlock
+from paradyse.strategies.metp import METP
+from paradyse.strategies.tensor_parallel import MEGATRON_TS
+from paradyse.strategies.work import Work
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Workload
 
-Z_STRATEGIES = ("megatron_cz", "ulysses_z", "colossal_z")
-
-
-def canonical_variant(kind: str, strategy: str) -> str:
-    """The variant that computes ``strategy``: for an MLP the three Z strategies are one."""
-    return "megatron_cz" if kind == "mlp" and strategy in Z_STRATEGIES else strategy
+STRATEGIES = (MEGATRON_TS, MEGATRON_CZ, ULYSSES_Z, COLOSSAL_Z, METP)
+"""In the order of ``ATTENTION_STRATEGIES``, the names that a plan may use."""
 
 
-def build_variant(scope: Scope, block: Any, piece: Piece, strategy: str) -> Any:
-    """The callable that computes ``block`` by ``strategy`` (it compiles on first use)."""
-    attention: fx.Node | None = block.attention
-    strategy = canonical_variant(block.kind, strategy)
-    if strategy == REPLICATED or strategy in Z_STRATEGIES:
-        return ZeroVariant(scope, piece, attention, strategy)
-    if strategy == "megatron_ts":
-        return TensorParallelVariant(scope, block, piece)
-    if strategy == "metp":
-        return MetpVariant(scope, block, piece)
-    raise NotImplementedError(f"strategy {strategy}")
+def by_name(strategies: Sequence[Strategy], names: Sequence[str]) -> Mapping[str, Strategy]:
+    """The registry.
+
+    Raises:
+        ValueError: a name occurs twice, or the strategies are not those that ``names`` lists.
+    """
+    found = [s.name for s in strategies]
+    if twice := {n for n in found if found.count(n) > 1}:
+        raise ValueError(f"two strategies are called {', '.join(sorted(twice))}")
+    if found != list(names):
+        raise ValueError(
+            f"STRATEGIES are {', '.join(found)}, but ATTENTION_STRATEGIES of paradyse/types.py "
+            f"lists {', '.join(names)}"
+        )
+    return dict(zip(found, strategies, strict=True))
+
+
+_BY_NAME = by_name(STRATEGIES, ATTENTION_STRATEGIES)
+
+
+def strategy_named(name: str) -> Strategy:
+    """The entry of ``STRATEGIES`` that is called ``name``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown strategy {name!r}; legal: {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def canonical_strategy(kind: str, name: str) -> str:
+    """The strategy whose variant computes a block of ``kind`` under ``name``: strategies that
+    differ in attention alone share an MLP's.
+    """
+    return (_BY_NAME[name].mlp_of if kind == "mlp" and name in _BY_NAME else "") or name
+
+
+def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
+    """The callable that computes ``block`` by the strategy ``name``; it compiles on first use.
+
+    Raises:
+        Unsplittable: the strategy cannot compute the block.
+        ValueError: the strategy is unknown.
+    """
+    if name == REPLICATED:
+        return LocalBlock(scope, piece, block.attention)
+    return strategy_named(canonical_strategy(block.kind, name)).build(scope, block, piece)
 
 
 def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
     """Strategy -> why it cannot compute ``block``."""
+    mixed = ""
     try:
         analyse(scope, block)
     except Unsplittable as e:
-        return {"megatron_ts": str(e), "metp": str(e)}
-    reason = masks_inside(block)
-    return {"metp": reason} if reason else {}
+        mixed = str(e)
+    reasons = {s.name: (mixed if s.in_groups else "") or s.refuses(block) for s in STRATEGIES}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def count_work(block: BlockSpec, name: str, workload: Workload, sharded: bool) -> Work:
+    """What ``block`` does on one rank under the strategy ``name``.
+
+    Args:
+        sharded: 1/p of the weights on each rank at rest; False: whole on every rank.
+    Raises:
+        ValueError: the strategy is unknown.
+    """
+    strategy, work = strategy_named(name), Work(block, workload)
+    work.surround()
+    strategy.count(work)
+    work.fetch_weights(strategy.weights, sharded)
+    return work

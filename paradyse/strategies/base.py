@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,7 @@ from paradyse.graph.factors import Factor, Names
 from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_function
 from paradyse.graph.subgraph import Labels, Override, Piece, is_weight, structure
 from paradyse.kernels.dropout import hashed_dropout
+from paradyse.strategies.work import Work
 from paradyse.weights.slices import Form
 
 aten = torch.ops.aten
@@ -105,6 +106,30 @@ class Scope:
         if self.batch is not None:
             of[self.batch] = "B"
         return Labels(of)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one block is computed in parallel: an entry of ``paradyse.strategies.STRATEGIES``."""
+
+    name: str
+    """As plans spell it."""
+    build: Callable[[Scope, Any, Piece], Any]
+    """Scope, block and its piece -> a callable of ``Values`` that computes the block."""
+    count: Callable[[Work], None]
+    """Counts what a block does on one rank, besides ``Work.surround`` and its weights' messages."""
+    weights: Literal["whole", "split", "streamed"] = "whole"
+    """What a rank computes with: all weights of the block, those of its own heads or columns, or
+    those of one group of heads or columns after the other."""
+    mlp_of: str = ""
+    """The strategy whose variant computes an MLP, where that is another's."""
+    refuses: Callable[[Any], str] = lambda block: ""
+    """Block -> why it cannot be computed, besides heads or columns that it mixes; "" if it can."""
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether heads or columns are computed apart: a block that mixes them cannot be."""
+        return self.weights != "whole"
 
 
 @dataclass

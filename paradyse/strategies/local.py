@@ -8,7 +8,7 @@ same program. One rank is the case without any exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from paradyse.strategies.base import (
     WHOLE,
     LoweredPiece,
     Scope,
+    Strategy,
     Values,
     bind_factors,
     bind_sizes,
@@ -31,6 +32,8 @@ from paradyse.strategies.base import (
     spec_dims,
     split_inputs,
 )
+from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
+from paradyse.types import REPLICATED
 
 _RANKED = {
     "megatron_cz": "attention_ring",
@@ -113,10 +116,12 @@ class LocalPiece:
         return self.lowered(values.sizes, [*values.common, *inputs, *weights])
 
 
-class ZeroVariant:
+class LocalBlock:
     """A whole block as one local piece."""
 
-    def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str):
+    def __init__(
+        self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str = REPLICATED
+    ):
         layout = SPLIT if scope.axis.size > 1 else WHOLE
         self.body = LocalPiece(scope, piece, layout, strategy, attention)
         self.forms = [None] * len(self.body.weight_nodes)
@@ -124,3 +129,52 @@ class ZeroVariant:
     def __call__(self, values: Values) -> Any:
         weights = values.weights(self.body.weight_nodes, self.forms)
         return self.body(values, weights)
+
+
+def _count_ring(work: Work) -> None:
+    work.ring(work.heads_bytes(2 * work.block.num_kv_heads), work.block.num_heads)
+    work.attend(work.block.num_heads, work.pairs / work.p)
+    work.workspace_bytes += work.out_bytes
+
+
+def _count_exchange(work: Work) -> None:
+    """q, k, v in one message, the output in another."""
+    p, passes, own = work.p, 1 + work.back, work.slots
+    moved = work.heads_bytes((2 * own.queries_per_rank + 2 * own.slots_per_rank) * p)
+    work.send("all_to_all", moved * (p - 1) / p * passes, 2 * passes)
+    work.attend(own.queries_per_rank, work.pairs)
+    work.moved_bytes += 12 * moved * passes  # six copies, each read and written
+    work.num_ops += (CORE_OPS + EXCHANGE_OPS) * passes
+    work.saved_bytes += work.out_bytes  # own heads and own tokens, for the core and the projection
+    work.workspace_bytes += 2 * moved
+
+
+def _count_scores(work: Work) -> None:
+    """K goes round, then V; rows [s, p s] of the scores are dense, in float32."""
+    heads, pairs = work.block.num_heads, work.local_len**2 * work.p
+    work.ring(work.heads_bytes(2 * work.block.num_kv_heads), heads, messages=2)
+    work.attend(heads, pairs)
+    scores_bytes = 4.0 * work.workload.batch * heads * pairs
+    work.moved_bytes += scores_bytes * (4 + 6 * work.back)
+    work.workspace_bytes += scores_bytes * (2 + work.back) + work.out_bytes
+
+
+def _strategy(name: str, count_core: Callable[[Work], None]) -> Strategy:
+    def build(scope: Scope, block: Any, piece: Piece) -> LocalBlock:
+        return LocalBlock(scope, piece, block.attention, name)
+
+    def count(work: Work) -> None:
+        in_out = 2 * work.block.hidden + work.columns
+        work.project(work.tokens, work.block.num_weight_elements, in_out, 1 + 2 * work.back)
+        work.saved_bytes += work.between_bytes
+        if work.is_attention:
+            count_core(work)
+        else:
+            work.workspace_bytes += work.between_bytes
+
+    return Strategy(name, build, count, mlp_of="megatron_cz")
+
+
+MEGATRON_CZ = _strategy("megatron_cz", _count_ring)
+ULYSSES_Z = _strategy("ulysses_z", _count_exchange)
+COLOSSAL_Z = _strategy("colossal_z", _count_scores)

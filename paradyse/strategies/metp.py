@@ -25,6 +25,7 @@ from paradyse.strategies.base import (
     WHOLE,
     LoweredPiece,
     Scope,
+    Strategy,
     Values,
     bind_factors,
     bind_sizes,
@@ -48,6 +49,7 @@ from paradyse.strategies.groups.evaluate import (
 )
 from paradyse.strategies.groups.model import Projection, Unsplittable, Weight
 from paradyse.strategies.weight_stream import WeightStream, padded_rows
+from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Rows
 from paradyse.weights.unshard import fits
@@ -479,3 +481,26 @@ class _Stream(torch.autograd.Function):
         tensors, saved = kept[:n], kept[n:]
         needs = ctx.needs_input_grad[2:]
         return None, None, *variant.backward_groups(call, tensors, saved, grads, needs)
+
+
+def _count(work: Work) -> None:
+    """One piece for each group; in backward q, k, v (an MLP's columns) are computed again."""
+    p, b = work.p, work.block
+    work.num_ops += (p - 1) * PIECE_OPS * (1 + 2 * work.back)
+    again = 1 + work.back * (2 + work.up_share)
+    if not work.is_attention:
+        work.project(work.tokens, b.num_weight_elements, 2 * b.hidden * p + work.columns, again)
+        work.workspace_bytes += work.x_bytes + work.between_bytes / p * (1 + work.back)
+        return
+    own, num_kv = work.slots, b.num_kv_heads
+    work.project(work.tokens, work.padded_weights, 2 * b.hidden + work.columns, again)
+    each_once = own.slots_per_rank * p == num_kv
+    kv_bytes = work.heads_bytes(2 * num_kv / p if each_once else 2 * own.slots_per_rank)
+    for _ in range(p):
+        work.ring(kv_bytes, own.queries_per_rank)
+    # one group at a time
+    work.workspace_bytes = (work.workspace_bytes + work.between_bytes) / p + work.out_bytes
+    work.attend(own.queries_per_rank, work.pairs)
+
+
+METP = Strategy("metp", MetpVariant, _count, weights="streamed", refuses=masks_inside)

@@ -20,6 +20,7 @@ from paradyse.strategies.base import (
     WHOLE,
     LoweredPiece,
     Scope,
+    Strategy,
     Values,
     bind_factors,
     bind_sizes,
@@ -42,6 +43,7 @@ from paradyse.strategies.groups.evaluate import (
     up_weights,
 )
 from paradyse.strategies.groups.model import Weight
+from paradyse.strategies.work import CORE_OPS, GATHER_OPS, Work
 
 
 class TensorParallelVariant:
@@ -155,3 +157,22 @@ class TensorParallelVariant:
         taken = values.weights(self.nodes, self.forms)
         tensors += [w.contiguous() for w in taken]
         return self.lowered(values.sizes, tensors)
+
+
+def _count(work: Work) -> None:
+    """All-gather in, reduce-scatter out; backward the reverse."""
+    p, passes, in_out = work.p, 1 + work.back, 2 * work.block.hidden + work.columns
+    work.project(work.tokens * p, work.padded_weights / p, in_out / p, 1 + 2 * work.back)
+    for collective in ("all_gather", "reduce_scatter"):
+        work.send(collective, (p - 1) * work.x_bytes * passes, passes)
+    work.moved_bytes += 8 * p * work.x_bytes * passes
+    work.num_ops += 2 * GATHER_OPS * passes
+    work.saved_bytes += (p - 1) * work.x_bytes  # the gathered input, for the weights' gradients
+    work.saved_bytes += work.between_bytes
+    work.workspace_bytes += 2 * p * work.x_bytes + work.between_bytes + work.out_bytes
+    if work.is_attention:
+        work.attend(work.slots.queries_per_rank, work.pairs)
+        work.num_ops += CORE_OPS * passes
+
+
+MEGATRON_TS = Strategy("megatron_ts", TensorParallelVariant, _count, weights="split")

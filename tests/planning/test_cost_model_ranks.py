@@ -13,10 +13,11 @@ from harness import RankFailure, RankPool
 from tiny import Tiny, tokens
 
 import paradyse
-from paradyse.planning.costs import Machine, canonical_strategy
+from paradyse.planning.costs import Machine
 from paradyse.planning.machine import describe_device
 from paradyse.planning.profile_file import Measurement, Setting, append, present_versions
 from paradyse.runtime.registry import captures_of
+from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES
 
 SETTING = Setting(

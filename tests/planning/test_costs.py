@@ -13,17 +13,11 @@ from harness import RankPool
 import paradyse.strategies.attention.ring
 import paradyse.strategies.attention.ulysses  # noqa: F401
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import TokenLayout, resolve_axis
-from paradyse.planning.costs import (
-    BlockCost,
-    Link,
-    Machine,
-    canonical_strategy,
-    local_len,
-    peak_bytes,
-    prior_cost,
-    visible_pairs,
-)
+from paradyse.distributed.axis import resolve_axis
+from paradyse.planning.costs import BlockCost, Link, Machine, peak_bytes
+from paradyse.planning.prior import prior_cost
+from paradyse.strategies import canonical_strategy
+from paradyse.strategies.work import visible_pairs
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
 
 CAUSAL = MaskSpec(right=0)
@@ -114,12 +108,6 @@ def test_grouped_kv_heads_and_padding_change_the_bytes() -> None:
     assert exchange == (2 * 256 + 2 * 64) * b * s // p * 2 * (p - 1) // p
     odd = prior_cost(attention(h, 8, 2), "megatron_cz", work(1021, p, b, training=False), GPU)
     assert odd.comm_bytes == ring  # 1021 tokens travel padded to 1024
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("s", [1, 2, 7, 8, 1021])
-def test_local_length_is_that_of_the_layout(p: int, s: int) -> None:
-    assert local_len(s, p) == TokenLayout(p, s).local_len
 
 
 @pytest.mark.parametrize("s", [1, 5, 12, 13])

@@ -15,12 +15,14 @@ import torch
 from test_planner import MACHINE, SHORT, model, planner
 
 from paradyse.config import parse_options
-from paradyse.planning.costs import BlockCost, canonical_strategy, gradient_sum_s, prior_cost
+from paradyse.planning.costs import BlockCost
 from paradyse.planning.curves import ESTIMATOR_NAMES, Curve
 from paradyse.planning.explain import explain_plan
 from paradyse.planning.measured import ESTIMATORS, MARGIN, CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
+from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Measurement, Profile, Setting, append
+from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
 
 RATES = replace(MACHINE, links={}, capacity_bytes=2**36)

@@ -190,7 +190,7 @@ ROOM = 280_000
 def underrate(patch: pytest.MonkeyPatch) -> None:
     """Has the cost model predict half of all bytes."""
     from paradyse.planning import planner
-    from paradyse.planning.costs import prior_cost
+    from paradyse.planning.prior import prior_cost
 
     def half(*args: Any) -> Any:
         cost = prior_cost(*args)

@@ -1,0 +1,63 @@
+"""Analytic prior: time and memory of one block under each strategy, from its shapes and the
+machine.
+
+time = operations / rate + bytes / bandwidth + latency per message + overhead per operator, forward
+and, when training, backward. What a strategy does is counted beside its code
+(``paradyse.strategies.work``).
+"""
+
+from __future__ import annotations
+
+from paradyse.planning.costs import BlockCost, Machine, gradient_bytes
+from paradyse.strategies import count_work, strategy_named
+from paradyse.strategies.work import Work
+from paradyse.types import BlockSpec, Workload
+
+
+def seconds(work: Work, machine: Machine) -> float:
+    """Predicted time of ``work``; a ring's messages hide behind attention as far as they can."""
+    attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
+    compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
+    comm_s = 0.0
+    for name, count in work.messages.items():
+        link = machine.link(name)
+        wait_s = count * link.latency_s + work.sent_bytes[name] / link.bandwidth_bytes
+        hidden_s = machine.overlap * attention_s if name == "ring_exchange" else 0.0
+        comm_s += max(0.0, wait_s - hidden_s)
+    return compute_s + attention_s + comm_s + work.num_ops * machine.op_overhead_s
+
+
+def prior_cost(
+    block: BlockSpec, strategy: str, workload: Workload, machine: Machine, sharded: bool = False
+) -> BlockCost:
+    """Predicted cost of ``block`` under ``strategy`` on one of ``workload.num_ranks`` ranks.
+
+    Args:
+        block: its widths and element counts; feasibility is not looked at.
+        strategy: the name of one.
+        workload: batch, sequence length, dtype; ``training`` adds the backward pass and gradients.
+        machine: rates of a rank.
+        sharded: weights at rest are 1/p on each rank (ZeRO-3: gathered in forward and backward,
+            gradients reduce-scattered). False: whole on every rank; gradients all-reduced, those
+            that a strategy splits all-gathered.
+    Raises:
+        ValueError: the strategy is unknown.
+    """
+    work = count_work(block, strategy, workload, sharded)
+    return BlockCost(
+        time_s=seconds(work, machine),
+        saved_bytes=int(work.saved_bytes) if workload.training else 0,
+        workspace_bytes=int(work.workspace_bytes),
+        comm_bytes=int(sum(work.sent_bytes.values())),
+        left_bytes=gradient_bytes(block, workload, sharded),
+    )
+
+
+def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine: Machine) -> float:
+    """Seconds in which the ranks' gradients of whole weights are brought together, predicted.
+
+    They are at the end of the backward of the model, so in no block's measured time.
+    """
+    work = Work(block, workload)
+    work.fetch_weights(strategy_named(strategy).weights, sharded=False)
+    return seconds(work, machine)
