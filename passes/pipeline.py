@@ -40,6 +40,9 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
 )
 """All passes, in the order they run."""
 
+if len({fn.__name__ for fn in PASSES}) < len(PASSES):
+    raise ValueError("PASSES has two passes of one name")
+
 OPTIONAL = tuple(
     fn.__name__
     for fn in (

@@ -33,7 +33,6 @@ from paradyse.strategies.base import (
     split_inputs,
 )
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
-from paradyse.types import REPLICATED
 
 _RANKED = {
     "megatron_cz": "attention_ring",
@@ -116,12 +115,10 @@ class LocalPiece:
         return self.lowered(values.sizes, [*values.common, *inputs, *weights])
 
 
-class LocalBlock:
+class ZeroVariant:
     """A whole block as one local piece."""
 
-    def __init__(
-        self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str = REPLICATED
-    ):
+    def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str):
         layout = SPLIT if scope.axis.size > 1 else WHOLE
         self.body = LocalPiece(scope, piece, layout, strategy, attention)
         self.forms = [None] * len(self.body.weight_nodes)
@@ -160,8 +157,8 @@ def _count_scores(work: Work) -> None:
 
 
 def _strategy(name: str, count_core: Callable[[Work], None]) -> Strategy:
-    def build(scope: Scope, block: Any, piece: Piece) -> LocalBlock:
-        return LocalBlock(scope, piece, block.attention, name)
+    def build(scope: Scope, block: Any, piece: Piece) -> ZeroVariant:
+        return ZeroVariant(scope, piece, block.attention, name)
 
     def count(work: Work) -> None:
         in_out = 2 * work.block.hidden + work.columns

@@ -181,19 +181,11 @@ class _Stage:
         key = f"{piece_key(scope, variant.piece, SPLIT, 'metp ' + groups.text())}\n{name}"
         self.lowered = LoweredPiece(scope, key, fn, dims)
 
-    def pick(self, group: _Group, attended: Tensor | None = None) -> list[Tensor]:
-        """The stage's tensors after the common ones."""
-        tensors = [group.heads] if self.reads_heads else []
-        if attended is not None:
-            tensors.append(attended)
-        return [
-            *tensors,
-            *(group.local[i] for i in self.inputs),
-            *(group.weights[i] for i in self.weights),
-        ]
-
     def __call__(self, call: _Call, group: _Group, attended: Tensor | None = None) -> Any:
-        return self.lowered(call.sizes, [*call.common, *self.pick(group, attended)])
+        tensors = [*call.common, *([group.heads] if self.reads_heads else [])]
+        tensors += [attended] if attended is not None else []
+        tensors += [group.local[i] for i in self.inputs] + [group.weights[i] for i in self.weights]
+        return self.lowered(call.sizes, tensors)
 
 
 @dataclass(frozen=True)
