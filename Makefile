@@ -1,11 +1,16 @@
 # make demo   set up, then run the main job (ARGS="--ranks 4" and the like are passed on)
-# make test   set up, then lint, format check, types, tests (ARGS="-k masks" goes to pytest)
+# make test   set up, then lint, format check, types, tests: what has to pass for a change to land
+# make test-all  the same with the tests marked slow, several times as long
+# make pytest some of the tests, in one process (ARGS="-k masks" goes to pytest)
 # make setup  the virtual environment with the package installed in it, editable
 # PYTHON      the interpreter that makes the environment (3.11 or later); VENV where it lies
+# WORKERS     how many processes share the tests of make test (2)
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
+START := $(shell date +%s)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -18,7 +23,7 @@ STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-cpu.txt Makefile 
 # mypy knows nothing of package-dir: it reads the package as it is once installed, through links.
 TYPED := .mypy_cache/installed
 
-.PHONY: help setup demo test lint types pytest format
+.PHONY: help setup demo test test-all lint types pytest format
 help:
 	@sed -n 's/^# //p' Makefile | sed '/^Named/,$$d'
 
@@ -33,7 +38,10 @@ $(STAMP):
 demo: setup
 	$(BIN)/paradyse demo $(ARGS)
 
-test: setup lint types pytest
+test: MARKED := -m "not slow"
+test test-all: setup lint types
+	@trap 'echo "make $@ took $$(($$(date +%s) - $(START))) s"' EXIT; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(MARKED) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
