@@ -19,18 +19,17 @@ Rows = list[tuple[str, str, float, str]]
 Blocks = list[tuple[str, dict[str, str]]]
 """Per block its kind, and strategy -> why it cannot compute the block."""
 
-ONE: Batches = {"plain": ((3, 29), (3, 13)), "left": ((1, 11),), "packed": ((3, 17),)}
-TWO: Batches = {
-    "plain": ((3, 29), (3, 13)),
+BATCHES: Batches = {
+    "plain": ((3, 13), (1, 2)),
     "left": ((3, 11), (3, 6)),
     "packed": ((1, 17),),
+    "right": ((3, 11), (3, 2)),
 }
-MORE: Batches = {"plain": ((1, 13), (1, 3)), "right": ((3, 11), (3, 2))}
 """Lengths that no number of ranks divides, and shorter than it."""
 
 COMPILED = ("llama_odd", "gpt2")
-"""Families whose pieces go through AOTAutograd here: it takes twice the time, and does not look at
-the family."""
+"""Families whose pieces go through AOTAutograd on few ranks: it takes twice the time, and does not
+look at the family."""
 
 PLANS = (*ATTENTION_STRATEGIES, "mixed 0", "mixed 1")
 
@@ -66,9 +65,10 @@ def compare_plans(
     import paradyse
 
     num_ranks = torch.distributed.get_world_size()
-    reference = model = make_model(family, dtype)
+    sizes = {"num_hidden_layers": layers_of(family)}
+    reference = model = make_model(family, dtype, **sizes)
     if sharded:
-        model = paradyse.shard(make_model(family, dtype))
+        model = paradyse.shard(make_model(family, dtype, **sizes))
     rows: Rows = []
     for how, shapes in batches.items():
         if how == "packed" and not FAMILIES[family].packs:
@@ -95,6 +95,11 @@ def compare_plans(
     return rows, [(b.kind, dict(b.infeasible)) for b in blocks]
 
 
+def layers_of(family: str) -> int:
+    """Two where layers differ, and where blocks of one structure are to share their variants."""
+    return 2 if family in ("llama_odd", "gemma3") else 1
+
+
 def assert_exact(
     family: str, results: list[tuple[Rows, Blocks]], dtype: torch.dtype = torch.float32
 ) -> None:
@@ -108,7 +113,7 @@ def assert_exact(
     spec = FAMILIES[family]
     for rows, blocks in results:
         assert rows
-        assert [kind for kind, _ in blocks] == [*spec.kinds] * 2  # two layers
+        assert [kind for kind, _ in blocks] == [*spec.kinds] * layers_of(family)
         for kind, refused in blocks:
             expected = spec.refuses if kind == "attention" else {}
             assert refused.keys() == expected.keys()
@@ -119,64 +124,92 @@ def inner_for(family: str) -> str:
     return "aot_eager" if family in COMPILED else "eager"
 
 
-def in_turn(batches: Batches, family: str, start: int = 0) -> Batches:
-    """Those before ``start`` and one of the others: families that follow each other take turns."""
-    hows = list(batches)
-    turn = hows[start + list(FAMILIES).index(family) % (len(hows) - start)]
-    return {how: batches[how] for how in (*hows[:start], turn)}
+def in_turn(family: str, shift: int = 0) -> Batches:
+    """One kind of batch: families that follow each other take turns."""
+    hows = [how for how in BATCHES if how != "packed" or FAMILIES[family].packs]
+    how = hows[(list(FAMILIES).index(family) + shift) % len(hows)]
+    return {how: BATCHES[how]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def families(*quick: str) -> pytest.MarkDecorator:
+    """Every family; all but ``quick`` are slow."""
+    marks = {f: () if f in quick else pytest.mark.slow for f in FAMILIES}
+    return pytest.mark.parametrize("family", [pytest.param(f, marks=m) for f, m in marks.items()])
+
+
+@families(*FAMILIES)
 def test_one_rank(family: str, pool1: RankPool) -> None:
-    args = (family, torch.float32, ONE, inner_for(family), ("mixed 0",))
+    args = (family, torch.float32, in_turn(family), inner_for(family), ("mixed 0",))
     assert_exact(family, pool1.run(compare_plans, *args, timeout_s=300))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks(family: str, pool2: RankPool) -> None:
-    args = (family, torch.float32, in_turn(TWO, family, start=1), inner_for(family), PLANS)
-    assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_four_ranks(family: str, pool4: RankPool) -> None:
-    args = (family, torch.float32, in_turn(MORE, family), "eager", PLANS)
-    assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
-
-
-@pytest.mark.parametrize("family", ["llama_odd", "gpt2", "falcon"])
-def test_three_ranks(family: str, pool3: RankPool) -> None:
-    args = (family, torch.float32, in_turn(MORE, family), "eager", PLANS)
+@families(*FAMILIES)
+def test_sharded_over_three_ranks(family: str, pool3: RankPool) -> None:
+    """Every family under every strategy, its weights spread over ranks that divide nothing."""
+    args = (family, torch.float32, in_turn(family, 1), "eager", PLANS, True)
     assert_exact(family, pool3.run(compare_plans, *args, timeout_s=300))
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@families("llama_odd", "gpt2")
+def test_two_ranks(family: str, pool2: RankPool) -> None:
+    args = (family, torch.float32, in_turn(family), inner_for(family), PLANS)
+    assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
+
+
+@families("llama_odd", "falcon")
+def test_four_ranks(family: str, pool4: RankPool) -> None:
+    args = (family, torch.float32, in_turn(family, 2), "eager", PLANS)
+    assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_batch(family: str, pool2: RankPool) -> None:
+    args = (family, torch.float32, BATCHES, inner_for(family), PLANS)
+    assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
+
+
+@pytest.mark.parametrize(
+    ("family", "nproc"),
+    [
+        ("gpt2", 1),
+        ("llama_odd", 2),
+        *(
+            pytest.param(f, n, marks=pytest.mark.slow)
+            for f, n in (("llama", 1), ("bert", 1), ("gpt2", 2), ("bert", 2))
+        ),
+    ],
+)
 def test_double_precision(family: str, nproc: int, ranks: Callable[[int], RankPool]) -> None:
     plans = PLANS if nproc > 1 else PLANS[-1:]  # one rank has nothing to choose
-    args = (family, torch.float64, in_turn(MORE, family), "eager", plans)
+    args = (family, torch.float64, in_turn(family, 2), "eager", plans)
     assert_exact(family, ranks(nproc).run(compare_plans, *args, timeout_s=300), torch.float64)
 
 
-def test_inductor(pool2: RankPool) -> None:
+@pytest.mark.parametrize(
+    "plans", [("mixed 0",), pytest.param(PLANS, marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_inductor(plans: tuple[str, ...], pool2: RankPool) -> None:
     """The default inner compiler."""
-    batches = {"left": ((3, 13), (3, 10))}
-    args = ("llama", torch.float32, batches, "inductor", ("megatron_ts", "mixed 0"))
+    args = ("llama", torch.float32, {"left": ((3, 13), (3, 10))}, "inductor", plans)
     assert_exact("llama", pool2.run(compare_plans, *args, timeout_s=500))
 
 
-def ask_for_refused(strategy: str) -> str:
-    model = make_model("olmo2")
-    options = {"plan": {"attention": strategy}, "inner": "eager"}
-    compiled = torch.compile(model, backend="paradyse", options=options)
-    with pytest.raises(ValueError) as refusal:
-        run_step(compiled, model, make_batch("plain", 2, 13))
-    return str(refusal.value)
+def ask_for_refused() -> list[str]:
+    model = make_model("olmo2", num_hidden_layers=1)
+    texts = []
+    for strategy in ("megatron_ts", "metp"):
+        options = {"plan": {"attention": strategy}, "inner": "eager"}
+        compiled = torch.compile(model, backend="paradyse", options=options)
+        with pytest.raises(ValueError) as refusal:
+            run_step(compiled, model, make_batch("plain", 2, 13))
+        texts.append(str(refusal.value))
+    return texts
 
 
-@pytest.mark.parametrize("strategy", ["megatron_ts", "metp"])
-def test_refused_by_name(strategy: str, pool2: RankPool) -> None:
-    for text in pool2.run(ask_for_refused, strategy, timeout_s=100):
-        assert f"{strategy!r} cannot compute block 'layers.0.attention'" in text
-        assert "q_norm mixes all heads" in text
-        assert "feasible there: megatron_cz, ulysses_z, colossal_z" in text
+def test_refused_by_name(pool2: RankPool) -> None:
+    for texts in pool2.run(ask_for_refused, timeout_s=100):
+        for strategy, text in zip(("megatron_ts", "metp"), texts, strict=True):
+            assert f"{strategy!r} cannot compute block 'layers.0.attention'" in text
+            assert "q_norm mixes all heads" in text
+            assert "feasible there: megatron_cz, ulysses_z, colossal_z" in text

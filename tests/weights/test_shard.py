@@ -1,4 +1,7 @@
-"""Weights that lie spread over the ranks: exact under every strategy, whatever divides by what."""
+"""Weights that lie spread over the ranks: exact under every strategy, whatever divides by what.
+
+Every family on three ranks: ``test_exactness.test_sharded_over_three_ranks``.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,23 @@ import pytest
 import torch
 from harness import RankPool
 from models import FAMILIES
-from test_exactness import PLANS, Batches, assert_exact, compare_plans, inner_for
+from test_exactness import PLANS, Batches, assert_exact, compare_plans, families, inner_for
 
 SHORT: Batches = {"plain": ((3, 13),)}
 PACKED: Batches = {"packed": ((1, 11),)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families("gpt2", "phi3")
 def test_two_ranks(family: str, pool2: RankPool) -> None:
     args = (family, torch.float32, SHORT, inner_for(family), PLANS, True)
     assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
 
 
-@pytest.mark.parametrize("family", ["llama_odd", "gpt2", "falcon"])
+@families("llama_odd")
 def test_four_ranks(family: str, pool4: RankPool) -> None:
     batches = PACKED if FAMILIES[family].packs else SHORT
     args = (family, torch.float32, batches, "eager", PLANS, True)
     assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
-
-
-def test_three_ranks(pool3: RankPool) -> None:
-    args = ("llama_odd", torch.float32, SHORT | PACKED, "eager", PLANS, True)
-    assert_exact("llama_odd", pool3.run(compare_plans, *args, timeout_s=300))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
