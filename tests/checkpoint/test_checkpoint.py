@@ -40,7 +40,7 @@ def make(family: str, seed: int, **config: Any) -> Any:
 
 def new_run(family: str = "llama_odd", seed: int = 0, **config: Any) -> Run:
     """Float64, sharded and compiled; a plan of its own for every step."""
-    model = paradyse.shard(make(family, seed, **config))
+    model = paradyse.shard(make(family, seed, num_hidden_layers=1, **config))
     plans = itertools.cycle(PLANS)
     options = {"plan": lambda workload: next(plans), "inner": "eager"}
     call = torch.compile(model, backend="paradyse", options=options)
@@ -127,7 +127,7 @@ def test_resumed_on_other_ranks(
 def test_resumed_without_ranks(trained: tuple[Path, list[float]]) -> None:
     """A plain model in one process, eager; the folder of the step is given."""
     folder, want = trained
-    model = make("llama_odd", seed=1)
+    model = make("llama_odd", seed=1, num_hidden_layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     found = paradyse.load_checkpoint(folder / "step-00000003", model, optimizer)
     assert found.path == folder / "step-00000003"
@@ -143,7 +143,7 @@ def save_both_ways(folder: str) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    run = new_run("gpt2", num_hidden_layers=1)
+    run = new_run("gpt2")
     model, call, optimizer = run
     train(run, range(1))
     weights, state = get_state_dict(call, optimizer)
@@ -156,7 +156,7 @@ def load_both_ways(folder: str, captured: bool) -> tuple[list[dict[str, Tensor]]
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    run = new_run("gpt2", seed=1, num_hidden_layers=1)
+    run = new_run("gpt2", seed=1)
     model, call, optimizer = run
     if captured:
         train(run, range(1))

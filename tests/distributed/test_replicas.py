@@ -75,13 +75,21 @@ def compare(shape: Sequence[int], family: str, sharded: bool, dtype: torch.dtype
         check(replace(got, loss=want.loss), want, dtype, f"{seq_len} tokens")
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("family", ["llama_odd", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "sharded"),
+    [
+        ("llama_odd", True),
+        ("gpt2", False),
+        pytest.param("llama_odd", False, marks=pytest.mark.slow),
+        pytest.param("gpt2", True, marks=pytest.mark.slow),
+    ],
+)
 def test_two_by_two(family: str, sharded: bool, pool4: RankPool) -> None:
     """Loss and gradients equal one process on the joined batch, whatever each replica plans."""
     pool4.run(compare, (2, 2), family, sharded, torch.float32, timeout_s=200)
 
 
+@pytest.mark.slow
 def test_double_precision(pool4: RankPool) -> None:
     pool4.run(compare, (2, 2), "llama_odd", True, torch.float64, timeout_s=200)
 
@@ -123,9 +131,12 @@ def train(shape: Sequence[int], sharded: bool, inner: str) -> tuple[list[float],
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_training(sharded: bool, pool4: RankPool) -> None:
-    for alone, together in pool4.run(train, (2, 2), sharded, "aot_eager", timeout_s=250):
+@pytest.mark.parametrize(
+    ("sharded", "inner"),
+    [(True, "eager"), pytest.param(False, "aot_eager", marks=pytest.mark.slow)],
+)
+def test_training(sharded: bool, inner: str, pool4: RankPool) -> None:
+    for alone, together in pool4.run(train, (2, 2), sharded, inner, timeout_s=250):
         assert together == pytest.approx(alone, rel=2e-7)
 
 

@@ -17,7 +17,8 @@ from test_exactness import blocks_of
 
 from paradyse.types import Plan
 
-NUM_STEPS = 200
+FEW, MANY = 60, 200
+"""Steps of a training run."""
 
 
 def train(
@@ -54,19 +55,27 @@ def train(
     return losses, weights, keys, paradyse.stats(call).plan_switches if compiled else 0
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_training_follows_one_process(sharded: bool, pool1: RankPool, pool2: RankPool) -> None:
-    ((losses, weights, _, _),) = pool1.run(train, NUM_STEPS, False, timeout_s=200)
-    results = pool2.run(train, NUM_STEPS, True, sharded, timeout_s=500)
+@pytest.mark.parametrize(
+    ("steps", "sharded"),
+    [
+        (FEW, True),
+        *(pytest.param(MANY, s, marks=pytest.mark.slow) for s in (False, True)),
+    ],
+)
+def test_training_follows_one_process(
+    steps: int, sharded: bool, pool1: RankPool, pool2: RankPool
+) -> None:
+    ((losses, weights, _, _),) = pool1.run(train, steps, False, timeout_s=200)
+    results = pool2.run(train, steps, True, sharded, timeout_s=500)
     assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 0.2  # it learns: the curve is not flat
     tolerance = TOLERANCE[torch.float32]
     for got, final, keys, switches in results:
-        assert len(got) == NUM_STEPS
+        assert len(got) == steps
         torch.testing.assert_close(torch.tensor(got), torch.tensor(losses), rtol=tolerance, atol=0)
         for name, w in weights.items():
             assert (final[name] - w).norm() <= tolerance * w.norm(), name
         assert keys == results[0][2]
-        assert switches > NUM_STEPS / 2
+        assert switches > steps / 2
     assert all(torch.equal(results[0][1][n], results[1][1][n]) for n in weights)
 
 

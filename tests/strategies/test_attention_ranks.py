@@ -185,7 +185,7 @@ def failures(cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("cases", [sizes, masks, others], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("p", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_one_rank(
     ranks: Callable[[int], RankPool], p: int, cases: Callable[[], Iterator[Case]]
 ) -> None:

@@ -322,7 +322,11 @@ def _with_dropout(family: str, config: dict[str, Any], inner: str) -> list[tuple
     ("family", "config"),
     [
         ("gpt2", {"n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2}),
-        ("llama_odd", {"num_hidden_layers": 1, "attention_dropout": 0.3}),
+        pytest.param(
+            "llama_odd",
+            {"num_hidden_layers": 1, "attention_dropout": 0.3},
+            marks=pytest.mark.slow,
+        ),
         ("dropout", {}),
         ("mlp dropout", {}),
     ],

@@ -67,8 +67,18 @@ def compare(family: str, sharded: bool) -> list[tuple[int, int]]:
     return list(zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("nproc", "sharded"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "nproc", "sharded"),
+    [
+        ("gpt2", 1, False),
+        ("llama", 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("llama", 1, False), ("llama", 2, False))
+        ),
+        *(pytest.param("gpt2", 2, sharded, marks=pytest.mark.slow) for sharded in (False, True)),
+    ],
+)
 def test_checkpointing(family: str, nproc: int, sharded: bool, ranks: Ranks) -> None:
     for sizes in ranks(nproc).run(compare, family, sharded, timeout_s=200):
         for recomputed, kept in sizes:

@@ -100,9 +100,15 @@ def bound(what: str) -> float:
 @pytest.mark.parametrize(
     ("nproc", "family", "kind", "inner", "plans"),
     [
-        (2, "llama", "bfloat16", "eager", ATTENTION_STRATEGIES),
-        (2, "llama_odd", "autocast", "eager", ATTENTION_STRATEGIES),
-        (3, "llama_odd", "bfloat16", "aot_eager", ("metp",)),
+        (2, "llama", "bfloat16", "eager", ("ulysses_z", "metp")),
+        (2, "llama_odd", "autocast", "eager", ("megatron_ts", "megatron_cz")),
+        pytest.param(
+            *(2, "llama", "bfloat16", "eager", ATTENTION_STRATEGIES), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(2, "llama_odd", "autocast", "eager", ATTENTION_STRATEGIES), marks=pytest.mark.slow
+        ),
+        pytest.param(*(3, "llama_odd", "bfloat16", "aot_eager", ("metp",)), marks=pytest.mark.slow),
     ],
 )
 def test_precision(
