@@ -17,7 +17,7 @@ from test_exactness import blocks_of
 
 from paradyse.types import Plan
 
-FEW, MANY = 60, 200
+FEW, MANY = 120, 200
 """Steps of a training run."""
 
 
