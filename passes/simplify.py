@@ -55,6 +55,9 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
             node.target = aten.reshape.default
         if node.target == aten.detach_.default:
             node.target = aten.detach.default
+        if node.target == aten.squeeze.default:  # of a part with one row it would take more
+            ones = [d for d, n in enumerate(_val(node.args[0]).shape) if n == 1]
+            node.target, node.args = aten.squeeze.dims, (node.args[0], ones)
         if node.target == aten.cat.default and len(node.args[0]) > 1:
             # A new cache is an empty 1-D tensor, which cat ignores.
             keep = [a for a in node.args[0] if _val(a).numel() or _val(a).ndim != 1]

@@ -130,6 +130,11 @@ class Names:
             right = [f for g in right[::-1] for f in g.resolve()][::-1]
         return True
 
+    def unify_at(self, node: fx.Node, a: Iterable[Factor], b: Iterable[Factor]) -> None:
+        """Make two dims the same; where they cannot be, ``node`` mixes both."""
+        if not self.unify(a, b):
+            self.mix(node, a, b)
+
     def broadcast(
         self, node: fx.Node, inputs: Iterable[fx.Node], shape: Sequence[int]
     ) -> list[Dim]:
@@ -141,8 +146,7 @@ class Names:
                 at = len(shape) - len(dims) + i
                 if not dim:
                     continue
-                if out[at] and not self.unify(out[at], dim):
-                    self.mix(node, out[at], dim)
+                self.unify_at(node, out[at], dim)
                 out[at] = dim
         return [d if d or n == 1 else self.fresh([n])[0] for d, n in zip(out, shape, strict=True)]
 

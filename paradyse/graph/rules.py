@@ -1,16 +1,21 @@
-"""How each operator treats the named dims of its inputs. One decorated function per kind of
-operator.
+"""How each operator treats the named dims of its inputs, stated as factor maps.
+
+``x[..., i], w[o, i], b[o] -> [..., o]; mixes i``: dims of one letter are the same factors, ``...``
+is any number of dims (broadcast from the right), and what an operator mixes cannot be split there.
+A map that says all there is to say is a line of ``MAPS``; the others are decorated functions, whose
+docstrings state the map, with n for the dims that an argument chooses.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
 from torch import fx
 
-from paradyse.graph.factors import Dim, Names, resolve, rule
+from paradyse.graph.factors import Dim, Names, Rule, resolve, rule
 
 aten = torch.ops.aten
 
@@ -23,197 +28,243 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
 
 
-def _overloads(*names: str) -> list[Any]:
+def _overloads(names: str) -> list[Any]:
+    """The overloads of ``names`` that a functional graph has: those that write nothing."""
     found = []
-    for name in names:
-        packet = getattr(aten, name, None)
-        if packet is not None:
-            found += [getattr(packet, o) for o in packet.overloads()]
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        of = getattr(aten, packet)
+        for o in [overload] if overload else of.overloads():
+            schema = getattr(of, o)._schema
+            gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+            if gives_tensors and not schema.is_mutable and not o.startswith("prim_"):
+                found.append(getattr(of, o))
     return found
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The argument called ``name``, its default where it is not given; None where there is none."""
+    for i, arg in enumerate(node.target._schema.arguments):
+        if arg.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, arg.default_value)
+    return None
+
+
+def _dims_of(node: fx.Node, ndim: int) -> list[int]:
+    """The dims that ``node``'s argument ``dim`` or ``dims`` names, all where it names none."""
+    given = _argument(node, "dim")
+    given = _argument(node, "dims") if given is None else given
+    if given is None or given == []:
+        return list(range(ndim))
+    return [d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)]
+
+
+def _mix_along(names: Names, node: fx.Node) -> tuple[list[Dim], list[int]]:
+    """The dims of the first input, and which of them ``node`` works along: these are mixed."""
+    dims = names.of(node.args[0])
+    over = _dims_of(node, len(dims))
+    names.mix(node, *[dims[d] for d in over])
+    return dims, over
+
+
+def _spread(pattern: str, ndim: int) -> list[str] | None:
+    """A letter per dim, those of ``...`` numbered from the right; None where they do not fit."""
+    letters = pattern.split(", ") if pattern else []
+    if "..." in letters:
+        at, n = letters.index("..."), ndim - len(letters) + 1
+        letters[at : at + 1] = [f"...{i}" for i in range(n, 0, -1)]
+    return letters if len(letters) == ndim else None
+
+
+def factor_map(text: str) -> Rule:
+    """The rule that ``text`` states; it has nothing to say of inputs whose dims do not fit.
+
+    Args:
+        text: one bracket per tensor argument, in order (an argument may be None); then one per
+            result, or several joined by "or" for a result whose number of dims differs; then the
+            letters that are mixed.
+    """
+    left, _, rest = text.partition(" -> ")
+    right, _, mixed = rest.partition("; mixes ")
+    inputs, outputs = (re.findall(r"\[(.*?)\]", side) for side in (left, right))
+
+    def of_map(names: Names, node: fx.Node) -> Any:
+        found: dict[str, Dim] = {}
+        for arg, pattern in zip(node.args, inputs):
+            if arg is None:
+                continue
+            dims = names.of(arg)
+            letters = _spread(pattern, len(dims))
+            if letters is None:
+                return None
+            for letter, dim in zip(letters, dims):
+                names.unify_at(node, found.setdefault(letter, dim), dim)
+                found[letter] = found[letter] or dim
+        val = node.meta["val"]
+        several = isinstance(val, tuple | list)
+        vals = val if several else [val] * len(outputs)
+        results = [_spread(p, v.ndim) for p, v in zip(outputs, vals)]
+        named = [[found[x] for x in letters] for letters in results if letters is not None]
+        if not named or several and len(named) < len(vals):
+            return None
+        names.mix(node, *[found[x] for x in mixed.split(", ") if x])
+        return named if several else named[0]
+
+    of_map.__doc__ = text
+    return of_map
+
+
+MAPS = {
+    aten.linear.default: "x[..., i], w[o, i], b[o] -> [..., o]; mixes i",
+    aten.matmul.default: "a[..., m, i], b[..., i, n] -> [..., m, n]; mixes i",
+    aten.bmm.default: "a[b, m, i], b[b, i, n] -> [b, m, n]; mixes i",
+    aten.mm.default: "a[m, i], b[i, n] -> [m, n]; mixes i",
+    aten.embedding.default: "w[v, h], ids[...] -> [..., h]; mixes v",
+    aten.t.default: "x[a, b] -> [b, a]",
+    aten.numpy_T.default: "x[a, b] -> [b, a]",
+    aten.mT.default: "x[..., a, b] -> [..., b, a]",
+    aten.cross_entropy_loss.default: "x[n, c], y[n], w[c] -> [] or [n]; mixes n, c",
+}
+"""Operators that one line says all about."""
+
+for _target, _text in MAPS.items():
+    rule(_target)(factor_map(_text))
+
+
+_ATTENTION = factor_map(
+    "q[b, h, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s], bias[b, h, s, s] "
+    "-> [b, h, s, e], [b, h, s]; mixes s, d"
+)
+
+
+def attention_dims(names: Names, node: fx.Node) -> Any:
+    """Attention, the anchor that says which factor is batch, heads, sequence, head width.
+
+    ``q[b, k g, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s],
+    bias[b, k g, s, s] -> [b, k g, s, e], [b, k g, s]; mixes s, d``, where g query heads read the
+    same KV head.
+    """
+    q, k = node.args[:2]
+    heads, kv_heads = _shape(q)[1], _shape(k)[1]
+    names.unify(names.of(q)[1], (*names.of(k)[1], *names.fresh([heads // kv_heads])[0]))
+    return _ATTENTION(names, node)
 
 
 _ELEMENTWISE = """
     add sub mul div pow neg exp exp2 log log1p expm1 tanh sigmoid gelu silu relu relu6 leaky_relu
     elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin reciprocal
-    square clamp clamp_min clamp_max maximum minimum where type_as rsub floor_divide remainder fmod
-    floor ceil round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge logical_and logical_or
-    logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill zeros_like ones_like
-    full_like empty_like to _to_copy clone contiguous alias detach dropout lift_fresh
-    lift_fresh_copy
-""".split()
+    square clamp clamp_min clamp_max maximum minimum where.self where.ScalarSelf where.ScalarOther
+    where.Scalar rsub floor_divide remainder fmod floor ceil round sign addcmul addcdiv lerp isnan
+    isinf eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
+    __and__ __or__ masked_fill zeros_like ones_like full_like empty_like to.device to.dtype
+    to.dtype_layout _to_copy clone contiguous alias detach dropout lift_fresh lift_fresh_copy
+"""
 
 
-@rule(*_overloads(*_ELEMENTWISE))
+@rule(*_overloads(_ELEMENTWISE))
 def elementwise(names: Names, node: fx.Node) -> Any:
+    """``x[...], y[...] -> [...]``"""
     return names.broadcast(node, _tensors(node), _shape(node))
 
 
-@rule(
-    *_overloads(
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "scalar_tensor",
-    )
-)
+@rule(aten.type_as.default, aten.to.other)
+def cast_like(names: Names, node: fx.Node) -> Any:
+    """``x[...], any -> [...]``"""
+    return names.of(node.args[0])
+
+
+@rule(*_overloads("arange zeros ones full empty new_ones new_zeros new_full scalar_tensor"))
 def creation(names: Names, node: fx.Node) -> Any:
+    """``-> [new, ...]``: names that nothing else has yet."""
     return names.fresh(_shape(node))
-
-
-@rule(aten.linear.default)
-def linear(names: Names, node: fx.Node) -> Any:
-    x, w = names.of(node.args[0]), names.of(node.args[1])
-    names.unify(x[-1], w[1])
-    names.mix(node, w[1])
-    if len(node.args) > 2 and node.args[2] is not None:
-        names.unify(w[0], names.of(node.args[2])[0])
-    return [*x[:-1], w[0]]
-
-
-@rule(aten.matmul.default, aten.bmm.default, aten.mm.default)
-def matmul(names: Names, node: fx.Node) -> Any:
-    a, b = names.of(node.args[0]), names.of(node.args[1])
-    if len(a) < 2 or len(b) < 2:
-        return None
-    names.unify(a[-1], b[-2])
-    names.mix(node, a[-1])
-    batch: list[Dim] = []
-    shape = _shape(node)[:-2]
-    for i in range(len(shape)):
-        left = a[i - len(shape) - 2] if i - len(shape) - 2 >= -len(a) else ()
-        right = b[i - len(shape) - 2] if i - len(shape) - 2 >= -len(b) else ()
-        if left and right:
-            names.unify(left, right)
-        batch.append(left or right)
-    return [*batch, a[-2], b[-1]]
-
-
-@rule(aten.embedding.default)
-def embedding(names: Names, node: fx.Node) -> Any:
-    w, ids = names.of(node.args[0]), names.of(node.args[1])
-    names.mix(node, w[0])
-    return [*ids, w[1]]
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
 def normalization(names: Names, node: fx.Node) -> Any:
+    """``x[..., n], w[n], b[n] -> [..., n]; mixes n``, where n stands for one or more last dims."""
     dims = names.of(node.args[0])
     k = len(node.args[1])
     for arg in _tensors(node)[1:]:
         for mine, theirs in zip(dims[-k:], names.of(arg), strict=True):
-            names.unify(mine, theirs)
+            names.unify_at(node, mine, theirs)
     names.mix(node, *dims[-k:])
     return dims
 
 
-def _dim_list(dim: Any, ndim: int) -> list[int]:
-    dims = (
-        list(range(ndim))
-        if dim is None or dim == []
-        else [dim]
-        if isinstance(dim, int)
-        else list(dim)
-    )
-    return [d % max(ndim, 1) for d in dims]
-
-
-def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    for i, arg in enumerate(node.target._schema.arguments):
-        if arg.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, arg.default_value)
-    return default
-
-
-@rule(
-    *_overloads(
-        "mean",
-        "sum",
-        "amax",
-        "amin",
-        "prod",
-        "any",
-        "all",
-        "var",
-        "std",
-        "argmax",
-        "argmin",
-        "logsumexp",
-    )
-)
+@rule(*_overloads("mean sum amax amin prod any all var std argmax argmin logsumexp"))
 def reduction(names: Names, node: fx.Node) -> Any:
-    if not isinstance(node.meta["val"], torch.Tensor):
-        return None
-    dims = names.of(node.args[0])
-    over = _dim_list(_argument(node, "dim"), len(dims))
-    names.mix(node, *[dims[d] for d in over])
-    if _argument(node, "keepdim", False):
+    """``x[..., n, ...] -> [..., ...]`` or, with keepdim, ``[..., 1, ...]; mixes n``."""
+    dims, over = _mix_along(names, node)
+    if _argument(node, "keepdim"):
         return [() if d in over else dim for d, dim in enumerate(dims)]
     return [dim for d, dim in enumerate(dims) if d not in over]
 
 
-@rule(*_overloads("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "roll"))
+@rule(*_overloads("softmax _softmax log_softmax _log_softmax cumsum flip roll"))
 def along_dim(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    over = _dim_list(_argument(node, "dim", _argument(node, "dims")), len(dims))
-    names.mix(node, *[dims[d] for d in over])
-    return dims
+    """``x[..., n, ...] -> [..., n, ...]; mixes n``"""
+    return _mix_along(names, node)[0]
 
 
-@rule(aten.topk.default, *_overloads("sort"))
+@rule(*_overloads("sort"))
 def ordering(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    d = _argument(node, "dim") % len(dims)
-    names.mix(node, dims[d])
-    n = node.meta["val"][0].shape[d]
-    out = [
-        *dims[:d],
-        names.fresh([n])[0] if node.target == aten.topk.default else dims[d],
-        *dims[d + 1 :],
-    ]
-    return [out, list(out)]
+    """``x[..., n, ...] -> [..., n, ...], [..., n, ...]; mixes n``"""
+    dims, _ = _mix_along(names, node)
+    return [dims, list(dims)]
+
+
+@rule(aten.topk.default)
+def topk(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...] -> [..., new, ...], [..., new, ...]; mixes n``"""
+    dims, (d,) = _mix_along(names, node)
+    dims[d] = names.fresh([node.args[1]])[0]
+    return [dims, list(dims)]
 
 
 @rule(aten.transpose.int)
 def transpose(names: Names, node: fx.Node) -> Any:
+    """``x[..., a, ..., b, ...] -> [..., b, ..., a, ...]``"""
     dims = names.of(node.args[0])
-    a, b = (d % len(dims) for d in node.args[1:3])
+    a, b = node.args[1:3]
     dims[a], dims[b] = dims[b], dims[a]
     return dims
 
 
-@rule(aten.t.default, aten.numpy_T.default, aten.mT.default)
-def reverse(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    return [*dims[:-2], *dims[-2:][::-1]] if node.target == aten.mT.default else dims[::-1]
-
-
 @rule(aten.permute.default)
 def permute(names: Names, node: fx.Node) -> Any:
+    """``x[a, b, c] -> [c, a, b]``, in the order that is given."""
     dims = names.of(node.args[0])
     return [dims[d] for d in node.args[1]]
 
 
-@rule(
-    *_overloads("unsqueeze", "squeeze", "reshape", "view", "flatten", "unflatten", "_unsafe_view")
-)
+@rule(*_overloads("unsqueeze reshape view.default flatten unflatten _unsafe_view"))
 def reshape(names: Names, node: fx.Node) -> Any:
+    """``x[a b, c] -> [a, b c]``; mixes all where sizes do not nest."""
     return names.reshape(node, names.of(node.args[0]), _shape(node))
+
+
+@rule(*_overloads("squeeze"))
+def squeeze(names: Names, node: fx.Node) -> Any:
+    """``x[..., 1, ...] -> [..., ...]``; mixes a dim that is asked for and stays: a part of one
+    row would lose it.
+    """
+    dims, over = _mix_along(names, node)
+    return [dim for d, dim in enumerate(dims) if dim or d not in over]
 
 
 @rule(aten.expand.default, aten.broadcast_to.default)
 def expand(names: Names, node: fx.Node) -> Any:
+    """``x[..., 1, ...] -> [new, ..., new, ...]``"""
     return names.broadcast(node, [node.args[0]], _shape(node))
 
 
 @rule(aten.slice.Tensor, aten.narrow.default)
 def slice_(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...] -> [..., n - k, ...]; mixes n`` where the ends are cut off; a new dim where
+    anything else stays.
+    """
     dims = names.of(node.args[0])
-    d = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
+    d = _dims_of(node, len(dims))[0]
     before, after = _shape(node.args[0])[d], _shape(node)[d]
     if before != after:
         names.mix(node, dims[d])
@@ -239,76 +290,80 @@ def _shifted(names: Names, dim: Dim, size: int) -> Dim:
 
 @rule(aten.select.int)
 def select(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    d = node.args[1] % len(dims)
-    names.mix(node, dims[d])
+    """``x[..., n, ...] -> [..., ...]; mixes n``"""
+    dims, (d,) = _mix_along(names, node)
     return dims[:d] + dims[d + 1 :]
 
 
-@rule(*_overloads("split", "split_with_sizes", "chunk", "tensor_split"))
+@rule(*_overloads("split split_with_sizes chunk tensor_split.sections tensor_split.indices"))
 def split(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...] -> [..., new, ...], [..., new, ...], ..; mixes n``"""
     dims = names.of(node.args[0])
-    d = (_argument(node, "dim", 0) or 0) % len(dims)
     parts = node.meta["val"]
     if len(parts) == 1:
         return [dims]
-    names.mix(node, dims[d])
-    return [[*dims[:d], names.fresh([p.shape[d]])[0], *dims[d + 1 :]] for p in parts]
+    dims, (d,) = _mix_along(names, node)
+    return [[*dims[:d], *names.fresh([p.shape[d]]), *dims[d + 1 :]] for p in parts]
 
 
 @rule(aten.unbind.int)
 def unbind(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    d = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
-    names.mix(node, dims[d])
+    """``x[..., n, ...] -> [..., ...], [..., ...], ..; mixes n``"""
+    dims, (d,) = _mix_along(names, node)
     return [dims[:d] + dims[d + 1 :] for _ in node.meta["val"]]
 
 
 @rule(operator.getitem)
 def getitem(names: Names, node: fx.Node) -> Any:
-    dims = names.dims[node.args[0]]
-    return [resolve(d) for d in dims[node.args[1]]]
+    """The dims of the result that is taken."""
+    return [resolve(d) for d in names.dims[node.args[0]][node.args[1]]]
 
 
 @rule(aten.cat.default)
 def cat(names: Names, node: fx.Node) -> Any:
-    parts = [a for a in node.args[0] if a.meta["val"].ndim == len(_shape(node))]
-    d = (node.args[1] if len(node.args) > 1 else 0) % len(_shape(node))
-    out = names.of(parts[0])
-    for part in parts[1:]:
-        for i, dim in enumerate(names.of(part)):
-            if i != d:
-                names.unify(out[i], dim)
-    for part in parts:
-        names.mix(node, names.of(part)[d])
+    """``x[..., n, ...], y[..., m, ...] -> [..., new, ...]; mixes n, m``"""
+    ndim = len(_shape(node))
+    d = _dims_of(node, ndim)[0]
+    out: list[Dim] = [()] * ndim
+    for part in node.args[0]:
+        if part.meta["val"].ndim == ndim:  # an empty 1-D tensor goes with any
+            dims = names.of(part)
+            names.mix(node, dims[d])
+            for mine, theirs in zip(out[:d] + out[d + 1 :], dims[:d] + dims[d + 1 :]):
+                names.unify_at(node, mine, theirs)
+            out = dims
     out[d] = names.fresh([_shape(node)[d]])[0]
     return out
 
 
 @rule(aten.stack.default)
 def stack(names: Names, node: fx.Node) -> Any:
-    d = (node.args[1] if len(node.args) > 1 else 0) % len(_shape(node))
+    """``x[...], y[...] -> [..., new, ...]``"""
     shape = list(_shape(node))
+    d = _dims_of(node, len(shape))[0]
     n = shape.pop(d)
     dims = names.broadcast(node, node.args[0], shape)
-    return [*dims[:d], names.fresh([n])[0], *dims[d:]]
+    return [*dims[:d], *names.fresh([n]), *dims[d:]]
 
 
 @rule(aten.pad.default, aten.constant_pad_nd.default)
 def pad(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    for d, (n, m) in enumerate(zip(_shape(node), _shape(node.args[0]), strict=True)):
-        if n != m:
+    """``x[..., n, ...] -> [..., n + k, ...]; mixes n``"""
+    dims, given = names.of(node.args[0]), node.args[1]
+    for d, before, after in zip(range(-1, -len(dims) - 1, -1), given[::2], given[1::2]):
+        if before or after:
             names.mix(node, dims[d])
-            dims[d] = _shifted(names, dims[d], n)
+            dims[d] = _shifted(names, dims[d], _shape(node)[d])
     return dims
 
 
 @rule(aten.diff.default)
 def diff(names: Names, node: fx.Node) -> Any:
-    dims = names.of(node.args[0])
-    d = (node.args[2] if len(node.args) > 2 else -1) % len(dims)
-    names.mix(node, dims[d])
+    """``x[..., n, ...], y[..., m, ...], z[..., k, ...] -> [..., new, ...]; mixes n, m, k``"""
+    dims, (d,) = _mix_along(names, node)
+    for other in _tensors(node)[1:]:
+        for i, dim in enumerate(names.of(other)):
+            names.unify_at(node, dims[i], dim) if i != d else names.mix(node, dim)
     if _shape(node) != _shape(node.args[0]):
         dims[d] = names.fresh([_shape(node)[d]])[0]
     return dims
@@ -316,73 +371,27 @@ def diff(names: Names, node: fx.Node) -> Any:
 
 @rule(aten.index.Tensor)
 def index(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, m, ...], i[k, l], j[k, l] -> [..., k, l, ...]; mixes n, m``
+
+    Nothing is known of masks as indices, nor of indices with whole dims between them.
+    """
     dims = names.of(node.args[0])
     given = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]
-    where = [d for d, _ in given]
-    if where != list(range(where[0], where[-1] + 1)) or any(
-        i.meta["val"].dtype == torch.bool for _, i in given
-    ):
+    where, indices = [d for d, _ in given], [i for _, i in given]
+    contiguous = where == list(range(where[0], where[-1] + 1))
+    if not contiguous or any(i.meta["val"].dtype == torch.bool for i in indices):
         return None
     names.mix(node, *[dims[d] for d in where])
-    shape = torch.broadcast_shapes(*[_shape(i) for _, i in given])
-    return [
-        *dims[: where[0]],
-        *names.broadcast(node, [i for _, i in given], shape),
-        *dims[where[-1] + 1 :],
-    ]
+    shape = torch.broadcast_shapes(*[_shape(i) for i in indices])
+    return [*dims[: where[0]], *names.broadcast(node, indices, shape), *dims[where[-1] + 1 :]]
 
 
 @rule(aten.gather.default)
 def gather(names: Names, node: fx.Node) -> Any:
-    names.mix(node, *names.of(node.args[0]))
-    return names.of(node.args[2])
-
-
-def attention_dims(names: Names, node: fx.Node) -> Any:
-    """Attention [B, H, S, D]: the anchor that says which factor is batch, heads, sequence, head
-    width.
-    """
-    q, k, v = (names.of(a) for a in node.args[:3])
-    for a, b in (
-        (q[0], k[0]),
-        (q[0], v[0]),
-        (q[2], k[2]),
-        (q[2], v[2]),
-        (k[1], v[1]),
-        (q[3], k[3]),
-    ):
-        if a and b:
-            names.unify(a, b)
-    heads, kv_heads = _shape(node.args[0])[1], _shape(node.args[1])[1]
-    if heads == kv_heads:
-        names.unify(q[1], k[1])
-    elif kv_heads > 1:  # query head h reads KV head h // (heads // kv_heads)
-        names.unify(q[1], (*k[1], *names.fresh([heads // kv_heads])[0]))
-    names.mix(node, q[2], q[3])
-    bias = node.args[5] if len(node.args) > 5 else None
-    if bias is not None:
-        for mine, theirs in zip(names.of(bias), (q[0], q[1], q[2], q[2]), strict=True):
-            if mine:
-                names.unify(mine, theirs)
-    for extra in node.args[3:5]:
-        if extra is not None:
-            b, s = names.of(extra)
-            if b:
-                names.unify(b, q[0])
-            names.unify(s, q[2])
-    return [[q[0], q[1], q[2], v[3]], [q[0], q[1], q[2]]]
-
-
-@rule(aten.scaled_dot_product_attention.default)
-def sdpa(names: Names, node: fx.Node) -> Any:
-    return None
-
-
-@rule(aten.cross_entropy_loss.default)
-def cross_entropy(names: Names, node: fx.Node) -> Any:
-    logits, labels = names.of(node.args[0]), names.of(node.args[1])
-    if len(logits) != 2 or len(labels) != 1:
-        return None
-    names.unify(logits[0], labels[0])
-    names.mix(node, *logits)
-    return names.fresh(_shape(node))
+    """``x[..., n, ...], i[..., k, ...] -> [..., k, ...]; mixes n``, and where ``i`` is shorter."""
+    dims, (over,) = _mix_along(names, node)
+    chosen = names.of(node.args[2])
+    for d, (mine, theirs) in enumerate(zip(dims, chosen, strict=True)):
+        if d != over:
+            names.unify_at(node, mine, theirs)
+    return chosen

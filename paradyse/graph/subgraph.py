@@ -22,6 +22,8 @@ aten = torch.ops.aten
 _SHAPED_FIRST = {aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format}
 _SHAPED_SECOND = {
     aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
     aten.expand.default,
     aten.broadcast_to.default,
     aten.new_ones.default,
@@ -74,6 +76,11 @@ def _with_sizes(
         return (size(names.of(node)[0]),)
     if node.target == aten.arange.start:
         return (args[0], _plus(args[0], size(names.of(node)[0])))
+    if node.target == aten.arange.start_step and all(isinstance(a, int) for a in args):
+        step = args[2] if len(args) > 2 else 1
+        return (args[0], _plus(args[0], size(names.of(node)[0]), step), step)
+    if node.target == aten.narrow.default:
+        return (*args[:3], size(names.of(node)[args[1]]))
     if node.target == aten.slice.Tensor and len(args) > 3 and isinstance(args[3], int):
         start, end = args[2] or 0, args[3]
         dim = names.of(node)[args[1]]
@@ -82,8 +89,8 @@ def _with_sizes(
     return args
 
 
-def _plus(start: int, n: Any) -> Any:
-    return f"{start}+{n}" if isinstance(n, str) else start + n
+def _plus(start: int, n: Any, step: int = 1) -> Any:
+    return f"{start}+{step}*{n}" if isinstance(n, str) else start + step * n
 
 
 Override = Callable[..., Any]
