@@ -17,7 +17,6 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paradyse.kernels.attention_core import Call, Problem, stat_dtype
 from paradyse.kernels.attention_mask import (
@@ -34,8 +33,9 @@ from paradyse.kernels.attention_mask import (
 )
 from paradyse.kernels.flash_reference import dense_attention
 from paradyse.kernels.library_attention import library_backward, library_forward
+from paradyse.torch_private import FakeTensor, cpu_flash
 
-_HAS_CPU_FLASH = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+_HAS_CPU_FLASH = cpu_flash is not None
 
 
 # Reference

@@ -18,6 +18,7 @@ from paradyse.kernels.attention_mask import (
     dropout_keep,
     run_positions,
 )
+from paradyse.torch_private import cpu_flash, cpu_flash_backward
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -133,7 +134,7 @@ class Call:
             p, lse = _softmax_tile(q, k, mask, self.spec, None)
             keep = self.dropout(problem, tile, q)
             return times_values(p if keep is None else p.mul_(keep), v), lse
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = cpu_flash(
             q, k, v, 0.0, tile.kind == DIAGONAL, attn_mask=mask, scale=self.spec.scale
         )
         if mask is not None:  # the kernel says 0 for a row that sees nothing
@@ -169,7 +170,7 @@ class Call:
         )  # the kernel splits work by KV head
         if expand:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = cpu_flash_backward(
             grad,
             q,
             k,

@@ -13,6 +13,7 @@ from torch import Tensor
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec, Runs
+from paradyse.torch_private import schema_of
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """dq, dk, dv, and the bias's gradient (of no elements when it was not asked for)."""
@@ -107,7 +108,7 @@ def register_gradient(
         fake_backward: has an empty gradient of the bias in place of ``bias_grad``.
         keep: ``(q, k, v, outputs) -> kept``, the tensors and numbers that backward needs.
     """
-    bias_at = [a.name for a in forward._opoverload._schema.arguments].index("bias") - 3
+    bias_at = [a.name for a in schema_of(forward).arguments].index("bias") - 3
 
     def fake(grad_out: Tensor, *args: Any) -> Grads:
         *args_, bias_grad = args
@@ -119,7 +120,7 @@ def register_gradient(
         )
         return fake_backward(grad_out, *args_, d_bias)
 
-    num_rest = len(forward._opoverload._schema.arguments) - 3
+    num_rest = len(schema_of(forward).arguments) - 3
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         q, k, v, *rest = inputs

@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from paradyse.torch_private import FakeTensor
 
 
 @dataclass(frozen=True)

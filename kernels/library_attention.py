@@ -30,6 +30,12 @@ from paradyse.kernels.selection import (
     capability_of,
     choose,
 )
+from paradyse.torch_private import (
+    cudnn_attention,
+    cudnn_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 
 # Which part is plain
 
@@ -110,9 +116,7 @@ def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, causal, False, scale=scale
-    )
+    out, lse, *_ = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
 
 
@@ -129,7 +133,7 @@ def _flash_backward(
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
     lengths: Any = (None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset, scale=scale
     )
     return dq, dk, dv
@@ -138,9 +142,7 @@ def _flash_backward(
 def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
+    out, lse, *_ = cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     return out, lse.view(q.shape[:3])
 
 
@@ -156,7 +158,7 @@ def _cudnn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     others: Any = (None, None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    dq, dk, dv = cudnn_attention_backward(
         grad, q, k, v, out, lse[..., None], seed, offset, *others, 0.0, causal, scale=scale
     )
     return dq, dk, dv

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from paradyse.kernels.attention import merge_partials
 from paradyse.kernels.attention_core import stat_dtype
+from paradyse.torch_private import FakeTensor
 
 
 def merge(

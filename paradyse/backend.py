@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo import lookup_backend
 
 from paradyse.config import Options, parse_options
 from paradyse.distributed import collectives
@@ -49,6 +48,7 @@ from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
+from paradyse.torch_private import lookup_backend
 from paradyse.types import Plan, Workload
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout
 from paradyse.weights.unshard import Shelf, gather

@@ -20,6 +20,7 @@ from torch import nn
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.runtime.registry import captures_of
+from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.shard import full_state_dict
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -73,7 +74,7 @@ class TrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         _check(self.args, world)
         model = self.model
-        if getattr(model, "_compiled_call_impl", None) is None and not hasattr(model, "_orig_mod"):
+        if compiled_call_of(model) is None and original_module(model) is model:
             model.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paradyse.passes.mask_domain import (
     Abs,
@@ -27,6 +26,7 @@ from paradyse.passes.mask_domain import (
     Var,
     Where,
 )
+from paradyse.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 

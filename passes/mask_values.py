@@ -36,6 +36,7 @@ from paradyse.passes.mask_domain import (
     var,
     where,
 )
+from paradyse.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32)
@@ -103,10 +104,10 @@ class MaskValues:
         return self._twins[node]
 
     def _find_twin(self, node: fx.Node) -> fx.Node:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             return node
         random = torch.Tag.nondeterministic_seeded in node.target.tags
-        if random or node.target._schema.is_mutable or "empty" in node.target._schema.name:
+        if random or schema_of(node.target).is_mutable or "empty" in schema_of(node.target).name:
             return node
         inputs = fx.map_arg((node.args, node.kwargs), self._twin)
         return self._first.setdefault((node.target, repr(inputs)), node)
@@ -121,10 +122,10 @@ class MaskValues:
         return counted if not isinstance(counted, Lin) else None
 
     def _interpret(self, node: fx.Node) -> Expr:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotUnderstood
-        namespace, name = node.target._schema.name.split("::")
-        if namespace != "aten" or node.target._schema.is_mutable:
+        namespace, name = schema_of(node.target).name.split("::")
+        if namespace != "aten" or schema_of(node.target).is_mutable:
             raise NotUnderstood
         if name in _COPIES:
             return self.value(node.args[0])

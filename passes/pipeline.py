@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._logging import trace_structured
 
 from paradyse.distributed.axis import SINGLE, Axis
 from paradyse.graph.factors import Factor, Names
@@ -22,6 +21,7 @@ from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
 from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
+from paradyse.torch_private import trace_structured
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visible
 from paradyse.passes.mask_values import MaskValues, shape_of
+from paradyse.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
@@ -184,7 +185,7 @@ class Recovery:
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments of an operator by name, defaults filled in."""
-    schema = node.target._schema
+    schema = schema_of(node.target)
     out = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
     out.update({a.name: x for a, x in zip(schema.arguments, node.args, strict=False)})
     return out | node.kwargs
@@ -243,8 +244,8 @@ def _is_learned(mask: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     """The value whose memory ``node`` shows."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
+    while node.op == "call_function" and isinstance(node.target, OpOverload):
+        returns = schema_of(node.target).returns
         viewed = bool(returns) and returns[0].alias_info is not None
         if not viewed or not node.args or not isinstance(node.args[0], fx.Node):
             break
@@ -256,9 +257,9 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     """Values that some operator writes in place: their formula depends on when it is read."""
     written = set()
     for n in graph.nodes:
-        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
+        if n.op != "call_function" or not isinstance(n.target, OpOverload):
             continue
-        for a, x in zip(n.target._schema.arguments, n.args, strict=False):
+        for a, x in zip(schema_of(n.target).arguments, n.args, strict=False):
             if a.alias_info is not None and a.alias_info.is_write and isinstance(x, fx.Node):
                 written.add(_root(x))
     return written

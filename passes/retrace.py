@@ -8,10 +8,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.traceback import get_current_meta, preserve_node_meta
+
+from paradyse.torch_private import (
+    AUTOCAST_ENTER,
+    AUTOCAST_EXIT,
+    SET_GRAD_ENABLED,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    get_current_meta,
+    make_fx,
+    preserve_node_meta,
+    schema_of,
+)
 
 aten = torch.ops.aten
 
@@ -132,7 +141,7 @@ def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:
     count, enabled = 0, True
     inside: set[fx.Node] = set()
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+        if node.op == "call_function" and node.target is SET_GRAD_ENABLED:
             enabled = bool(node.args[0])
             gm.graph.erase_node(node)
             count += 1
@@ -160,9 +169,9 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
     views: dict[fx.Node, fx.Node] = {}
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        schema = node.target._schema
+        schema = schema_of(node.target)
         info = schema.arguments[0].alias_info if schema.arguments else None
         if info is not None and not info.is_write and isinstance(node.args[0], fx.Node):
             views[node] = node.args[0]
@@ -206,7 +215,7 @@ _PRODUCTS = {
 }
 """Operators that take inputs of one dtype; fake tensors do not hold them to it."""
 
-_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_AUTOCAST = (AUTOCAST_ENTER, AUTOCAST_EXIT)
 
 
 def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
@@ -230,7 +239,7 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
         if node.op != "call_function":
             continue
         val = node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(val, torch.Tensor) or not isinstance(node.target, OpOverload):
             continue
         dtype = val.dtype
         floats = [

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.torch_private import OpOverload, schema_of
+
 aten = torch.ops.aten
 
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default}
@@ -93,7 +95,7 @@ def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target in _RANDOM:
             continue
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         if key in seen:

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
+    ("torch_private",),
     ("kernels", "types"),
     ("config",),
     ("distributed",),
@@ -31,10 +32,13 @@ LAYERS = (
 )
 """Folders and modules of the root. Each imports only what stands above it, or within itself."""
 
-NARROWER = {"checkpoint": {"distributed", "weights"}, "data": {"distributed"}}
+NARROWER = {
+    "checkpoint": {"distributed", "torch_private", "weights"},
+    "data": {"distributed"},
+}
 """Of what stands above, no more than this."""
 
-LEAVES = {"kernels": {"torch", "triton"}, "types": {"torch"}}
+LEAVES = {"kernels": {"torch", "triton"}, "torch_private": {"torch"}, "types": {"torch"}}
 """These import nothing beyond the standard library and what is named here."""
 
 OPTIONAL = {

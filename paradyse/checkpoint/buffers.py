@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paradyse.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 Place = tuple[nn.Module, dict[str, Any], str]
@@ -72,12 +73,13 @@ def held_tensors(model: nn.Module) -> list[Held]:
     """Parameters, buffers and plain tensor attributes of all modules of ``model``."""
     found: dict[int, list[tuple[str, Place, bool, Tensor]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        volatile = module._non_persistent_buffers_set
-        for holder in (module._parameters, module._buffers, vars(module)):
+        volatile = unsaved_buffers_of(module)
+        buffers = buffers_of(module)
+        for holder in (parameters_of(module), buffers, vars(module)):
             for key, x in holder.items():
                 if isinstance(x, Tensor):
                     stored = holder is not vars(module)
-                    stored &= holder is not module._buffers or key not in volatile
+                    stored &= holder is not buffers or key not in volatile
                     name = f"{path}.{key}" if path else key
                     found.setdefault(id(x), []).append((name, (module, holder, key), stored, x))
     out = []
@@ -166,7 +168,7 @@ def _made(
 @contextmanager
 def _without_values(owner: nn.Module) -> Iterator[None]:
     """Inside, parameters and buffers below ``owner`` have no memory that could be written."""
-    holders = [h for m in owner.modules() for h in (m._parameters, m._buffers)]
+    holders = [h for m in owner.modules() for h in (parameters_of(m), buffers_of(m))]
     saved = [dict(h) for h in holders]
     attributes = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor)}
     try:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paradyse.checkpoint.buffers import Held, held_tensors, remake
 from paradyse.checkpoint.folder import listed
 from paradyse.distributed import collectives
+from paradyse.torch_private import original_module
 from paradyse.weights.sharded_tensor import OPTIMIZER, ShardedTensor
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -95,7 +96,7 @@ def load_safetensors(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)
+    model = original_module(model)
     tensors = held_tensors(model)
     _check_kinds(tensors)
     entries = _read_headers(Path(path))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paradyse.checkpoint import folder as files
 from paradyse.checkpoint.folder import listed
+from paradyse.torch_private import original_module
 from paradyse.weights.shard import name_before_compile
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ def load_checkpoint(
     _read(path, entries, ranks)
     others = {n: entries[f"model.{n}"] for n, x in mine.items() if not isinstance(x, Tensor)}
     if others:
-        getattr(model, "_orig_mod", model).load_state_dict(others, strict=False)
+        original_module(model).load_state_dict(others, strict=False)
     if optimizer is not None:
         _give_state(optimizer, {k: entries[k] for k in state}, groups, saved, model)
     return Checkpoint(path, step, extra)

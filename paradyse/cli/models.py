@@ -164,8 +164,10 @@ def whole_graphs() -> Iterator[None]:
 
     A setting of the process: for the command line's own ranks, where no one else compiles.
     """
+    from paradyse.torch_private import dynamo_config
+
     name = "ignore_logging_functions"
     once = getattr(logging.Logger, "warning_once", None)  # transformers adds it
-    known = getattr(torch._dynamo.config, name)
-    with torch._dynamo.config.patch({name: {*known, once} if once else known}):
+    known = getattr(dynamo_config, name)
+    with dynamo_config.patch({name: {*known, once} if once else known}):
         yield

@@ -4,10 +4,6 @@ AOTAutograd.
 Sizes that vary between calls are named ("B", "S", "s"); they become symbols of a shape environment
 of our own, so nothing here adds a guard to Dynamo's. What the compiler assumed about the symbols
 is kept and checked against each new combination of sizes.
-
-Uses ``torch._guards``, ``torch._dynamo.utils`` and ``torch.fx.experimental.symbolic_shapes``, which
-are not public; tried on torch 2.13 (``tests/test_lower.py`` compiles, runs and differentiates at
-several sizes).
 """
 
 from __future__ import annotations
@@ -15,24 +11,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo import lookup_backend
-from torch._dynamo.source import ConstantSource
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from paradyse.torch_private import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    TracingContext,
+    lookup_backend,
+    make_fx,
+    no_saved_tensors_hooks,
+    tracing,
+)
 
 log = logging.getLogger(__name__)
-
-_no_saved_tensors_hooks: Any = getattr(
-    torch._dynamo.utils, "_disable_saved_tensors_hooks_during_tracing", nullcontext
-)
 
 LONG = 2048
 """Tokens to have the inner compiler tune for at least, where the graph allows: long sequences cost
@@ -129,7 +126,7 @@ def compile_function(
 
     # The fake mode also while tracing: operators without tensor inputs (arange) find it no other
     # way. And what tracing saves is no business of hooks, such as those of a checkpointed region.
-    with _no_saved_tensors_hooks():
+    with no_saved_tensors_hooks():
         with fake_mode:
             fakes = [example(s) for s in specs]
             graph = make_fx(fn, pre_dispatch=True)(*fakes)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.factors import Dim, Names, Rule, resolve, rule
+from paradyse.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -35,7 +36,7 @@ def _overloads(names: str) -> list[Any]:
         packet, _, overload = name.partition(".")
         of = getattr(aten, packet)
         for o in [overload] if overload else of.overloads():
-            schema = getattr(of, o)._schema
+            schema = schema_of(getattr(of, o))
             gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
             if gives_tensors and not schema.is_mutable and not o.startswith("prim_"):
                 found.append(getattr(of, o))
@@ -44,7 +45,7 @@ def _overloads(names: str) -> list[Any]:
 
 def _argument(node: fx.Node, name: str) -> Any:
     """The argument called ``name``, its default where it is not given; None where there is none."""
-    for i, arg in enumerate(node.target._schema.arguments):
+    for i, arg in enumerate(schema_of(node.target).arguments):
         if arg.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, arg.default_value)
     return None

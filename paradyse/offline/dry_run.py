@@ -4,9 +4,6 @@
 any number, over PyTorch's fake process group, and sends tensors without memory through every
 distinct block under every strategy, forward and backward: what each saves for backward and needs
 while it runs is seen, not computed from a formula.
-
-Uses ``torch.testing._internal.distributed.fake_pg`` and ``FakeTensorMode``, which are not public;
-tried on torch 2.13 (``tests/test_dry_run.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from paradyse.config import Options
@@ -41,6 +37,7 @@ from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.metp import MetpVariant
+from paradyse.torch_private import FakeTensorMode
 from paradyse.types import REPLICATED, BlockSpec
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
@@ -199,7 +196,7 @@ def fake_world(num_ranks: int) -> Iterator[Axis]:
     if num_ranks == 1:
         yield SINGLE
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from paradyse.torch_private import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError("a dry run needs a process that has no process group")

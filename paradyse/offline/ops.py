@@ -18,6 +18,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import _AXES, Axis, TokenLayout
 from paradyse.distributed.tokens import gather_tokens, reduce_scatter_tokens
 from paradyse.strategies.attention import colossal, ring, ulysses
+from paradyse.torch_private import body_of, overload_of, schema_of
 
 RING = 4
 """Steps of a ring that is run: its first, two that are like all others, and its last."""
@@ -52,13 +53,13 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
 
     def with_numbers(op: Any, length: Callable[..., int], name: str) -> Callable[..., Any]:
         """The body of ``op``, told the sequence's length, on the axis ``name``."""
-        at = [a.name for a in op._opoverload._schema.arguments].index
+        at = [a.name for a in schema_of(op).arguments].index
 
         def run(*args: Any) -> Any:
             given = list(args)
             given[at("info")] = (length(*args), block_id)
             given[at("axis")] = name
-            return op._init_fn(*given)
+            return body_of(op)(*given)
 
         return run
 
@@ -94,7 +95,7 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
         if many
         else with_numbers(reduce_scatter_tokens, _no_length, axis.name),
     }
-    return numbers | {op._opoverload: run for op, run in found.items()}
+    return numbers | {overload_of(op): run for op, run in found.items()}
 
 
 def _no_length(*args: Any) -> int:

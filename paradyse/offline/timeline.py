@@ -7,9 +7,6 @@ of the peak may be another one at another length.
 
 Operators that communicate are looked into, so that their buffers count; attention's kernels are
 taken to allocate their results alone, as a flash kernel does.
-
-Uses ``torch.utils._python_dispatch`` and ``torch.multiprocessing.reductions``, which are not
-public; tried on torch 2.13 (``tests/test_dry_run.py``).
 """
 
 from __future__ import annotations
@@ -20,12 +17,16 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 from paradyse.runtime.saved_memory import storages
+from paradyse.torch_private import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    storage_key,
+    tree_leaves,
+)
 
 
 class Timeline(TorchDispatchMode):
@@ -56,16 +57,16 @@ class Timeline(TorchDispatchMode):
         body = self.bodies.get(func)
         if body is None:
             out = func(*args, **(kwargs or {}))
-            count = flop_registry.get(func._overloadpacket)
+            count = flop_registry.get(func.overloadpacket)
             self.flops += count(*args, **(kwargs or {}), out_val=out) if count else 0
         else:
             with self:
                 out = body(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(out):
+        for x in tree_leaves(out):
             if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x):
-                storage = x.untyped_storage()
-                if storage._cdata not in self._given and storage._cdata not in self._made:
-                    self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                storage, key = x.untyped_storage(), storage_key(x)
+                if key not in self._given and key not in self._made:
+                    self._made[key] = (StorageWeakRef(storage), storage.nbytes())
         self.mark()
         return out
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.planning.costs import COLLECTIVES, Link, Machine
+from paradyse.torch_private import disable_current_modes
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def measure_machine(
         start = time.perf_counter()
         # Called from run-time code of a compiled model: neither its modes nor its autocast may
         # leak in.
-        with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             _MACHINES[key] = _measure(axis, dtype, device)
         log.info("measured in %.2f s: %s", time.perf_counter() - start, _MACHINES[key])
     return _MACHINES[key]
@@ -189,7 +189,7 @@ def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
     device = device or device_of(axis)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
     mine = float(device_capacity(device, local_ranks))
-    with _disable_current_modes():
+    with disable_current_modes():
         return int(_agree([mine], axis, device, dist.ReduceOp.MIN)[0])
 
 

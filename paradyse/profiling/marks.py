@@ -21,6 +21,7 @@ from paradyse.graph.subgraph import is_weight
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import BlockStep
 from paradyse.runtime.saved_memory import Saved, storages
+from paradyse.torch_private import is_allocation, profiled_events
 from paradyse.weights.shard_comm import Messages
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Shelf
@@ -211,12 +212,11 @@ class HostMemory:
 
     def _events(self) -> Iterator[tuple[int, int | None, int]]:
         """(Nanoseconds, bytes, address) of all memory taken or given back; no bytes for a mark."""
-        profiler: Any = self._profile.profiler
-        stack = list(profiler.kineto_results.experimental_event_tree())
+        stack = profiled_events(self._profile)
         while stack:
             event = stack.pop()
             stack += event.children
-            if event.tag == torch._C._profiler._EventType.Allocation:
+            if is_allocation(event):
                 memory = event.extra_fields
                 if memory.device.type == "cpu":
                     yield event.start_time_ns, memory.alloc_size, memory.ptr

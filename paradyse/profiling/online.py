@@ -59,8 +59,8 @@ from paradyse.profiling.marks import (
 )
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program, StepConstants
-from paradyse.runtime.saved_memory import may_watch
 from paradyse.strategies import canonical_strategy
+from paradyse.torch_private import at_end_of_backward, saved_tensors_hooks_are_free
 from paradyse.types import Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -102,7 +102,7 @@ class StepWatch(Watch):
         super().mark(at, block)
         if at == GRAD and not self._ending:
             self._ending = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.close)
+            at_end_of_backward(self.close)
 
     def close(self) -> None:
         """The step is over: where there was no backward, when the next one begins."""
@@ -248,7 +248,7 @@ class Feedback:
         record.missing_bytes = _missing_gradients(args)
         if self.program.device.type == "cuda":
             record.watch = StepWatch(DeviceMemory(reset=False))
-        elif may_watch():
+        elif saved_tensors_hooks_are_free():
             given = (a.local if isinstance(a, ShardedTensor) else a for a in args)
             record.watch = StepWatch(SavedMemory(given))
         return record

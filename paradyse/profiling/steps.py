@@ -33,6 +33,7 @@ from paradyse.profiling.marks import (
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program
 from paradyse.runtime.registry import captures_of
+from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -57,7 +58,7 @@ class Steps:
         training: bool,
         make_batch: MakeBatch | None,
     ) -> None:
-        self.model: torch.nn.Module = getattr(model, "_orig_mod", model)
+        self.model: torch.nn.Module = original_module(model)
         self.axis = resolve_axis(options.get("mesh"))
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
@@ -82,18 +83,18 @@ class Steps:
         """Mode and random state for steps, gradients set aside; all as before afterwards."""
         kept = [p.grad for p in self.parameters]
         was_training = self.model.training
-        called = getattr(self.model, "_compiled_call_impl", None)  # by model.compile()
+        called = compiled_call_of(self.model)
         devices = [self.device] if self.device.type == "cuda" else []
         try:
             with torch.random.fork_rng(devices), torch.set_grad_enabled(self.training):
                 torch.manual_seed(0)
                 self.model.train(self.training)
-                self.model._compiled_call_impl = None
+                set_compiled_call(self.model, None)
                 self.model.zero_grad(set_to_none=True)
                 yield
         finally:
             self.watch(None)
-            self.model._compiled_call_impl = called
+            set_compiled_call(self.model, called)
             self.model.train(was_training)
             for p, grad in zip(self.parameters, kept, strict=True):
                 p.grad = grad

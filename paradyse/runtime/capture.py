@@ -19,6 +19,7 @@ from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
+from paradyse.torch_private import is_static_input, symbol_values
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +44,7 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
     if not isinstance(example, Tensor):
         return False
     name = str(node.target)
-    return (
-        "_parameters_" in name
-        or "_buffers_" in name
-        or hasattr(example, "_dynamo_static_input_type")
-    )
+    return "_parameters_" in name or "_buffers_" in name or is_static_input(example)
 
 
 _PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
@@ -138,7 +135,7 @@ def _choose_sizes(
     env: Any = None
     for size in sizes:
         env = size.node.shape_env
-        known = getattr(env, "backed_var_to_val", None) or env.var_to_val  # renamed in torch 2.12
+        known = symbol_values(env)
         hints.update({symbol: int(known[symbol]) for symbol in size.node.expr.free_symbols})
     instead: dict[int, int] = {}
     for hint in dict.fromkeys(hints.values()):

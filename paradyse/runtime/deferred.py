@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from paradyse.torch_private import (
+    DisableTorchFunctionSubclass,
+    make_wrapper_subclass,
+    tree_map_only,
+)
 
 _METADATA = {
     Tensor.shape.__get__,
@@ -47,7 +52,7 @@ class DeferredTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Any:
-        out = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        out = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         out._compute = compute
         out._value = None
         return out
@@ -68,10 +73,10 @@ class DeferredTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def materialize(x: DeferredTensor) -> Tensor:
     """The value, computed now if it has not been."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if x._value is None:
             assert x._compute is not None
             x._value = x._compute()

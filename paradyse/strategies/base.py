@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paradyse.distributed.axis import Axis
 from paradyse.graph.factors import Factor, Names
@@ -18,6 +17,7 @@ from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_funct
 from paradyse.graph.subgraph import Labels, Override, Piece, is_weight, structure
 from paradyse.kernels.dropout import hashed_dropout
 from paradyse.strategies.work import Work
+from paradyse.torch_private import disable_current_modes
 from paradyse.weights.slices import Form
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ class VariantCache:
                 return compiled
         for hints in self._hints(sizes, inner):
             try:
-                with _disable_current_modes():  # they watch what runs, not what is compiled
+                with disable_current_modes():  # they watch what runs, not what is compiled
                     compiled = compile_function(fn, specs, inner, hints)
             except RuntimeError:
                 if hints == sizes:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.torch_private import parameters_of
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -45,12 +46,12 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
         return model
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, p in list(module._parameters.items()):
+        for name, p in list(parameters_of(module).items()):
             if p is None or p.ndim == 0:
                 continue
             if id(p) not in made:
                 made[id(p)] = _sharded(p, axis)
-            module._parameters[name] = made[id(p)]
+            parameters_of(module)[name] = made[id(p)]
     return model
 
 

@@ -5,9 +5,6 @@ the whole tensor and the memory of the rank's rows. Elementwise operators, norms
 run on the rows; any other operator raises and names ``full_tensor()``. While a model is traced, a
 sharded parameter stands for the whole tensor, so the forward and the parameter names stay as they
 are; at run time the backend takes the rows.
-
-``torch.Tensor._make_wrapper_subclass`` and ``torch.utils._pytree`` are not public; both were tried
-on torch 2.13 (``tests/weights`` trains, clips and loads).
 """
 
 from __future__ import annotations
@@ -18,9 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from paradyse.distributed import collectives
+from paradyse.torch_private import (
+    disabled_torch_function,
+    make_wrapper_subclass,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 from paradyse.weights import dcp
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.shard_comm import gather_shards
@@ -40,7 +43,7 @@ class ShardedTensor(Tensor):
     _token: Tensor
     """An empty tensor. Tracers see it in place of the rows, so no guard depends on the layout."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(
@@ -53,7 +56,7 @@ class ShardedTensor(Tensor):
         if token is None:
             assert local is not None
             token = local.new_empty(0)
-        out: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        out: ShardedTensor = make_wrapper_subclass(
             cls, tuple(size), dtype=token.dtype, device=token.device
         )
         out._token = token
@@ -139,7 +142,7 @@ class ShardedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+        sharded = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
         if any(is_traced(x) for x in sharded):
             return _traced(func, args, kwargs)
         handler = _REDUCTIONS.get(func)
@@ -176,7 +179,7 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     if func in (aten.detach.default, aten.alias.default):
         x = args[0]
         return ShardedTensor(None, None, x.shape, func(x._token))
-    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    args, kwargs = tree_map(whole, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -237,7 +240,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
     if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
         axis = next(x for x in likes if x is not None).placement.axis
         args[1].copy_(collectives.all_gather(args[1], axis, OPTIMIZER).amax(0))
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return kwargs.get("out", args[0]) if num is None else out
     if isinstance(out, list | tuple):
         return [_wrap(o, like) for o, like in zip(out, likes, strict=True)]
@@ -245,7 +248,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _first(values: Any) -> ShardedTensor | None:
-    return next((x for x in pytree.tree_leaves(values) if isinstance(x, ShardedTensor)), None)
+    return next((x for x in tree_leaves(values) if isinstance(x, ShardedTensor)), None)
 
 
 def _rows_of(x: Any, like: ShardedTensor | None) -> Any:

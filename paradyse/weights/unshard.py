@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paradyse.distributed.axis import Axis
+from paradyse.torch_private import is_traceable_wrapper_subclass
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.shard_comm import (
     Messages,

@@ -11,7 +11,8 @@ import torch
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
 
-from paradyse.runtime.saved_memory import Saved, may_watch, storages
+from paradyse.runtime.saved_memory import Saved, storages
+from paradyse.torch_private import saved_tensors_hooks_are_free
 
 MESSAGE_S = {"all_to_all": 1e-4, "ring_exchange": 2e-4}
 """What messages take by the machine's rates; others take nothing."""
@@ -271,11 +272,11 @@ def test_a_plan_that_needs_more_than_predicted_is_left(pool2: RankPool) -> None:
 
 def test_memory_is_not_watched_where_hooks_take_what_is_saved() -> None:
     hooks = torch.autograd.graph
-    assert may_watch()
+    assert saved_tensors_hooks_are_free()
     with hooks.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert not may_watch()
+        assert not saved_tensors_hooks_are_free()
     with hooks.disable_saved_tensors_hooks("no"):
-        assert not may_watch()
+        assert not saved_tensors_hooks_are_free()
 
 
 def test_emptied_memory_does_not_count() -> None:

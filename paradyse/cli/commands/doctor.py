@@ -91,14 +91,14 @@ def _backends() -> Finding:
 
 
 def _entry_point() -> Finding:
-    import torch._dynamo
+    import torch
 
     points = importlib.metadata.entry_points(group="torch_dynamo_backends")
     mine = [p for p in points if p.name == "paradyse"]
     out = "pip install -e . in the checkout (make setup does it), with this Python"
     if not mine:
         return Finding("backend", "not registered", out)
-    if "paradyse" not in torch._dynamo.list_backends(exclude_tags=()):
+    if "paradyse" not in torch.compiler.list_backends(exclude_tags=()):
         return Finding("backend", f"{mine[0].value}, not known to Dynamo", out)
     return Finding("backend", f"backend='paradyse' is {mine[0].value}")
 

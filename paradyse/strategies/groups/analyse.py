@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from paradyse.graph.factors import Factor, resolve
 from paradyse.graph.subgraph import is_weight, make_piece, run
 from paradyse.strategies.base import Scope, is_tensor
 from paradyse.strategies.groups.heads import deal_heads
 from paradyse.strategies.groups.model import Groups, Leaf, Projection, Unsplittable, Up, Weight
+from paradyse.torch_private import unset_fake_temporarily
 from paradyse.weights.slices import Form, Rows
 
 aten = torch.ops.aten

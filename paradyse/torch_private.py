@@ -1,0 +1,190 @@
+"""Everything of PyTorch that is not public: the one module to look at when a new version breaks.
+
+Names of ``PLACES`` are looked up when they are imported from here, so that nothing is loaded that
+is not used; functions stand for attributes, and for what differs between versions. Each has a
+test of its name (``tests/test_torch_private.py``). Tried on torch 2.13; meant for 2.11 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FAKE = "torch._subclasses.fake_tensor"
+_SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+_DISPATCH = "torch.utils._python_dispatch"
+_PRODUCT = "torch:ops.aten._scaled_dot_product"
+
+PLACES = {
+    "AUTOCAST_ENTER": "torch:amp.autocast_mode._enter_autocast",
+    "AUTOCAST_EXIT": "torch:amp.autocast_mode._exit_autocast",
+    "ConstantSource": "torch._dynamo.source:ConstantSource",
+    "DimDynamic": f"{_SYMBOLS}:DimDynamic",
+    "DisableTorchFunctionSubclass": "torch:_C.DisableTorchFunctionSubclass",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "FakeTensor": f"{_FAKE}:FakeTensor",
+    "FakeTensorMode": f"{_FAKE}:FakeTensorMode",
+    "HigherOrderOperator": "torch._ops:HigherOrderOperator",
+    "OpOverload": "torch._ops:OpOverload",
+    "SET_GRAD_ENABLED": "torch:_C._set_grad_enabled",
+    "ShapeEnv": f"{_SYMBOLS}:ShapeEnv",
+    "StorageWeakRef": "torch.multiprocessing.reductions:StorageWeakRef",
+    "TorchDispatchMode": f"{_DISPATCH}:TorchDispatchMode",
+    "TracingContext": "torch._guards:TracingContext",
+    "cpu_flash": f"{_PRODUCT}_flash_attention_for_cpu",
+    "cpu_flash_backward": f"{_PRODUCT}_flash_attention_for_cpu_backward",
+    "cudnn_attention": f"{_PRODUCT}_cudnn_attention",
+    "cudnn_attention_backward": f"{_PRODUCT}_cudnn_attention_backward",
+    "disable_current_modes": f"{_DISPATCH}:_disable_current_modes",
+    "disabled_torch_function": "torch:_C._disabled_torch_function_impl",
+    "dynamo_config": "torch._dynamo:config",
+    "flash_attention": f"{_PRODUCT}_flash_attention",
+    "flash_attention_backward": f"{_PRODUCT}_flash_attention_backward",
+    "get_current_meta": "torch.fx.traceback:get_current_meta",
+    "is_traceable_wrapper_subclass": f"{_DISPATCH}:is_traceable_wrapper_subclass",
+    "lookup_backend": "torch._dynamo:lookup_backend",
+    "make_fx": "torch.fx.experimental.proxy_tensor:make_fx",
+    "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
+    "preserve_node_meta": "torch.fx.traceback:preserve_node_meta",
+    "trace_structured": "torch._logging:trace_structured",
+    "tracing": "torch._guards:tracing",
+    "tree_leaves": "torch.utils._pytree:tree_leaves",
+    "tree_map": "torch.utils._pytree:tree_map",
+    "tree_map_only": "torch.utils._pytree:tree_map_only",
+    "unset_fake_temporarily": f"{_FAKE}:unset_fake_temporarily",
+}
+"""Name here -> where PyTorch has it."""
+
+BUILD_MAY_LACK = {"cpu_flash", "cpu_flash_backward"}
+"""None where this build of PyTorch has no such operator."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    try:
+        return resolve_name(PLACES[name])
+    except (ImportError, AttributeError) as e:
+        if name in BUILD_MAY_LACK:
+            return None
+        raise ImportError(
+            f"torch {torch.__version__} has no {PLACES[name].replace(':', '.')}, which ParaDySe "
+            "uses as of torch 2.13: install a version of torch that has it"
+        ) from e
+
+
+# Operators
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator (an ``OpOverload``), or of a ``torch.library.custom_op``."""
+    return overload_of(op)._schema
+
+
+def overload_of(op: Any) -> Any:
+    """The ``OpOverload`` of a ``torch.library.custom_op``; an ``OpOverload`` itself."""
+    return getattr(op, "_opoverload", op)
+
+
+def body_of(op: Any) -> Callable[..., Any]:
+    """The function that a ``torch.library.custom_op`` was made of."""
+    body: Callable[..., Any] = op._init_fn
+    return body
+
+
+# Tracing and compiling
+
+
+def no_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """Inside, tracing passes over the hooks of the user's, such as those of a checkpoint."""
+    from torch._dynamo import utils
+
+    name = "_disable_saved_tensors_hooks_during_tracing"
+    context: AbstractContextManager[Any] = getattr(utils, name, nullcontext)()
+    return context
+
+
+def symbol_values(shape_env: Any) -> Any:
+    """Symbol -> the number that it was made from."""
+    return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # before 2.12
+
+
+def is_static_input(x: Tensor) -> bool:
+    """Whether Dynamo marked ``x`` as the same tensor in every call, as parameters are."""
+    return hasattr(x, "_dynamo_static_input_type")
+
+
+# Memory, and what autograd keeps
+
+
+def storage_key(x: Tensor) -> int:
+    """Identity of the memory of ``x``, while it is alive."""
+    key: int = x.untyped_storage()._cdata
+    return key
+
+
+def storage_bytes(reference: Any) -> int:
+    """What the memory of a ``StorageWeakRef`` takes now; 0 where it is gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+def saved_tensors_hooks_are_free() -> bool:
+    """Whether nobody else's hooks take what autograd saves, or forbid them."""
+    functions: Any = torch._C._autograd
+    enabled = functions._saved_tensors_hooks_is_enabled()
+    return bool(enabled) and functions._top_saved_tensors_default_hooks(False) is None
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once the backward under way is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def profiled_events(profile: Any) -> list[Any]:
+    """The roots of the event tree of a ``torch.profiler.profile`` that has ended."""
+    return list(profile.profiler.kineto_results.experimental_event_tree())
+
+
+def is_allocation(event: Any) -> bool:
+    """Whether an event of ``profiled_events`` is memory taken or given back."""
+    return bool(event.tag == torch._C._profiler._EventType.Allocation)
+
+
+# Modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Name -> parameter of the module alone; may be written."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Name -> buffer of the module alone; may be written."""
+    return module._buffers
+
+
+def unsaved_buffers_of(module: nn.Module) -> set[str]:
+    """Names of the module's buffers that are in no state dict."""
+    return module._non_persistent_buffers_set
+
+
+def original_module(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given, if ``model`` is what it returned."""
+    original: nn.Module = getattr(model, "_orig_mod", model)
+    return original
+
+
+def compiled_call_of(module: nn.Module) -> Any:
+    """What ``module.compile()`` made the module's call; None where it was not called."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Make ``call`` the module's call, as ``module.compile()`` does; None undoes it."""
+    module._compiled_call_impl = call

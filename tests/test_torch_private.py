@@ -1,0 +1,470 @@
+"""What is not public in PyTorch, name by name: that it is there, and that it does what we rely on.
+
+A failure here names what a new version changed. Tried on torch 2.13; ``paradyse.torch_private`` is
+the one module to mend.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from paradyse import torch_private as private
+
+aten = torch.ops.aten
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@torch.library.custom_op("paradyse_tests::doubled", mutates_args=())
+def doubled(x: Tensor, times: int) -> Tensor:
+    return x * 2
+
+
+class Wrapper(Tensor):
+    """A tensor subclass that counts the functions it is asked for."""
+
+    asked = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def arguments(op: Any) -> list[str]:
+    return [a.name for a in private.schema_of(op.default).arguments]
+
+
+# One check per name. The names of functions here are those of ``private``.
+
+
+def check_AUTOCAST_ENTER() -> None:
+    token = private.AUTOCAST_ENTER("cpu", torch.bfloat16, True, False)
+    assert torch.is_autocast_enabled("cpu")
+    private.AUTOCAST_EXIT(token)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+check_AUTOCAST_EXIT = check_AUTOCAST_ENTER
+
+
+def check_ShapeEnv() -> None:
+    env = private.ShapeEnv(duck_shape=False)
+    source = private.ConstantSource("n")
+    symbol = env.create_symbol(5, source, private.DimDynamic.DYNAMIC, constraint_dim=None)
+    size = env.create_symintnode(symbol, hint=5, source=source)
+    with private.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True):
+        assert torch.empty(size, 2).numel() == 10  # which is a guard
+    assert [g.expr.free_symbols for g in env.guards] == [{symbol}]
+    assert private.symbol_values(env)[symbol] == 5
+
+
+check_ConstantSource = check_DimDynamic = check_FakeTensorMode = check_symbol_values = (
+    check_ShapeEnv
+)
+
+
+def check_FakeTensor() -> None:
+    mode = private.FakeTensorMode()
+    with mode:
+        x = torch.empty(3)
+        with private.unset_fake_temporarily():
+            assert not isinstance(torch.empty(3), private.FakeTensor)
+        with private.disable_current_modes():
+            assert not isinstance(torch.empty(3), private.FakeTensor)
+    assert isinstance(x, private.FakeTensor) and x.fake_mode is mode
+
+
+check_unset_fake_temporarily = check_disable_current_modes = check_FakeTensor
+
+
+def check_FakeStore() -> None:
+    torch.distributed.init_process_group("fake", store=private.FakeStore(), rank=0, world_size=3)
+    try:
+        torch.distributed.all_reduce(torch.ones(2))
+        assert torch.distributed.get_world_size() == 3
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def check_OpOverload() -> None:
+    assert isinstance(aten.add.Tensor, private.OpOverload)
+    assert aten.add.Tensor.overloadpacket is aten.add
+    assert aten.mm in flop_registry
+
+
+def check_HigherOrderOperator() -> None:
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    assert isinstance(checkpoint, private.HigherOrderOperator)
+
+
+def check_make_fx() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            private.get_current_meta()["ours"] = True
+            y = nn.functional.linear(x, w)
+        return y
+
+    with private.preserve_node_meta():
+        gm = private.make_fx(fn, pre_dispatch=True)(torch.randn(3, 4), torch.randn(5, 4))
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert [n.target for n in nodes] == [
+        private.SET_GRAD_ENABLED,
+        aten.linear.default,
+        private.SET_GRAD_ENABLED,
+    ]
+    assert [n.args for n in nodes[::2]] == [(False,), (True,)]
+    assert "val" in nodes[1].meta
+
+
+check_SET_GRAD_ENABLED = check_get_current_meta = check_preserve_node_meta = check_make_fx
+
+
+def check_tracing() -> None:
+    mode = private.FakeTensorMode()
+    with private.tracing(private.TracingContext(mode)):
+        assert private.TracingContext.get().fake_mode is mode
+
+
+check_TracingContext = check_tracing
+
+
+def check_lookup_backend() -> None:
+    gm = private.make_fx(lambda x: (x + 1,))(torch.ones(2))
+    assert private.lookup_backend("eager")(gm, [torch.ones(2)])(torch.ones(2))[0].sum() == 4
+
+
+def check_dynamo_config() -> None:
+    known = private.dynamo_config.ignore_logging_functions
+    with private.dynamo_config.patch(ignore_logging_functions={*known, print}):
+        assert print in private.dynamo_config.ignore_logging_functions
+
+
+def check_trace_structured() -> None:
+    metadata = {"name": "x", "encoding": "string"}
+    private.trace_structured("artifact", lambda: metadata, payload_fn=lambda: "text")
+
+
+def check_StorageWeakRef() -> None:
+    x = torch.empty(6)
+    ref, key = private.StorageWeakRef(x.untyped_storage()), private.storage_key(x)
+    assert private.storage_key(x[2:]) == key != private.storage_key(torch.empty(6))
+    assert private.storage_bytes(ref) == 24 and not ref.expired()
+    x.untyped_storage().resize_(0)
+    assert private.storage_bytes(ref) == 0 and not ref.expired()
+    del x
+    gc.collect()
+    assert private.storage_bytes(ref) == 0 and ref.expired()
+
+
+check_storage_key = check_storage_bytes = check_StorageWeakRef
+
+
+def check_TorchDispatchMode() -> None:
+    seen = []
+
+    class Watch(private.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(2).add(1)
+    assert seen == [aten.ones.default, aten.add.Tensor]
+
+
+def check_make_wrapper_subclass() -> None:
+    x = private.make_wrapper_subclass(Wrapper, (3, 4), dtype=torch.float64, device="cpu")
+    assert isinstance(x, Wrapper) and not private.is_traceable_wrapper_subclass(x)
+    asked = Wrapper.asked
+    with private.DisableTorchFunctionSubclass():
+        assert x.shape == (3, 4) and x.dtype == torch.float64
+    assert Wrapper.asked == asked
+    assert x.ndim == 2 and Wrapper.asked == asked + 1
+
+
+check_DisableTorchFunctionSubclass = check_make_wrapper_subclass
+
+
+def check_disabled_torch_function() -> None:
+    class Quiet(Tensor):
+        __torch_function__ = private.disabled_torch_function
+
+    out = torch.ones(2).as_subclass(Quiet) + 1
+    assert type(out) is Tensor  # and no subclass of it
+
+
+def check_is_traceable_wrapper_subclass() -> None:
+    class Inner(Tensor):
+        def __tensor_flatten__(self) -> Any:
+            return ["token"], ()
+
+        @staticmethod
+        def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+            return inner["token"]
+
+    assert private.is_traceable_wrapper_subclass(torch.ones(2).as_subclass(Inner))
+    assert not private.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+def check_tree_map() -> None:
+    tree = {"a": [1, (2, None)], "b": "x"}
+    assert private.tree_leaves(tree) == [1, 2, None, "x"]
+    assert private.tree_map(str, tree) == {"a": ["1", ("2", "None")], "b": "x"}
+    assert private.tree_map_only(int, lambda n: n + 1, tree) == {"a": [2, (3, None)], "b": "x"}
+
+
+check_tree_leaves = check_tree_map_only = check_tree_map
+
+
+def check_cpu_flash() -> None:
+    q, k, v, grad = (torch.randn(2, 3, 5, 8) for _ in range(4))
+    bias = torch.zeros(2, 3, 5, 5)
+    out, lse = private.cpu_flash(q, k, v, 0.0, True, attn_mask=None, scale=0.3)
+    want = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    scores = (0.3 * q @ k.mT).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    given = (grad, q, k, v, out, lse, 0.0, True)
+    grads = private.cpu_flash_backward(*given, attn_mask=bias, scale=0.3)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.3)
+    for got, want in zip(grads, torch.autograd.grad(out, leaves, grad), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+check_cpu_flash_backward = check_cpu_flash
+
+QKV = ["query", "key", "value"]
+GRADS = ["grad_out", *QKV]
+REST = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+RANDOM = ["philox_seed", "philox_offset"]
+
+
+def check_flash_attention() -> None:
+    """Arguments alone: the operator needs a GPU."""
+    got = arguments(private.flash_attention)
+    assert got == [*QKV, "dropout_p", "is_causal", "return_debug_mask", "scale"]
+
+
+def check_flash_attention_backward() -> None:
+    got = arguments(private.flash_attention_backward)
+    assert got == [*GRADS, "out", "logsumexp", *REST, *RANDOM, "scale"]
+
+
+def check_cudnn_attention() -> None:
+    got = arguments(private.cudnn_attention)
+    options = ["dropout_p", "is_causal", "return_debug_mask", "scale"]
+    assert got == [*QKV, "attn_bias", "compute_log_sumexp", *options]
+
+
+def check_cudnn_attention_backward() -> None:
+    got = arguments(private.cudnn_attention_backward)
+    assert got == [*GRADS, "out", "logsumexp", *RANDOM, "attn_bias", *REST, "scale"]
+
+
+def check_schema_of() -> None:
+    assert [a.name for a in private.schema_of(doubled).arguments] == ["x", "times"]
+    schema = private.schema_of(aten.add_.Tensor)
+    assert schema.is_mutable and schema.arguments[0].alias_info.is_write
+    assert schema.name == "aten::add_" and schema.overload_name == "Tensor"
+
+
+def check_overload_of() -> None:
+    assert private.overload_of(doubled) is torch.ops.paradyse_tests.doubled.default
+    assert private.overload_of(aten.add.Tensor) is aten.add.Tensor
+
+
+def check_body_of() -> None:
+    assert private.body_of(doubled)(3, 1) == 6
+
+
+def check_no_saved_tensors_hooks() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        with private.no_saved_tensors_hooks():
+            private.make_fx(lambda x: x * x)(torch.ones(2, requires_grad=True))
+
+
+def check_is_static_input() -> None:
+    x = torch.ones(2)
+    assert not private.is_static_input(x)
+    torch._dynamo.mark_static_address(x)
+    assert private.is_static_input(x)
+
+
+def check_saved_tensors_hooks_are_free() -> None:
+    assert private.saved_tensors_hooks_are_free()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert not private.saved_tensors_hooks_are_free()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not private.saved_tensors_hooks_are_free()
+
+
+def check_at_end_of_backward() -> None:
+    order = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            private.at_end_of_backward(lambda: order.append("end"))
+            order.append("node")
+            return grad
+
+    Node.apply(torch.ones(2, requires_grad=True).exp()).sum().backward()
+    assert order == ["node", "end"]
+
+
+def check_is_allocation() -> None:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as run:
+        x = torch.empty(1000)
+    stack, found = private.profiled_events(run), []
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if private.is_allocation(event):
+            found.append((event.extra_fields.alloc_size, event.extra_fields.device.type))
+    assert (4000, "cpu") in found and x.numel() == 1000
+
+
+check_profiled_events = check_is_allocation
+
+
+def check_parameters_of() -> None:
+    module = nn.BatchNorm1d(3)
+    module.register_buffer("passing", torch.ones(1), persistent=False)
+    assert private.parameters_of(module) == dict(module.named_parameters())
+    assert private.buffers_of(module) == dict(module.named_buffers())
+    assert private.unsaved_buffers_of(module) == {"passing"}
+    private.parameters_of(module)["weight"] = new = nn.Parameter(torch.zeros(3))
+    assert module.weight is new
+
+
+check_buffers_of = check_unsaved_buffers_of = check_parameters_of
+
+
+def check_original_module() -> None:
+    module = nn.Linear(2, 3)
+    compiled = torch.compile(module, backend="eager")
+    assert private.original_module(compiled) is module is private.original_module(module)
+
+
+def check_compiled_call_of() -> None:
+    module = nn.Linear(2, 3)
+    assert private.compiled_call_of(module) is None
+    module.compile(backend="eager")
+    call = private.compiled_call_of(module)
+    assert call is not None
+    private.set_compiled_call(module, None)
+    assert private.compiled_call_of(module) is None
+    private.set_compiled_call(module, lambda x: "called")
+    assert module(torch.ones(1, 2)) == "called"
+
+
+check_set_compiled_call = check_compiled_call_of
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): fn for name, fn in globals().items() if name.startswith("check_")
+}
+FUNCTIONS = {
+    n for n, x in vars(private).items() if callable(x) and x.__module__ == private.__name__
+}
+
+
+@pytest.mark.parametrize("name", sorted({*private.PLACES, *FUNCTIONS} - {"__getattr__"}))
+def test_it_is_there_and_does_what_we_rely_on(name: str) -> None:
+    assert name in CHECKS, f"{name} has no check in {Path(__file__).name}"
+    assert getattr(private, name) is not None
+    CHECKS[name]()
+
+
+def test_what_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(private.PLACES, "make_fx", "torch.fx.experimental.proxy_tensor:gone")
+    with pytest.raises(ImportError, match=r"has no torch\.fx\.experimental\.proxy_tensor\.gone"):
+        private.make_fx  # noqa: B018
+    monkeypatch.setitem(private.PLACES, "cpu_flash", "torch:ops.aten._gone")
+    assert private.cpu_flash is None
+
+
+NOT_PYTORCH = {"_ActionsContainer", "_exit", "_from_config", "_train_batch_size"}
+"""Of argparse, os, transformers."""
+
+OPERATORS = {"_local_scalar_dense", "_to_copy", "_unsafe_view"}
+"""Of ATen, with an underscore in their names in every version."""
+
+HIDDEN = re.compile(
+    r"(torch|triton)\b.*(\._|\.experimental\b)|torch\.(fx\.traceback|multiprocessing\.reductions)\b"
+)
+
+
+def names_of_ours(trees: list[ast.Module]) -> set[str]:
+    """Everything that the source defines or assigns."""
+    found = set()
+    for node in (n for tree in trees for n in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found | NOT_PYTORCH | OPERATORS
+
+
+def private_reaches(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, name) for name in found if HIDDEN.match(name))
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, a.name) for a in node.names if HIDDEN.match(a.name))
+        elif isinstance(node, ast.Attribute):
+            hidden = node.attr.startswith("_") and not node.attr.startswith("__")
+            if hidden and node.attr not in ours:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_nothing_else_reaches_for_what_is_private() -> None:
+    files = [
+        f for folder in ("paradyse", "passes", "kernels") for f in (ROOT / folder).rglob("*.py")
+    ]
+    trees = {f: ast.parse(f.read_text()) for f in files if f.name != "torch_private.py"}
+    ours = names_of_ours(list(trees.values()))
+    found = [
+        f"{f.relative_to(ROOT)}:{line}: {name}"
+        for f, tree in trees.items()
+        for line, name in private_reaches(tree, ours)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._guards import tracing",
+        "from torch.utils import _pytree as pytree",
+        "import torch._dynamo",
+        "from torch.fx.experimental.proxy_tensor import make_fx",
+        "torch._C.f()",
+        "op._schema",
+        "triton.runtime._x",
+    ],
+)
+def test_the_check_sees_what_is_private(source: str) -> None:
+    assert list(private_reaches(ast.parse(source), set()))
