@@ -5,10 +5,12 @@ alone.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -93,6 +95,12 @@ class _Finder:
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.split = ctx.split
         self.taken: dict[fx.Node, Block] = {}
+        self.flow = nx.DiGraph()
+        """Split values in no core yet, and what reads them; nothing flows into a linear."""
+        self.flow.add_nodes_from(n for n in self.nodes if n in self.split)
+        for node in self.split:
+            if node.target != aten.linear.default:
+                self.flow.add_edges_from((a, node) for a in node.all_input_nodes if a in self.split)
 
     def find(self) -> list[Block]:
         attention = torch.ops.paradyse.attention.default
@@ -116,39 +124,19 @@ class _Finder:
         return found
 
     def _label(self, block: Block) -> str:
-        module = block.down.meta.get("module", "")
-        layer = next(
-            (
-                part
-                for part in module.replace("]", "").replace("[", ".").split(".")
-                if part.isdigit()
-            ),
-            None,
-        )
-        return f"layers.{layer if layer is not None else block.layer}.{block.kind}"
+        parts = re.split(r"[].[]", block.down.meta.get("module", ""))
+        return f"layers.{next(filter(str.isdigit, parts), block.layer)}.{block.kind}"
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(set(nodes), key=self.order.__getitem__)
 
     def _back_to_linears(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Linears that feed ``starts``, and the split nodes between that depend on one of them."""
-        linears: set[fx.Node] = set()
-        seen: set[fx.Node] = set()
-        stack = list(starts)
-        while stack:
-            node = stack.pop()
-            if node in seen or node not in self.split or node in self.taken:
-                continue
-            if node.target == aten.linear.default:
-                linears.add(node)
-                continue
-            seen.add(node)
-            stack += node.all_input_nodes
-        depends = set(linears)
-        for node in self._sorted(seen):
-            if any(a in depends for a in node.all_input_nodes):
-                depends.add(node)
-        return self._sorted(linears), [n for n in self._sorted(seen) if n in depends]
+        starts = [n for n in starts if n in self.flow]
+        reached = set(starts).union(*(nx.ancestors(self.flow, n) for n in starts))
+        linears = {n for n in reached if n.target == aten.linear.default}
+        after = set().union(*(nx.descendants(self.flow, n) for n in linears))
+        return self._sorted(linears), self._sorted(after & reached)
 
     def _claim(self, block: Block) -> Block | None:
         """The block, unless something outside reads its inside; graph outputs may."""
@@ -163,8 +151,8 @@ class _Finder:
                     f"{strangers[0]}"
                 )
                 return None
-        for node in inside:
-            self.taken[node] = block
+        self.taken.update(dict.fromkeys(inside, block))
+        self.flow.remove_nodes_from(inside)
         return block
 
     def _is_tail(self, node: fx.Node) -> bool:
@@ -236,7 +224,7 @@ class _Finder:
         if down not in self.split or down in self.taken or not isinstance(x, fx.Node):
             return None
         up, region = self._back_to_linears([x])
-        if not up or not region or any(u in self.taken for u in up):
+        if not up or not region:
             return None
         columns = set(self.ctx.names.of(down.args[1])[1])
         for node in region:
@@ -254,26 +242,16 @@ class _Finder:
         return self._claim(Block("mlp", 0, up, self._sorted([*region, *passed]), downs))
 
     def _pre(self, block: Block) -> list[fx.Node]:
+        """What nothing but the block reads, so that it may be computed inside."""
         inside = set(block.core)
         pre: list[fx.Node] = []
-        candidates = [a for n in block.core for a in n.all_input_nodes]
-        while candidates:
-            node = max(candidates, key=self.order.__getitem__)
-            candidates = [c for c in candidates if c is not node]
-            if (
-                node in inside
-                or node not in self.split
-                or node in self.taken
-                or node.op != "call_function"
-            ):
-                continue
-            if all(u in inside for u in node.users):
+        for node in reversed(self.nodes):
+            free = node.op == "call_function" and node in self.split and node not in self.taken
+            if free and node.users and inside.issuperset(node.users):
                 inside.add(node)
                 pre.append(node)
-                candidates += node.all_input_nodes
-        for node in pre:
-            self.taken[node] = block
-        return self._sorted(pre)
+        self.taken.update(dict.fromkeys(pre, block))
+        return pre[::-1]
 
     def _grow_posts(self, blocks: list[Block]) -> list[Block]:
         """Give each block what follows it up to the residual stream, alike for blocks alike in
