@@ -16,8 +16,6 @@ memory says so. --write-table leaves the fastest kernel for each plain mask, by 
 up to 16,384, for ``paradyse.kernels.selection`` to choose by.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -26,20 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import (
-    DTYPES,
-    MASKS,
-    PLAIN,
-    Case,
-    check,
-    contenders,
-)
-from common import Goal, Report, median, parser, table
+from attention_cases import DTYPES, MASKS, PLAIN, Case, check, contenders
+from runner import Benchmark, log, median, take_turns
 
 from paradyse.kernels.selection import BACKWARD, FORWARD, KERNELS, VARIABLE, capability_of
 
-LENGTHS = [1024 * 2**i for i in range(8)]  # 1K to 128K
+LENGTHS = tuple(1024 * 2**i for i in range(8))  # 1K to 128K
 TABLE_LENGTH = 16384
+
+OPTIONS: dict[str, Any] = {"lengths": LENGTHS, "widths": (64, 128), "runs": 7}
+OPTIONS["masks"] = {"nargs": "+", "choices": MASKS, "default": list(MASKS)}
+OPTIONS["dtype"] = {"choices": ("bfloat16", "float16"), "default": "bfloat16"}
+OPTIONS["check"] = {"action": "store_true", "help": "correctness alone, tiny sizes"}
+OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
+QUICK = {"lengths": (1024,), "runs": 3}
 
 Times = dict[str, dict[str, float | str]]
 """Contender -> direction -> seconds, or why there are none."""
@@ -56,33 +54,37 @@ def seconds_of(step: Callable[[], Any], repeats: int) -> float:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
+def case_of(mask: str, tokens: int, width: int, dtype: str) -> Case:
+    """16,384 tokens a batch, 2,048 / width heads; documents of 2,048 tokens on average."""
+    batch, heads = max(1, 16384 // tokens), 2048 // width
+    sizes = batch, heads, heads, min(4096, tokens // 4), max(3, tokens // 2048)
+    return Case(mask, tokens, width, DTYPES[dtype], "cuda", *sizes)
+
+
 def measure(case: Case, runs: int) -> Times:
     """Every contender that can compute the case, forward and backward."""
-    inputs = case.inputs()
+    inputs, n = case.inputs(), case.tokens
     times: Times = {}
-    steps: dict[tuple[str, str], Callable[[], Any]] = {}
+    turns: dict[str, Callable[[int], float]] = {}
+
+    def turn(key: str, step: Callable[[], Any]) -> None:
+        seconds_of(step, 1)
+        repeats = max(1, int(2e-3 / seconds_of(step, 1)))
+        turns[key] = lambda n: seconds_of(step, repeats)
+
     for c in contenders(case):
+        times[c.name] = dict.fromkeys((FORWARD, BACKWARD), "out of memory")
         try:
             check(case, c, inputs)
-            steps[c.name, FORWARD], steps[c.name, BACKWARD] = c.steps(*inputs)
-            times[c.name] = {}
+            forward, backward = c.steps(inputs)
+            turn(f"{c.name}/{FORWARD}", forward)
+            turn(f"{c.name}/{BACKWARD}", backward)
         except torch.OutOfMemoryError:
-            times[c.name] = dict.fromkeys((FORWARD, BACKWARD), "out of memory")
+            log(f"{c.name}: out of memory")
         torch.cuda.empty_cache()
-    repeats: dict[tuple[str, str], int] = {}
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
-    for key, step in list(steps.items()):
-        try:
-            seconds_of(step, 1)
-            repeats[key] = max(1, int(2e-3 / seconds_of(step, 1)))
-        except torch.OutOfMemoryError:
-            times[key[0]][key[1]] = "out of memory"
-            del steps[key], taken[key]
-    for _ in range(runs):
-        for key, step in steps.items():
-            taken[key].append(seconds_of(step, repeats[key]))
-    for (name, direction), values in taken.items():
-        times[name][direction] = median(values)
+    for key, found in take_turns(turns, [n], range(runs)).items():
+        name, direction = key.split("/")
+        times[name][direction] = median(found[n])
     return times
 
 
@@ -92,30 +94,25 @@ def rate(case: Case, direction: str, seconds: float | str) -> str:
     return f"{case.operations(direction) / seconds / 1e12:.0f}"
 
 
-def goals(case: Case, times: Times) -> list[Goal]:
+def add_goals(bench: Benchmark, case: Case, times: Times) -> None:
     """What these figures are held to, where they are of a case that has a goal."""
 
-    def ratio(other: str, direction: str) -> float | None:
-        a, b = (times.get(n, {}).get(direction) for n in (other, "triton"))
-        return a / b if isinstance(a, float) and isinstance(b, float) else None
+    def seconds(name: str, *directions: str) -> float | None:
+        found = [times.get(name, {}).get(d) for d in directions]
+        return sum(found) if all(isinstance(s, float) for s in found) else None
 
-    found = []
     if (case.mask, case.tokens, case.width) == ("causal", 16384, 128):
         for direction, limit in ((FORWARD, 0.9), (BACKWARD, 0.85)):
-            r = ratio("aten_flash", direction)
-            if r is not None:
+            theirs, ours = (seconds(n, direction) for n in ("aten_flash", "triton"))
+            if theirs and ours:
                 what = f"causal, 16K, width 128, {direction}: of the rate of ATen's flash"
-                found.append(Goal(what, r, limit, at_least=True))
+                bench.at_least(what, theirs / ours, limit)
     if case.mask not in PLAIN and case.tokens == 32768:
-        a, b = (times.get(n, {}) for n in ("efficient, dense mask", "triton"))
-        both = [*a.values(), *b.values()]
-        if len(both) == 4 and all(isinstance(x, float) for x in both):
-            r = sum(x for x in a.values() if isinstance(x, float)) / sum(
-                x for x in b.values() if isinstance(x, float)
-            )
+        names = ("efficient, dense mask", "triton")
+        theirs, ours = (seconds(n, FORWARD, BACKWARD) for n in names)
+        if theirs and ours:
             what = f"{case.mask}, 32K, width {case.width}: times as fast as SDPA's dense mask"
-            found.append(Goal(what, r, 5, at_least=True))
-    return found
+            bench.at_least(what, theirs / ours, 5)
 
 
 def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
@@ -127,7 +124,7 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "capability": capability_of(torch.device("cuda")),
-                    "dtype": case.dtype_name,
+                    "dtype": str(case.dtype).removeprefix("torch."),
                     "width": case.width,
                     "mask": case.mask,
                     "direction": direction,
@@ -147,7 +144,7 @@ def run_checks() -> int:
     for name in names:
         for mask in MASKS:
             for tokens, width in ((64, 16), (200, 64), (257, 24)):
-                case = Case(mask, tokens, width, DTYPES[name], device, batch=2, heads=2)
+                case = Case(mask, tokens, width, DTYPES[name], device, 2, 2, 2, tokens // 4)
                 for c in contenders(case):
                     try:
                         check(case, c, case.inputs())
@@ -160,17 +157,9 @@ def run_checks() -> int:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--check", action="store_true", help="correctness alone, tiny sizes")
-    arguments.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    arguments.add_argument("--widths", type=int, nargs="+", default=[64, 128])
-    arguments.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
-    arguments.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    arguments.add_argument("--runs", type=int, default=7)
-    arguments.add_argument("--write-table", type=Path, metavar="PATH")
-    args = arguments.parse_args()
-    # Ours is timed as ours, whatever the table says.
-    os.environ[VARIABLE] = "triton"
+    bench = Benchmark("attention_gpu", __doc__, QUICK, **OPTIONS)
+    args, bench.dtype = bench.args, bench.args.dtype
+    os.environ[VARIABLE] = "triton"  # ours is timed as ours, whatever the table says
     if args.check:
         return run_checks()
     if not torch.cuda.is_available():
@@ -178,10 +167,7 @@ def main() -> int:
             "attention_gpu needs a CUDA device, and PyTorch sees none; `--check` compares results "
             "on a CPU, attention_cpu.py times the CPU's kernels"
         )
-    if args.quick:
-        args.lengths, args.runs = [1024], 3
-    report = Report("attention_gpu", args, dtype=args.dtype)
-    report.add(
+    bench.add(
         f"TFLOP/s of one attention operator, medians of {args.runs} interleaved runs; forward / "
         "backward. Correctness was checked first.",
     )
@@ -189,27 +175,24 @@ def main() -> int:
     for mask in args.masks:
         for width in args.widths:
             rows: list[list[str]] = []
-            names: list[str] = []
             for tokens in args.lengths:
-                case = Case(mask, tokens, width, DTYPES[args.dtype], "cuda")
+                case = case_of(mask, tokens, width, args.dtype)
                 times = measure(case, args.runs)
-                names = names or list(times)
                 cells = [
-                    " / ".join(rate(case, d, times[n][d]) for d in (FORWARD, BACKWARD))
-                    for n in names
+                    " / ".join(rate(case, d, t) for d, t in of.items()) for of in times.values()
                 ]
                 rows.append([f"{tokens:,}", *cells])
-                report.goals += goals(case, times)
-                print(f"{mask}, width {width}, {tokens:,}: {cells}", file=sys.stderr, flush=True)
+                add_goals(bench, case, times)
+                log(f"{mask}, width {width}, {tokens:,}: {cells}")
                 if mask in PLAIN and tokens <= TABLE_LENGTH:
                     chosen[width, mask] = table_rows(case, times)
-            report.add("", f"## {MASKS[mask]}, width {width}", "")
-            report.add(*table(["tokens", *names], rows))
+            bench.add("", f"## {MASKS[mask]}, width {width}", "")
+            bench.table(["tokens", *times], rows)
     if args.write_table:
         text = json.dumps({"rows": [r for rows in chosen.values() for r in rows]}, indent=1)
         args.write_table.write_text(text + "\n")
-        report.add("", f"Fastest kernels of plain masks: {args.write_table.name}")
-    return report.finish("one GPU")
+        bench.add("", f"Fastest kernels of plain masks: {args.write_table.name}")
+    return bench.finish("one GPU")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,152 @@
-"""For benchmarks of training on several ranks: a model under a plan, and its steps timed."""
+"""Models that train: an unmodified Llama, compiled by us or run eagerly, and its steps.
+
+A step is zero_grad, forward, backward, without an optimizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import sys
+from argparse import Namespace
+from collections import Counter
 from typing import Any
 
 import torch
-from ranks import slower_rank
+import torch.distributed as dist
+from runner import check_equal, seconds_of
 from torch import Tensor
 
-many_models = torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
-"""Decorates what compiles one model under many plans: Dynamo counts them all as recompilations of
-one function, and at its limit would run it eagerly without a word."""
+from paradyse.cli.launch import Rank
+from paradyse.cli.models import make_model, read_config, vocabulary_of
+from paradyse.profiling.steps import peak_beyond
+
+AUTO = "auto"
+VOCABULARY = 256
+"""Byte-level tokens, as in ``paradyse demo``: the same small head for all contenders."""
+
+TOLERANCE = 1e-4
+"""Relative, float32, of losses and of each gradient (by norm), against one-process eager."""
 
 
-class Ours:
-    """A contender: the unmodified model, compiled with a plan and further options."""
+def llama(
+    layers: int, hidden: int, heads: int | None = None, kv_heads: int | None = None, **config: Any
+) -> Any:
+    """An unmodified HuggingFace Llama with random weights, equal on all ranks.
 
-    def __init__(self, model: Any, plan: Any, inner: str, **options: Any):
-        self.model = model
-        options = {"plan": plan, "inner": inner, **options}
-        self.run = torch.compile(model, backend="paradyse", options=options)
+    Heads of width 32 and an MLP of 8/3 of the hidden width, unless said otherwise; ``config`` has
+    any other field of a LlamaConfig.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = heads or hidden // 32
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": -(-hidden * 8 // 3 // 8) * 8,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads // 2,
+        "max_position_embeddings": 65536,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**fields, **config}))
+
+
+def model_of(args: Namespace) -> Any:
+    """The model of ``--model``, a config.json, or else a Llama, of ``--layers``."""
+    if args.model:
+        return make_model(read_config(args.model), args.layers)
+    return llama(args.layers, args.hidden)
+
+
+def make_profile(rank: Rank, model: Any, args: Namespace, lengths: list[int], repeats: int) -> None:
+    """Writes ``args.profile_path``."""
+    import paradyse
+
+    def tell(p: Any) -> None:
+        rank.send(f"profile: {p.done} of {p.total}  {p.text}")
+
+    options = {"inner": args.inner}
+    paradyse.profile(
+        model, args.profile_path, lengths, repeats=repeats, options=options, progress=tell
+    )
+
+
+class Contender:
+    """A model, and what runs it: the model itself, or the model compiled."""
+
+    def __init__(self, model: Any, run: Any = None) -> None:
+        self.model, self.run = model, model if run is None else run
+
+    def tokens(self, seq_len: int) -> Tensor:
+        """[1, seq_len] int64, equal on all ranks."""
+        generator = torch.Generator().manual_seed(seq_len)
+        return torch.randint(vocabulary_of(self.model), (1, seq_len), generator=generator)
 
     def step(self, ids: Tensor) -> Tensor:
+        """The loss of a step."""
+        self.model.zero_grad()
         loss = self.run(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
+    def loss(self, seq_len: int) -> float:
+        """The loss of a step, whole on every rank."""
+        return float(self.step(self.tokens(seq_len)))
+
+    def time_s(self, seq_len: int) -> float:
+        """Seconds of a step, on the slowest rank."""
+        ids = self.tokens(seq_len)
+        return seconds_of(lambda: self.step(ids))
+
     def gradients(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
+    def check(self, name: str, reference: Contender, seq_len: int) -> None:
+        """Compares the loss and every gradient at this length with the reference's.
 
-def time_step(contender: Any, ids: Tensor) -> float:
-    """Seconds of one step on the slowest rank."""
-    contender.model.zero_grad()
-    return slower_rank(lambda: contender.step(ids))
+        Raises:
+            SystemExit: they differ.
+        """
+        at = f"{name} at {seq_len} tokens"
+        check_equal({"the reference": reference.loss(seq_len), at: self.loss(seq_len)}, TOLERANCE)
+        expected, found = reference.gradients(), self.gradients()
+        whole = math.hypot(*(float(g.norm()) for g in expected.values()))
+        for weight, grad in expected.items():
+            # A gradient that is zero but for rounding is held against all of them.
+            norm = max(float(grad.norm()), TOLERANCE * whole)
+            error = float((found[weight] - grad).norm()) / norm
+            if not error <= TOLERANCE:
+                sys.exit(f"not timed: {at} has the gradient of {weight} off by {error:.1e}")
+
+
+def ours(model: Any, plan: Any, inner: str, **options: Any) -> Contender:
+    """The model compiled by us, under a plan."""
+    options = {"plan": plan, "inner": inner, **options}
+    return Contender(model, torch.compile(model, backend="paradyse", options=options))
+
+
+class Switched(Contender):
+    """One model compiled once for all plans; its plan is set before a step."""
+
+    def __init__(self, model: Any, inner: str, **options: Any) -> None:
+        self.plan = AUTO
+        made = ours(model, lambda workload: self.plan, inner, **options)
+        super().__init__(model, made.run)
+
+    def under(self, plan: str) -> Switched:
+        self.plan = plan
+        return self
+
+    def peak_bytes(self, seq_len: int) -> int:
+        """The most that a step without gradients at its start holds beyond what was held before,
+        on the rank that held more."""
+        self.model.zero_grad()
+        ids, device = self.tokens(seq_len), next(self.model.parameters()).device
+        peak = torch.tensor(peak_beyond(self.run, device, lambda: self.step(ids)))
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return int(peak)
 
 
 def plans_of(compiled: Any) -> dict[int, str]:
@@ -42,9 +154,7 @@ def plans_of(compiled: Any) -> dict[int, str]:
     import paradyse
 
     out = {}
-    known: Mapping[int, str] = paradyse.stats(compiled).plan_per_length
-    for seq_len, plan in known.items():
-        parts = plan.split(",")
-        kinds = sorted(set(parts), key=parts.index)
-        out[seq_len] = " + ".join(f"{parts.count(k)} {k}" for k in kinds)
+    for seq_len, plan in paradyse.stats(compiled).plan_per_length.items():
+        counts = Counter(plan.split(","))
+        out[seq_len] = " + ".join(f"{n} {k}" for k, n in counts.items())
     return out

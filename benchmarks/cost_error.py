@@ -1,6 +1,7 @@
 """How far predicted costs are off at lengths that were not profiled.
 
-    .venv/bin/python benchmarks/cost_error.py PROFILE.jsonl ... --model CONFIG.json ...
+    python benchmarks/cost_error.py PROFILE.jsonl ... --model CONFIG.json ...
+    python benchmarks/cost_error.py --quick    # of figures that nobody measured
 
 Takes measurements away from a profile and predicts them from the others, with each estimator:
 
@@ -12,19 +13,16 @@ of one block structure under one strategy. The hybrid also looks at the analytic
 the blocks' widths must be known: those of the models given, found by their structure.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import Goal, Report, llama, parser, table
+from contenders import llama
+from runner import Benchmark
 
 from paradyse.cli.commands.plan import dry_run_of
 from paradyse.cli.models import read_config
@@ -37,7 +35,20 @@ from paradyse.types import BlockSpec, Workload
 
 Row = tuple[str, str, str, bool]
 """Kind, structure, variant, training."""
-Errors = dict[tuple[str, str], list[tuple[float, float, str, int]]]
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one prediction, relative."""
+
+    estimator: str
+    where: str
+    label: str
+    """Kind and variant."""
+    power: int
+    """The length lies between 2^power and its double."""
+    time: float
+    memory: float
 
 
 def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
@@ -65,76 +76,57 @@ def prior_of(
     return cost
 
 
-def by_row(profile: Profile) -> dict[Row, dict[Point, Measurement]]:
-    rows: dict[Row, dict[Point, Measurement]] = {}
-    for m in profile.measurements:
-        if m.outcome == MEASURED:
-            key = m.kind, m.structure, m.strategy, m.training
-            rows.setdefault(key, {})[m.batch, m.seq_len] = m
-    return rows
-
-
 def splits(points: Mapping[Point, Measurement]) -> Iterator[tuple[str, list[Point], list[Point]]]:
     """What is kept and what is taken away, for each of the two questions."""
     lengths = sorted({s for _, s in points})
-    kept = {*lengths[::2], lengths[-1]}
-    short = [s for s in lengths if s <= lengths[-1] / 4]
-    for where, lengths_kept in (("between", kept), ("beyond", set(short))):
-        fit = [p for p in points if p[1] in lengths_kept]
-        ask = [p for p in points if p[1] not in lengths_kept]
+    short = {s for s in lengths if s <= lengths[-1] / 4}
+    for where, kept in (("between", {*lengths[::2], lengths[-1]}), ("beyond", short)):
+        fit = [p for p in points if p[1] in kept]
+        ask = [p for p in points if p[1] not in kept]
         if len(fit) >= MIN_POINTS and ask:
             yield where, fit, ask
 
 
-def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> Errors:
-    """(Estimator, where) to the relative errors of time and memory, the row's name, the length."""
-    found: Errors = {}
-    for row, measured in by_row(profile).items():
+def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
+    rows: dict[Row, dict[Point, Measurement]] = {}
+    for m in profile.measurements:
+        if m.outcome == MEASURED:
+            row = m.kind, m.structure, m.strategy, m.training
+            rows.setdefault(row, {})[m.batch, m.seq_len] = m
+    found = []
+    for row, measured in rows.items():
         prior = prior_of(profile, row, blocks)
         growths = prior_growths(prior) if prior else (None,) * 3
         degrees = DEGREES[:1] if row[0] == REST else DEGREES
+        label = " ".join(filter(None, (row[0], row[2])))
         for where, fit, ask in splits(measured):
             for name in ESTIMATOR_NAMES:
-                samples = {p: quantities(measured[p]) for p in fit}
-                time_s, saved, workspace = (
-                    Curve({p: q[i] for p, q in samples.items()}, name, growth, degrees)
-                    for i, growth in enumerate(growths)
-                )
+                samples = [{p: quantities(measured[p])[i] for p in fit} for i in range(3)]
+                curves = [Curve(of, name, g, degrees) for of, g in zip(samples, growths)]
                 for p in ask:
                     step_s, *held = quantities(measured[p])
-                    off_s = abs(time_s(*p)[0] / step_s - 1)
-                    predicted = saved(*p)[0] + workspace(*p)[0]
-                    off_bytes = abs(predicted / sum(held) - 1) if sum(held) else 0.0
-                    label = " ".join(filter(None, (row[0], row[2])))
-                    found.setdefault((name, where), []).append((off_s, off_bytes, label, p[1]))
+                    said_s, *said = (curve(*p)[0] for curve in curves)
+                    off_bytes = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
+                    power = p[1].bit_length() - 1
+                    off_s = abs(said_s / step_s - 1)
+                    found.append(Error(name, where, label, power, off_s, off_bytes))
     return found
-
-
-def by_length(found: Errors) -> list[str]:
-    """Lines of a table: errors of time of every estimator in each range of lengths, and the
-    hybrid's of memory. Ranges double."""
-    cells: dict[tuple[str, int], dict[str, list[tuple[float, float]]]] = {}
-    for (name, where), errors in found.items():
-        for off_s, off_bytes, _, seq_len in errors:
-            at = cells.setdefault((where, seq_len.bit_length() - 1), {})
-            at.setdefault(name, []).append((off_s, off_bytes))
-    rows = []
-    for (where, power), of in sorted(cells.items(), key=lambda x: (x[0][0] != "between", x[0][1])):
-        row = [f"{where}, {2**power} to {2 ** (power + 1) - 1}", str(len(of[HYBRID]))]
-        for values in [
-            *([e[0] for e in of[n]] for n in ESTIMATOR_NAMES),
-            [e[1] for e in of[HYBRID]],
-        ]:
-            row += [percent(statistics.median(values)), percent(float(np.quantile(values, 0.9)))]
-        rows.append(row)
-    header = ["lengths", "predictions"]
-    for what in (*(f"{n}, time" for n in ESTIMATOR_NAMES), f"{HYBRID}, memory"):
-        header += [f"{what} median", "p90"]
-    return table(header, rows)
 
 
 def quantities(m: Measurement) -> tuple[float, float, float]:
     return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
+
+
+def select(errors: Sequence[Error], **equal: object) -> list[Error]:
+    return [e for e in errors if all(getattr(e, k) == v for k, v in equal.items())]
+
+
+def median_p90(errors: Sequence[Error], what: str) -> list[str]:
+    """In percent."""
+    if not errors:
+        return ["-", "-"]
+    values = 100 * np.quantile([getattr(e, what) for e in errors], (0.5, 0.9))
+    return [f"{v:.1f} %" for v in values]
 
 
 def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
@@ -156,16 +148,15 @@ def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
     return Profile(setting, tuple(rows), "a known law", 0)
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def report_on(report: Report, profile: Profile, name: str, blocks: Mapping[str, BlockSpec]) -> None:
+def report_on(
+    bench: Benchmark, profile: Profile, name: str, blocks: Mapping[str, BlockSpec]
+) -> None:
     """Tables and goals of one profile."""
     setting = profile.setting
     known = {m.structure for m in profile.measurements if m.kind != REST} <= blocks.keys()
-    report.add(
-        f"## {name}, {setting.num_ranks} ranks",
+    name = f"{name}, {setting.num_ranks} ranks"
+    bench.add(
+        f"## {name}",
         "",
         f"{len(profile.measurements)} measurements on {setting.device}, {setting.num_ranks} ranks, "
         f"{setting.dtype}, inner={setting.inner}, "
@@ -173,50 +164,53 @@ def report_on(report: Report, profile: Profile, name: str, blocks: Mapping[str, 
         f"{'looks' if known else 'cannot look'} at the prior.",
         "",
     )
-    found = errors_of(profile, blocks)
-    header = (
-        "estimator",
-        "where",
-        "predictions",
-        "time median",
-        "time p90",
-        "memory median",
-        "p90",
-    )
-    rows = []
-    for (estimator, where), errors in sorted(found.items(), key=lambda x: (x[0][1], x[0][0])):
-        cells = [str(len(errors))]
-        for i in (0, 1):
-            values = [e[i] for e in errors]
-            cells += [percent(statistics.median(values)), percent(float(np.quantile(values, 0.9)))]
-        rows.append((estimator, where, *cells))
-    report.add(*table(header, rows), "", "The hybrid's time errors by strategy:", "")
-    labels = sorted({e[2] for errors in found.values() for e in errors})
-    wheres = [w for w in ("between", "beyond") if (HYBRID, w) in found]
-    medians = []
-    for label in labels:
-        of = [[e[0] for e in found[HYBRID, w] if e[2] == label] for w in wheres]
-        medians.append((label, *(percent(statistics.median(x)) if x else "-" for x in of)))
-    report.add(*table(("part", *(f"{w}, median" for w in wheres)), medians), "")
-    report.add("Errors by length, in tokens:", "", *by_length(found), "")
+    errors = errors_of(profile, blocks)
+    hybrid, rows, by_length = select(errors, estimator=HYBRID), [], []
+    wheres = [w for w in ("between", "beyond") if select(hybrid, where=w)]
     for where in wheres:
-        values = [e[0] for e in found[HYBRID, where]]
-        median, p90 = statistics.median(values), float(np.quantile(values, 0.9))
-        of = f"{name}, {setting.num_ranks} ranks"
-        report.goals += [
-            Goal(f"{of}: median time error {where}, %", 100 * median, 10, False),
-            Goal(f"{of}: 90th percentile {where}, %", 100 * p90, 25, False),
-        ]
+        for n in sorted(ESTIMATOR_NAMES):
+            of = select(errors, where=where, estimator=n)
+            rows.append(
+                [n, where, str(len(of)), *median_p90(of, "time"), *median_p90(of, "memory")]
+            )
+        for power in sorted({e.power for e in select(errors, where=where)}):
+            of = select(hybrid, where=where, power=power)
+            row = [f"{where}, {2**power} to {2 ** (power + 1) - 1}", str(len(of))]
+            for n in ESTIMATOR_NAMES:
+                row += median_p90(select(errors, where=where, power=power, estimator=n), "time")
+            by_length.append(row + median_p90(of, "memory"))
+    header = ["time median", "time p90", "memory median", "p90"]
+    bench.table(["estimator", "where", "predictions", *header], rows)
+    bench.add("", "The hybrid's time errors by strategy:", "")
+    rows = []
+    for label in sorted({e.label for e in hybrid}):
+        of_each = [select(hybrid, where=w, label=label) for w in wheres]
+        rows.append([label, *(median_p90(of, "time")[0] for of in of_each)])
+    bench.table(["part", *(f"{w}, median" for w in wheres)], rows)
+    bench.add("", "Errors by length, in tokens:", "")
+    header = ["lengths", "predictions"]
+    for what in (*(f"{n}, time" for n in ESTIMATOR_NAMES), f"{HYBRID}, memory"):
+        header += [f"{what} median", "p90"]
+    bench.table(header, by_length)
+    bench.add("")
+    for where in wheres:
+        off = [100 * e.time for e in select(hybrid, where=where)]
+        bench.at_most(f"{name}: median time error {where}, %", float(np.median(off)), 10)
+        bench.at_most(f"{name}: 90th percentile {where}, %", float(np.quantile(off, 0.9)), 25)
 
 
-def main(args: argparse.Namespace) -> int:
+def main() -> int:
+    profiles = {"flag": "profiles", "nargs": "*", "help": "files that `paradyse profile` wrote"}
+    model: dict[str, Any] = {"action": "append", "default": [], "metavar": "CONFIG.json"}
+    model["help"] = "of a profiled model, for the prior; once for each (default: no prior)"
+    bench = Benchmark("cost_error", __doc__, profiles=profiles, model=model)
+    args = bench.args
     if not args.profiles and not args.quick:
         raise SystemExit("give the path of a profile, or --quick")
-    report = Report("cost_error", args)
     if args.quick:
         config = llama(1, 256).config.to_dict()
         law = known_law(config)
-        report_on(report, law, "a known law", blocks_of(config, law))
+        report_on(bench, law, "a known law", blocks_of(config, law))
     configs = [read_config(path) for path in args.model]
     for path in args.profiles:
         profile = read_profile(path)
@@ -227,18 +221,9 @@ def main(args: argparse.Namespace) -> int:
             if needed <= found.keys():
                 name, blocks = str(config["model_type"]), found
                 break
-        report_on(report, profile, name, blocks)
-    return report.finish("predictions only")
+        report_on(bench, profile, name, blocks)
+    return bench.finish("predictions only")
 
 
 if __name__ == "__main__":
-    flags = parser(__doc__)
-    flags.add_argument("profiles", nargs="*", help="files that `paradyse profile` wrote")
-    flags.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="CONFIG.json",
-        help="of a profiled model, for the prior; once for each (default: no prior)",
-    )
-    raise SystemExit(main(flags.parse_args()))
+    raise SystemExit(main())

@@ -12,13 +12,12 @@ Both deliver whole gradients for replicated weights: DTensor reduces those of th
 context parallel one all-reduce of one bucket, as DDP does it for models of this size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from contenders import Contender
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -35,51 +34,42 @@ from torch.distributed.tensor.parallel import (
 aten = torch.ops.aten
 
 
-class TensorParallel:
+class TensorParallel(Contender):
     """Tensor + sequence parallel. Lengths divide by the ranks."""
 
     def __init__(self, model: Any, mesh: DeviceMesh):
+        layer, sharded, whole = "model.layers.*", Shard(1), Replicate()
         plan: dict[str, Any] = {
-            "model.embed_tokens": RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=Shard(1)
-            ),
+            "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=sharded),
             "model.norm": SequenceParallel(),
-            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "lm_head": ColwiseParallel(input_layouts=sharded, output_layouts=whole),
+            f"{layer}.*_layernorm": SequenceParallel(),
+            f"{layer}.self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": sharded},
+                desired_input_kwarg_layouts={"hidden_states": whole},
+            ),
+            f"{layer}.self_attn.[qkv]_proj": ColwiseParallel(),
+            f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=sharded),
+            f"{layer}.mlp": PrepareModuleInput(
+                input_layouts=(sharded,), desired_input_layouts=(whole,)
+            ),
+            f"{layer}.mlp.gate_proj": ColwiseParallel(),
+            f"{layer}.mlp.up_proj": ColwiseParallel(),
+            f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=sharded),
         }
-        for i in range(model.config.num_hidden_layers):
-            layer = f"model.layers.{i}"
-            plan |= {
-                f"{layer}.input_layernorm": SequenceParallel(),
-                f"{layer}.self_attn": PrepareModuleInput(
-                    input_kwarg_layouts={"hidden_states": Shard(1)},
-                    desired_input_kwarg_layouts={"hidden_states": Replicate()},
-                ),
-                f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-                f"{layer}.post_attention_layernorm": SequenceParallel(),
-                f"{layer}.mlp": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
-                f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-            }
-            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-                plan[f"{layer}.{name}"] = ColwiseParallel()
-            for name in ("mlp.gate_proj", "mlp.up_proj"):
-                plan[f"{layer}.{name}"] = ColwiseParallel()
-        self.model = parallelize_module(model, mesh, plan)
+        super().__init__(parallelize_module(model, mesh, plan))
 
     def step(self, ids: Tensor) -> Tensor:
+        self.model.zero_grad()
         # Positions are given: the model would count the rank's part of the embeddings.
         positions = torch.arange(ids.shape[1])[None]
-        loss = self.model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
+        loss = self.run(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
         loss.backward()
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        out = {}
-        for name, p in self.model.named_parameters():
-            assert p.grad is not None
-            out[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        return out
+        grads = super().gradients()
+        return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
 def _forward_op(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **kwargs: Any) -> Any:
@@ -91,46 +81,26 @@ def _forward_op(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **kw
 
 
 def _backward_op(**kwargs: Any) -> Any:
+    names = "grad_out", "query", "key", "value", "out", "logsumexp"
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        kwargs["grad_out"],
-        kwargs["query"],
-        kwargs["key"],
-        kwargs["value"],
-        kwargs["out"],
-        kwargs["logsumexp"],
-        0.0,
-        kwargs["is_causal"],
-        scale=kwargs["scale"],
+        *(kwargs[n] for n in names), 0.0, kwargs["is_causal"], scale=kwargs["scale"]
     )
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        ctx.options = {"is_causal": True, "scale": scale}
         out, lse = ring._templated_ring_attention(
-            dist.group.WORLD, 2, _forward_op, q, k, v, is_causal=True, scale=scale
+            dist.group.WORLD, 2, _forward_op, q, k, v, **ctx.options
         )
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = ring._templated_ring_attention_backward(
-            dist.group.WORLD,
-            2,
-            _backward_op,
-            grad,
-            "grad_out",
-            q,
-            k,
-            v,
-            out,
-            lse,
-            is_causal=True,
-            scale=ctx.scale,
-        )
+        given = dist.group.WORLD, 2, _backward_op, grad, "grad_out"
+        grads = ring._templated_ring_attention_backward(*given, *ctx.saved_tensors, **ctx.options)
         return *grads, None
 
 
@@ -141,7 +111,7 @@ def _ring_attention(
     return _Ring.apply(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
 
 
-class ContextParallel:
+class ContextParallel(Contender):
     """Context parallel. Lengths divide by twice the ranks."""
 
     def __init__(self, model: Any, mesh: DeviceMesh, compiled: bool):
@@ -149,10 +119,11 @@ class ContextParallel:
 
         AttentionInterface.register("context_parallel_ring", _ring_attention)
         model.set_attn_implementation("context_parallel_ring")
-        self.model, self.mesh = model, mesh
-        self.run = torch.compile(model) if compiled else model
+        super().__init__(model, torch.compile(model) if compiled else model)
+        self.mesh = mesh
 
     def step(self, ids: Tensor) -> Tensor:
+        self.model.zero_grad()
         # Labels are shifted before the split, and the count is that of the whole.
         labels = F.pad(ids[:, 1:], (0, 1), value=-100)
         positions = torch.arange(ids.shape[1])[None]
@@ -162,24 +133,18 @@ class ContextParallel:
             self.mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
         ):
             ids, labels, positions = buffers
-            loss = self.run(
-                input_ids=ids,
-                position_ids=positions,
-                labels=labels,
-                shift_labels=labels,
-                num_items_in_batch=count,
-                use_cache=False,
-            ).loss
+            given = {"input_ids": ids, "position_ids": positions, "labels": labels}
+            given |= {"shift_labels": labels, "num_items_in_batch": count, "use_cache": False}
+            loss = self.run(**given).loss
             loss.backward()
-        self._reduce()
-        return loss.detach()
-
-    def _reduce(self) -> None:
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grads = list(self.gradients().values())
         flat = torch._utils._flatten_dense_tensors(grads)
         dist.all_reduce(flat)
         for grad, whole in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
             grad.copy_(whole)
+        return loss.detach()
 
-    def gradients(self) -> dict[str, Tensor]:
-        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+    def loss(self, seq_len: int) -> float:
+        part = self.step(self.tokens(seq_len)).clone()  # each rank has its part of the sum
+        dist.all_reduce(part)
+        return float(part)

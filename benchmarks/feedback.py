@@ -10,111 +10,81 @@ that no plan changes. Memory is watched once for a variant and a scale of length
 has such a step, against the others of the table.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import Any
+from argparse import Namespace
+from functools import partial
 
 import torch
-from common import (
-    Goal,
-    Report,
-    check_equal,
-    llama,
-    median,
-    milliseconds,
-    parser,
-    random_tokens,
-    table,
-)
-from ranks import on_two_ranks, slower_rank
+from contenders import AUTO, Contender, llama
+from runner import Benchmark, check_equal, median, milliseconds, seconds_of, take_turns
 
 from paradyse.cli.launch import Rank
 
 STRATEGY = "ulysses_z"
+OPTIONS = {"layers": 4, "hidden": 256, "lengths": (128, 384, 1024), "runs": 7}
+OPTIONS |= {"ranks": 2, "inner": "inductor"}
+QUICK = {"layers": 2, "hidden": 64, "lengths": (33, 64), "runs": 3, "inner": "eager"}
 
 
-def measure(
-    rank: Rank, layers: int, hidden: int, lengths: tuple[int, ...], runs: int, inner: str
-) -> dict[str, Any]:
-    """Per length, seconds of a step: of every round with and without, and with memory watched."""
+def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
+    """Seconds of a step at each length: without and with feedback, and with memory watched."""
     from paradyse.profiling.online import REFRESH_EVERY, WARM_UP
     from paradyse.runtime.registry import captures_of
 
-    model = llama(layers, hidden)
-    options = {"plan": "auto", "strategies": [STRATEGY], "inner": inner}
+    model = llama(args.layers, args.hidden)
+    options = {"plan": AUTO, "inner": args.inner, "strategies": [STRATEGY]}
     run = torch.compile(model, backend="paradyse", options=options, dynamic=True)
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        model.zero_grad()
-        loss: torch.Tensor = run(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
-
-    def seconds(ids: torch.Tensor, steps: int) -> float:
-        """Of one step, on the slower rank."""
-        return slower_rank(lambda: [step(ids) for _ in range(steps)]) / steps
-
-    for seq_len in lengths:
-        step(random_tokens(seq_len))
+    contender = Contender(model, run)
+    for seq_len in args.lengths:
+        contender.loss(seq_len)
     (graph,) = [g for c in captures_of(run) for g in c.graphs.values()]
     feedback = graph.feedback
     assert feedback is not None
-    results: dict[str, Any] = {}
-    for seq_len in lengths:
-        ids = random_tokens(seq_len)
-        taken: dict[str, list[float]] = {"with": [], "without": [], "memory": []}
-        losses: dict[str, float] = {}
-        for i in range(runs + 1):
-            for name, watcher in (("without", None), ("with", feedback)):
-                graph.feedback = watcher
-                part = seconds(ids, REFRESH_EVERY)
-                losses[name] = float(step(ids))
-                if i:  # the first rounds warm up, and watch memory
-                    taken[name].append(part)
-            check_equal(losses)
-            feedback._known.clear()  # as if the length were new
-            part = seconds(ids, 1)
-            if i:
-                taken["memory"].append(part)
-        watched = feedback.measured["saved"]
-        assert watched and min(feedback._runs.values()) > WARM_UP, "memory was not watched"
-        results[str(seq_len)] = taken
-        rank.send(f"{seq_len} tokens done")
-    return results
+
+    def steps_s(seq_len: int, fed: bool, count: int) -> float:
+        graph.feedback = feedback if fed else None
+        ids = contender.tokens(seq_len)
+        return seconds_of(lambda: [contender.step(ids) for _ in range(count)]) / count
+
+    def watched_s(seq_len: int) -> float:
+        feedback._known.clear()  # as if the length were new
+        return steps_s(seq_len, True, 1)
+
+    for seq_len in args.lengths:
+        fed = contender.loss(seq_len)
+        graph.feedback = None
+        check_equal({"without": contender.loss(seq_len), "with": fed})
+        graph.feedback = feedback
+    turns = {
+        "without": partial(steps_s, fed=False, count=REFRESH_EVERY),
+        "with": partial(steps_s, fed=True, count=REFRESH_EVERY),
+        "memory": watched_s,
+    }
+    found = take_turns(turns, args.lengths, range(-1, args.runs), rank.send)
+    watched = feedback.measured["saved"]
+    assert watched and min(feedback._runs.values()) > WARM_UP, "memory was not watched"
+    return found
 
 
 def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--runs", type=int, default=7)
-    arguments.add_argument("--inner", default="inductor")
-    args = arguments.parse_args()
-    layers, hidden, lengths = (2, 64, (33, 64)) if args.quick else (4, 256, (128, 384, 1024))
-    given = {"layers": layers, "hidden": hidden, "lengths": lengths}
-    given |= {"runs": 3 if args.quick else args.runs, "inner": args.inner}
-
-    results = on_two_ranks("feedback:measure", given)
-    report = Report("feedback", args)
-    report.add(
-        f"Llama of {layers} layers, hidden {hidden}, two ranks, gloo, {STRATEGY}, "
-        f"inner={args.inner}; milliseconds a step, medians of {given['runs']} interleaved rounds.",
+    bench = Benchmark("feedback", __doc__, QUICK, **OPTIONS)
+    args, taken = bench.args, bench.on_ranks(measure)
+    bench.add(
+        f"Llama of {args.layers} layers, hidden {args.hidden}, {STRATEGY}, {bench.ranks}; "
+        f"milliseconds a step, medians of {args.runs} interleaved rounds.",
         "",
     )
-    rows = []
-    shares = []
-    for seq_len in lengths:
-        taken = results[str(seq_len)]
-        without, fed, memory = (median(taken[n]) for n in ("without", "with", "memory"))
+    rows, shares = [], []
+    for n in args.lengths:
+        without, fed, memory = (milliseconds(median(of[n])) for of in taken.values())
         # Rounds that follow each other: a slow minute hits both.
-        share = median([a / b - 1 for a, b in zip(taken["with"], taken["without"], strict=True)])
-        shares.append(share)
-        row = [str(seq_len), milliseconds(without), milliseconds(fed), f"{share:.2%}"]
-        rows.append([*row, milliseconds(memory)])
-    header = ["tokens", "without", "with feedback", "share of time", "memory watched"]
-    report.add(*table(header, rows))
+        pairs = zip(taken["with"][n], taken["without"][n], strict=True)
+        shares.append(median([a / b - 1 for a, b in pairs]))
+        rows.append([str(n), without, fed, f"{shares[-1]:.2%}", memory])
+    bench.table(["tokens", "without", "with feedback", "share of time", "memory watched"], rows)
     what = "share of time that feedback costs, median of the lengths, %"
-    report.goals.append(Goal(what, 100 * median(shares), 1.0, at_least=False))
-    return report.finish("two processes of one thread")
+    bench.at_most(what, 100 * median(shares), 1.0)
+    return bench.finish()
 
 
 if __name__ == "__main__":

@@ -10,96 +10,64 @@ length, for which both capture anew, with symbolic sizes, and one of a third len
 nothing should be compiled.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 
 import torch
-from common import Goal, Report, check_equal, llama, median, parser, random_tokens, table
+from contenders import Contender, llama
+from runner import Benchmark, alone, check_equal, log, median, take_turns
 
 BACKENDS = ("inductor", "paradyse")
-LENGTHS = (512, 640, 576)
+LENGTHS = {
+    512: "first, 512 tokens",
+    640: "second, 640 tokens: symbolic sizes",
+    576: "third, 576 tokens: nothing new",
+}
 
 
-def _print_run(backend: str, layers: int, hidden: int) -> None:
-    """In the child: the seconds of a step at each of ``LENGTHS``, and the losses, as JSON."""
+def first_steps(backend: str, layers: int, hidden: int) -> list[tuple[float, float]]:
+    """Seconds and loss of a step at each of ``LENGTHS``, the first with torch.compile."""
     model = llama(layers, hidden)
-    seconds, losses = [], []
+    found = []
     start = time.perf_counter()
-    compiled = torch.compile(model, backend=backend)
+    contender = Contender(model, torch.compile(model, backend=backend))
     for seq_len in LENGTHS:
-        ids = random_tokens(seq_len)
-        model.zero_grad()
-        loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(loss.detach()))
+        loss = contender.loss(seq_len)
+        found.append((time.perf_counter() - start, loss))
         start = time.perf_counter()
-    print(json.dumps({"seconds": seconds, "losses": losses}))
-
-
-def run(backend: str, layers: int, hidden: int) -> dict[str, list[float]]:
-    """A first step, and two more, in a process with empty caches."""
-    with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
-        given = json.dumps([backend, layers, hidden])
-        out = subprocess.run(
-            [sys.executable, __file__, "--run", given],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder},
-        )
-    if out.returncode:
-        sys.exit(out.stderr)
-    result: dict[str, list[float]] = json.loads(out.stdout.splitlines()[-1])
-    print(backend, *(f"{s:.1f} s" for s in result["seconds"]), file=sys.stderr, flush=True)
-    return result
+    return found
 
 
 def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--layers", type=int, default=24)
-    arguments.add_argument("--runs", type=int, default=3)
-    arguments.add_argument("--run", help=argparse.SUPPRESS)
-    args = arguments.parse_args()
-    if args.run:
-        _print_run(*json.loads(args.run))
-        return 0
-    layers, hidden, runs = (3, 64, 1) if args.quick else (args.layers, 256, args.runs)
-    results: dict[str, list[dict[str, list[float]]]] = {b: [] for b in BACKENDS}
-    for _ in range(runs):
-        for backend in BACKENDS:
-            results[backend].append(run(backend, layers, hidden))
-            for i, seq_len in enumerate(LENGTHS):
-                losses = {b: r[0]["losses"][i] for b, r in results.items() if r}
-                check_equal({f"{b} at {seq_len} tokens": v for b, v in losses.items()})
-    report = Report("first_step", args)
-    report.add(
-        f"Llama of {layers} layers, hidden {hidden}, one process, empty caches; seconds, medians "
-        f"of {runs} runs.",
+    quick = {"layers": 3, "hidden": 64, "runs": 1}
+    bench = Benchmark("first_step", __doc__, quick, layers=24, hidden=256, runs=3)
+    args = bench.args
+
+    def run(backend: str) -> list[tuple[float, float]]:
+        with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
+            given = backend, args.layers, args.hidden
+            found = alone(first_steps, *given, TORCHINDUCTOR_CACHE_DIR=folder)
+        log(backend, *(f"{s:.1f} s" for s, _ in found))
+        return found
+
+    turns = {b: lambda n, b=b: run(b) for b in BACKENDS}
+    runs = {b: of[0] for b, of in take_turns(turns, [0], range(args.runs)).items()}
+    rows = []
+    for i, (seq_len, name) in enumerate(LENGTHS.items()):
+        check_equal({f"{b} at {seq_len} tokens": runs[b][0][i][1] for b in BACKENDS})
+        took = [median([r[i][0] for r in runs[b]]) for b in BACKENDS]
+        rows.append([name, *(f"{s:.2f}" for s in took)])
+        if i == 0:
+            share = took[1] / took[0]
+    bench.add(
+        f"Llama of {args.layers} layers, hidden {args.hidden}, one process, empty caches; seconds, "
+        f"medians of {args.runs} runs.",
         "",
     )
-    took = {
-        b: [median([r["seconds"][i] for r in results[b]]) for i in range(len(LENGTHS))]
-        for b in BACKENDS
-    }
-    first, second, third = LENGTHS
-    names = [
-        f"first, {first} tokens",
-        f"second, {second} tokens: symbolic sizes",
-        f"third, {third} tokens: nothing new",
-    ]
-    rows = [[n, *(f"{took[b][i]:.2f}" for b in BACKENDS)] for i, n in enumerate(names)]
-    report.add(*table(["step", *BACKENDS], rows))
-    share = took["paradyse"][0] / took["inductor"][0]
-    what = "first step, paradyse's time over inductor's"
-    report.goals.append(Goal(what, share, 0.5, at_least=False))
-    return report.finish(f"one process of {torch.get_num_threads()} threads")
+    bench.table(["step", *BACKENDS], rows)
+    bench.at_most("first step, paradyse's time over inductor's", share, 0.5)
+    return bench.finish(f"one process of {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":

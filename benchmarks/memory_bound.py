@@ -12,28 +12,31 @@ for until a thousandth. ``auto`` is asked for a plan for all of these lengths, a
 measured too. Predicted: what the planner says before anything runs.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Goal, Report, llama, parser, table
-from contenders import many_models
-from ranks import on_two_ranks
+from contenders import AUTO, make_profile, model_of
+from runner import Benchmark
 
 from paradyse.cli.launch import Rank
-from paradyse.cli.models import make_model, read_config, whole_graphs
-from paradyse.config import AUTO
+from paradyse.cli.models import whole_graphs
 from paradyse.planning.planner import Planner, format_bytes, longest_length
 from paradyse.profiling.steps import Steps
 from paradyse.types import ATTENTION_STRATEGIES, Plan, Workload
+
+OPTIONS: dict[str, Any] = {"hidden": 256, "layers": 4, "ranks": 2, "inner": "inductor"}
+OPTIONS["model"] = {"help": "config.json; default: a Llama of --hidden"}
+OPTIONS["longest"] = {"type": int, "default": 4096, "help": "tokens"}
+OPTIONS["sharded"] = {"action": "store_true", "help": "weights 1/p on each rank"}
+QUICK = {"longest": 512, "layers": 2, "hidden": 64, "inner": "eager"}
 
 PARTS = (0.25, 0.5)
 """Of the longest profiled length: where the limits are."""
@@ -71,19 +74,13 @@ class Bounded:
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return int(told)
 
-    def longest(self, strategy: str, limit: int, start: int) -> tuple[int, int]:
-        """The longest length whose step is measured to fit, and its bytes.
+    def longest(self, strategy: str, limit: int, start: int) -> int:
+        """The longest length whose step is measured to fit; 0 if none does.
 
         Args:
             start: a length near it.
         """
-        known: dict[int, int] = {}
-
-        def at(n: int) -> int:
-            if n not in known:
-                known[n] = self.held(strategy, n)
-            return known[n]
-
+        at = cache(lambda n: self.held(strategy, n))
         low, high = 0, 0
         n = max(1, start)
         while not (low and high and high - low <= max(1, CLOSE * low)):
@@ -94,39 +91,21 @@ class Bounded:
                 high = n
                 n = (low + high) // 2 if low else math.floor(n / (1 + 8 * CLOSE))
             if n < 1:
-                return 0, 0
-        return low, known[low]
+                return 0
+        return low
 
 
-@many_models
-def measure(
-    rank: Rank,
-    config: Mapping[str, Any] | None,
-    layers: int,
-    hidden: int,
-    path: str,
-    longest: int,
-    inner: str,
-    sharded: bool,
-) -> list[dict[str, Any]]:
-    """What one rank does: a row of figures for each limit."""
+def measure(rank: Rank, args: Namespace) -> list[dict[str, Any]]:
+    """A row of figures for each limit."""
     import paradyse
 
     with whole_graphs():
-        model = make_model(dict(config), layers) if config else llama(layers, hidden)
-        if sharded:
+        model, longest = model_of(args), args.longest
+        if args.sharded:
             paradyse.shard(model)
-        options = {"inner": inner}
         lengths = [longest >> i for i in range(4, -1, -1)]
-        paradyse.profile(
-            model,
-            path,
-            lengths,
-            repeats=1,
-            options=options,
-            progress=lambda p: rank.send(f"profile: {p.done} of {p.total}  {p.text}"),
-        )
-        options["cost_model"] = path
+        make_profile(rank, model, args, lengths, repeats=1)
+        options = {"inner": args.inner, "cost_model": args.profile_path}
         free = Bounded(model, options, lengths[0])
         names = [
             s for s in ATTENTION_STRATEGIES if all(s in b.feasible() for b in free.planner.blocks)
@@ -155,7 +134,7 @@ def bound(
     for s in names:
         said = longest_length(lambda n, s=s: bounded.need(s, n), limit, most)
         predicted_at = bounded.held(s, said) if said else 0
-        real, held = bounded.longest(s, limit, said)
+        real = bounded.longest(s, limit, said)
         rank.send(f"{format_bytes(limit)}, {s}: {said} predicted, {real} measured")
         row["strategies"][s] = {"said": said, "held": predicted_at, "real": real}
         try:
@@ -179,89 +158,53 @@ def share(num_bytes: int | None, limit: int) -> str:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--model", help="config.json; default: a Llama of hidden 256")
-    arguments.add_argument("--layers", type=int, default=4)
-    arguments.add_argument("--longest", type=int, default=4096, help="tokens")
-    arguments.add_argument("--inner", default="inductor")
-    arguments.add_argument("--sharded", action="store_true", help="weights 1/p on each rank")
-    args = arguments.parse_args()
-    hidden = 256
-    if args.quick:
-        args.longest, args.layers, args.inner, hidden = 512, 2, "eager", 64
+    bench = Benchmark("memory_bound", __doc__, QUICK, **OPTIONS)
+    args = bench.args
+    bench.name += "_sharded" * args.sharded
     with tempfile.TemporaryDirectory() as folder:
-        given = {
-            "config": read_config(args.model) if args.model else None,
-            "layers": args.layers,
-            "hidden": hidden,
-            "path": str(Path(folder) / "profile.jsonl"),
-            "longest": args.longest,
-            "inner": args.inner,
-            "sharded": args.sharded,
-        }
-        rows = on_two_ranks("memory_bound:measure", given)
-    return write_report(args, rows, hidden)
-
-
-def write_report(args: argparse.Namespace, rows: list[dict[str, Any]], hidden: int) -> int:
-    report = Report("memory_bound_sharded" if args.sharded else "memory_bound", args)
-    what = args.model or f"Llama of hidden {hidden}"
+        args.profile_path = str(Path(folder) / "profile.jsonl")
+        found = bench.on_ranks(measure)
+    what = args.model or f"Llama of hidden {args.hidden}"
     weights = "sharded" if args.sharded else "whole"
-    report.add(
-        f"{what}, {args.layers} layers, {weights} weights, two ranks, inner={args.inner}. Lengths "
-        "in tokens; shares are of the limit, as measured."
+    bench.add(
+        f"{what}, {args.layers} layers, {weights} weights, {bench.ranks}. Lengths in tokens; "
+        "shares are of the limit, as measured."
     )
-    for row in rows:
-        limit, auto = row["limit"], row["auto"]
-        of = row["strategies"]
-        report.add(
-            "",
-            f"## {format_bytes(limit)} a rank, {format_bytes(row['static'])} of them weights, "
-            "gradients and optimizer state",
-            "",
-        )
-        cells = [
-            (
-                s,
-                str(x["said"]),
-                share(x["held"], limit),
-                str(x["real"]),
-                share(x["auto"], limit),
-            )
-            for s, x in of.items()
-        ]
-        cells.append((AUTO, str(auto["said"]), share(auto["held"], limit), "", ""))
-        header = ["plan", "longest, predicted", "held there", "by measurement", "auto there"]
-        report.add(*table(header, cells), "")
-        report.add(
-            "`auto` at its longest: " + ", ".join(f"{n} {s}" for s, n in row["plan"].items()),
-            f"2 % longer: {row['refusal'] or '**not refused**'}",
-        )
-        best = max(of.values(), key=lambda x: x["real"])["real"]
-        held = [x["auto"] for x in of.values() if x["auto"]] + [auto["held"]]
-        at = format_bytes(limit)
-        report.goals += [
-            Goal(
-                f"{at}: longest of `auto` over the best static's, measured",
-                auto["said"] / best if best else 1.0,
-                1.0,
-                at_least=True,
-            ),
-            Goal(f"{at}: most that `auto` held, of the limit", max(held) / limit, 1.0, False),
-            Goal(
-                f"{at}: lengths refused that a static strategy trains",
-                float(sum(x["auto"] is None for x in of.values())),
-                0,
-                False,
-            ),
-            Goal(
-                f"{at}: prediction off, most of any static, %",
-                100 * max(abs(limit / x["held"] - 1) for x in of.values() if x["held"]),
-                5,
-                False,
-            ),
-        ]
-    return report.finish("two processes of one thread")
+    for row in found:
+        report_limit(bench, row)
+    return bench.finish()
+
+
+def report_limit(bench: Benchmark, row: dict[str, Any]) -> None:
+    """Table and goals of one limit."""
+    limit, auto, of = row["limit"], row["auto"], row["strategies"]
+    at = format_bytes(limit)
+    bench.add(
+        "",
+        f"## {at} a rank, {format_bytes(row['static'])} of them weights, gradients and optimizer "
+        "state",
+        "",
+    )
+    rows = []
+    for s, x in of.items():
+        held, by_auto = (share(x[name], limit) for name in ("held", "auto"))
+        rows.append([s, str(x["said"]), held, str(x["real"]), by_auto])
+    rows.append([AUTO, str(auto["said"]), share(auto["held"], limit), "", ""])
+    bench.table(["plan", "longest, predicted", "held there", "by measurement", "auto there"], rows)
+    bench.add(
+        "",
+        "`auto` at its longest: " + ", ".join(f"{n} {s}" for s, n in row["plan"].items()),
+        f"2 % longer: {row['refusal'] or '**not refused**'}",
+    )
+    best = max(x["real"] for x in of.values())
+    ratio = auto["said"] / best if best else 1.0
+    bench.at_least(f"{at}: longest of `auto` over the best static's, measured", ratio, 1.0)
+    held = [x["auto"] for x in of.values() if x["auto"]] + [auto["held"]]
+    bench.at_most(f"{at}: most that `auto` held, of the limit", max(held) / limit, 1.0)
+    refused = sum(x["auto"] is None for x in of.values())
+    bench.at_most(f"{at}: lengths refused that a static strategy trains", refused, 0)
+    off = max(abs(limit / x["held"] - 1) for x in of.values() if x["held"])
+    bench.at_most(f"{at}: prediction off, most of any static, %", 100 * off, 5)
 
 
 if __name__ == "__main__":

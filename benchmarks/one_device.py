@@ -16,22 +16,18 @@ compared. The tables have medians of all steps; the peak is the allocator's
 (torch.cuda.max_memory_allocated).
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import Report, check_equal, llama, median, parser, random_tokens, table
+from contenders import Contender, llama
+from runner import Benchmark, alone, check_equal, log, median, take_turns
 
 BACKENDS = ("inductor", "paradyse")
-TINY_LLAMA = {"vocab_size": 32000, "intermediate_size": 5632}
-"""Zhang et al., TinyLlama, arXiv 2401.02385, table 2; the other sizes are in ``Case``."""
+TINY_LLAMA = {"heads": 32, "kv_heads": 4, "vocab_size": 32000, "intermediate_size": 5632}
+"""Zhang et al., TinyLlama, arXiv 2401.02385, table 2."""
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 """Of a gradient's projection, relative to its norm: bfloat16 rounds every activation to 2^-9."""
@@ -39,166 +35,133 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a length; as JSON, what a child process is asked for."""
+    """A model and a length."""
 
     seq_len: int
-    layers: int = 22
-    hidden: int = 2048
-    heads: int = 32
-    kv_heads: int = 4
-    device: str = "cuda"
-    dtype: str = "bfloat16"
-    checkpointing: bool = False
-    steps: int = 5
+    tiny: bool
+    device: str
+    dtype: str
+    checkpointing: bool
+    steps: int
+
+    def model(self) -> Any:
+        sizes: Any = {"max_position_embeddings": max(self.seq_len, 2048)}
+        if self.tiny:
+            model = llama(2, 64, heads=2, kv_heads=1, **sizes)
+        else:
+            model = llama(22, 2048, **TINY_LLAMA, **sizes)
+        model.to(self.device, getattr(torch, self.dtype)).train()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
 
 
-def build(case: Case, backend: str) -> tuple[Any, Any]:
-    """The model, and it compiled."""
-    extra = {**TINY_LLAMA, "max_position_embeddings": max(case.seq_len, 2048)}
-    if case.hidden != Case.hidden:
-        extra = {"max_position_embeddings": case.seq_len}
-    model = llama(case.layers, case.hidden, case.heads, case.kv_heads, **extra)
-    model.to(case.device, getattr(torch, case.dtype)).train()
-    if case.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, torch.compile(model, backend=backend)
+@dataclass(frozen=True)
+class Run:
+    """What one process saw."""
 
-
-def projections(model: Any) -> dict[str, tuple[float, float]]:
+    seconds: list[float]
+    peak_gib: float
+    loss: float
+    projections: dict[str, tuple[float, float]]
     """Of each gradient: its product with a random vector of unit length, and its norm."""
-    found = {}
-    for i, (name, p) in enumerate(model.named_parameters()):
-        generator = torch.Generator(p.device).manual_seed(i)
-        direction = torch.randn(p.shape, generator=generator, device=p.device)
-        grad = p.grad.float()
-        product = (grad * direction).sum() / direction.norm()
-        found[name] = (float(product), float(grad.norm()))
-    return found
 
 
-def run_one(case: Case, backend: str) -> dict[str, Any]:
-    """In a child: seconds of each step, the peak, the loss and the gradients' projections."""
+def projection(grad: torch.Tensor, seed: int) -> tuple[float, float]:
+    generator = torch.Generator(grad.device).manual_seed(seed)
+    direction = torch.randn(grad.shape, generator=generator, device=grad.device)
+    product = (grad.float() * direction).sum() / direction.norm()
+    return float(product), float(grad.float().norm())
+
+
+def run_one(case: Case, backend: str) -> Run | None:
+    """One contender in this process; None where it runs out of memory."""
     cuda = case.device == "cuda"
     try:
-        model, run = build(case, backend)
-        ids = random_tokens(case.seq_len, model.config.vocab_size).to(case.device)
-        loss, seconds = 0.0, []
-        for step in range(case.steps + 2):  # the first two compile and warm up
-            if step == 2 and cuda:
+        model = case.model()
+        contender = Contender(model, torch.compile(model, backend=backend))
+        ids = contender.tokens(case.seq_len).to(case.device)
+        seconds = []
+        for i in range(case.steps + 2):  # the first two compile and warm up
+            if i == 2 and cuda:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            model.zero_grad()
-            out = run(input_ids=ids, labels=ids, use_cache=False).loss
-            out.backward()
-            loss = float(out.detach())
-            del out
+            loss = float(contender.step(ids))
             if cuda:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-        return {
-            "seconds": seconds[2:],
-            "first_s": seconds[0],
-            "peak_gib": peak,
-            "loss": loss,
-            "projections": projections(model),
-        }
+        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+        found = {n: projection(g, i) for i, (n, g) in enumerate(contender.gradients().items())}
+        return Run(seconds[2:], peak, loss, found)
     except torch.OutOfMemoryError:
-        return {"error": "out of memory"}
+        return None
 
 
-def ask(case: Case, backend: str) -> dict[str, Any]:
-    """``run_one`` in a process of its own."""
-    given = json.dumps([backend, asdict(case)])
-    out = subprocess.run([sys.executable, __file__, "--one", given], capture_output=True, text=True)
-    if out.returncode:
-        sys.exit(f"{backend} at {case.seq_len} tokens failed:\n{out.stderr}")
-    found: dict[str, Any] = json.loads(out.stdout.splitlines()[-1])
-    told = found.get("error") or f"{median(found['seconds']):.3f} s, peak {found['peak_gib']} GiB"
-    print(f"{case.seq_len:,} tokens, {backend}: {told}", file=sys.stderr, flush=True)
-    return found
-
-
-def compare(case: Case, results: dict[str, dict[str, Any]]) -> None:
+def compare(case: Case, reference: Run, other: Run) -> None:
     """
     Raises:
-        SystemExit: a loss or a gradient differs from inductor's.
+        SystemExit: the loss or a gradient differs from inductor's.
     """
     tolerance = TOLERANCE[case.dtype]
-    check_equal({name: r["loss"] for name, r in results.items()}, tolerance)
-    reference, *others = (r["projections"] for r in results.values())
-    whole = sum(norm**2 for _, norm in reference.values()) ** 0.5
-    for other in others:
-        for name, (product, norm) in reference.items():
-            # A key bias and the like have a gradient that is zero but for rounding.
-            scale = max(norm, 1e-3 * whole)
-            error = abs(other[name][0] - product) / scale
-            if not error <= tolerance:
-                sys.exit(f"not timed: the gradients of {name} differ by {error:.1e}")
+    check_equal({"inductor": reference.loss, "paradyse": other.loss}, tolerance)
+    whole = sum(norm**2 for _, norm in reference.projections.values()) ** 0.5
+    for name, (product, norm) in reference.projections.items():
+        # A key bias and the like have a gradient that is zero but for rounding.
+        error = abs(other.projections[name][0] - product) / max(norm, 1e-3 * whole)
+        if not error <= tolerance:
+            sys.exit(f"not timed: the gradients of {name} differ by {error:.1e}")
 
 
 def measure(case: Case, rounds: int) -> list[str]:
     """A row of the table."""
-    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in BACKENDS}
-    for _ in range(rounds):
-        for name in BACKENDS:
-            if not any("error" in r for r in taken[name]):
-                taken[name].append(ask(case, name))
-    good = {name: runs[0] for name, runs in taken.items() if "error" not in runs[0]}
-    if len(good) == len(BACKENDS):
-        compare(case, good)
-    seconds, cells, peaks = {}, [], []
-    for name, runs in taken.items():
-        if name not in good:
-            cells.append(runs[0]["error"])
-            peaks.append("")
-            continue
-        seconds[name] = median([s for r in runs for s in r["seconds"]])
-        peak = max(r["peak_gib"] or 0 for r in runs)
-        cells.append(f"{seconds[name]:.3f}")
-        peaks.append(f"{peak:.1f}" if peak else "")
-    ratio = f"{seconds['inductor'] / seconds['paradyse']:.2f}" if len(seconds) == 2 else ""
+    failed = set()
+
+    def run(backend: str) -> Run | None:
+        found = None if backend in failed else alone(run_one, case, backend)
+        if found is None:
+            failed.add(backend)
+        told = found and f"{median(found.seconds):.3f} s, peak {found.peak_gib:.1f} GiB"
+        log(f"{case.seq_len:,} tokens, {backend}: {told or 'out of memory'}")
+        return found
+
+    turns = {b: lambda n, b=b: run(b) for b in BACKENDS}
+    runs = [of[0] for of in take_turns(turns, [0], range(rounds)).values()]
+    if not failed:
+        compare(case, *(of[0] for of in runs))
+    good = [[r for r in of if r] for of in runs]
+    times = [median([s for r in of for s in r.seconds]) if of else None for of in good]
+    peaks = [max((r.peak_gib for r in of), default=0.0) for of in good]
+    ratio = f"{times[0] / times[1]:.2f}" if times[0] and times[1] else ""
     what = f"{case.seq_len:,} tokens" + (", checkpointing" if case.checkpointing else "")
-    return [what, *cells, ratio, *peaks]
+    cells = [f"{t:.3f}" if t else "out of memory" for t in times]
+    return [what, *cells, ratio, *(f"{p:.1f}" if p else "" for p in peaks)]
 
 
 def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072])
-    arguments.add_argument("--steps", type=int, default=Case.steps)
-    arguments.add_argument("--rounds", type=int, default=2)
-    arguments.add_argument("--checkpoint-from", type=int, default=32768, metavar="TOKENS")
-    arguments.add_argument("--one", help=argparse.SUPPRESS)
-    args = arguments.parse_args()
-    if args.one:
-        backend, fields = json.loads(args.one)
-        print(json.dumps(run_one(Case(**fields), backend)))
-        return 0
-    if not args.quick and not torch.cuda.is_available():
+    options: Any = {"lengths": (32768, 131072), "steps": 5, "rounds": 2}
+    options["checkpoint_from"] = {"type": int, "default": 32768, "metavar": "TOKENS"}
+    quick = {"lengths": (128, 192), "steps": 2, "rounds": 1, "checkpoint_from": 192}
+    bench = Benchmark("one_device", __doc__, quick, **options)
+    args, cuda = bench.args, torch.cuda.is_available()
+    if not args.quick and not cuda:
         sys.exit(
             "one_device needs a CUDA device, and PyTorch sees none; `--quick` runs a tiny model on "
             "the CPU, one_process.py is the same comparison for CPUs"
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    if args.quick:
-        shape = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "device": device}
-        cases = [Case(n, **shape, dtype=dtype, steps=2, checkpointing=n > 128) for n in (128, 192)]
-    else:
-        cases = [
-            Case(n, steps=args.steps, checkpointing=n >= args.checkpoint_from) for n in args.lengths
-        ]
-    rounds = 1 if args.quick else args.rounds
-    report = Report("one_device", args, dtype=dtype)
-    report.add(
+    device, bench.dtype = ("cuda", "bfloat16") if cuda else ("cpu", "float32")
+    bench.add(
         "Training step of a Llama of 1.1 billion parameters on one device, batch 1, medians of "
-        f"{rounds} x {cases[0].steps} steps.",
+        f"{args.rounds} x {args.steps} steps.",
         "",
     )
-    rows = [measure(case, rounds) for case in cases]
+    rows = []
+    for n in args.lengths:
+        checkpointing = n >= args.checkpoint_from
+        case = Case(n, args.quick, device, bench.dtype, checkpointing, args.steps)
+        rows.append(measure(case, args.rounds))
     header = ["length", "inductor, s", "paradyse, s", "ratio"]
-    report.add(*table([*header, "inductor peak, GiB", "paradyse peak, GiB"], rows))
-    return report.finish("one GPU" if device == "cuda" else "the CPU, tiny")
+    bench.table([*header, "inductor peak, GiB", "paradyse peak, GiB"], rows)
+    return bench.finish("one GPU" if cuda else "the CPU, tiny")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ Nothing is trained or measured on a device: see ``paradyse/offline/dry_run.py`` 
 ``paradyse/offline/devices.py``.
 """
 
-from __future__ import annotations
-
-import argparse
 import time
 from typing import Any
 
 import torch
+from runner import Benchmark
 
 from paradyse.cli.commands.plan import default_lengths, dry_run_of, remarks, tables_of
 from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
@@ -21,22 +19,19 @@ from paradyse.offline.outlook import look_ahead
 from paradyse.planning.explain import text_table
 
 # LLaMA-13B (arXiv 2302.13971, table 2) and OPT-13B (arXiv 2205.01068, table 1).
+SIZES = {"num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40}
 MODELS: dict[str, dict[str, Any]] = {
     "LLaMA-13B": {
+        **SIZES,
         "model_type": "llama",
-        "num_hidden_layers": 40,
-        "hidden_size": 5120,
         "intermediate_size": 13824,
-        "num_attention_heads": 40,
         "vocab_size": 32000,
     },
     "OPT-13B": {
+        **SIZES,
         "model_type": "opt",
-        "num_hidden_layers": 40,
-        "hidden_size": 5120,
         "word_embed_proj_dim": 5120,
         "ffn_dim": 20480,
-        "num_attention_heads": 40,
         "vocab_size": 50272,
     },
 }
@@ -46,10 +41,9 @@ UNEQUAL = Cluster((DEVICES["a100-80gb"], DEVICES["a100-40gb"]), Network())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 1024])
-    parser.add_argument("--layers", type=int, help="fewer than the models have")
-    args = parser.parse_args()
+    quick = {"gpus": (2,), "layers": 1}
+    layers = {"type": int, "help": "fewer than the models have"}
+    args = Benchmark("paper_plans", __doc__, quick, gpus=(8, 1024), layers=layers).args
     a100 = read_cluster("a100-80gb")
     for num_gpus in args.gpus:
         for name, config in MODELS.items():

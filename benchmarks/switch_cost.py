@@ -10,29 +10,28 @@ A step is zero_grad, forward, backward, and the slower rank counts. Before anyth
 and gradients are compared with one-process eager, and both kinds of step have to send the same
 bytes: a switch moves nothing.
 
-Noise, of time: what the median of the paired differences would stray by if a switch changed nothing
-(``noise.py``), for all rows of the table together in 95 of 100 repetitions of the benchmark. Of
-memory: the range of the peaks of steps that no switch came before.
+Noise, of time: what the median of the paired differences would stray by if a switch changed
+nothing (``runner.noise_of``), for all rows of the table together in 95 of 100 repetitions of the
+benchmark. Of memory: the range of the peaks of steps that no switch came before.
 """
-
-from __future__ import annotations
 
 import random
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import permutations
 
-from common import Goal, Report, median, milliseconds, parser, random_tokens, table
-from noise import is_noise, noise_of
-from ranks import on_two_ranks
-from switched import Switched
+from contenders import Contender, Switched, llama
+from runner import Benchmark, is_noise, median, milliseconds, noise_of
 
 from paradyse.cli.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES
 
-LENGTHS = (128, 512)
+OPTIONS = {"layers": 2, "hidden": 256, "lengths": (128, 512), "rounds": 9}
+OPTIONS |= {"ranks": 2, "inner": "inductor"}
+QUICK = {"hidden": 64, "lengths": (64,), "rounds": 3, "inner": "eager"}
 LEVEL = 0.95
 """Of all comparisons of a table together."""
 MOST_NOISE = 2.0
@@ -43,10 +42,10 @@ MOST_NOISE = 2.0
 class Samples:
     """Of steps under one strategy at one length: after a switch, and without one, in pairs."""
 
-    switched_s: list[float]
-    same_s: list[float]
-    switched_bytes: list[int]
-    same_bytes: list[int]
+    switched_s: list[float] = field(default_factory=list)
+    same_s: list[float] = field(default_factory=list)
+    switched_bytes: list[int] = field(default_factory=list)
+    same_bytes: list[int] = field(default_factory=list)
 
     def shares(self) -> list[float]:
         """How much longer the step after a switch took, of the step without one."""
@@ -57,58 +56,49 @@ Key = tuple[int, str]
 """Length, and the strategy of the measured step."""
 
 
-def measure(
-    rank: Rank, layers: int, hidden: int, lengths: tuple[int, ...], rounds: int, inner: str
-) -> dict[Key, Samples]:
+def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     """All samples; rank 0's are those of the slower rank, and of the one that held more."""
-    model = Switched(layers, hidden, inner)
+    model, reference = (llama(args.layers, args.hidden) for _ in range(2))
+    switched, eager = Switched(model, args.inner), Contender(reference)
     for strategy in ATTENTION_STRATEGIES:
-        for n in lengths:
-            model.check(strategy, n)
+        for n in args.lengths:
+            switched.under(strategy).check(strategy, eager, n)
         rank.send(f"{strategy} agrees with eager")
     rng = random.Random(0)  # the same on all ranks
-    samples: dict[Key, Samples] = {}
-    for n in lengths:
-        for after in ATTENTION_STRATEGIES:
-            samples[n, after] = Samples([], [], [], [])
-            _watch_memory(model, n, after, samples[n, after])
+    samples = {(n, after): Samples() for n in args.lengths for after in ATTENTION_STRATEGIES}
+    pairs = list(permutations(ATTENTION_STRATEGIES, 2))
+    for (n, after), of in samples.items():
+        watch_memory(switched, n, after, of)
     rank.send("memory done")
-    for r in range(rounds + 1):
-        for n in lengths:
-            ids = random_tokens(n)
-            for before, after in _pairs():
+    for r in range(args.rounds + 1):
+        for n in args.lengths:
+            for after, before in pairs:
                 taken = {}
                 for first in rng.sample((before, after), 2):
-                    model.step(first, ids)
-                    taken[first] = model.time_s(after, ids)
+                    switched.under(first).loss(n)
+                    taken[first] = switched.under(after).time_s(n)
                 if r:  # the first round warms up
                     samples[n, after].switched_s.append(taken[before])
                     samples[n, after].same_s.append(taken[after])
-        rank.send(f"round {r} of {rounds}" if r else "warmed up")
+        rank.send(f"round {r} of {args.rounds}" if r else "warmed up")
     return samples
 
 
-def _pairs() -> list[tuple[str, str]]:
-    names = ATTENTION_STRATEGIES
-    return [(before, after) for after in names for before in names if before != after]
-
-
-def _watch_memory(model: Switched, n: int, after: str, samples: Samples) -> None:
+def watch_memory(model: Switched, n: int, after: str, samples: Samples) -> None:
     """Peaks, after every other strategy and as often without a switch; and the bytes sent.
 
     Raises:
         SystemExit: a step sends more after a switch.
     """
-    ids = random_tokens(n)
     sent = {}
     for before in ATTENTION_STRATEGIES:
         if before == after:
             continue
         for first, peaks in ((before, samples.switched_bytes), (after, samples.same_bytes)):
-            model.step(first, ids)
-            start = _sent(model)
-            peaks.append(model.peak_bytes(after, ids))
-            sent[first] = _sent(model) - start
+            model.under(first).loss(n)
+            start = messages(model)
+            peaks.append(model.under(after).peak_bytes(n))
+            sent[first] = messages(model) - start
         if sent[before] != sent[after]:
             sys.exit(
                 f"not timed: {after} at {n} tokens sends {dict(sent[before])} after {before}, "
@@ -116,11 +106,11 @@ def _watch_memory(model: Switched, n: int, after: str, samples: Samples) -> None
             )
 
 
-def _sent(model: Switched) -> Counter[str]:
+def messages(model: Switched) -> Counter[str]:
     """Bytes and messages so far, of each collective."""
     import paradyse
 
-    stats = paradyse.stats(model.compiled)
+    stats = paradyse.stats(model.run)
     calls = {f"messages of {k}": n for k, n in stats.calls_per_collective.items()}
     return Counter({**stats.bytes_per_collective, **calls})
 
@@ -149,39 +139,29 @@ def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
-    arguments.add_argument("--inner", default="inductor")
-    args = arguments.parse_args()
-    given: dict[str, Any] = {"layers": 2, "hidden": 64 if args.quick else 256}
-    given["lengths"] = (64,) if args.quick else tuple(args.lengths)
-    given |= {"rounds": 3 if args.quick else args.rounds, "inner": args.inner}
-    found: dict[Key, Samples] = on_two_ranks("switch_cost:measure", given)
-    report = Report("switch_cost", args)
+    bench = Benchmark("switch_cost", __doc__, QUICK, **OPTIONS)
+    args, found = bench.args, bench.on_ranks(measure)
     pairs = len(ATTENTION_STRATEGIES) - 1
-    report.add(
-        f"Llama of {given['layers']} layers, hidden {given['hidden']}, two ranks, gloo, "
-        f"inner={args.inner}; {given['rounds']} interleaved rounds of {pairs} other strategies "
-        "before each; medians of pairs, the slower rank. Both kinds of step send equal bytes.",
+    bench.add(
+        f"Llama of {args.layers} layers, hidden {args.hidden}, {bench.ranks}; {args.rounds} "
+        f"interleaved rounds of {pairs} other strategies before each; medians of pairs, the slower "
+        "rank. Both kinds of step send equal bytes.",
         "",
     )
     rows, beyond = rows_of(found)
     header = ["step", "after a switch, ms", "without, ms", "longer by", "noise", "within"]
     header += ["peak without, MiB", "more after, KiB", "noise, KiB", "within"]
-    report.add(*table(header, rows))
+    bench.table(header, rows)
     shares = [share for s in found.values() for share in s.shares()]
     verdict = "within" if is_noise(shares) else "beyond"
-    report.add(
+    bench.add(
         "",
         f"All {len(shares)} pairs together: a step after a switch takes {median(shares):+.2%}, "
         f"noise {noise_of(shares):.2%}: {verdict} it.",
     )
-    report.goals += [
-        Goal("rows beyond the noise, of time or memory", beyond, 0, False),
-        Goal("noise of all pairs together, % of a step", 100 * noise_of(shares), MOST_NOISE, False),
-    ]
-    return report.finish("two processes of one thread")
+    bench.at_most("rows beyond the noise, of time or memory", beyond, 0)
+    bench.at_most("noise of all pairs together, % of a step", 100 * noise_of(shares), MOST_NOISE)
+    return bench.finish()
 
 
 if __name__ == "__main__":

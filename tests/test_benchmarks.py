@@ -1,22 +1,119 @@
-"""What the benchmarks conclude from their figures: noise, crossings, rows beyond the noise."""
+"""The runner of the benchmarks, and what they conclude from their figures."""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paradyse.cli.charts import svg_of, write_png
+from paradyse.cli.launch import Rank
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+SHARED = ("runner", "contenders", "counterparts", "attention_cases", "published")
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - set(SHARED))
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules of the folder, by name."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(FOLDER))
     return import_module
+
+
+@pytest.fixture
+def run(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """A benchmark in this process, on one rank where it asks for ranks: its exit status."""
+    runner = benchmark("runner")
+
+    def run_ranks(target: str, size: int, given: Any, setting: Any, show: Any) -> list[Any]:
+        rank = Rank(0, 1, "cpu", lambda line: show(0, line))
+        return [runner.run_target(rank, **given)]
+
+    def main(name: str, *flags: str) -> int:
+        monkeypatch.setattr(sys, "argv", [name, *flags])
+        return benchmark(name).main()
+
+    monkeypatch.setattr(runner, "run_ranks", run_ranks)
+    return main
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_says_what_it_asks_and_how_to_run_it(
+    run: Callable[..., int], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run(name, "--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert "--quick" in text and f"python benchmarks/{name}.py" in text
+    assert f"python benchmarks/{name}.py" in (FOLDER / "README.md").read_text()
+
+
+def test_the_report_has_goals_machine_and_command(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("choice", "--tables", "1", "--report-only", "--out", str(tmp_path)) == 0
+    text = (tmp_path / "choice.md").read_text()
+    assert text.startswith("# choice\n\n1 random tables")
+    assert "| 96 layers |" in text and "## Goals" in text and "## Machine" in text
+    assert "choice --tables 1 --report-only --out" in text
+    assert text.split("\n", 2)[2] == capsys.readouterr().out
+
+
+def test_a_missed_goal_is_the_exit_status_unless_only_the_report_is_wanted(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runner = benchmark("runner")
+    for flags, status in (([], 1), (["--report-only"], 0), (["--quick"], 0)):
+        monkeypatch.setattr(sys, "argv", ["x", *flags, "--out", str(tmp_path)])
+        bench = runner.Benchmark("x", "doc", {"runs": 1}, runs=7, lengths=(1, 2))
+        assert bench.args.runs == (1 if "--quick" in flags else 7)
+        bench.at_least("a", 2.0, 1.0)
+        bench.at_most("b", 2.0, 1.0)
+        assert bench.finish("one thread") == status
+    assert "- b: 2.00, goal at most 1: **missed**" in (tmp_path / "x.md").read_text()
+
+
+def test_contenders_take_turns_and_what_warms_up_is_not_kept(benchmark: Any) -> None:
+    calls: list[tuple[str, int]] = []
+    turns = {n: (lambda s, n=n: calls.append((n, s)) or len(calls)) for n in "abc"}
+    found = benchmark("runner").take_turns(turns, [8, 16], range(-1, 3))
+    assert len(calls) == 4 * 2 * 3 and {len(f[8]) for f in found.values()} == {3}
+    assert min(found["a"][8]) > 6
+    assert {name for name, _ in calls[::3]} == set("abc")  # each goes first now and then
+
+
+def test_a_fresh_process_has_the_environment_that_it_was_given(benchmark: Any) -> None:
+    assert benchmark("runner").alone(os.getenv, "PARADYSE_TEST", PARADYSE_TEST="x") == "x"
+    assert "PARADYSE_TEST" not in os.environ
+
+
+def test_a_contender_that_is_wrong_is_not_timed(benchmark: Any) -> None:
+    contenders = benchmark("contenders")
+    model, same, other = (contenders.Contender(contenders.llama(1, 64)) for _ in range(3))
+    same.check("same", model, 9)
+    with torch.no_grad():
+        next(other.model.parameters()).mul_(1.1)
+    with pytest.raises(SystemExit, match="not timed: other at 9 tokens"):
+        other.check("other", model, 9)
+    assert model.time_s(9) > 0
+
+
+def test_a_benchmark_on_ranks_measures_and_reports(
+    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--layers", "1", "--lengths", "16", "--runs", "1")
+    assert run("feedback", "--quick", "--ranks", "1", *flags) == 0
+    text = capsys.readouterr().out
+    assert "1 ranks, gloo, inner=eager" in text and "\n| 16     |" in text
 
 
 def around(value: float, share: float = 0.01, count: int = 11, seed: int = 0) -> list[float]:
@@ -25,7 +122,7 @@ def around(value: float, share: float = 0.01, count: int = 11, seed: int = 0) ->
 
 
 def test_what_chance_gives_is_noise_and_a_real_difference_is_not(benchmark: Any) -> None:
-    noise = benchmark("noise")
+    noise = benchmark("runner")
     chance = [
         noise.is_noise([random.Random(f"{i} {j}").gauss(0, 1) for j in range(15)])
         for i in range(200)

@@ -1,0 +1,268 @@
+"""The runner that all benchmarks share: options, processes, turns, and the report.
+
+A ``Benchmark`` has the options and the report. What it measures runs in this process, in fresh ones
+(``alone``) or on ranks (``Benchmark.on_ranks``). Losses are compared before anything is timed
+(``check_equal``), and contenders take turns (``take_turns``).
+"""
+
+import argparse
+import multiprocessing
+import os
+import pkgutil
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.planning.machine import describe_device
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+
+T = TypeVar("T")
+median = statistics.median
+
+
+def log(*words: object) -> None:
+    """Shows progress."""
+    print(*words, file=sys.stderr, flush=True)
+
+
+def alone(function: Callable[..., T], *given: Any, **env: str) -> T:
+    """``function(*given)`` in a fresh process, with ``env`` added to its environment."""
+    spawn = multiprocessing.get_context("spawn")
+    with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as pool:
+        return pool.submit(function, *given).result()
+
+
+def run_target(rank: Rank, target: str, args: argparse.Namespace) -> Any:
+    """What runs on each rank: ``module:function``."""
+    # Dynamo counts models compiled under many plans as recompilations of one function, and at its
+    # limit would run them eagerly without a word.
+    with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+        return pkgutil.resolve_name(target)(rank, args)
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """Seconds of ``step()``; on several ranks from a common start, and of the slowest rank."""
+    several = dist.is_initialized()
+    if several:
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    if several:
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[int], T]],
+    lengths: Sequence[int],
+    rounds: Iterable[int],
+    tell: Callable[[str], object] = lambda text: None,
+) -> dict[str, dict[int, list[T]]]:
+    """What each contender returns at each length, round by round.
+
+    A length may be there several times. Another contender goes first each time, since what
+    follows a neighbour's garbage is slower.
+
+    Args:
+        rounds: numbers of the rounds; those below 0 warm up and are not kept.
+        tell: is told of every round.
+    """
+    names = list(contenders)
+    found: dict[str, dict[int, list[T]]] = {c: {n: [] for n in lengths} for c in names}
+    for r in rounds:
+        for i, n in enumerate(lengths):
+            first = (r + i) % len(names)
+            for name in (*names[first:], *names[:first]):
+                result = contenders[name](n)
+                if r >= 0:
+                    found[name][n].append(result)
+        tell("warmed up" if r < 0 else f"round {r + 1}")
+    return found
+
+
+def check_equal(losses: Mapping[str, float], tolerance: float = 1e-4) -> None:
+    """Compares losses with the first.
+
+    Raises:
+        SystemExit: a loss differs from it by more than ``tolerance``, relative.
+    """
+    (name, reference), *others = losses.items()
+    for other, loss in others:
+        if not abs(loss - reference) <= tolerance * abs(reference):
+            sys.exit(f"not timed: {other} gives loss {loss:.7g}, {name} {reference:.7g}")
+
+
+def noise_of(differences: Sequence[float], level: float = 0.95) -> float:
+    """What the median's absolute value stays below by chance, with a probability of ``level``.
+
+    A permutation test of paired samples: if two things that take turns did not differ, either sign
+    of each round's difference would be as likely as the other, so the medians of differences with
+    random signs show how far a median strays by chance.
+    """
+    values = np.abs(np.asarray(differences, dtype=float))
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), (4000, len(values)))
+    return float(np.quantile(np.abs(np.median(signs * values, axis=1)), level))
+
+
+def is_noise(differences: Sequence[float], level: float = 0.95) -> bool:
+    """Whether the median of ``differences`` is one that chance gives."""
+    return bool(abs(np.median(differences)) <= noise_of(differences, level))
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+class Benchmark:
+    """The options of one benchmark, its ranks, and its report.
+
+    Args:
+        name: of the file that the report is written to.
+        doc: the benchmark's docstring, for ``--help``.
+        quick: other defaults under ``--quick``: tiny sizes.
+        options: name to default value, whose type is the option's. False makes a switch, a tuple
+            takes several values, None a string, and a dict is what ``add_argument`` is given.
+            ``ranks`` and ``inner`` make a benchmark on ranks.
+    """
+
+    def __init__(
+        self, name: str, doc: str | None, quick: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        self.name, self.dtype = name, "float32"
+        self.lines: list[str] = []
+        self.goals: list[str] = []
+        self.missed = False
+        parser = argparse.ArgumentParser(
+            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        switch = partial(parser.add_argument, action="store_true")
+        switch("--quick", help="tiny sizes, to see that it runs")
+        switch("--report-only", help="exit with 0 even if a goal is missed")
+        where = "folder of the report; default benchmarks/results, with --quick none is written"
+        parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
+        for option, default in options.items():
+            if isinstance(default, dict):
+                given = dict(default)
+            elif default is False:
+                given = {"action": "store_true"}
+            elif isinstance(default, tuple):
+                given = {"nargs": "*", "type": type((*default, "")[0]), "default": default}
+            else:
+                given = {"type": str if default is None else type(default), "default": default}
+            parser.add_argument(given.pop("flag", f"--{option.replace('_', '-')}"), **given)
+        self.args = parser.parse_args()
+        if self.args.quick:
+            parser.set_defaults(**quick or {})
+            self.args = parser.parse_args()
+        elif not self.args.out:
+            self.args.out = RESULTS
+
+    @property
+    def ranks(self) -> str:
+        """``two ranks, gloo, inner=inductor``"""
+        p = self.args.ranks
+        return f"{'two' if p == 2 else p} ranks, gloo, inner={self.args.inner}"
+
+    def on_ranks(self, measure: Callable[[Rank, argparse.Namespace], T]) -> T:
+        """What rank 0 of ``--ranks`` returns of ``measure(rank, args)``, a function of a module of
+        this folder. The lines that rank 0 sends are shown."""
+
+        def show(rank: int, line: str) -> None:
+            if rank == 0:
+                log(line)
+
+        target = f"{Path(measure.__code__.co_filename).stem}:{measure.__name__}"
+        setting = Setting(timeout_s=7200, silence_s=1800, env={"PYTHONPATH": str(FOLDER)})
+        given = {"target": target, "args": self.args}
+        try:
+            return run_ranks("runner:run_target", self.args.ranks, given, setting, show)[0]
+        except RanksFailed as e:
+            sys.exit(str(e))
+
+    def add(self, *lines: str) -> None:
+        """Shows lines, and keeps them for the report."""
+        self.lines += lines
+        for line in lines:
+            print(line, flush=True)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A Markdown table; the first column is text, the others are numbers."""
+        first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+        self.add(_row(header, first, widths))
+        self.add("|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""]))
+        self.add(*(_row(cells, first, widths) for cells in rows))
+
+    def at_least(self, what: str, value: float, limit: float) -> None:
+        """A goal."""
+        self._goal(what, value, f"at least {limit:g}", value >= limit)
+
+    def at_most(self, what: str, value: float, limit: float) -> None:
+        """A goal."""
+        self._goal(what, value, f"at most {limit:g}", value <= limit)
+
+    def _goal(self, what: str, value: float, limit: str, met: bool) -> None:
+        state = "met" if met else "**missed**"
+        self.goals.append(f"- {what}: {value:.2f}, goal {limit}: {state}")
+        self.missed |= not met
+
+    def finish(self, threads: str = "") -> int:
+        """Adds goals, machine and command, and writes the report.
+
+        Args:
+            threads: what the benchmark ran on; default: its ranks, of one thread each.
+        Returns:
+            The exit status: 1 where a goal is missed.
+        """
+        if not threads:
+            p = self.args.ranks
+            threads = f"{'two' if p == 2 else p} processes of one thread"
+        if self.goals:
+            self.add("", "## Goals", "", *self.goals)
+        self.add("", "## Machine", "", *(f"- {s}" for s in _machine(threads, self.dtype)))
+        if self.args.out:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            text = "\n".join([f"# {self.name}", "", *self.lines]) + "\n"
+            (self.args.out / f"{self.name}.md").write_text(text)
+        return int(self.missed and not (self.args.report_only or self.args.quick))
+
+
+def _row(cells: Sequence[str], first: int, widths: Sequence[int]) -> str:
+    rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
+    return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
+
+
+def _machine(threads: str, dtype: str) -> list[str]:
+    """The hardware, the versions and the command."""
+    import transformers
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cpu = describe_device(torch.device("cpu")).removeprefix("cpu, ")
+    out = [
+        f"{cpu}, {memory:.0f} GiB, {threads}, load {os.getloadavg()[0]:.1f} at the end",
+        f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, {dtype}, {date.today().isoformat()}",
+    ]
+    if torch.cuda.is_available():
+        d = torch.cuda.get_device_properties(0)
+        out.append(
+            f"{d.name}, {d.total_memory / 2**30:.0f} GiB, compute capability {d.major}.{d.minor}, "
+            f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        )
+    return [*out, f"`{shlex.join(['python', *sys.argv])}`"]
