@@ -33,8 +33,8 @@ from runner import Benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.corpus import draw_files
 from paradyse.cli.launch import Rank
-from paradyse.cli.length_distributions import DISTRIBUTIONS, sample_lengths
 from paradyse.cli.models import whole_graphs
+from paradyse.cli.traces import DISTRIBUTIONS, sample_lengths
 from paradyse.types import ATTENTION_STRATEGIES
 
 OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 256, "ranks": 2, "inner": "inductor"}

@@ -8,6 +8,7 @@ does a time-out; if the caller itself is killed, its ranks see their pipe close 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import faulthandler
@@ -146,6 +147,35 @@ def run_ranks(
         finally:
             _end(ranks)
     return [rank.result for rank in ranks]
+
+
+def run_as_asked(
+    args: argparse.Namespace,
+    target: str,
+    arguments: Mapping[str, Any],
+    on_report: Callable[[Any], None] | None = None,
+    num_ranks: int | None = None,
+    silence_s: float = Setting.silence_s,
+) -> list[Any]:
+    """``run_ranks`` with the device, time-out and output that the command line asks for.
+
+    Args:
+        args: with ``ranks``, ``device``, ``timeout`` (s) and ``verbose``.
+        on_report: called with everything that a rank sends.
+        num_ranks: other than ``args.ranks``.
+        silence_s: for any rank to report anything.
+    Returns:
+        The results in the order of ranks.
+    Raises:
+        ValueError: not enough GPUs, or far more ranks than cores.
+        RanksFailed: as ``run_ranks``.
+    """
+    device = choose_device(args.device, args.ranks)
+    setting = Setting(device, args.timeout, silence_s, args.verbose)
+    hear = on_report or (lambda value: None)
+    return run_ranks(
+        target, num_ranks or args.ranks, arguments, setting, lambda rank, value: hear(value)
+    )
 
 
 def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:

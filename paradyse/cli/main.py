@@ -6,6 +6,7 @@ Nothing of torch is imported before a command is chosen, so that ``--help`` is i
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,68 +79,63 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(e).removeprefix("it: ")) from None
 
 
-def _add_running(parser: argparse.ArgumentParser, ranks: int = 2, on_paper: bool = False) -> None:
+def _flag(
+    group: argparse._ActionsContainer,
+    name: str,
+    text: str,
+    default: Any = None,
+    type: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    **more: Any,
+) -> None:
+    """Adds one flag, whose help says its default where the text does not."""
+    if default is not None and "(default: " not in text:
+        text += " (default: %(default)s)"
+    group.add_argument(name, default=default, type=type, metavar=metavar, help=text, **more)
+
+
+def _count(
+    group: argparse._ActionsContainer,
+    name: str,
+    text: str,
+    default: int | None = None,
+    low: int = 1,
+) -> None:
+    """Adds a flag that is a whole number of at least ``low``."""
+    _flag(group, name, text, default, _at_least(low), "N")
+
+
+def _switch(group: argparse._ActionsContainer, name: str, text: str) -> None:
+    group.add_argument(name, action="store_true", help=text)
+
+
+def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> None:
     group = parser.add_argument_group("where it runs")
-    group.add_argument(
-        "--ranks",
-        type=_at_least(1),
-        default=ranks,
-        metavar="N",
-        help="local ranks to start (default: %(default)s)",
-    )
-    group.add_argument(
-        "--device",
-        choices=HERE if not on_paper else None,
-        default="auto",
-        metavar=None if not on_paper else "NAME",
-        help="auto: GPUs where there is one for every rank, else CPUs (default: %(default)s)"
-        + (". Or one that is not here: a100-80gb, ..., or a TOML or JSON file" if on_paper else ""),
-    )
-    group.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=1800.0,
-        metavar="S",
-        help="give up after this many seconds (default: %(default).0f)",
-    )
-    group.add_argument(
-        "--verbose",
-        action="store_true",
-        help="let rank 0 write its own output (with TORCH_LOGS, its logs)",
-    )
+    _count(group, "--ranks", "local ranks to start", 2)
+    text = "auto: GPUs where there is one for every rank, else CPUs (default: %(default)s)"
+    if on_paper:
+        text += ". Or one that is not here: a100-80gb, ..., or a TOML or JSON file"
+        _flag(group, "--device", text, "auto", metavar="NAME")
+    else:
+        _flag(group, "--device", text, "auto", choices=HERE)
+    text = "give up after this many seconds (default: %(default).0f)"
+    _flag(group, "--timeout", text, 1800.0, _seconds, "S")
+    _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
 
 
 def _add_inner(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--inner",
-        choices=INNER,
-        default=default,
-        help="compiler of the pieces (default: %(default)s)",
-    )
+    _flag(parser, "--inner", "compiler of the pieces", default, choices=INNER)
 
 
 def _add_llama(
     parser: argparse.ArgumentParser, layers: int, hidden: int, wide: float = 8 / 3
 ) -> None:
     group = parser.add_argument_group("the model, a HuggingFace Llama")
-    group.add_argument(
-        "--layers", type=_at_least(1), default=layers, metavar="N", help="default: %(default)s"
-    )
-    group.add_argument(
-        "--hidden",
-        type=_at_least(2),
-        default=hidden,
-        metavar="N",
-        help="width of the residual stream (default: %(default)s)",
-    )
-    group.add_argument("--heads", type=_at_least(1), metavar="N", help="default: hidden / 32")
-    group.add_argument("--kv-heads", type=_at_least(1), metavar="N", help="default: half the heads")
-    group.add_argument(
-        "--intermediate",
-        type=_at_least(1),
-        metavar="N",
-        help=f"width of the MLP (default: {wide:.3g} times hidden)",
-    )
+    _count(group, "--layers", "transformer layers", layers)
+    _count(group, "--hidden", "width of the residual stream", hidden, low=2)
+    _count(group, "--heads", "default: hidden / 32")
+    _count(group, "--kv-heads", "default: half the heads")
+    _count(group, "--intermediate", f"width of the MLP (default: {wide:.3g} times hidden)")
     parser.set_defaults(wide=wide)
 
 
@@ -149,75 +145,45 @@ def _add_config(
     otherwise: str = "",
     required: bool = True,
 ) -> None:
-    parser.add_argument(
-        "--model",
-        required=required,
-        metavar="CONFIG.json",
-        help="configuration of a HuggingFace model; weights are random"
-        + ("" if required else " (default: a small Llama)"),
-    )
-    parser.add_argument(
-        "--layers", type=_at_least(1), metavar="N", help="fewer layers than the configuration says"
-    )
-    parser.add_argument(
-        "--batch",
-        type=_at_least(1),
-        default=1,
-        metavar="N",
-        help="sequences (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default=dtype, help=f"of weights (default: {dtype or otherwise})"
-    )
+    text = "configuration of a HuggingFace model; weights are random"
+    text += "" if required else " (default: a small Llama)"
+    _flag(parser, "--model", text, metavar="CONFIG.json", required=required)
+    _count(parser, "--layers", "fewer layers than the configuration says")
+    _count(parser, "--batch", "sequences", 1)
+    text = f"of weights (default: {dtype or otherwise})"
+    _flag(parser, "--dtype", text, dtype, choices=DTYPES)
+
+
+def _add_seed(parser: argparse._ActionsContainer) -> None:
+    _flag(parser, "--seed", "of random numbers", 0, int)
 
 
 def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> None:
-    parser.add_argument(
-        "--steps",
-        type=_at_least(1),
-        default=steps,
-        metavar="N",
-        help=f"{what} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cap",
-        type=_at_least(MIN_CAP, " tokens"),
-        default=4096,
-        metavar="N",
-        help="longest sequence, in tokens (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    _count(parser, "--steps", what, steps)
+    text = "longest sequence, in tokens"
+    _flag(parser, "--cap", text, 4096, _at_least(MIN_CAP, " tokens"), "N")
+    _add_seed(parser)
+
+
+def _add_strategies(parser: argparse.ArgumentParser, what: str) -> None:
+    text = f"{what} (default: all)"
+    _flag(parser, "--strategies", text, type=_strategies, metavar="NAME,NAME,...")
+
+
+def _add_memory_limit(parser: argparse.ArgumentParser, what: str) -> None:
+    text = f"{what} (default: what it has)"
+    _flag(parser, "--memory-limit", text, type=_bytes, metavar="BYTES")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
     _add_trace(parser, 40, "training steps, one file each")
-    parser.add_argument(
-        "--text",
-        metavar="FOLDER",
-        help="text files to train on (default: Python's standard library)",
-    )
-    parser.add_argument(
-        "--plan",
-        type=_strategy,
-        default="auto",
-        help="auto, or a strategy for all blocks (default: %(default)s)",
-    )
+    text = "text files to train on (default: Python's standard library)"
+    _flag(parser, "--text", text, metavar="FOLDER")
+    _flag(parser, "--plan", "auto, or a strategy for all blocks", "auto", _strategy)
     _add_inner(parser, "inductor")
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(0),
-        default=3,
-        metavar="N",
-        help="times each file is replayed under each strategy; 0 leaves the "
-        "comparison out (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--per-range",
-        type=_at_least(1),
-        default=2,
-        metavar="N",
-        help="files replayed of each range of lengths (default: %(default)s)",
-    )
+    text = "times each file is replayed under each strategy; 0 leaves the comparison out"
+    _count(parser, "--rounds", text, 3, low=0)
+    _count(parser, "--per-range", "files replayed of each range of lengths", 2)
     # A wide MLP: its weights' gradients are what short sequences pay for, as in larger models.
     _add_llama(parser, 2, 256, wide=8)
     _add_running(parser)
@@ -225,102 +191,42 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument(
-        "--seq-len",
-        type=_at_least(1),
-        default=53,
-        metavar="N",
-        help="tokens a sequence (default: %(default)s, which divides by nothing)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    text = "tokens a sequence (default: %(default)s, which divides by nothing)"
+    _count(parser, "--seq-len", text, 53)
+    _add_seed(parser)
     _add_inner(parser, "aot_eager")
     _add_running(parser)
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, None, "float32; on paper bfloat16")
-    parser.add_argument(
-        "--lengths",
-        type=_lengths,
-        metavar="N,N,...",
-        help="sequence lengths to plan for (default: 128,1024,8192; on paper 2048 and its doubles "
-        "until nothing fits)",
-    )
-    parser.add_argument(
-        "--plan",
-        type=_strategy,
-        default="auto",
-        help="auto, or a strategy to be explained (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--memory-limit",
-        type=_bytes,
-        metavar="BYTES",
-        help="what a rank may need, such as 80GiB (default: what it has)",
-    )
+    text = "sequence lengths to plan for (default: 128,1024,8192; on paper 2048 and its doubles "
+    text += "until nothing fits)"
+    _flag(parser, "--lengths", text, type=_lengths, metavar="N,N,...")
+    _flag(parser, "--plan", "auto, or a strategy to be explained", "auto", _strategy)
+    _add_memory_limit(parser, "what a rank may need, such as 80GiB")
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
-    group.add_argument(
-        "--gpus", type=_at_least(2), metavar="N", help="devices of the cluster (default: 8)"
-    )
-    group.add_argument(
-        "--weights",
-        choices=("sharded", "replicated"),
-        default="sharded",
-        help="at rest 1/N on each device, or whole (default: %(default)s)",
-    )
-    group.add_argument(
-        "--out", metavar="FOLDER", help="write plan.html, and plan.png with matplotlib, here"
-    )
-
-
-def _add_strategies(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--strategies",
-        type=_strategies,
-        metavar="NAME,NAME,...",
-        help=f"{what} (default: all)",
-    )
+    _count(group, "--gpus", "devices of the cluster (default: 8)", low=2)
+    states, text = ("sharded", "replicated"), "at rest 1/N on each device, or whole"
+    _flag(group, "--weights", text, "sharded", choices=states)
+    _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")
 
 
 def _profile(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, required=False)
-    parser.add_argument(
-        "--lengths",
-        type=_length_grid,
-        default=[128, 256, 512, 1024, 2048],
-        metavar="N,N,... or FIRST:LAST:HOW-MANY",
-        help="sequence lengths to measure (default: 128:2048:5)",
-    )
+    grid = "N,N,... or FIRST:LAST:HOW-MANY"
+    text = "sequence lengths to measure (default: 128:2048:5)"
+    _flag(parser, "--lengths", text, [128, 256, 512, 1024, 2048], _length_grid, grid)
     _add_strategies(parser, "what to measure")
-    parser.add_argument(
-        "--memory-limit",
-        type=_bytes,
-        metavar="BYTES",
-        help="a strategy that needs more on a rank is measured no further (default: what it has)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=_at_least(1),
-        default=5,
-        metavar="N",
-        help="timed steps of each strategy at each length, up to 5 times as many where they are "
-        "short (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--sharded", action="store_true", help="weights at rest 1/p on each rank (paradyse.shard)"
-    )
-    parser.add_argument(
-        "--forward-only", action="store_true", help="without gradients, as in evaluation"
-    )
-    parser.add_argument(
-        "--out",
-        default="profile.jsonl",
-        metavar="FILE",
-        help="one JSON line a measurement; what is there is kept and not measured again "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="begin the file anew")
+    _add_memory_limit(parser, "a strategy that needs more on a rank is measured no further")
+    text = "timed steps of each strategy at each length, up to 5 times as many where they are short"
+    _count(parser, "--repeats", text, 5)
+    _switch(parser, "--sharded", "weights at rest 1/p on each rank (paradyse.shard)")
+    _switch(parser, "--forward-only", "without gradients, as in evaluation")
+    text = "one JSON line a measurement; what is there is kept and not measured again"
+    _flag(parser, "--out", text, "profile.jsonl", metavar="FILE")
+    _switch(parser, "--overwrite", "begin the file anew")
     _add_inner(parser, "inductor")
     _add_running(parser)
     parser.set_defaults(timeout=86400.0)
@@ -331,32 +237,19 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "the trace of lengths; without a source, of the standard library's files"
     )
     source = group.add_mutually_exclusive_group()
-    source.add_argument(
-        "--lengths", type=_lengths, metavar="N,N,...", help="the lengths themselves"
-    )
-    source.add_argument("--lengths-file", metavar="FILE", help="a file of them, as many as it has")
-    source.add_argument(
-        "--distribution", metavar="NAME", help="GitHubCode or GRCh38, --cap being their longest"
-    )
-    source.add_argument("--text", metavar="FOLDER", help="text files")
-    group.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer.json for text (default: bytes are tokens)"
-    )
+    _flag(source, "--lengths", "the lengths themselves", type=_lengths, metavar="N,N,...")
+    _flag(source, "--lengths-file", "a file of them, as many as it has", metavar="FILE")
+    text = "GitHubCode or GRCh38, --cap being their longest"
+    _flag(source, "--distribution", text, metavar="NAME")
+    _flag(source, "--text", "text files", metavar="FOLDER")
+    text = "tokenizer.json for text (default: bytes are tokens)"
+    _flag(group, "--tokenizer", text, metavar="FILE")
     _add_trace(group, 12, "lengths to draw")
     _add_strategies(parser, "what to compare auto with")
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(1),
-        default=5,
-        metavar="N",
-        help="runs of each length under each choice (default: %(default)s)",
-    )
-    parser.add_argument("--csv", metavar="FILE", help="write every run here")
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="write bench.csv, bench.html and, with matplotlib, bench.png here",
-    )
+    _count(parser, "--rounds", "runs of each length under each choice", 5)
+    _flag(parser, "--csv", "write every run here", metavar="FILE")
+    text = "write bench.csv, bench.html and, with matplotlib, bench.png here"
+    _flag(parser, "--out", text, metavar="FOLDER")
     _add_inner(parser, "inductor")
     _add_llama(parser, 4, 256)
     _add_running(parser)
@@ -429,35 +322,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    run: Callable[[Any], int]
-    if args.command == "demo":
-        from paradyse.cli.commands import demo
-
-        run = demo.run_demo
-    elif args.command == "bench":
-        from paradyse.cli.commands import bench
-
-        run = bench.run_bench
-    elif args.command == "doctor":
-        from paradyse.cli.commands import doctor
-
-        run = doctor.run_doctor
-    elif args.command == "profile":
-        from paradyse.cli.commands import profile
-
-        run = profile.run_profile
-    elif args.command == "plan" and (args.gpus or args.device not in HERE):
-        from paradyse.cli.commands import plan
-
-        run = plan.run_plan_on_paper
-    else:
-        from paradyse.cli.commands import on_ranks
-
-        run = {
-            "verify": on_ranks.run_verify,
-            "plan": on_ranks.run_plan,
-        }[args.command]
-    return run(args)
+    module = importlib.import_module(f"paradyse.cli.commands.{args.command}")
+    code: int = getattr(module, f"run_{args.command}")(args)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -85,6 +85,37 @@ def _batch(file: TextFile, device: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+class _Training:
+    """A Llama and its optimizer.
+
+    Args:
+        options: of the backend; None: the model runs eagerly.
+    """
+
+    def __init__(
+        self, rank: Rank, size: LlamaSize, seed: int, options: Mapping[str, Any] | None
+    ) -> None:
+        self.rank, self.model = rank, integrations.make_llama(size, seed).to(rank.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
+        self.run: torch.nn.Module = self.model
+        if options is not None:
+            self.run = torch.compile(self.model, backend="paradyse", options=dict(options))
+
+    def step(self, file: TextFile) -> tuple[float, float]:
+        """The loss, and seconds until all ranks are done."""
+        batch = _batch(file, self.rank.device)
+        start = time.perf_counter()
+        loss = self.run(**batch).loss
+        loss.backward()
+        # A plain recipe that keeps a small model on a steady course.
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        value = float(loss.detach())
+        wait_for_all(self.rank)
+        return value, time.perf_counter() - start
+
+
 def train(
     rank: Rank,
     size: LlamaSize,
@@ -106,9 +137,8 @@ def train(
     """
     import paradyse
 
-    model = integrations.make_llama(size, seed).to(rank.device)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
-    compiled = torch.compile(model, backend="paradyse", options=dict(options))
+    training = _Training(rank, size, seed, options)
+    compiled = training.run
     peak, highest = Peak(rank.device), 0
     plans: list[str] = []
     kinds: list[str] = []
@@ -116,70 +146,35 @@ def train(
         rank.send(Phase("training; a plan used for the first time is compiled first", len(files)))
     with integrations.whole_graphs():
         for i, file in enumerate(files):
-            batch = _batch(file, rank.device)
             peak.reset()
-            start = time.perf_counter()
-            loss = compiled(**batch).loss
-            loss.backward()
-            _clip(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            value = float(loss.detach())
-            wait_for_all(rank)
-            time_s = time.perf_counter() - start
+            loss, time_s = training.step(file)
             now = paradyse.stats(compiled)
             plans.append(now.plan_per_length.get(file.num_tokens, ""))
             kinds = kinds or block_kinds(compiled, file.num_tokens)
             highest = max(highest, peak.read_bytes())
-            done = StepDone(
-                i,
-                file.name,
-                file.num_tokens,
-                describe_plan(plans[-1], kinds),
-                value,
-                time_s,
-                peak.read_bytes(),
-                now.pieces_compiled,
-            )
+            what = i, file.name, file.num_tokens, describe_plan(plans[-1], kinds), loss, time_s
             if rank.rank == 0:
-                rank.send(done)
+                rank.send(StepDone(*what, peak.read_bytes(), now.pieces_compiled))
         counters = paradyse.stats(compiled)
         if replay_at and rounds:
             known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
             trace = [(i, _batch(files[i], rank.device), known[i]) for i in replay_at]
-            replay(rank, model, trace, strategies, rounds, options, REPLAY_S)
+            replay(rank, training.model, trace, strategies, rounds, options, REPLAY_S)
     return {"peak_bytes": highest, "stats": counters}
 
 
-def _clip(model: torch.nn.Module) -> None:
-    """Gradients to norm 1 at most: a plain recipe that keeps a small model on a steady course."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def train_alone(
-    rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int
-) -> dict[str, Any]:
+def train_alone(rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int) -> None:
     """The same training in one process and eagerly: what ``train`` has to reproduce.
 
     No further step begins after ``ALONE_S``.
     """
-    model = integrations.make_llama(size, seed).to(rank.device)
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
-    losses: list[float] = []
+    training = _Training(rank, size, seed, None)
     began = time.monotonic()
     for i, file in enumerate(files):
-        if losses and time.monotonic() - began > ALONE_S:
+        if i and time.monotonic() - began > ALONE_S:
             break
-        start = time.perf_counter()
-        loss = model(**_batch(file, rank.device)).loss
-        loss.backward()
-        _clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-        time_s = time.perf_counter() - start
-        rank.send(StepDone(i, file.name, file.num_tokens, "eager", losses[-1], time_s, 0, 0))
-    return {"losses": losses}
+        loss, time_s = training.step(file)
+        rank.send(StepDone(i, file.name, file.num_tokens, "eager", loss, time_s, 0, 0))
 
 
 def _random_batch(model: torch.nn.Module, batch: int, seq_len: int, device: str) -> dict[str, Any]:

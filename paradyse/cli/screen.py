@@ -30,8 +30,9 @@ COLUMNS = ("step", "tokens", "plan", "loss", "tokens/s", "peak memory", "time", 
 
 def make_console() -> Console:
     """The terminal; for a file or a pipe, lines as wide as they come and nothing but text."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200, no_color=True)
+    plain: dict[str, Any] = {"markup": False, "highlight": False}
+    console = Console(**plain)
+    return console if console.is_terminal else Console(width=200, no_color=True, **plain)
 
 
 def step_cells(done: StepDone, total: int) -> tuple[str, ...]:
@@ -98,7 +99,7 @@ class Screen:
         self.tick()
 
     def _line(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
         sys.stdout.flush()
 
     def _render(self) -> Any:
@@ -127,7 +128,7 @@ def show_table(
 ) -> None:
     """A table: drawn on a terminal, aligned text elsewhere."""
     if not console.is_terminal:
-        console.print(f"{title}\n{text_table(header, rows)}", markup=False, highlight=False)
+        console.print(f"{title}\n{text_table(header, rows)}")
         return
     # Long names break where it reads well, so that all columns fit into 80.
     narrow = [h.replace("_", "\n_").replace(" ", "\n") for h in header]

@@ -28,7 +28,7 @@ from paradyse.types import ATTENTION_STRATEGIES
 TINY = ["--layers", "1", "--hidden", "64", "--inner", "aot_eager"]
 
 
-def run(*args: str) -> tuple[int, str]:
+def shell(*args: str) -> tuple[int, str]:
     """Exit code and everything written, by a fresh process as from a shell."""
     done = subprocess.run(
         [sys.executable, "-m", "paradyse.cli.main", *args],
@@ -38,6 +38,14 @@ def run(*args: str) -> tuple[int, str]:
         timeout=300,
     )
     return done.returncode, done.stdout
+
+
+def run(*args: str) -> tuple[int, str]:
+    """Exit code and everything written, in this process; its ranks are processes."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = cli.main(args)
+    return code, out.getvalue()
 
 
 @contextlib.contextmanager
@@ -226,7 +234,7 @@ def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
 
 
 def test_doctor_finds_all_that_is_needed() -> None:
-    code, out = run("doctor")
+    code, out = shell("doctor")
     assert code == 0, out
     assert "an all-reduce works" in out and "paradyse.backend:paradyse" in out
 

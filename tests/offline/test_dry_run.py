@@ -18,8 +18,8 @@ from models import FAMILIES, make_batch, make_model
 from torch import Tensor
 
 from paradyse.cli.charts import svg_of, write_page
+from paradyse.cli.commands.plan import charts_of, page_of
 from paradyse.cli.models import whole_graphs
-from paradyse.cli.plan_page import charts_of, page_of
 from paradyse.offline import dry_run as dry
 from paradyse.offline import ops
 from paradyse.offline.devices import machine_of, read_cluster

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paradyse.cli import launch
 from paradyse.cli.charts import Bands, Chart, Line, Page, write_charts
-from paradyse.cli.commands.demo import Record, choice_times, llama_size, setting_of
+from paradyse.cli.commands.demo import Record, choice_times, llama_size
 from paradyse.cli.models import require_transformers
 from paradyse.cli.replay import AUTO
 from paradyse.cli.screen import Screen, make_console, show_table
@@ -39,13 +39,13 @@ def run_bench(args: argparse.Namespace) -> int:
         f"{args.inner}; trace of {len(lengths)} lengths from {min(lengths)} to {max(lengths)} "
         f"{source}"
     )
-    console.print(title, markup=False, highlight=False)
+    console.print(title)
     record = Record()
     with Screen(console, 0) as screen:
         screen.phase("starting")
-        launch.run_ranks(
+        launch.run_as_asked(
+            args,
             "paradyse.cli.replay:bench",
-            args.ranks,
             {
                 "size": size,
                 "lengths": lengths,
@@ -54,24 +54,23 @@ def run_bench(args: argparse.Namespace) -> int:
                 "rounds": args.rounds,
                 "strategies": strategies,
             },
-            setting_of(args, device),
-            lambda rank, value: record.hear(screen, value),
+            lambda value: record.hear(screen, value),
         )
     results = Results(record, lengths)
     tables = [results.times(), results.memory()]
     for table in tables:
         show_table(console, *table)
     for infeasible in record.infeasible:
-        console.print(f"{infeasible.choice}: {infeasible.why}", markup=False, highlight=False)
+        console.print(f"{infeasible.choice}: {infeasible.why}")
     written = [Path(args.csv)] if args.csv else []
     if args.out:
         folder = Path(args.out)
         for line in write_charts(folder, "bench", results.page(title), tables):
-            console.print(line, markup=False, highlight=False)
+            console.print(line)
         written.append(folder / "bench.csv")
     for path in written:
         results.write_csv(path)
-        console.print(f"every run is in {path}", markup=False, highlight=False)
+        console.print(f"every run is in {path}")
     return 0
 
 

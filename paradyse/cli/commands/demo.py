@@ -86,10 +86,6 @@ def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
     )
 
 
-def setting_of(args: argparse.Namespace, device: str) -> launch.Setting:
-    return launch.Setting(device=device, timeout_s=args.timeout, verbose=args.verbose)
-
-
 def pick_files(
     files: Sequence[TextFile], ranges: Sequence[LengthRange], per_range: int
 ) -> list[int]:
@@ -123,9 +119,9 @@ def run_demo(args: argparse.Namespace) -> int:
     record = Record()
     with Screen(console, args.steps) as screen:
         screen.phase(f"starting {args.ranks} rank{'s' * (args.ranks > 1)}")
-        results = launch.run_ranks(
+        results = launch.run_as_asked(
+            args,
             "paradyse.cli.rank_jobs:train",
-            args.ranks,
             {
                 "size": size,
                 "files": files,
@@ -135,8 +131,7 @@ def run_demo(args: argparse.Namespace) -> int:
                 "rounds": args.rounds if strategies else 0,
                 "strategies": strategies,
             },
-            setting_of(args, device),
-            lambda rank, value: record.hear(screen, value),
+            lambda value: record.hear(screen, value),
         )
         alone: list[StepDone] = []
 
@@ -145,16 +140,11 @@ def run_demo(args: argparse.Namespace) -> int:
             screen.tick()
 
         screen.phase("the same training in one process, eager", args.steps)
-        launch.run_ranks(
-            "paradyse.cli.rank_jobs:train_alone",
-            1,
-            {"size": size, "files": files, "seed": args.seed},
-            setting_of(args, device),
-            lambda rank, value: hear_alone(value),
-        )
+        given = {"size": size, "files": files, "seed": args.seed}
+        launch.run_as_asked(args, "paradyse.cli.rank_jobs:train_alone", given, hear_alone, 1)
     _summarize(console, args, ranges, files, record, results)
     ok = _check_losses(console, args, record.steps, alone)
-    console.print(f"{time.monotonic() - began:.0f} s in all", highlight=False)
+    console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if ok else 1
 
 
@@ -174,8 +164,6 @@ def _introduce(
         f"inner compiler: {args.inner}\n"
         f"{len(files)} files of {source}, bytes as tokens: {lengths[0]} to {lengths[-1]}, "
         f"median {lengths[len(lengths) // 2]}",
-        markup=False,
-        highlight=False,
     )
 
 
@@ -212,7 +200,7 @@ def _summarize(
     else:
         show_table(console, "plans by length", header[:3], [r[:3] for r in rows])
     for i in record.infeasible:
-        console.print(f"{i.choice}: {i.why}", markup=False, highlight=False)
+        console.print(f"{i.choice}: {i.why}")
     stats = results[0]["stats"]
     peaks = ", ".join(format_bytes(r["peak_bytes"]) for r in results)
     console.print(
@@ -220,8 +208,6 @@ def _summarize(
         f"compiled, {stats.plan_switches} plan switches; "
         f"{format_bytes(sum(stats.bytes_per_collective.values()))} sent by rank 0; "
         f"peak memory by rank: {peaks}",
-        markup=False,
-        highlight=False,
     )
 
 
@@ -252,15 +238,11 @@ def _check_losses(
         f"difference {errors[worst]:.1e} over {over} (step {worst + 1}: "
         f"{ours[worst].loss:.6f} and {alone[worst].loss:.6f}); tolerance {TOLERANCE:.0e}",
         style="green" if ok else "bold red",
-        markup=False,
-        highlight=False,
         soft_wrap=True,
     )
     ours_s, alone_s = (sum(s.time_s for s in steps[: len(alone)]) for steps in (ours, alone))
     console.print(
         f"loss {ours[0].loss:.3f} at the first step, {ours[-1].loss:.3f} at the last; {over} "
         f"took {ours_s:.1f} s with compilation, one process eager {alone_s:.1f} s",
-        markup=False,
-        highlight=False,
     )
     return ok

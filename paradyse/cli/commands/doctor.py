@@ -147,13 +147,11 @@ def run_doctor(args: argparse.Namespace) -> int:
     show_table(console, "what the backend needs", ("", "what", "found"), rows)
     problems = [f for f in findings if f.problem]
     for f in problems:
-        console.print(f"{f.what}: {f.problem}", style="bold red", markup=False, highlight=False)
+        console.print(f"{f.what}: {f.problem}", style="bold red")
     if problems:
         return 1
     console.print(
         "All is there. To see inside: TORCH_LOGS='+paradyse' for logs, and the option "
         "'dump': folder for the graph after every pass.",
-        markup=False,
-        highlight=False,
     )
     return 0

@@ -1,16 +1,18 @@
-"""``paradyse plan --gpus N --device NAME``: plans for machines that are not there."""
+"""``paradyse plan``: the plan for each length, of ranks here or of machines that are not there."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from paradyse.cli import launch
 from paradyse.cli import models as integrations
-from paradyse.cli.charts import Table, write_charts
-from paradyse.cli.plan_page import page_of
+from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
+from paradyse.cli.main import HERE
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
@@ -19,6 +21,7 @@ from paradyse.offline.outlook import MIXTURE, Forecast, Outlook, look_ahead, pla
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
+from paradyse.types import ATTENTION_STRATEGIES
 
 DEVICE = "a100-80gb"
 """Where ``--gpus`` is given without ``--device``."""
@@ -52,9 +55,44 @@ def dry_run_of(
         return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded)
 
 
-def run_plan_on_paper(args: argparse.Namespace) -> int:
-    """Strategy, time and memory against the length on a described cluster; the exit code."""
+def run_plan(args: argparse.Namespace) -> int:
+    """Shows the plan for each length, and why it is that one.
+
+    Returns:
+        The exit code.
+    Raises:
+        ValueError: transformers is not installed, the configuration cannot be read, or there is no
+            such device.
+        RanksFailed: a rank failed.
+    """
     integrations.require_transformers()
+    if args.gpus or args.device not in HERE:
+        _plan_on_paper(args)
+    else:
+        _plan_here(args)
+    return 0
+
+
+def _plan_here(args: argparse.Namespace) -> None:
+    """Planned on ranks of this machine, from what it measures."""
+    arguments = {
+        "config": integrations.read_config(args.model),
+        "layers": args.layers,
+        "dtype": args.dtype or "float32",
+        "batch": args.batch,
+        "lengths": args.lengths or [128, 1024, 8192],
+        "options": {"inner": "eager", "plan": args.plan, "memory_limit": args.memory_limit},
+    }
+    console = make_console()
+    with console.status(f"planning on {args.ranks} ranks ..."):
+        reports = launch.run_as_asked(args, "paradyse.cli.rank_jobs:plan", arguments)[0]
+    for report in reports:
+        console.print(report if console.is_terminal else str(report))
+        console.print()
+
+
+def _plan_on_paper(args: argparse.Namespace) -> None:
+    """Strategy, time and memory against the length on a described cluster."""
     dtype = args.dtype or "bfloat16"
     name = DEVICE if args.device == "auto" else args.device
     cluster, num_gpus = read_cluster(name), args.gpus or 8
@@ -74,15 +112,14 @@ def run_plan_on_paper(args: argparse.Namespace) -> int:
         )
     title = describe(outlook, args.model, cluster, num_gpus, args.weights)
     tables = tables_of(outlook, cluster, num_gpus, None if args.plan == AUTO else args.plan)
-    console.print(title, markup=False, highlight=False)
+    console.print(title)
     for table in tables:
         show_table(console, *table)
     for note in [*run.notes, *remarks(machine)]:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        console.print(f"note: {note}")
     if args.out:
         for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
-            console.print(line, markup=False, highlight=False)
-    return 0
+            console.print(line)
 
 
 def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:
@@ -152,3 +189,35 @@ def remarks(machine: Machine) -> Sequence[str]:
         "kernels need less, and attention is taken as a flash kernel",
         "times are forward and backward, without the optimizer's step",
     )
+
+
+def page_of(title: str, outlook: Outlook) -> Page:
+    return Page(title, charts_of(outlook), bands_of(outlook))
+
+
+def charts_of(outlook: Outlook) -> tuple[Chart, Chart]:
+    """Time and memory of every strategy and of the mixture."""
+    gib = 2.0**30
+    times, peaks = [], []
+    for name, forecasts in outlook.forecasts.items():
+        times.append(Line(name, tuple((f.seq_len, f.time_s, f.fits) for f in forecasts)))
+        peaks.append(Line(name, tuple((f.seq_len, f.peak_bytes / gib, f.fits) for f in forecasts)))
+    limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / gib
+    return (
+        Chart("Predicted time of a step (dashed: does not fit)", "s", tuple(times)),
+        Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit),
+    )
+
+
+def bands_of(outlook: Outlook) -> list[Bands]:
+    """What the mixture takes, for each kind of block."""
+    found = []
+    for kind in dict.fromkeys(b.kind for b in outlook.run.blocks):
+        at = [i for i, b in enumerate(outlook.run.blocks) if b.kind == kind]
+        shares = []
+        for f in outlook.forecasts[MIXTURE]:
+            names = [f.plan[i] for i in at]
+            shares.append({n: names.count(n) / len(at) for n in ATTENTION_STRATEGIES if n in names})
+        lengths = tuple(f.seq_len for f in outlook.forecasts[MIXTURE])
+        found.append(Bands(f"Strategies of {kind} blocks in the mixture", lengths, tuple(shares)))
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paradyse.cli import launch
-from paradyse.cli.commands.demo import setting_of
 from paradyse.cli.models import LlamaSize, read_config, require_transformers
 from paradyse.cli.screen import make_console, show_table
 from paradyse.planning.explain import format_seconds
@@ -44,11 +42,11 @@ def run_profile(args: argparse.Namespace) -> int:
         crowd = f"{args.ranks} ranks share {cores} core{'s' if cores > 1 else ''}"
         text = f"{crowd}: what a block takes depends on when the others run, and lengths beyond the"
         text += " longest are predicted badly"
-        console.print(text, markup=False, highlight=False)
+        console.print(text)
     with _Bar(console) as bar:
-        found = launch.run_ranks(
+        found = launch.run_as_asked(
+            args,
             "paradyse.cli.rank_jobs:profile",
-            args.ranks,
             {
                 "config": config,
                 "layers": args.layers,
@@ -56,9 +54,8 @@ def run_profile(args: argparse.Namespace) -> int:
                 "sharded": args.sharded,
                 "arguments": arguments,
             },
-            # Between two reports lie all steps of a strategy at a length.
-            replace(setting_of(args, device), silence_s=args.timeout),
-            lambda rank, report: bar.show(report),
+            bar.show,
+            silence_s=args.timeout,  # between two reports lie all steps of a strategy at a length
         )[0]
     if isinstance(found, str):
         raise ValueError(found)
@@ -95,7 +92,7 @@ class _Bar:
         )
         if not self._console.is_terminal:
             line = f"{report.done}/{report.total}  {text}"
-            self._console.print(line, markup=False, highlight=False)
+            self._console.print(line)
 
 
 def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> None:
@@ -117,7 +114,7 @@ def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> 
     title = f"fastest strategy of a block, batch {args.batch}, {found.setting.num_ranks} ranks"
     show_table(console, title, ("length", *names), rows)
     text = f"{found.path}: {len(found.measurements)} measurements"
-    console.print(text, markup=False, highlight=False)
+    console.print(text)
 
 
 def _fastest(measurements: list[Measurement]) -> str:

@@ -1,0 +1,35 @@
+"""``paradyse verify``: every strategy against one device, on a model of the user's."""
+
+from __future__ import annotations
+
+import argparse
+
+from paradyse.cli import launch
+from paradyse.cli.models import read_config, require_transformers
+from paradyse.cli.screen import make_console
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Compares every strategy with one-device eager: loss and every gradient.
+
+    Returns:
+        The exit code: 1 where they differ.
+    Raises:
+        ValueError: transformers is not installed, or the configuration cannot be read.
+        RanksFailed: a rank failed.
+    """
+    require_transformers()
+    arguments = {
+        "config": read_config(args.model),
+        "layers": args.layers,
+        "dtype": args.dtype,
+        "batch": args.batch,
+        "seq_len": args.seq_len,
+        "seed": args.seed,
+        "options": {"inner": args.inner},
+    }
+    console = make_console()
+    with console.status(f"verifying every strategy on {args.ranks} ranks ..."):
+        report = launch.run_as_asked(args, "paradyse.cli.rank_jobs:verify", arguments)[0]
+    console.print(report if console.is_terminal else str(report))
+    return 0 if report.ok else 1
