@@ -84,7 +84,7 @@ def _flag(
     name: str,
     text: str,
     default: Any = None,
-    type: Callable[[str], Any] | None = None,
+    type: Callable[[str], Any] = str,
     metavar: str | None = None,
     **more: Any,
 ) -> None:
