@@ -62,8 +62,7 @@ def draw_files(
     Raises:
         ValueError: ``cap`` is too small, the folder does not exist, or it has no such file.
     """
-    _check_cap(cap)
-    root, suffixes = _root(folder)
+    root, suffixes = _root(cap, folder)
     found = []
     for path, size in _text_files(root, suffixes):
         if MIN_TOKENS <= size <= cap:
@@ -94,8 +93,7 @@ def draw_lengths(
     Raises:
         ValueError: as ``draw_files``.
     """
-    _check_cap(cap)
-    root, suffixes = _root(folder)
+    root, suffixes = _root(cap, folder)
     paths = [path for path, size in _text_files(root, suffixes) if size]
     random.Random(seed).shuffle(paths)
     lengths: list[int] = []
@@ -109,13 +107,10 @@ def draw_lengths(
     return [lengths[i % len(lengths)] for i in range(num_files)]
 
 
-def _check_cap(cap: int) -> None:
+def _root(cap: int, folder: str | os.PathLike[str] | None) -> tuple[Path, tuple[str, ...]]:
+    """The folder, and how names of text files end there."""
     if cap < MIN_TOKENS:
         raise ValueError(f"a cap of {cap} tokens leaves no text; give at least {MIN_TOKENS}")
-
-
-def _root(folder: str | os.PathLike[str] | None) -> tuple[Path, tuple[str, ...]]:
-    """The folder, and how names of text files end there."""
     root = standard_library() if folder is None else Path(folder)
     if not root.is_dir():
         raise ValueError(f"no folder {root}; name another one with text files in it")
@@ -130,18 +125,12 @@ def _none_found(unit: str, cap: int, root: Path, suffixes: Sequence[str]) -> str
 
 
 def _text_files(root: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, int]]:
-    """Text files below ``root``, and their bytes."""
-    for path in _walk(root):
-        if path.suffix in suffixes and path.is_file():
-            yield path, path.stat().st_size
-
-
-def _walk(root: Path) -> Iterator[Path]:
-    """Files below ``root`` in one order on every machine."""
+    """Text files below ``root`` in one order on every machine, and their bytes."""
     for folder, below, names in os.walk(root):
         below[:] = sorted(set(below) - set(SKIPPED))
-        for name in sorted(names):
-            yield Path(folder, name)
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.suffix in suffixes and path.is_file():
+                yield path, path.stat().st_size
 
 
 @dataclass(frozen=True)

@@ -255,10 +255,6 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _add_running(parser)
 
 
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    """It has no flags."""
-
-
 COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
     (
         "demo",
@@ -290,7 +286,7 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
         "paradyse bench --ranks 2 --distribution GRCh38 --steps 16 --cap 8192 --out bench",
         _bench,
     ),
-    ("doctor", "check that everything needed is there", "paradyse doctor", _doctor),
+    ("doctor", "check that everything needed is there", "paradyse doctor", lambda parser: None),
 )
 """Name, what it does, an example, its flags."""
 
@@ -323,8 +319,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     module = importlib.import_module(f"paradyse.cli.commands.{args.command}")
-    code: int = getattr(module, f"run_{args.command}")(args)
-    return code
+    return int(getattr(module, f"run_{args.command}")(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

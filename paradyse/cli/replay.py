@@ -133,11 +133,6 @@ def _largest(rank: Rank, value: float) -> float:
     return float(answer)
 
 
-def _any_rank(rank: Rank, yes: bool) -> bool:
-    """Whether it is so on any rank: what ranks do next must not hang on their own clocks."""
-    return bool(_largest(rank, float(yes)))
-
-
 class _Choices:
     """One compiled model for all choices: its plan option is a function that says the current one.
 
@@ -231,13 +226,13 @@ def replay(
     gc.collect()
     began = time.monotonic()
     for r in range(rounds):
-        if r and _any_rank(rank, time.monotonic() - began > limit_s):
+        # What ranks do next must not hang on their own clocks.
+        if r and _largest(rank, time.monotonic() - began) > limit_s:
             break
         for index, batch, known in trace:
             n = batch["input_ids"].shape[1]
             # Another one goes first each time: what follows a neighbour's garbage is slower.
-            order = choices[r % len(choices) :] + choices[: r % len(choices)]
-            for choice in order:
+            for choice in choices[r % len(choices) :] + choices[: r % len(choices)]:
                 time_s = under.time_s(choice, batch, known)
                 text = plans.get(n, "") if choice == AUTO else choice
                 send(Replayed(choice, index, n, text, time_s))

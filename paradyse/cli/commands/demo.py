@@ -42,21 +42,18 @@ class Record:
     planned: list[Planned] = field(default_factory=list)
 
     def hear(self, screen: Screen, value: Any) -> None:
-        if isinstance(value, StepDone):
-            self.steps.append(value)
-            screen.step(value)
-        elif isinstance(value, Replayed):
-            self.replayed.append(value)
-            screen.tick()
-        elif isinstance(value, Held):
-            self.held.append(value)
-            screen.tick()
-        elif isinstance(value, Planned):
-            self.planned.append(value)
-        elif isinstance(value, Infeasible):
-            self.infeasible.append(value)
-        elif isinstance(value, Phase):
+        """Keeps what a rank sends, and shows it."""
+        if isinstance(value, Phase):
             screen.phase(value.text, value.steps)
+            return
+        lists = self.steps, self.replayed, self.infeasible, self.held, self.planned
+        kinds = StepDone, Replayed, Infeasible, Held, Planned
+        known: dict[type, list[Any]] = dict(zip(kinds, lists, strict=True))
+        known[type(value)].append(value)
+        if isinstance(value, StepDone):
+            screen.step(value)
+        elif isinstance(value, Replayed | Held):
+            screen.tick()
 
     def num_rounds(self) -> int:
         """How often every file was replayed under every choice."""
