@@ -17,9 +17,11 @@ up to 16,384, for ``paradyse.kernels.selection`` to choose by.
 """
 
 import json
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,8 @@ OPTIONS["check"] = {"action": "store_true", "help": "correctness alone, tiny siz
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
 QUICK = {"lengths": (1024,), "runs": 3}
 
-Times = dict[str, dict[str, float | str]]
-"""Contender -> direction -> seconds, or why there are none."""
+Times = dict[str, dict[str, float]]
+"""Contender -> direction -> seconds, infinitely many where it runs out of memory."""
 
 
 def seconds_of(step: Callable[[], Any], repeats: int) -> float:
@@ -73,7 +75,7 @@ def measure(case: Case, runs: int) -> Times:
         turns[key] = lambda n: seconds_of(step, repeats)
 
     for c in contenders(case):
-        times[c.name] = dict.fromkeys((FORWARD, BACKWARD), "out of memory")
+        times[c.name] = dict.fromkeys((FORWARD, BACKWARD), math.inf)
         try:
             check(case, c, inputs)
             forward, backward = c.steps(inputs)
@@ -88,70 +90,59 @@ def measure(case: Case, runs: int) -> Times:
     return times
 
 
-def rate(case: Case, direction: str, seconds: float | str) -> str:
-    if isinstance(seconds, str):
-        return seconds
+def rate(case: Case, direction: str, seconds: float) -> str:
+    if seconds == math.inf:
+        return "out of memory"
     return f"{case.operations(direction) / seconds / 1e12:.0f}"
 
 
 def add_goals(bench: Benchmark, case: Case, times: Times) -> None:
     """What these figures are held to, where they are of a case that has a goal."""
 
-    def seconds(name: str, *directions: str) -> float | None:
-        found = [times.get(name, {}).get(d) for d in directions]
-        return sum(found) if all(isinstance(s, float) for s in found) else None
+    def goal(what: str, other: str, directions: Sequence[str], limit: float) -> None:
+        if other in times:
+            theirs, ours = (sum(times[n][d] for d in directions) for n in (other, "triton"))
+            if theirs + ours < math.inf:
+                bench.at_least(what, theirs / ours, limit)
 
     if (case.mask, case.tokens, case.width) == ("causal", 16384, 128):
         for direction, limit in ((FORWARD, 0.9), (BACKWARD, 0.85)):
-            theirs, ours = (seconds(n, direction) for n in ("aten_flash", "triton"))
-            if theirs and ours:
-                what = f"causal, 16K, width 128, {direction}: of the rate of ATen's flash"
-                bench.at_least(what, theirs / ours, limit)
+            what = f"causal, 16K, width 128, {direction}: of the rate of ATen's flash"
+            goal(what, "aten_flash", [direction], limit)
     if case.mask not in PLAIN and case.tokens == 32768:
-        names = ("efficient, dense mask", "triton")
-        theirs, ours = (seconds(n, FORWARD, BACKWARD) for n in names)
-        if theirs and ours:
-            what = f"{case.mask}, 32K, width {case.width}: times as fast as SDPA's dense mask"
-            bench.at_least(what, theirs / ours, 5)
+        what = f"{case.mask}, 32K, width {case.width}: times as fast as SDPA's dense mask"
+        goal(what, "efficient, dense mask", (FORWARD, BACKWARD), 5)
 
 
 def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     """The fastest kernel of ``selection`` forward and backward."""
     rows = []
+    where = {"capability": capability_of(torch.device("cuda")), "mask": case.mask}
+    where |= {"dtype": str(case.dtype).removeprefix("torch."), "width": case.width}
     for direction in (FORWARD, BACKWARD):
-        seconds = {n: t for n in KERNELS if isinstance(t := times.get(n, {}).get(direction), float)}
+        seconds = {n: times[n][direction] for n in KERNELS if n in times}
+        seconds = {n: s for n, s in seconds.items() if s < math.inf}
         if seconds:
-            rows.append(
-                {
-                    "capability": capability_of(torch.device("cuda")),
-                    "dtype": str(case.dtype).removeprefix("torch."),
-                    "width": case.width,
-                    "mask": case.mask,
-                    "direction": direction,
-                    "kernel": min(seconds, key=lambda n: seconds[n]),
-                    "tokens": case.tokens,
-                    "seconds": seconds,
-                }
-            )
+            found = {"kernel": min(seconds, key=seconds.__getitem__), "tokens": case.tokens}
+            rows.append({**where, "direction": direction, **found, "seconds": seconds})
     return rows
 
 
 def run_checks() -> int:
     """Correctness at tiny sizes, on whatever device there is."""
     failed = 0
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ["bfloat16", "float16"] if device == "cuda" else ["float32"]
-    for name in names:
-        for mask in MASKS:
-            for tokens, width in ((64, 16), (200, 64), (257, 24)):
-                case = Case(mask, tokens, width, DTYPES[name], device, 2, 2, 2, tokens // 4)
-                for c in contenders(case):
-                    try:
-                        check(case, c, case.inputs())
-                        verdict = "ok"
-                    except AssertionError as e:
-                        verdict, failed = f"WRONG: {e}", failed + 1
-                    print(f"{name} {mask}, {tokens} tokens, width {width}, {c.name}: {verdict}")
+    device, names = "cpu", ["float32"]
+    if torch.cuda.is_available():
+        device, names = "cuda", ["bfloat16", "float16"]
+    for name, mask, (tokens, width) in product(names, MASKS, ((64, 16), (200, 64), (257, 24))):
+        case = Case(mask, tokens, width, DTYPES[name], device, 2, 2, 2, tokens // 4)
+        for c in contenders(case):
+            try:
+                check(case, c, case.inputs())
+                verdict = "ok"
+            except AssertionError as e:
+                verdict, failed = f"WRONG: {e}", failed + 1
+            print(f"{name} {mask}, {tokens} tokens, width {width}, {c.name}: {verdict}")
     print(f"{failed} wrong" if failed else "all right")
     return int(failed > 0)
 
@@ -172,22 +163,19 @@ def main() -> int:
         "backward. Correctness was checked first.",
     )
     chosen: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for mask in args.masks:
-        for width in args.widths:
-            rows: list[list[str]] = []
-            for tokens in args.lengths:
-                case = case_of(mask, tokens, width, args.dtype)
-                times = measure(case, args.runs)
-                cells = [
-                    " / ".join(rate(case, d, t) for d, t in of.items()) for of in times.values()
-                ]
-                rows.append([f"{tokens:,}", *cells])
-                add_goals(bench, case, times)
-                log(f"{mask}, width {width}, {tokens:,}: {cells}")
-                if mask in PLAIN and tokens <= TABLE_LENGTH:
-                    chosen[width, mask] = table_rows(case, times)
-            bench.add("", f"## {MASKS[mask]}, width {width}", "")
-            bench.table(["tokens", *times], rows)
+    for mask, width in product(args.masks, args.widths):
+        rows = []
+        for tokens in args.lengths:
+            case = case_of(mask, tokens, width, args.dtype)
+            times = measure(case, args.runs)
+            rates = ([rate(case, d, t) for d, t in of.items()] for of in times.values())
+            rows.append([f"{tokens:,}", *map(" / ".join, rates)])
+            add_goals(bench, case, times)
+            log(f"{mask}, width {width}:", *rows[-1])
+            if mask in PLAIN and tokens <= TABLE_LENGTH:
+                chosen[width, mask] = table_rows(case, times)
+        bench.add("", f"## {MASKS[mask]}, width {width}", "")
+        bench.table(["tokens", *times], rows)
     if args.write_table:
         text = json.dumps({"rows": [r for rows in chosen.values() for r in rows]}, indent=1)
         args.write_table.write_text(text + "\n")

@@ -17,16 +17,16 @@ compared. The tables have medians of all steps; the peak is the allocator's
 """
 
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from contenders import Contender, llama
-from runner import Benchmark, alone, check_equal, log, median, take_turns
+from runner import Benchmark, alone, check_equal, log, median, seconds_of, take_turns
 
 BACKENDS = ("inductor", "paradyse")
-TINY_LLAMA = {"heads": 32, "kv_heads": 4, "vocab_size": 32000, "intermediate_size": 5632}
+TINY_LLAMA = {"layers": 22, "hidden": 2048, "heads": 32, "kv_heads": 4}
+TINY_LLAMA |= {"vocab_size": 32000, "intermediate_size": 5632}
 """Zhang et al., TinyLlama, arXiv 2401.02385, table 2."""
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
@@ -45,11 +45,8 @@ class Case:
     steps: int
 
     def model(self) -> Any:
-        sizes: Any = {"max_position_embeddings": max(self.seq_len, 2048)}
-        if self.tiny:
-            model = llama(2, 64, heads=2, kv_heads=1, **sizes)
-        else:
-            model = llama(22, 2048, **TINY_LLAMA, **sizes)
+        sizes: Any = {"layers": 2, "hidden": 64} if self.tiny else TINY_LLAMA
+        model = llama(**sizes, max_position_embeddings=max(self.seq_len, 2048))
         model.to(self.device, getattr(torch, self.dtype)).train()
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -67,13 +64,6 @@ class Run:
     """Of each gradient: its product with a random vector of unit length, and its norm."""
 
 
-def projection(grad: torch.Tensor, seed: int) -> tuple[float, float]:
-    generator = torch.Generator(grad.device).manual_seed(seed)
-    direction = torch.randn(grad.shape, generator=generator, device=grad.device)
-    product = (grad.float() * direction).sum() / direction.norm()
-    return float(product), float(grad.float().norm())
-
-
 def run_one(case: Case, backend: str) -> Run | None:
     """One contender in this process; None where it runs out of memory."""
     cuda = case.device == "cuda"
@@ -81,18 +71,20 @@ def run_one(case: Case, backend: str) -> Run | None:
         model = case.model()
         contender = Contender(model, torch.compile(model, backend=backend))
         ids = contender.tokens(case.seq_len).to(case.device)
-        seconds = []
+        seconds, losses = [], []
         for i in range(case.steps + 2):  # the first two compile and warm up
             if i == 2 and cuda:
                 torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            loss = float(contender.step(ids))
-            if cuda:
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
+            # The loss on the host is the end of the step's work on a device.
+            seconds.append(seconds_of(lambda: losses.append(float(contender.step(ids)))))
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        found = {n: projection(g, i) for i, (n, g) in enumerate(contender.gradients().items())}
-        return Run(seconds[2:], peak, loss, found)
+        found = {}
+        for i, (name, grad) in enumerate(contender.gradients().items()):
+            generator = torch.Generator(grad.device).manual_seed(i)
+            direction = torch.randn(grad.shape, generator=generator, device=grad.device)
+            product = (grad.float() * direction).sum() / direction.norm()
+            found[name] = float(product), float(grad.float().norm())
+        return Run(seconds[2:], peak, losses[-1], found)
     except torch.OutOfMemoryError:
         return None
 

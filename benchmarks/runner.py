@@ -209,18 +209,16 @@ class Benchmark:
         self.add("|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""]))
         self.add(*(_row(cells, first, widths) for cells in rows))
 
-    def at_least(self, what: str, value: float, limit: float) -> None:
+    def at_least(self, what: str, value: float, limit: float, word: str = "at least") -> None:
         """A goal."""
-        self._goal(what, value, f"at least {limit:g}", value >= limit)
+        met = value >= limit if word == "at least" else value <= limit
+        state = "met" if met else "**missed**"
+        self.goals.append(f"- {what}: {value:.2f}, goal {word} {limit:g}: {state}")
+        self.missed |= not met
 
     def at_most(self, what: str, value: float, limit: float) -> None:
         """A goal."""
-        self._goal(what, value, f"at most {limit:g}", value <= limit)
-
-    def _goal(self, what: str, value: float, limit: str, met: bool) -> None:
-        state = "met" if met else "**missed**"
-        self.goals.append(f"- {what}: {value:.2f}, goal {limit}: {state}")
-        self.missed |= not met
+        self.at_least(what, value, limit, "at most")
 
     def finish(self, threads: str = "") -> int:
         """Adds goals, machine and command, and writes the report.
