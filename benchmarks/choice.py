@@ -1,7 +1,6 @@
 """Choosing a plan: the exact solver beside the published heuristic, over random cost tables.
 
     python benchmarks/choice.py            # five minutes
-    python benchmarks/choice.py --quick    # few tables, to see that it runs
 
 A table gives each strategy a time, saved bytes and a workspace, for attention and for MLP blocks;
 the limit is drawn between the least memory that any plan needs and that of the fastest. Both get

@@ -1,7 +1,6 @@
 """What it costs to feed measured times and memory back to the planner: steps with and without.
 
     python benchmarks/feedback.py            # three minutes on two cores
-    python benchmarks/feedback.py --quick    # tiny sizes, to see that it runs
 
 Llama of 4 layers, hidden 256, on two ranks; a step is zero_grad, forward, backward. One compiled
 model runs rounds of 16 steps with feedback (four of them watched, and one message by which ranks

@@ -1,7 +1,6 @@
 """Time of the first step: backend="paradyse" against torch.compile(inductor), nothing cached.
 
     python benchmarks/first_step.py            # about 15 minutes
-    python benchmarks/first_step.py --quick    # few layers, to see that it runs
 
 Llama of 24 layers, hidden 256, 512 tokens, float32, one process. Each run is a process of its own
 with an empty cache folder (TORCHINDUCTOR_CACHE_DIR); the contenders take turns. The clock starts

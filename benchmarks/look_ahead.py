@@ -1,7 +1,6 @@
 """Sharded weights on two ranks: fetching the next block's weights ahead, against waiting for them.
 
     python benchmarks/look_ahead.py            # five minutes, most of it compilation
-    python benchmarks/look_ahead.py --quick    # tiny sizes, to see that it runs
 
 Llama of 4 layers, hidden 256, weights spread over two ranks; a step is zero_grad, forward,
 backward. Both ways take turns within one process, and the slower rank counts. An exposed wait is a

@@ -1,7 +1,6 @@
 """Two ranks: the longest sequence that each static strategy and ``auto`` train under a limit.
 
     python benchmarks/memory_bound.py            # 5 minutes on two cores
-    python benchmarks/memory_bound.py --quick    # tiny sizes, to see that it runs
 
 A profile is made first, without a limit and up to --longest tokens. Limits are what the static
 strategies need, in the middle, at parts of that length. Memory is measured in real steps: weights,

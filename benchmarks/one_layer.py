@@ -1,7 +1,6 @@
 """One layer, switched over lengths: the time of every strategy, and where they cross.
 
     python benchmarks/one_layer.py            # four minutes on two cores, half of it compilation
-    python benchmarks/one_layer.py --quick    # tiny sizes, to see that it runs
 
 A Llama of one layer on two ranks, compiled once; its strategy is switched before every step. A step
 is zero_grad, forward, backward, with the gradients of replicated weights whole on every rank at its

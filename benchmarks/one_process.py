@@ -1,7 +1,6 @@
 """One process: backend="paradyse" against torch.compile(inductor), seconds a training step.
 
     python benchmarks/one_process.py            # 15 minutes: a long step takes inductor one
-    python benchmarks/one_process.py --quick    # tiny sizes, to see that it runs
 
 Two cases, both HuggingFace Llamas in training with use_cache=False, float32, all cores:
 

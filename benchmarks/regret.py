@@ -2,7 +2,6 @@
 
     python benchmarks/regret.py --profile profile.jsonl   # 7 minutes on two cores
     python benchmarks/regret.py                           # 2 minutes more: it is made first
-    python benchmarks/regret.py --quick                   # tiny sizes, to see that it runs
 
 Three traces: the two published distributions of lengths, scaled so that the longest sequence has
 --longest tokens, and the files of the demo's corpus, up to as many. Lengths are rounded up to a

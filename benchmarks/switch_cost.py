@@ -1,7 +1,6 @@
 """The cost of a switch: the step after one, against the same step without one.
 
     python benchmarks/switch_cost.py            # four minutes on two cores, half of it compilation
-    python benchmarks/switch_cost.py --quick    # tiny sizes, to see that it runs
 
 A Llama of two layers on two ranks, compiled once, everything warm. For every ordered pair of
 strategies (a, b) and in each round two steps under b are measured: one right after a step under a,

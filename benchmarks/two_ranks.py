@@ -1,7 +1,6 @@
 """Two ranks: every static strategy and ``auto`` against PyTorch's own parallel training.
 
     python benchmarks/two_ranks.py            # half an hour on two cores, most of it compilation
-    python benchmarks/two_ranks.py --quick    # tiny sizes, to see that it runs
 
 Llama of 4 layers, hidden 256, 8 heads, 4 KV heads, float32; a trace of 16 lengths from 128 to
 4,096, all of them multiples of 32 because PyTorch's contenders ask for that. A step is zero_grad,
