@@ -6,7 +6,6 @@ Nothing of torch is imported before a command is chosen, so that ``--help`` is i
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -318,8 +317,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    module = importlib.import_module(f"paradyse.cli.commands.{args.command}")
-    return int(getattr(module, f"run_{args.command}")(args))
+    match args.command:
+        case "demo":
+            from paradyse.cli.commands.demo import run_demo as run
+        case "verify":
+            from paradyse.cli.commands.verify import run_verify as run
+        case "profile":
+            from paradyse.cli.commands.profile import run_profile as run
+        case "plan":
+            from paradyse.cli.commands.plan import run_plan as run
+        case "bench":
+            from paradyse.cli.commands.bench import run_bench as run
+        case "doctor":
+            from paradyse.cli.commands.doctor import run_doctor as run
+    return run(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
