@@ -54,7 +54,6 @@ PLACES = {
     "trace_structured": "torch._logging:trace_structured",
     "tracing": "torch._guards:tracing",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
-    "tree_map": "torch.utils._pytree:tree_map",
     "tree_map_only": "torch.utils._pytree:tree_map_only",
     "unset_fake_temporarily": f"{_FAKE}:unset_fake_temporarily",
 }

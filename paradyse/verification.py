@@ -1,4 +1,4 @@
-"""Does every strategy give what one device gives? On the user's own model and batch."""
+"""``paradyse.verify``: every strategy against one device, on the user's own model and batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from paradyse.runtime.registry import captures_of
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Workload
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative norms, from the rounding of sums in another order; half precisions get 5e-2."""
+"""Largest relative norm of a difference: strategies add up the same terms in another order. Half
+precisions get 5e-2."""
 
 
 def verify(
@@ -29,6 +30,9 @@ def verify(
         model: an uncompiled module whose output has ``.loss``.
         batch: keyword arguments of one call, labels included; [B, S] tensors.
         options: options of the backend other than ``plan``.
+    Returns:
+        For each plan the relative error of the loss and of the worst gradient, or why no block can
+        run under the strategy.
     Raises:
         ValueError: the output has no loss.
     """
@@ -76,7 +80,7 @@ def verify(
 
 
 def _plans(blocks: Any) -> dict[str, Any]:
-    """Plan name -> plan, or why it is infeasible as text."""
+    """Plan name -> plan, or a text that says why it is infeasible."""
     plans: dict[str, Any] = {}
     for s in ATTENTION_STRATEGIES:
         reasons = [f"{b.name}: {b.infeasible[s]}" for b in blocks if s in b.infeasible]
@@ -107,7 +111,7 @@ def _step(
 def _worst(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, float]:
     """The parameter whose gradient differs most, in relative norm.
 
-    A gradient that is mathematically zero (a key bias) is held against the norm of the whole
+    A gradient that is mathematically zero (a key bias) is compared with the norm of the whole
     gradient.
     """
     if want.keys() != got.keys():

@@ -1,4 +1,4 @@
-"""``paradyse.load_safetensors``: a checkpoint on disk straight into the ranks' shards.
+"""``paradyse.load_safetensors``: the files of a model read into the ranks' shards.
 
 A safetensors file is a header, which says where each tensor lies, and the values. Each rank maps
 the file and reads the rows that it holds.
@@ -25,11 +25,10 @@ from paradyse.torch_private import original_module
 from paradyse.weights.sharded_tensor import OPTIMIZER, ShardedTensor
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Names in a folder that ``save_pretrained`` writes: everything in one file, or the list of several
-files."""
+"""What ``save_pretrained`` writes: everything in one file, or several files and their index."""
 
 MADE_ANEW = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Names that older checkpoints have and models today make themselves."""
+"""Patterns of buffers that older checkpoints hold and models of today make themselves."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ def load_safetensors(
     device: torch.device | str | None = None,
     strict: bool = True,
 ) -> LoadReport:
-    """Read the values of ``model`` from a checkpoint: of each parameter the rows this rank holds.
+    """Read the values of ``model`` from a checkpoint: each rank reads the rows that it holds.
 
-    No rank reads or holds the whole model, from the first line on:
+    No rank reads or holds the whole model at any moment of this script:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -100,23 +99,23 @@ def load_safetensors(
     tensors = held_tensors(model)
     _check_kinds(tensors)
     entries = _read_headers(Path(path))
-    match = _match(model, tensors, entries, strict)
-    if match.problems:
-        raise ValueError(_describe(Path(path), match))
+    keys, skipped, kept, problems = _match(model, tensors, entries, strict)
+    if problems:
+        raise ValueError(_described(Path(path), problems))
     device = _default_device(tensors) if device is None else torch.device(device)
-    _check_tied(match.keys, entries, device)
+    _check_tied(keys, entries, device)
     lost = [h for h in tensors if h.on_meta and not h.stored]
     for held, new in remake(model, lost, device):
         held.replace(new)
     bytes_read = 0
-    for held, keys in match.keys.items():
+    for held, (key, *_) in keys.items():
         target = held.with_memory(device) if held.on_meta else held.tensor
-        for rows, stored in _rows(entries[keys[0]], keys[0], target.detach()):
+        for rows, stored in _rows(entries[key], key, target.detach()):
             rows.copy_(stored)
             bytes_read += stored.numel() * stored.element_size()
         if held.on_meta:
             held.replace(target)
-    return LoadReport(len(match.keys), bytes_read, match.skipped, match.kept)
+    return LoadReport(len(keys), bytes_read, tuple(skipped), tuple(kept))
 
 
 def _check_kinds(tensors: Sequence[Held]) -> None:
@@ -228,21 +227,16 @@ def _rows(entry: _Entry, key: str, target: Tensor) -> Iterator[tuple[Tensor, Ten
 # Names
 
 
-@dataclass(frozen=True)
-class _Match:
-    """Which tensor of a checkpoint each of the model's takes its values from."""
-
-    keys: Mapping[Held, tuple[str, ...]]
-    """More than one where a checkpoint has a tied parameter under several names."""
-    skipped: tuple[str, ...]
-    kept: tuple[str, ...]
-    problems: tuple[str, ...]
-    """For the user, a line each."""
-
-
 def _match(
     model: nn.Module, tensors: Sequence[Held], entries: Mapping[str, _Entry], strict: bool
-) -> _Match:
+) -> tuple[dict[Held, tuple[str, ...]], list[str], list[str], list[str]]:
+    """Which of ``entries`` each of the model's tensors takes its values from.
+
+    Returns:
+        Tensor -> its names in the checkpoint (several where it has a tied parameter under several
+        names), names without a place in the model, names in the model that the checkpoint lacks,
+        and what does not fit, a line each.
+    """
     wanted = [h for h in tensors if h.stored]
     spell, base = _spelling(model, [n for h in wanted for n in h.names], entries)
     keys: dict[Held, tuple[str, ...]] = {}
@@ -274,7 +268,7 @@ def _match(
         problems.append(
             f"{len(extra)} have no place in the model: {listed(extra)} (strict=False skips them)"
         )
-    return _Match(keys, tuple(skipped), tuple(kept), tuple(problems))
+    return keys, skipped, kept, problems
 
 
 def _spelling(
@@ -323,8 +317,8 @@ def _check_tied(
             )
 
 
-def _describe(path: Path, match: _Match) -> str:
-    lines = "\n".join(f"- {p}" for p in match.problems)
+def _described(path: Path, problems: Sequence[str]) -> str:
+    lines = "\n".join(f"- {p}" for p in problems)
     return (
         f"the checkpoint {path} does not fit the model; nothing was changed\n{lines}\n"
         "Give the checkpoint of this model and configuration. Where transformers converts a format "

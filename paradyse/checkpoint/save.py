@@ -1,7 +1,7 @@
 """Checkpoints of a run: the model, its optimizer and where the run stood, for any number of ranks.
 
-Written by ``torch.distributed.checkpoint``, each rank its own rows, in the form of its
-``get_state_dict``: entries "model" and "optimizer", and "run" besides.
+Each rank writes its own rows through ``torch.distributed.checkpoint``, in the form of its
+``get_state_dict``: the entries are "model" and "optimizer", and "run" besides.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step-00000020`` (for step 20); call it on every rank.
 
-    Killed at any moment it leaves all earlier checkpoints as they were, and nothing that
-    ``load_checkpoint`` would take for complete. Returns once everything is on the disk. What an
-    earlier step or a killed save of this step left under the same name is replaced.
+    A save that is killed at any moment leaves all earlier checkpoints as they were, and nothing
+    that ``load_checkpoint`` would take for complete. The call returns once everything is on the
+    disk. It replaces an earlier checkpoint of the same step and what a killed save left of one.
 
     Args:
         folder: on a file system that all ranks share; made if need be. One run at a time.
         model: sharded or not, compiled or not.
         optimizer: of (some of) the model's parameters.
-        extra: small things to go on from, anything that pickles: a scheduler's state, the position
-            in the data, generator states. Rank 0's are written.
+        extra: anything small that pickles: a scheduler's state, the position in the data, generator
+            states. Rank 0's is written.
         step: how many steps are done; it names the checkpoint.
         keep: how many checkpoints of steps up to this one may stay; the others are removed once
             this one is complete. None: all.
@@ -65,8 +65,8 @@ def save_checkpoint(
     Returns:
         The folder of this step.
     Raises:
-        ValueError: step or keep is no count, the optimizer has a parameter that the model has
-            not, or rank 0 does not see what another rank wrote. All ranks raise it.
+        ValueError: step or keep is no count, the optimizer has a parameter that the model lacks,
+            or rank 0 does not see what another rank wrote. All ranks raise it.
         RuntimeError: a rank could not write. Earlier checkpoints are as they were.
     """
     import torch.distributed.checkpoint as dcp
@@ -152,7 +152,7 @@ class _Ranks:
         self.is_first = self.alone or dist.get_rank(process_group) == 0
 
     def together(self, work: Callable[[], T]) -> T:
-        """``work()`` of this rank, once it has succeeded on all; else every rank raises."""
+        """The result of ``work()``, once it has succeeded on all ranks; else every rank raises."""
         result, error = _attempt(work)
         for rank, (_, failure) in enumerate(self._gather((None, _described(error)))):
             if failure is not None:
@@ -160,7 +160,7 @@ class _Ranks:
         return result
 
     def first(self, work: Callable[[], T]) -> T:
-        """``work()`` of the first rank, on every rank."""
+        """The result, on every rank, of ``work()`` on the first rank."""
         result, error = _attempt(work) if self.is_first else (None, None)
         result, failure = self._gather((result, _described(error)))[0]
         if failure is not None:
@@ -185,10 +185,9 @@ class _Ranks:
             raise RuntimeError(f"the checkpoint's {call.__name__} failed {listed(told)}") from e
 
     def _gather(self, x: Any) -> list[Any]:
-        if self.alone:
-            return [x]
-        every: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, x, group=self.group)
+        every = [x] if self.alone else [None] * dist.get_world_size(self.group)
+        if not self.alone:
+            dist.all_gather_object(every, x, group=self.group)
         return every
 
 
@@ -200,7 +199,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _described(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """An exception in a form that surely pickles."""
+    """Kind and text of an exception, as some exceptions do not pickle."""
     if error is None:
         return None
     kinds = (FileNotFoundError, ValueError)
@@ -307,7 +306,7 @@ def _read(path: Path, entries: dict[str, Any], ranks: _Ranks) -> None:
 
 
 def _blank(entry: Any) -> Tensor | None:
-    """What an entry of the metadata can be read into."""
+    """A tensor that an entry of the metadata can be read into; None for a value."""
     size = getattr(entry, "size", None)
     return None if size is None else torch.empty(size, dtype=entry.properties.dtype)
 

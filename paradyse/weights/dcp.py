@@ -16,66 +16,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.weights.layout import ShardLayout
+from paradyse.weights.layout import Shard
 
 
-def _boxes(layout: ShardLayout, shape: torch.Size) -> Iterator[tuple[torch.Size, torch.Size, int]]:
-    """Offsets and sizes of each stretch of this rank's rows, and where the rank has it."""
-    before, after = [0] * layout.dim, [0] * (len(shape) - layout.dim - 1)
-    for start, n, at in layout.stretches(layout.axis.rank):
-        sizes = (*shape[: layout.dim], n, *shape[layout.dim + 1 :])
-        yield torch.Size((*before, start, *after)), torch.Size(sizes), at
+def _boxes(x: Shard) -> Iterator[tuple[torch.Size, torch.Size, int]]:
+    """Offsets and sizes of each stretch of this rank's rows of ``x``, and where the rank has it."""
+    dim, shape = x.placement.dim, x.shape
+    for start, n, at in x.placement.stretches(x.placement.axis.rank):
+        offsets = [start if d == dim else 0 for d in range(len(shape))]
+        yield torch.Size(offsets), torch.Size((*shape[:dim], n, *shape[dim + 1 :])), at
 
 
-def chunk_list(layout: ShardLayout, shape: torch.Size) -> list[Any]:
-    """``ChunkStorageMetadata`` of each stretch of this rank; none where it holds no rows.
-
-    Args:
-        layout: of the tensor.
-        shape: of the whole tensor.
-    """
+def chunk_list(x: Shard) -> list[Any]:
+    """``ChunkStorageMetadata`` of each stretch of ``x`` here; none where the rank has no rows."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _boxes(layout, shape)]
+    return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _boxes(x)]
 
 
-def write_items(local: Tensor, layout: ShardLayout, shape: torch.Size, name: str) -> list[Any]:
-    """A ``WriteItem`` for each stretch of this rank.
-
-    Args:
-        local: the rank's rows.
-        layout: of the tensor.
-        shape: of the whole tensor.
-        name: of the tensor in the checkpoint.
-    """
+def write_items(x: Shard, name: str) -> list[Any]:
+    """A ``WriteItem`` for each stretch of ``x`` here, under ``name``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties = TensorProperties.create_from_tensor(local)
+    properties = TensorProperties.create_from_tensor(x.local)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=x.shape),
         )
-        for chunk in chunk_list(layout, shape)
+        for chunk in chunk_list(x)
     ]
 
 
-def chunk_of(local: Tensor, layout: ShardLayout, shape: torch.Size, index: Any) -> Tensor:
-    """The rows at ``index``: a view of ``local``, so that what is read into it lands there.
+def chunk_of(x: Shard, index: Any) -> Tensor:
+    """The rows of ``x`` at ``index``, a ``MetadataIndex``: a view, so that reading fills ``x``.
 
-    Args:
-        local: the rank's rows.
-        layout: of the tensor.
-        shape: of the whole tensor.
-        index: a ``MetadataIndex``: name and offsets of a chunk.
     Raises:
         ValueError: no stretch of this rank starts at the offsets.
     """
-    for offsets, sizes, at in _boxes(layout, shape):
+    for offsets, sizes, at in _boxes(x):
         if offsets == index.offset:
-            return local.narrow(layout.dim, at, sizes[layout.dim])
+            return x.local.narrow(x.placement.dim, at, sizes[x.placement.dim])
     raise ValueError(
-        f"{index.fqn}: this rank holds no rows of {list(shape)} at {list(index.offset or ())}"
+        f"{index.fqn}: this rank holds no rows of {list(x.shape)} at {list(index.offset or ())}"
     )

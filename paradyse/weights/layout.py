@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,17 @@ class ShardLayout:
         """Write ``rows``, which ``rank`` holds, to their places in ``whole``."""
         for start, n, at in self.stretches(rank):
             whole.narrow(self.dim, start, n).copy_(rows.narrow(self.dim, at, n))
+
+
+class Shard(Protocol):
+    """A tensor of which this rank holds some rows."""
+
+    local: Tensor
+    placement: ShardLayout
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
 
 
 def even_layout(axis: Axis, num_rows: int, dim: int = 0) -> ShardLayout:

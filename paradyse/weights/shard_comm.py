@@ -7,25 +7,13 @@ different numbers of rows, so each rank's part is as long as the longest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.weights.layout import ShardLayout
-
-
-class Shard(Protocol):
-    """A tensor of which this rank holds some rows."""
-
-    local: Tensor
-    placement: ShardLayout
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the whole tensor."""
-
+from paradyse.weights.layout import Shard
 
 Messages = list[tuple[list[int], collectives.Pending]]
 """Indices of tensors, and the message that brings their rows from all ranks."""

@@ -22,7 +22,7 @@ from paradyse.torch_private import (
     make_wrapper_subclass,
     schema_of,
     tree_leaves,
-    tree_map,
+    tree_map_only,
 )
 from paradyse.weights import dcp
 from paradyse.weights.layout import ShardLayout
@@ -121,13 +121,13 @@ class ShardedTensor(Tensor):
         )
 
     def __create_write_items__(self, name: str, x: Any) -> list[Any]:
-        return dcp.write_items(self.local, self.placement, self.shape, name)
+        return dcp.write_items(self, name)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return dcp.chunk_list(self.placement, self.shape)
+        return dcp.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return dcp.chunk_of(self.local, self.placement, self.shape, index)
+        return dcp.chunk_of(self, index)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[()]]:
         self._need_values()  # tracers call this first; what fails later misleads
@@ -170,18 +170,20 @@ def _refused(func: Any, x: ShardedTensor) -> Exception:
 
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` with whole (fake) tensors in place of sharded ones."""
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, ShardedTensor):
-            return x
-        return x._token.new_empty(x.shape)
-
     if func in (aten.detach.default, aten.alias.default):
-        x = args[0]
-        return ShardedTensor(None, None, x.shape, func(x._token))
-    args, kwargs = tree_map(whole, (args, kwargs))
+        return ShardedTensor(None, None, args[0].shape, func(args[0]._token))
+    args, kwargs = tree_map_only(
+        ShardedTensor, lambda x: x._token.new_empty(x.shape), (args, kwargs)
+    )
     return func(*args, **kwargs)
 
+
+_SIZED = {
+    aten.new_empty_strided.default: torch.empty_like,
+    aten.new_empty.default: torch.empty_like,
+    aten.new_zeros.default: torch.zeros_like,
+}
+"""Operators that make a tensor of a given size, and what makes the rows of one."""
 
 _LIKE = {
     aten.detach.default,
@@ -196,17 +198,9 @@ _LIKE = {
     aten.zero_.default,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
-    aten.new_empty_strided.default,
-    aten.new_zeros.default,
-    aten.new_empty.default,
+    *_SIZED,
 }
 """Operators that treat elements alike, besides those tagged pointwise."""
-
-_SIZED = {
-    aten.new_empty_strided.default: torch.empty_like,
-    aten.new_empty.default: torch.empty_like,
-    aten.new_zeros.default: torch.zeros_like,
-}
 
 
 def _on_lists(func: Any) -> bool:
@@ -222,17 +216,15 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
             raise _refused(func, like)
         options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
         return _wrap(_SIZED[func](like.local, **options), like)
-    num = None
-    if _on_lists(func):
-        num = next((len(a) for a in args if isinstance(a, list | tuple)), None)
+    lists = [a for a in args if isinstance(a, list | tuple)] if _on_lists(func) else []
+    num = len(lists[0]) if lists else None
     if num is None:
         likes = [_first((args, kwargs))]
     else:
-        lists = [a for a in args if isinstance(a, list | tuple) and len(a) == num]
-        likes = [_first([a[i] for a in lists]) for i in range(num)]
+        likes = [_first(each) for each in zip(*(a for a in lists if len(a) == num), strict=True)]
 
     def rows(x: Any) -> Any:
-        if isinstance(x, list | tuple) and num is not None and len(x) == num:
+        if isinstance(x, list | tuple) and len(x) == num:
             return [_rows_of(v, like) for v, like in zip(x, likes, strict=True)]
         return _rows_of(x, likes[0])
 
