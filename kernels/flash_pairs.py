@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_FAR = tl.constexpr(2**30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_BIAS, BOOL_BIAS, FLOAT_BIAS = 0, 1, 2

@@ -39,7 +39,7 @@ from paradyse.passes.mask_domain import (
 )
 from paradyse.passes.mask_values import MaskValues
 
-BATCH, HEAD, QUERY, KEY = 0, 1, 2, 3
+HEAD, QUERY, KEY = 1, 2, 3
 _OFFSET = Var(-1)
 """How far positions are ahead of indices: unknown, but one number for a whole document."""
 

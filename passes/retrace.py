@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,10 +293,3 @@ def _placeholders_first(gm: fx.GraphModule) -> None:
     first = next(n for n in nodes if n.op != "placeholder")
     for node in others:
         first.prepend(node)
-
-
-def getitem_of(node: fx.Node, index: int) -> fx.Node | None:
-    """The node that takes result ``index`` of a multi-output ``node``."""
-    return next(
-        (u for u in node.users if u.target is operator.getitem and u.args[1] == index), None
-    )
