@@ -394,11 +394,18 @@ FAULTS: tuple[Fault, ...] = (
         WHOLE,
     ),
     Fault(
-        "switches not counted",
-        "paradyse/runtime/guard.py",
-        "self.num_switches += 1",
-        "pass",
-        ("tests/runtime/test_guard.py",),
+        "deferred value computed at every use",
+        "paradyse/runtime/deferred.py",
+        "if x._value is None:",
+        "if True:",
+        ("tests/runtime/test_deferred.py",),
+    ),
+    Fault(
+        "emptied memory counted as held",
+        "paradyse/runtime/saved_memory.py",
+        "sum(storage_bytes(ref) for ref in alive)",
+        "sum(n for key, (_, n) in self.found.items() if key not in set(but))",
+        ("tests/profiling/test_online.py::test_emptied_memory_does_not_count",),
     ),
 )
 
