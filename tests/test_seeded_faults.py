@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from seeded_faults import FAULTS, misplaced
+from fault_table import FAULTS
+from seeded_faults import misplaced
 
 
 def test_every_fault_has_its_place_and_its_tests() -> None:

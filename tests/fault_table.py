@@ -1,0 +1,394 @@
+"""The faults that ``seeded_faults.py`` sows: one a person makes, a sign, a bound, a rank, a sum.
+
+Whoever changes a line that a fault replaces gives the fault its new text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of one file, and tests that are to catch it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Arguments of pytest: files or ids, narrow and fast."""
+
+
+TILES = ("tests/kernels/test_attention_kernel.py",)
+RANKS = "tests/strategies/test_attention_ranks.py::test_equal_to_one_rank"
+SIZES, MASKS, OTHERS = ((f"{RANKS}[3-{cases}]",) for cases in ("sizes", "masks", "others"))
+SHARDED = ("tests/test_exactness.py::test_sharded_over_three_ranks[llama_odd]",)
+WHOLE = ("tests/test_exactness.py::test_two_ranks[llama_odd]",)
+RECOVER = ("tests/passes/test_recover_masks.py",)
+FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
+REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
+HEADS = "tests/strategies/test_head_parallel.py::"
+GROUPS = (f"{HEADS}test_groups_sum_to_the_block",)
+ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
+EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
+
+MASK, CORE = "kernels/attention_mask.py", "kernels/attention_core.py"
+RING = "paradyse/strategies/attention/ring.py"
+COLOSSAL = "paradyse/strategies/attention/colossal.py"
+ULYSSES = "paradyse/strategies/attention/ulysses.py"
+COLLECTIVES = "paradyse/distributed/collectives.py"
+TOKENS = "paradyse/distributed/tokens.py"
+
+FAULTS: tuple[Fault, ...] = (
+    # kernels
+    Fault("window one too narrow", MASK, "x - left)", "x - left + 1)", TILES),
+    Fault("causal sees the next key", MASK, "x + right + 1)", "x + right + 2)", TILES),
+    Fault("chunks do not end", MASK, "torch.minimum(end, begin + chunk)", "end", TILES),
+    Fault("padding rows see keys", MASK, "    end = end * (x < seq_len)\n", "", SIZES),
+    Fault("documents mixed", MASK, "visible & same", "visible | same", TILES),
+    Fault(
+        "dq without the scale",
+        CORE,
+        "dq = times_values(ds, k).mul_(self.spec.scale)",
+        "dq = times_values(ds, k)",
+        TILES,
+    ),
+    Fault(
+        "softcap's derivative with a flipped sign",
+        CORE,
+        "capped.square_().neg_().add_(1)",
+        "capped.square_().add_(1)",
+        TILES,
+    ),
+    Fault(
+        "softmax's gradient without its row sum",
+        CORE,
+        "ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(p)",
+        "ds.mul_(p)",
+        TILES,
+    ),
+    Fault(
+        "log-sum-exp without the maximum",
+        CORE,
+        "return p, highest + total.log()",
+        "return p, total.log()",
+        TILES,
+    ),
+    Fault(
+        "attention dropout not scaled",
+        CORE,
+        "keep.to(like.dtype).mul_(1 / (1 - p) if p < 1 else 0)",
+        "keep.to(like.dtype)",
+        (f"{TILES[0]}::test_dropout_is_fair_and_uncorrelated", *OTHERS),
+    ),
+    Fault(
+        "dropout not scaled",
+        "kernels/dropout.py",
+        "x * (1 / (1 - p))",
+        "x",
+        ("tests/kernels/test_dropout.py", "tests/test_dropin.py::test_dropout[gpt2]"),
+    ),
+    Fault(
+        "replicas of a KV head not summed",
+        "kernels/head_exchange.py",
+        "self.replicas, width).sum(3)",
+        "self.replicas, width)[:, :, :, 0]",
+        EXCHANGE,
+    ),
+    Fault(
+        "query heads of the wrong KV head",
+        "kernels/head_exchange.py",
+        "return kv * self.group + at if",
+        "return at * self.num_kv_heads + kv if",
+        ("tests/strategies/test_heads.py",),
+    ),
+    # distributed
+    Fault(
+        "send and receive swapped",
+        COLLECTIVES,
+        "to, source = ranks[",
+        "source, to = ranks[",
+        SIZES,
+    ),
+    Fault(
+        "reduce-scatter without the sum",
+        COLLECTIVES,
+        '"reduce_scatter", num_bytes).wait().sum(0)',
+        '"reduce_scatter", num_bytes).wait()[0]',
+        SHARDED,
+    ),
+    Fault(
+        "all-reduce of few elements without the sum",
+        COLLECTIVES,
+        '"all_reduce", num_bytes).wait().sum(0)',
+        '"all_reduce", num_bytes).wait()[axis.rank]',
+        MASKS,
+    ),
+    Fault(
+        "broadcast from the wrong rank",
+        COLLECTIVES,
+        "source = dist.get_process_group_ranks(axis.group)[root]",
+        "source = dist.get_process_group_ranks(axis.group)[root - 1]",
+        SHARDED,
+    ),
+    Fault(
+        "second halves of the sequence in the ranks' order",
+        TOKENS,
+        "for r in range(p - 1, -1, -1)]",
+        "for r in range(p)]",
+        SHARDED,
+    ),
+    Fault(
+        "gradient of gathered tokens from the first rank's rows",
+        TOKENS,
+        "_rank_order(grad, layout, dim)[rank]",
+        "_rank_order(grad, layout, dim)[0]",
+        ("tests/test_dropin.py::test_loss_from_logits[2-plain]",),
+    ),
+    Fault(
+        "partial gradient of a replicated value not summed",
+        TOKENS,
+        "return collectives.all_reduce(grad, *ctx.where), None, None",
+        "return grad, None, None",
+        ("tests/passes/test_masks_graphs.py::test_custom_mask", *WHOLE),
+    ),
+    Fault(
+        "loss of the rank's own tokens",
+        TOKENS,
+        "return collectives.all_reduce(x, axis, block_id)\n",
+        "return x.clone()\n",
+        WHOLE,
+    ),
+    Fault(
+        "gradients summed, not averaged, over replicas",
+        "paradyse/distributed/replicas.py",
+        ".div_(replicas.size)",
+        "",
+        REPLICAS,
+    ),
+    Fault(
+        "joined loss: gradient of the own replica alone",
+        "paradyse/distributed/replicas.py",
+        "(sum_over_replicas(g, ctx.axis), None)",
+        "(g, None)",
+        REPLICAS,
+    ),
+    # strategies
+    Fault(
+        "ring: positions of the wrong rank",
+        RING,
+        "part = attention_forward(q, k, v, own, layout.runs((axis.rank - step) % p), spec)",
+        "part = attention_forward(q, k, v, own, layout.runs((axis.rank + step) % p), spec)",
+        SIZES,
+    ),
+    Fault(
+        "ring: gradients of keys not added up",
+        RING,
+        "grads += gradients_under_way.wait()[0]",
+        "gradients_under_way.wait()",
+        SIZES,
+    ),
+    Fault(
+        "ring: gradient of the bias not summed over ranks",
+        RING,
+        "collectives.all_reduce(d_bias, axis, block_id) if d_bias is not None",
+        "d_bias if d_bias is not None",
+        MASKS,
+    ),
+    Fault(
+        "ulysses: gradient of the bias not summed over ranks",
+        ULYSSES,
+        "d_bias = collectives.all_reduce(d_bias, ax, block_id)",
+        "d_bias = d_bias.clone()",
+        MASKS,
+    ),
+    Fault(
+        "ulysses: bias of the first rank's heads",
+        ULYSSES,
+        "ids = slots.head_ids(axis.rank)",
+        "ids = slots.head_ids(0)",
+        MASKS,
+    ),
+    Fault("colossal: no scale", COLOSSAL, ".to(exact) * spec.scale", ".to(exact)", SIZES),
+    Fault("colossal: no softcap", COLOSSAL, "    cap_scores(scores, spec.softcap)\n", "", MASKS),
+    Fault(
+        "colossal: columns of the wrong rank",
+        COLOSSAL,
+        "in layout.runs((axis.rank - step) % p):",
+        "in layout.runs((axis.rank + step) % p):",
+        SIZES,
+    ),
+    Fault(
+        "megatron_ts: bias added on every rank before the sum",
+        "paradyse/strategies/tensor_parallel.py",
+        "partial = torch.ops.aten.linear.default(core_env[d.x], weight)",
+        "partial = torch.ops.aten.linear.default(core_env[d.x], weight, bias)",
+        SHARDED,
+    ),
+    Fault(
+        "metp: gradients of a padded group lost",
+        "paradyse/strategies/weight_stream.py",
+        "    form.packed(group).add(out, 0, grad)\n",
+        "",
+        SHARDED,
+    ),
+    Fault(
+        "dropout inside a block by the rank's own count of tokens",
+        "paradyse/strategies/base.py",
+        "positions = local if layout == SPLIT else whole",
+        "positions = (local - local[0]) if layout == SPLIT else whole",
+        ("tests/test_dropin.py::test_dropout[gpt2]",),
+    ),
+    # weights
+    Fault(
+        "gradients of whole weights not summed over ranks",
+        "paradyse/weights/gradients.py",
+        "average(collectives.all_reduce_in_place(flat, axis, shares), replicas)",
+        "average(flat, replicas)",
+        WHOLE,
+    ),
+    Fault(
+        "gradient of a group's rows put at the first rows",
+        "paradyse/weights/slices.py",
+        "grad.narrow(self.dim, at, n)",
+        "grad.narrow(self.dim, 0, n)",
+        ROWS,
+    ),
+    Fault(
+        "a group's padding holds a weight",
+        "paradyse/weights/slices.py",
+        "return taken * (index >= 0).to(weight.dtype).view(shape)",
+        "return taken",
+        ROWS,
+    ),
+    Fault(
+        "gathered weights: gradient of the rank's own tokens alone",
+        "paradyse/weights/unshard.py",
+        "if gathered.summed:",
+        "if False:",
+        SHARDED,
+    ),
+    Fault(
+        "gathered weights: not there again for backward",
+        "paradyse/weights/unshard.py",
+        "gather_shards(self.shards, self.block_id, self.wholes, coming)",
+        "pass",
+        SHARDED,
+    ),
+    Fault(
+        "rows put at the start of their stretch",
+        "paradyse/weights/layout.py",
+        "            at += n\n",
+        "            at = n\n",
+        ("tests/checkpoint/test_loading.py::test_any_layout_is_overwritten_in_place",),
+    ),
+    # graph
+    Fault(
+        "stale function for a batch of one",
+        "paradyse/graph/lower.py",
+        "return self._known[key]",
+        "return True",
+        ("tests/graph/test_lower.py", *SHARDED),
+    ),
+    Fault(
+        "key of a piece without its sizes",
+        "paradyse/graph/subgraph.py",
+        'lines.append(f"i{i}: {shape} {val.dtype}',
+        'lines.append(f"i{i}: {len(val.shape)} {val.dtype}',
+        ("tests/graph", *SHARDED),
+    ),
+    Fault(
+        "normalized dims said to be splittable",
+        "paradyse/graph/rules.py",
+        "    names.mix(node, *dims[-k:])\n",
+        "",
+        ("tests/graph", f"{HEADS}test_refuses_by_name"),
+    ),
+    Fault(
+        "dims of a permutation in the wrong order",
+        "paradyse/graph/rules.py",
+        "return [dims[d] for d in node.args[1]]",
+        "return [dims[d] for d in reversed(node.args[1])]",
+        ("tests/graph", *SHARDED),
+    ),
+    # passes
+    Fault(
+        "not (x <= 0) taken for x >= 0",
+        "passes/mask_domain.py",
+        "return le0(sub(ONE, lin))",
+        "return le0(sub(ZERO, lin))",
+        RECOVER,
+    ),
+    Fault(
+        "an absolute value bounded on one side",
+        "passes/mask_domain.py",
+        "return conj(*both) if c > 0 else disj(*both)",
+        "return disj(*both) if c > 0 else conj(*both)",
+        RECOVER,
+    ),
+    Fault(
+        "left and right of a window swapped",
+        "passes/mask_spec.py",
+        "if coefficients == {Var(QUERY): 1, Var(KEY): -1} and const <= 0:",
+        "if coefficients == {Var(QUERY): -1, Var(KEY): 1} and const < 0:",
+        RECOVER,
+    ),
+    Fault(
+        "padding of queries for padding of keys",
+        "passes/mask_spec.py",
+        "if QUERY not in dims:",
+        "if KEY not in dims:",
+        RECOVER,
+    ),
+    Fault(
+        "folded attention without its scale",
+        "passes/fold_attention.py",
+        "found.scale *= factor",
+        "pass",
+        FOLD,
+    ),
+    Fault(
+        "folded attention divided where it was multiplied",
+        "passes/fold_attention.py",
+        "float(c) if node.target is aten.mul.Tensor else 1 / float(c)",
+        "float(c)",
+        FOLD,
+    ),
+    Fault(
+        "labels of padding tokens count",
+        "passes/place_tokens.py",
+        "    ctx.fills[labels] = ignore_index\n",
+        "",
+        WHOLE,
+    ),
+    # runtime
+    Fault(
+        "stale plan for another length",
+        "paradyse/runtime/guard.py",
+        "key = (batch, seq_len, training)",
+        "key = (batch, training)",
+        ("tests/test_dropin.py::test_dynamic[2-True-1]",),
+    ),
+    Fault(
+        "a converted value of an earlier layout",
+        "paradyse/runtime/frame.py",
+        "key = (node, layout)\n        if key not in self.forms:",
+        "key = (node, WHOLE)\n        if key not in self.forms:",
+        WHOLE,
+    ),
+    Fault(
+        "deferred value computed at every use",
+        "paradyse/runtime/deferred.py",
+        "if x._value is None:",
+        "if True:",
+        ("tests/runtime/test_deferred.py",),
+    ),
+    Fault(
+        "emptied memory counted as held",
+        "paradyse/runtime/saved_memory.py",
+        "sum(storage_bytes(ref) for ref in alive)",
+        "sum(n for key, (_, n) in self.found.items() if key not in set(but))",
+        ("tests/profiling/test_online.py::test_emptied_memory_does_not_count",),
+    ),
+)
