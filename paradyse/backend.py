@@ -42,6 +42,7 @@ from paradyse.runtime.capture import (
     trace_inputs,
 )
 from paradyse.runtime.describe import describe_blocks, describe_masks
+from paradyse.runtime.frame import current_frames
 from paradyse.runtime.guard import Guard
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
@@ -308,10 +309,11 @@ class _Graph:
         replicas = self.capture.replicas
         if replicas.size > 1 and must_check(replicas, False):
             check_agreement(replicas, [], {WEIGHTS: self._checksum_of_weights()}, "")
+        make_frame = current_frames()
         if self.feedback is None or not torch.is_grad_enabled():
-            return self.program(args, constants)
+            return make_frame(self.program, args, constants).run()
         workload = self.guard.workload(sizes.get("B", 1), sizes[WHOLE], True)
-        return self.feedback.run(args, constants, workload)
+        return self.feedback.run(args, constants, workload, make_frame)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan.strategies)
@@ -345,7 +347,7 @@ class _Graph:
         numbers = {  # as many on every rank, also where ranks disagree on what is the first call
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
-            "the random state": _checksum_of_rng() if self.program.has_dropout else 0,
+            "the random state": _checksum_of_rng() if self.program.schedule.has_dropout else 0,
             WEIGHTS: weights,
             PROFILE: self.cost_model.profile.checksum if first and self.cost_model else 0,
         }
@@ -444,12 +446,13 @@ def stats(compiled_model: Any) -> Stats:
             switches += graph.guard.num_switches
             for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
                 variants |= {
-                    (block.structure, canonical_strategy(block.kind, s)) for s in step.variants
+                    (block.structure, canonical_strategy(block.kind, s))
+                    for s in graph.program.variants[step.position]
                 }
             plans.update(graph.guard.plan_of)
             for block_id in (
                 *(s.block_id for s in graph.program.block_steps),
-                graph.program.between_id,
+                graph.program.schedule.between_id,
             ):
                 traffic = collectives.traffic(block_id)
                 sent.update(traffic.sent_bytes)

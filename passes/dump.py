@@ -22,6 +22,10 @@ def readable(gm: fx.GraphModule, ctx: Any) -> str:
             lines.append(f"# {block or 'between blocks'}")
             previous = block
         lines.append(_line(node, ctx, letters))
+    for step in ctx.schedule.steps if ctx.schedule is not None else ():
+        kind = "block" if step.index >= 0 else "on split" if step.split else "on replicated"
+        reads, gives = (", ".join(map(str, x)) for x in (step.piece.inputs, step.piece.outputs))
+        lines.append(f"# step {step.position}, {kind}: {step.piece.name}({reads}) -> {gives}")
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+import paradyse.kernels.attention_op  # noqa: F401  registers the operator
 from paradyse.passes.place_tokens import place_tokens
 
 aten = torch.ops.aten

@@ -21,6 +21,7 @@ from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
 from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
+from paradyse.passes.split_steps import Schedule, split_steps
 from paradyse.torch_private import trace_structured
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     name_dims,
     place_tokens,
     outline_blocks,
+    split_steps,
 )
 """All passes, in the order they run."""
 
@@ -86,6 +88,8 @@ class CaptureContext:
     """Operators between the inside of a block and the graph's outputs: run when the output is
     read.
     """
+    schedule: Schedule | None = None
+    """The steps; None where there is no sequence to split."""
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
     def note(self, message: str) -> None:

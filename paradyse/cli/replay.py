@@ -169,7 +169,7 @@ class _Choices:
         step = partial(self._step, choice, batch, known)
         step()
         peak = static_bytes(self.model, training=True)
-        peak += peak_beyond(self.compiled, batch["input_ids"].device, step)
+        peak += peak_beyond(batch["input_ids"].device, step)
         self.model.zero_grad()
         return int(_largest(self.rank, peak))
 

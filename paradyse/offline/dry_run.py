@@ -28,10 +28,11 @@ from paradyse.kernels.attention_mask import position_intervals
 from paradyse.offline.ops import bodies
 from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
 from paradyse.passes.retrace import InputLike
+from paradyse.passes.split_steps import BlockStep, PieceStep, Step
 from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.describe import describe_blocks
-from paradyse.runtime.frame import Frame, _zero
-from paradyse.runtime.program import BlockStep, PieceStep, Program
+from paradyse.runtime.frame import Frame, Wholes
+from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
@@ -154,9 +155,9 @@ def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
     return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
 
 
-def measure_step(program: Program, step: BlockStep | PieceStep, strategy: str) -> Sizes:
+def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
     """The memory of one step under one strategy, at any length."""
-    variant = program.variant(step, strategy) if isinstance(step, BlockStep) else None
+    variant = program.variant(step, strategy)
     if not isinstance(variant, MetpVariant) or len(variant.used) <= FEW_GROUPS:
         growth, gathered = _growth(program, step, strategy)
         lasting = isinstance(step, PieceStep) and not any(map(_has_gradient, step.piece.outputs))
@@ -172,7 +173,7 @@ def measure_step(program: Program, step: BlockStep | PieceStep, strategy: str) -
     return Sizes(growth, gathered, before, len(used) - FEW_GROUPS)
 
 
-def _growth(program: Program, step: BlockStep | PieceStep, strategy: str) -> tuple[Growth, int]:
+def _growth(program: Program, step: Step, strategy: str) -> tuple[Growth, int]:
     """The growth of a step, and the bytes of weights that it takes whole."""
     tokens, samples = [], []
     for chunk in (CHUNKS[0], *CHUNKS):
@@ -274,13 +275,12 @@ def _has_gradient(node: fx.Node) -> bool:
 class _Alone(Frame):
     """A frame in which one step runs by itself: its inputs and weights are there when it begins."""
 
-    def __init__(
-        self, program: Program, constants: Any, step: BlockStep | PieceStep, timeline: Timeline
-    ):
+    def __init__(self, program: Program, constants: Any, step: Step, timeline: Timeline):
         super().__init__(program, [None] * len(program.placeholders), constants)
         self.timeline = timeline
         self.gathered_bytes = 0
         self.given: list[Tensor] = []
+        self.tables = constants.common(step, self.seeds[step.index])
         self.held: list[Tensor] = []
         """Weights handed out."""
         self.layouts = (
@@ -301,27 +301,27 @@ class _Alone(Frame):
     def raw(self, node: fx.Node) -> Tensor:
         like = node.meta["val"]
         if self.axis.size == 1 or not like.ndim:
-            return self.weights([node], [None])[0]
+            return self._weight(node, None)
         layout = self.layouts.get(node) or even_layout(self.axis, like.shape[0])
         rows = torch.empty(layout.shape(like.shape, self.axis.rank), dtype=like.dtype)
         self._hold(rows)
         return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
 
     def weights(
-        self, nodes: Sequence[fx.Node], forms: Sequence[Form], summed: bool = True
+        self, step: Step, wholes: Wholes, nodes: Sequence[fx.Node], forms: Sequence[Form]
     ) -> tuple[Tensor, ...]:
-        out = []
-        for node, form in zip(nodes, forms, strict=True):
-            like = node.meta["val"]
-            shape = list(like.shape)
-            if form is not None:
-                shape[form.dim] = len(form.groups[self.axis.rank])
-            w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
-            self._hold(w)
-            if form is None or node not in self.layouts:
-                self.gathered_bytes += like.numel() * like.element_size()
-            out.append(w)
-        return tuple(out)
+        return tuple(map(self._weight, nodes, forms))
+
+    def _weight(self, node: fx.Node, form: Form) -> Tensor:
+        like = node.meta["val"]
+        shape = list(like.shape)
+        if form is not None:
+            shape[form.dim] = len(form.groups[self.axis.rank])
+        w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
+        self._hold(w)
+        if form is None or node not in self.layouts:
+            self.gathered_bytes += like.numel() * like.element_size()
+        return w
 
     def _hold(self, weight: Tensor) -> None:
         self.held.append(weight)
@@ -329,7 +329,8 @@ class _Alone(Frame):
 
     def shared(self) -> list[Tensor]:
         """What does not belong to the step: weights, and tables that all blocks read."""
-        tables = [*self.common, *self.env.values(), *self.forms.values()]
+        forms = [x for found in self.forms.values() for x in found.values()]
+        tables = [*self.tables, *self.env.values(), *forms]
         return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
 
 
@@ -344,27 +345,20 @@ def _no_leftovers() -> Iterator[None]:
         position_intervals.cache_clear()
 
 
-def run_alone(
-    program: Program, step: BlockStep | PieceStep, strategy: str, seq_len: int, batch: int
-) -> Sample:
+def run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: int) -> Sample:
     """One step forward and backward on tensors without memory."""
     layout = program.axis.layout(seq_len)
     sizes = {WHOLE: seq_len, "B": batch}
     if program.axis.size > 1:
         sizes[SPLIT] = layout.local_len
-    _zero(program.device)  # kept for good: it must be a real one
     with _no_leftovers(), FakeTensorMode(allow_non_fake_inputs=True):
         constants = program.constants_for(sizes, ())
         timeline, saved = Timeline(bodies(program.axis)), Saved()
         frame = _Alone(program, constants, step, timeline)
-        frame._at(step.index if isinstance(step, BlockStep) else -1, program.between_id)
-        timeline.given([*frame.common, *frame.env.values()])
+        timeline.given([*frame.tables, *frame.env.values()])
         with timeline:
             with saved.watch():
-                if isinstance(step, BlockStep):
-                    frame.run_block(step, strategy)
-                else:
-                    frame.run_piece(step)
+                frame.run_step(step, strategy)
             outputs = [frame.env[n] for n in step.piece.outputs]
             outputs = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
             kept = saved.num_bytes(frame.shared())

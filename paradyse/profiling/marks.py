@@ -1,7 +1,7 @@
 """Clock and memory at the edges of every block of one step, forward and backward.
 
-While it is profiled a program runs its steps in a ``WatchedFrame``; a plain ``Frame`` knows nothing
-of this. Edges in backward are identities on a block's inputs and outputs that autograd runs: the
+A call that is profiled runs its steps in a ``WatchedFrame``; a plain ``Frame`` knows nothing of
+this. Edges in backward are identities on a block's inputs and outputs that autograd runs: the
 gradient of an output comes before the block's own backward, that of an input after it.
 """
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.graph.subgraph import is_weight
+from paradyse.passes.split_steps import BlockStep, Step
 from paradyse.runtime.frame import Frame
-from paradyse.runtime.program import BlockStep
 from paradyse.runtime.saved_memory import Saved, storages
 from paradyse.torch_private import is_allocation, profiled_events
 from paradyse.weights.shard_comm import Messages
@@ -230,16 +230,18 @@ class WatchedFrame(Frame):
     def __init__(self, watch: Watch, *args: Any) -> None:
         super().__init__(*args)
         self.watch = watch
-        self._shelf = _WatchedShelf(watch)
+        self.shelf = _WatchedShelf(watch)
         self._ran: int | None = None
 
-    def run_block(self, step: BlockStep, strategy: str) -> None:
+    def run_step(self, step: Step, strategy: str) -> None:
+        if not isinstance(step, BlockStep):
+            return super().run_step(step, strategy)
         watch, block = self.watch, step.block_id
         given = {n: self.env[n] for n in step.piece.inputs if self._ends_backward(n)}
         for n, x in given.items():
             self.env[n] = _MarkGradient.apply(watch, DONE, block, x)
         watch.mark(ENTER, block)
-        super().run_block(step, strategy)
+        super().run_step(step, strategy)
         watch.mark(EXIT, block)
         self.env.update(given)  # others may read it too, and are not part of this block
         for n in step.piece.outputs:

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ from paradyse.profiling.marks import (
     find_spans,
     memory_of,
 )
-from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame import MakeFrame
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies import canonical_strategy
 from paradyse.torch_private import at_end_of_backward, saved_tensors_hooks_are_free
@@ -178,8 +177,17 @@ class Feedback:
         self._agreement: _Agreement | None = None
         self._known_keys: dict[tuple[str, ...], Mapping[Key, Sequence[int]]] = {}
 
-    def run(self, args: Sequence[Any], constants: StepConstants, workload: Workload) -> Any:
-        """The program's call, watched if it is its turn."""
+    def run(
+        self, args: Sequence[Any], constants: StepConstants, workload: Workload, make: MakeFrame
+    ) -> Any:
+        """The program's call, watched if it is its turn.
+
+        Args:
+            args: the graph's inputs.
+            constants: of the call's sizes and plan.
+            workload: what the plan was made for.
+            make: makes the frame of a call that is not watched here.
+        """
         self._calls += 1
         if self._open is not None:
             self._open.close()
@@ -192,33 +200,27 @@ class Feedback:
         self._runs[strategies] += 1
         self._of_scale[scale] += 1
         if self._runs[strategies] <= WARM_UP:
-            return self.program(args, constants)
+            return make(self.program, args, constants).run()
         if self._is_new(strategies, workload):
             record = self._watch_memory(args, workload, strategies)
         elif self._of_scale[scale] % SAMPLE_EVERY == 0:
-            watch = StepWatch(Clock(self.program.device))
-            record = _Record(self._calls, workload, strategies, False, watch)
+            clock = Clock(self.program.device)
+            record = _Record(self._calls, workload, strategies, False, StepWatch(clock))
         else:
-            return self.program(args, constants)
+            return make(self.program, args, constants).run()
         self._records.append(record)
-        return self._run_watched(record, args, constants)
-
-    def _run_watched(self, record: _Record, args: Sequence[Any], constants: StepConstants) -> Any:
-        watch = self._open = record.watch
+        self._open = watch = record.watch
         if watch is None:
-            return self.program(args, constants)
-        self.program.make_frame = partial(WatchedFrame, watch)
+            return make(self.program, args, constants).run()
         watch.mark(START)
         probe = watch.probe
         try:
             with probe if isinstance(probe, SavedMemory) else nullcontext():
-                return self.program(args, constants)
+                return WatchedFrame(watch, self.program, args, constants).run()
         except BaseException:
             record.watch = None
             watch.close()
             raise
-        finally:
-            self.program.make_frame = Frame
 
     def _keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
         """Of a plan, with the places of their blocks."""

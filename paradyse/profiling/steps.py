@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from paradyse.profiling.marks import (
     memory_of,
     times_of,
 )
-from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame import frames_by
 from paradyse.runtime.program import Program
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call
@@ -93,7 +93,6 @@ class Steps:
                 self.model.zero_grad(set_to_none=True)
                 yield
         finally:
-            self.watch(None)
             set_compiled_call(self.model, called)
             self.model.train(was_training)
             for p, grad in zip(self.parameters, kept, strict=True):
@@ -110,10 +109,6 @@ class Steps:
         if not self.blocks:
             why = f" ({'; '.join(self.notes)})" if self.notes else ""
             raise ValueError(f"no block of this model can be switched{why}: nothing to measure")
-
-    def watch(self, watch: Watch | None) -> None:
-        """Have every program's frames mark their edges in ``watch``; None: plain frames."""
-        _watch(self._programs, watch)
 
     def run(self, seq_len: int, plan: str) -> None:
         """One step; compiles what ``plan`` needs. Gradients are there afterwards."""
@@ -138,9 +133,7 @@ class Steps:
             DeviceMemory() if self.device.type == "cuda" else HostMemory() as probe,
         ):
             watch = Watch(probe)
-            self.watch(watch)
             self._step(inputs, plan, watch)
-            self.watch(None)
         return memory_of(watch, probe.read())
 
     def times(self, seq_len: int, plan: str) -> StepTimes:
@@ -149,11 +142,9 @@ class Steps:
         self.model.zero_grad(set_to_none=True)
         clock = Clock(self.device)
         watch = Watch(clock)
-        self.watch(watch)
         if self.axis.size > 1:
             dist.barrier(self.axis.group)
         self._step(inputs, plan, watch)
-        self.watch(None)
         return times_of(watch, clock.read())
 
     def traffic(self) -> dict[int, tuple[Counter[str], Counter[str]]]:
@@ -163,7 +154,7 @@ class Steps:
             for i in self.block_of
         }
         counts = {i: (sent.copy(), calls.copy()) for i, (sent, calls) in found.items()}
-        between = [collectives.traffic(p.between_id) for p in self._programs]
+        between = [collectives.traffic(p.schedule.between_id) for p in self._programs]
         sent = sum((t.sent_bytes for t in between), Counter[str]())
         counts[-1] = (sent, sum((t.calls for t in between), Counter[str]()))
         return counts
@@ -179,7 +170,6 @@ class Steps:
 
     def free(self) -> None:
         """After a step that found no memory: let go of what it left behind."""
-        self.watch(None)
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         if self.device.type == "cuda":
@@ -199,7 +189,8 @@ class Steps:
                 watch.mark(at)
 
         mark(START)
-        out = self._compiled(**inputs)
+        with frames_by(partial(WatchedFrame, watch)) if watch is not None else nullcontext():
+            out = self._compiled(**inputs)
         loss = _loss_of(out) if self.training else None
         mark(LOSS)
         if loss is not None:
@@ -228,30 +219,21 @@ def static_bytes(model: torch.nn.Module, training: bool) -> int:
     return max(held, torch.cuda.memory_allocated()) if on_cuda else held
 
 
-def peak_beyond(compiled: torch.nn.Module, device: torch.device, step: Callable[[], object]) -> int:
+def peak_beyond(device: torch.device, step: Callable[[], object]) -> int:
     """The most bytes that a step holds at any moment beyond those held when it began.
 
     Args:
-        step: runs ``compiled``, which has run before.
+        device: that the step runs on.
+        step: runs a compiled model, which has run before.
     """
-    programs = [g.program for c in captures_of(compiled) for g in c.graphs.values()]
     gc.collect()
     with DeviceMemory() if device.type == "cuda" else HostMemory() as probe, collectives.settled():
         watch = Watch(probe)
-        _watch(programs, watch)
-        try:
-            watch.mark(START)
+        watch.mark(START)
+        with frames_by(partial(WatchedFrame, watch)):
             step()
-            watch.mark(END)
-        finally:
-            _watch(programs, None)
+        watch.mark(END)
     return max(level.peak_bytes for level in probe.read()[1:])
-
-
-def _watch(programs: Sequence[Program], watch: Watch | None) -> None:
-    """Have the programs' frames mark their edges in ``watch``; None: plain frames."""
-    for program in programs:
-        program.make_frame = partial(WatchedFrame, watch) if watch else Frame
 
 
 def _loss_of(out: Any) -> Tensor:

@@ -179,7 +179,7 @@ def build_program(
     except Untraceable as e:
         ctx.note(str(e))
         return None, ctx
-    if ctx.seq is None:
+    if ctx.schedule is None or ctx.seq is None:
         return None, ctx
     scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, VARIANTS)
     return Program(traced, ctx, scope), ctx

@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from paradyse.graph.subgraph import is_weight, structure
-from paradyse.runtime.program import BlockStep, Program
+from paradyse.passes.split_steps import BlockStep
+from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.base import WHOLE
 from paradyse.types import BlockSpec, MaskSpec

@@ -10,7 +10,7 @@ from paradyse.graph.subgraph import Piece
 from paradyse.strategies.base import Scope, Strategy
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
-from paradyse.strategies.local import COLOSSAL_Z, MEGATRON_CZ, ULYSSES_Z, ZeroVariant
+from paradyse.strategies.local import COLOSSAL_Z, MEGATRON_CZ, ULYSSES_Z, zero_variant
 from paradyse.strategies.metp import METP
 from paradyse.strategies.tensor_parallel import MEGATRON_TS
 from paradyse.strategies.work import Work
@@ -66,7 +66,7 @@ def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
         ValueError: the strategy is unknown.
     """
     if name == REPLICATED:
-        return ZeroVariant(scope, piece, block.attention, name)
+        return zero_variant(scope, piece, block.attention, name)
     return strategy_named(canonical_strategy(block.kind, name)).build(scope, block, piece)
 
 

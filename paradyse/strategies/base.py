@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -26,21 +26,36 @@ SPLIT, WHOLE = "s", "S"
 """Labels of the sequence factor: the rank's tokens, or all of them."""
 
 
-class Values(Protocol):
-    """What a variant may ask of a step: every input of the block, in either layout."""
+Common = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""All positions [S], the rank's positions [s], a marker of the batch size [B], info int64 [2] = (S,
+block id), the block's seed []."""
 
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a variant or a piece may know and ask of the step that it computes.
+
+    A variant is called with it and returns the step's outputs. ``uses`` of the variant lists its
+    weights, each with the form in which it asks for it.
+    """
+
+    position: int
+    """In the order of steps."""
+    block_id: int
+    """What its messages are booked to."""
     sizes: Mapping[str, int]
     """Sizes at hand: "B", "S" and "s"."""
-    common: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-    """All positions [S], the rank's positions [s], a marker of the batch size [B], info [2] = (S,
-    block id), the block's seed []."""
+    common: Common
+    get: Callable[[fx.Node, str], Any]
+    """An input, on the rank's tokens ("s") or whole ("S")."""
+    raw: Callable[[fx.Node], Tensor]
+    """A weight as it is given to the graph: whole, or sharded."""
+    weights: Callable[[Sequence[fx.Node], Sequence[Form]], tuple[Tensor, ...]]
+    """Weights, each whole or as the rows of the rank's group."""
 
-    def get(self, node: fx.Node, layout: str) -> Tensor: ...
 
-    def raw(self, node: fx.Node) -> Tensor:
-        """A weight as it is given to the graph: whole, or sharded."""
-
-    def weights(self, nodes: Sequence[fx.Node], forms: Sequence[Form]) -> tuple[Tensor, ...]: ...
+Uses = Sequence[tuple[fx.Node, Form]]
+"""Weights of a variant, and the form in which each is taken."""
 
 
 @dataclass

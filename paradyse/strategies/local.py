@@ -8,7 +8,7 @@ same program. One rank is the case without any exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from paradyse.strategies.base import (
     WHOLE,
     LoweredPiece,
     Scope,
+    StepContext,
     Strategy,
-    Values,
+    Uses,
     bind_factors,
     bind_sizes,
     common_dims,
@@ -78,7 +79,13 @@ def _seed(numbers: Sequence[Any], seed: Tensor) -> Tensor | None:
 
 
 class LocalPiece:
-    """A piece run in one layout with whole weights; attention by a strategy of this file."""
+    """A piece run in one layout with whole weights; attention by a strategy of this file.
+
+    Args:
+        layout: of its values, on the rank's tokens ("s") or whole ("S").
+        strategy: of ``attention``; for a piece without it any name of what the piece is.
+        eager: run operator by operator; else compiled on first use.
+    """
 
     def __init__(
         self,
@@ -87,10 +94,11 @@ class LocalPiece:
         layout: str,
         strategy: str,
         attention: fx.Node | None = None,
+        eager: bool = False,
     ):
-        self.layout = layout
-        self.attention = attention
         self.inputs, self.weight_nodes = split_inputs(piece)
+        self.forms = [None] * len(self.weight_nodes)
+        self.uses: Uses = [(n, None) for n in self.weight_nodes]
         whole = masks_of(attention)
         self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
         order = [*self.inputs, *self.weight_nodes]
@@ -106,26 +114,27 @@ class LocalPiece:
             if attention is not None:
                 overrides[attention] = attention_override(scope, strategy, common)
             factors = bind_factors(scope, layout, sizes)
-            return contiguous(run(piece, [rest[i] for i in place], scope.names, factors, overrides))
+            return run(piece, [rest[i] for i in place], scope.names, factors, overrides)
 
-        self.lowered = LoweredPiece(scope, piece_key(scope, piece, layout, strategy), fn, dims)
+        self.run: Callable[[Mapping[str, int], Sequence[Tensor]], Any]
+        if eager:
+            self.run = lambda sizes, tensors: fn(*tensors)
+        else:
+            key = piece_key(scope, piece, layout, strategy)
+            self.run = LoweredPiece(scope, key, lambda *tensors: contiguous(fn(*tensors)), dims)
 
-    def __call__(self, values: Values, weights: Sequence[Tensor]) -> Any:
-        inputs = [values.get(n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
-        return self.lowered(values.sizes, [*values.common, *inputs, *weights])
+    def __call__(self, step: StepContext) -> Any:
+        inputs = [step.get(n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
+        weights = step.weights(self.weight_nodes, self.forms)
+        return self.run(step.sizes, [*step.common, *inputs, *weights])
 
 
-class ZeroVariant:
-    """A whole block as one local piece."""
-
-    def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str):
-        layout = SPLIT if scope.axis.size > 1 else WHOLE
-        self.body = LocalPiece(scope, piece, layout, strategy, attention)
-        self.forms = [None] * len(self.body.weight_nodes)
-
-    def __call__(self, values: Values) -> Any:
-        weights = values.weights(self.body.weight_nodes, self.forms)
-        return self.body(values, weights)
+def zero_variant(
+    scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str
+) -> LocalPiece:
+    """A whole block as one local piece, on the rank's tokens."""
+    layout = SPLIT if scope.axis.size > 1 else WHOLE
+    return LocalPiece(scope, piece, layout, strategy, attention)
 
 
 def _count_ring(work: Work) -> None:
@@ -157,8 +166,8 @@ def _count_scores(work: Work) -> None:
 
 
 def _strategy(name: str, count_core: Callable[[Work], None]) -> Strategy:
-    def build(scope: Scope, block: Any, piece: Piece) -> ZeroVariant:
-        return ZeroVariant(scope, piece, block.attention, name)
+    def build(scope: Scope, block: Any, piece: Piece) -> LocalPiece:
+        return zero_variant(scope, piece, block.attention, name)
 
     def count(work: Work) -> None:
         in_out = 2 * work.block.hidden + work.columns

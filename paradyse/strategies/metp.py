@@ -25,8 +25,9 @@ from paradyse.strategies.base import (
     WHOLE,
     LoweredPiece,
     Scope,
+    StepContext,
     Strategy,
-    Values,
+    Uses,
     bind_factors,
     bind_sizes,
     common_dims,
@@ -114,7 +115,7 @@ class _Local:
         self.run = (lambda sizes, tensors: fn(*tensors)) if small else lowered
         self.outputs = outputs
 
-    def __call__(self, values: Values, env: dict[fx.Node, Tensor]) -> None:
+    def __call__(self, values: StepContext, env: dict[fx.Node, Tensor]) -> None:
         tensors = [env[n] for n in [*self.inputs, *self.weights]]
         results = self.run(values.sizes, [*values.common, *tensors])
         env.update(zip(self.outputs, results, strict=True))
@@ -230,6 +231,8 @@ class MetpVariant:
         around = [w.node for w in segments.weights]
         bias = [d.bias.node for d in groups.downs if d.bias is not None]
         self.nodes = list(dict.fromkeys([*(w.node for w in self.weights), *around, *bias]))
+        forms = {w.node: w.form for w in self.weights if w.node not in {*around, *bias}}
+        self.uses: Uses = [(n, forms.get(n)) for n in self.nodes]
 
     def _make_stages(self, block: Any) -> None:
         scope, groups, region = self.scope, self.groups, block.region
@@ -247,7 +250,7 @@ class MetpVariant:
             nodes = part("after", inside, read)
         self.after = _Stage(self, "after", nodes, read, attended, groups.downs)
 
-    def __call__(self, values: Values) -> Any:
+    def __call__(self, values: StepContext) -> Any:
         env = self._weights(values)
         for node in self.segments.inputs:
             env[node] = values.get(node, SPLIT)
@@ -268,14 +271,12 @@ class MetpVariant:
         self.post(values, env)
         return (env[self.groups.block.output],)
 
-    def _weights(self, values: Values) -> dict[fx.Node, Tensor]:
+    def _weights(self, values: StepContext) -> dict[fx.Node, Tensor]:
         """Whole weights, and shards where each rank holds the rows of its group: they stream."""
-        forms = {w.node: w.form for w in self.weights}
-        elsewhere = set(self.nodes) - set(forms) | {w.node for w in self.segments.weights}
         env: dict[fx.Node, Tensor] = {}
-        for node in self.nodes:
+        for node, form in self.uses:
             x = values.raw(node)
-            if isinstance(x, ShardedTensor) and node not in elsewhere and fits(x, forms[node]):
+            if isinstance(x, ShardedTensor) and fits(x, form):
                 env[node] = x
         whole = [n for n in self.nodes if n not in env]
         env.update(zip(whole, values.weights(whole, [None] * len(whole)), strict=True))

@@ -20,8 +20,9 @@ from paradyse.strategies.base import (
     WHOLE,
     LoweredPiece,
     Scope,
+    StepContext,
     Strategy,
-    Values,
+    Uses,
     bind_factors,
     bind_sizes,
     common_dims,
@@ -59,6 +60,7 @@ class TensorParallelVariant:
         self.weights = [*up_weights(groups.ups), *region, *last, *segments.weights]
         self.nodes = [w.node for w in self.weights]
         self.forms = [w.form for w in self.weights]
+        self.uses: Uses = list(zip(self.nodes, self.forms, strict=True))
         self.heads: Tensor | None = None
         self.needs_heads = has_dropout(groups.core) or (
             block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
@@ -143,7 +145,7 @@ class TensorParallelVariant:
 
         return whole_sequence
 
-    def __call__(self, values: Values) -> Any:
+    def __call__(self, values: StepContext) -> Any:
         tensors = [*values.common]
         if self.needs_heads:
             if self.heads is None:

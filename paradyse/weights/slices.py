@@ -31,6 +31,11 @@ class Rows:
         """Per group its indices as ``stretches``."""
         return tuple(stretches(rows) for rows in self.groups)
 
+    @cached_property
+    def present(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """``runs`` without the rows of zeros."""
+        return tuple(stretches(tuple(r for r in rows if r >= 0)) for rows in self.groups)
+
     def take(self, weight: Tensor, group: int) -> Tensor:
         """W_g of ``group`` from ``weight`` W, differentiably; a view where it is one stretch."""
         if len(self.runs[group]) > MANY_RUNS:

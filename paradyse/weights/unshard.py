@@ -24,7 +24,7 @@ from paradyse.weights.shard_comm import (
     start_gather,
 )
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.slices import Form, Rows, stretches
+from paradyse.weights.slices import Form, Rows
 
 LOOK_AHEAD = True
 """Whether the next block's weights are fetched while the present block computes."""
@@ -200,26 +200,16 @@ def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
     return form.packed(rank).take(rows, 0)
 
 
-_LAYOUTS: dict[tuple[int, str], tuple[Rows, ShardLayout | None]] = {}
-
-
 def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:
     """The layout in which each rank holds the rows of its group; None where a row is in no group
     or in two (a KV head that several ranks need)."""
     if form is None:
         return None
-    key = (id(form), axis.name)
-    if key not in _LAYOUTS:
-        rows = [tuple(r for r in group if r >= 0) for group in form.groups]
-        apart = sorted(r for group in rows for r in group) == list(range(num_rows))
-        layout = ShardLayout(axis, form.dim, tuple(map(stretches, rows))) if apart else None
-        _LAYOUTS[key] = (form, layout)  # the form too, so that its id stays its own
-    return _LAYOUTS[key][1]
+    rows = sorted(r for group in form.groups for r in group if r >= 0)
+    return ShardLayout(axis, form.dim, form.present) if rows == list(range(num_rows)) else None
 
 
 def fits(shard: ShardedTensor, form: Form) -> bool:
     """Whether the rows that lie here are those that the rank's group computes with."""
-    if form is None:
-        return False
-    layout = layout_of(form, shard.placement.axis, shard.shape[form.dim])
-    return layout is not None and layout == shard.placement
+    at = shard.placement
+    return form is not None and form.dim == at.dim and form.present == at.runs

@@ -81,8 +81,7 @@ def saved_by_hooks(call: Any, batch: dict[str, Any], weights: set[int]) -> int:
 def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str, Any]:
     """A profile, and what can be held against it, by steps of the same model unwatched."""
     import paradyse
-    from paradyse.runtime.frame import Frame
-    from paradyse.runtime.registry import captures_of
+    from paradyse.runtime.frame import Frame, current_frames
 
     model = make_tiny().eval()
     if sharded:
@@ -93,9 +92,7 @@ def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str,
         "gradients": all(p.grad is None for p in model.parameters()),
         "mode": not model.training,
         "random state": torch.equal(before, torch.get_rng_state()),
-        "frames": all(
-            g.program.make_frame is Frame for c in captures_of(model) for g in c.graphs.values()
-        ),
+        "frames": current_frames() is Frame,
     }
     current = ["megatron_ts"]
     options = {**EAGER, "plan": lambda workload: current[0]}

@@ -211,17 +211,16 @@ def held(run: Run, seq_len: int) -> Any:
         WatchedFrame,
         memory_of,
     )
-    from paradyse.runtime.frame import Frame
+    from paradyse.runtime.frame import frames_by
 
-    program, kept = run.graph.program, run.graph.feedback
+    kept = run.graph.feedback
     run.graph.feedback = None
     with HostMemory() as probe:
         watch = Watch(probe)
-        program.make_frame = partial(WatchedFrame, watch)
         watch.mark(START)
-        run_step(run.compiled, run.model, make_batch("plain", 1, seq_len))
+        with frames_by(partial(WatchedFrame, watch)):
+            run_step(run.compiled, run.model, make_batch("plain", 1, seq_len))
         watch.mark(END)
-        program.make_frame = Frame
     run.graph.feedback = kept
     return memory_of(watch, probe.read())
 

@@ -88,10 +88,11 @@ def test_passes_that_do_not_exist_or_are_needed_are_refused(name):
 def test_the_dump_has_every_pass_with_named_dims(tmp_path):
     compile_and_compare(Tiny().double(), [(2, 7)], dump=str(tmp_path))
     files = sorted(p.name for p in tmp_path.iterdir())
-    assert files[0] == "00_retrace.txt" and files[-2].endswith("outline_blocks.txt")
+    assert files[0] == "00_retrace.txt" and files[-2].endswith("split_steps.txt")
     assert "layers.1.mlp" in (tmp_path / "plan_batch2_length7.txt").read_text()
     text = (tmp_path / files[-2]).read_text()
     assert "[B, S, 32]" in text and "# layers.1.mlp" in text
+    assert "# step 2, block: layers.0.mlp(" in text
 
 
 def test_explain_needs_a_graph_and_names_the_blocks():

@@ -1,0 +1,231 @@
+"""Split steps: the graph as what runs one after the other, blocks and the pieces between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import networkx as nx
+import torch
+from torch import fx
+
+from paradyse.distributed import collectives
+from paradyse.graph.subgraph import Piece, is_weight, live_nodes, make_piece
+from paradyse.passes.outline_blocks import Block
+from paradyse.strategies.base import is_tensor
+
+aten = torch.ops.aten
+
+EAGER_NODES = 4
+"""Pieces of at most this many operators are not worth a compiled region (0.2 ms a step each)."""
+
+EAGER_INDEX_NODES = 32
+"""The same where nothing has a gradient: positions, rotary tables, shifted labels."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStep:
+    """A block, which is computed by the strategy that the plan names."""
+
+    position: int
+    """In the order of steps."""
+    index: int
+    """In the order of blocks."""
+    block: Block
+    piece: Piece
+    block_id: int
+    """What its messages are booked to."""
+    sides: Mapping[fx.Node, Piece]
+    """On more than one rank: values inside the block that the graph returns, such as keys and
+    values for a cache, and how each is computed again from the block's inputs."""
+    recompute: bool
+    """Nothing inside is kept for backward: the user asked for activation checkpointing."""
+    split: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class PieceStep:
+    """A piece between blocks, on replicated or on split values."""
+
+    position: int
+    piece: Piece
+    block_id: int
+    split: bool
+    eager: bool
+    """Run operator by operator: too small to compile."""
+    index: ClassVar[int] = -1
+    """Of what belongs to it where there is one of each block and a last one for all pieces."""
+    sides: ClassVar[Mapping[fx.Node, Piece]] = {}
+    recompute: ClassVar[bool] = False
+
+
+Step = BlockStep | PieceStep
+
+_Unit = tuple[int, bool, int, bool]
+"""What a step is made of, and when it runs: number of blocks before it, whether it is one itself,
+changes of layout since, whether its values are split."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a graph, in order, and what follows from them."""
+
+    steps: tuple[Step, ...]
+    tails: Mapping[fx.Node, Piece]
+    """Outputs that nothing computes before they are read, made from the inside of blocks."""
+    returned: tuple[fx.Node, ...]
+    """The graph's outputs."""
+    between_id: int
+    """What messages of no block are booked to."""
+
+    @cached_property
+    def block_steps(self) -> tuple[BlockStep, ...]:
+        return tuple(s for s in self.steps if isinstance(s, BlockStep))
+
+    @cached_property
+    def has_dropout(self) -> bool:
+        """Whether a call draws random numbers."""
+        pieces = [*(s.piece for s in self.steps), *self.tails.values()]
+        nodes = (n for piece in pieces for n in piece.nodes)
+        return any(n.target == aten.dropout.default or _drops(n) for n in nodes)
+
+    @cached_property
+    def weight_owners(self) -> dict[fx.Node, int]:
+        """Weights used for a part of the work -> id of the block that is booked their gradients."""
+        owners: dict[fx.Node, int] = {}
+        for step in self.steps:
+            for node in filter(is_weight, step.piece.inputs if step.split else ()):
+                owners.setdefault(node, step.block_id)
+        return owners
+
+    @cached_property
+    def freed(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """Per step the values that no later step reads."""
+        last = {n: step.position for step in self.steps for n in step.piece.inputs}
+        kept = {*self.returned, *(n for piece in self.tails.values() for n in piece.inputs)}
+        out: list[list[fx.Node]] = [[] for _ in self.steps]
+        for node, position in last.items():
+            if node.op == "call_function" and node not in kept:
+                out[position].append(node)
+        return tuple(map(tuple, out))
+
+
+def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
+    """Give every operator a step, in an order in which all is there that a step reads.
+
+    before: x = embedding(w, ids); y = <block 0>(x); z = <block 1>(y); loss = f(norm(z), labels)
+    after:  ctx.schedule = (piece on split values, block 0, block 1, piece on split values, ..)
+    A piece holds the operators behind the same block whose values have the same layout, with as
+    many changes of layout before them. What is computed from weights alone is part of every piece
+    that reads it; what only outputs need of the inside of a block is in none (``Schedule.tails``).
+    Refuses a graph without a sequence: there is no schedule.
+    """
+    ctx.schedule = None
+    if ctx.seq is None:
+        return 0
+    nodes = list(gm.graph.nodes)
+    returned = tuple(nodes[-1].all_input_nodes)
+    aside = ctx.tails if ctx.axis.size > 1 else set()
+    fixed = _from_weights(nodes, ctx)
+    unit = {n: key for n, key in _levels(nodes, ctx, fixed).items() if n not in aside}
+    read = set()
+    for node in nodes:
+        for a in node.all_input_nodes:
+            strange = unit.get(node) != unit.get(a)
+            if strange and (a not in fixed or node not in unit) and is_tensor(a):
+                read.add(a)
+    groups: dict[_Unit, list[fx.Node]] = {}
+    for node in nodes:
+        if node in unit:
+            groups.setdefault(unit[node], []).append(node)
+    between_id = collectives.register_block("between blocks")
+    order = {n: i for i, n in enumerate(nodes)}
+    steps: list[Step] = []
+    for (stage, is_block, sub, split), group in sorted(groups.items()):
+        outputs = [n for n in group if n in read]
+        if is_block:
+            block = ctx.blocks[stage]
+            sides = [n for n in outputs if n is not block.output]
+            outputs = [block.output, *(sides if ctx.axis.size == 1 else ())]
+            piece = _closed_piece(block.label, group, outputs, fixed, order)
+            block_id = collectives.register_block(block.label)
+            again = any(n.meta.get("recompute") for n in group)
+            pieces = {n: _side(piece, n) for n in sides if ctx.axis.size > 1}
+            steps.append(BlockStep(len(steps), stage, block, piece, block_id, pieces, again))
+        elif outputs:
+            piece = _closed_piece(f"piece_{stage}_{sub}", group, outputs, fixed, order)
+            split = split and ctx.axis.size > 1
+            steps.append(PieceStep(len(steps), piece, between_id, split, _is_small(piece)))
+    late = [n for n in nodes if n in aside]
+    tails = {n: make_piece("tail", live_nodes(late, [n]), [n]) for n in returned if n in aside}
+    ctx.schedule = Schedule(tuple(steps), tails, returned, between_id)
+    return len(steps)
+
+
+def _levels(nodes: Sequence[fx.Node], ctx: Any, fixed: nx.DiGraph) -> dict[fx.Node, _Unit]:
+    """The unit of every operator: outside blocks the first one that its inputs allow. What is
+    ``fixed`` is at hand everywhere."""
+    found: dict[fx.Node, _Unit] = {
+        n: (i, True, 0, True) for i, block in enumerate(ctx.blocks) for n in block.nodes
+    }
+    for node in nodes:
+        if node.op != "call_function" or node in found:
+            continue
+        split = node in ctx.split
+        level = (0, 0)
+        for a in node.all_input_nodes:
+            if a in found and a not in fixed:
+                stage, is_block, sub, a_split = found[a]
+                changed = split != a_split or (a in ctx.partial and not is_block)
+                level = max(level, (stage + is_block, sub + changed))
+        found[node] = (level[0], False, level[1], split)
+    return found
+
+
+def _from_weights(nodes: Sequence[fx.Node], ctx: Any) -> nx.DiGraph:
+    """Operators outside blocks that read weights alone and do not know the length, with the edges
+    between them."""
+    inside = {n for block in ctx.blocks for n in block.nodes}
+    weights = {n for n in nodes if is_weight(n)}
+    found = nx.DiGraph()
+    for node in nodes:
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or node in inside or not inputs:
+            continue
+        dims = ctx.names.of(node) if is_tensor(node) else ()
+        if all(a in weights or a in found for a in inputs) and not any(ctx.seq in d for d in dims):
+            found.add_node(node)
+            found.add_edges_from((a, node) for a in inputs if a in found)
+    return found
+
+
+def _closed_piece(
+    name: str,
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    fixed: nx.DiGraph,
+    order: Mapping[fx.Node, int],
+) -> Piece:
+    """The piece of ``nodes`` and of what they read that is computed from weights alone."""
+    members = set(nodes)
+    for a in {a for n in nodes for a in n.all_input_nodes if a in fixed}:
+        members |= {a, *nx.ancestors(fixed, a)}
+    return make_piece(name, live_nodes(sorted(members, key=order.__getitem__), outputs), outputs)
+
+
+def _side(piece: Piece, node: fx.Node) -> Piece:
+    return make_piece(f"{piece.name} side", live_nodes(piece.nodes, [node]), [node])
+
+
+def _is_small(piece: Piece) -> bool:
+    metas = (n.meta.get("tensor_meta") for n in piece.inputs)
+    grads = any(getattr(m, "requires_grad", False) for m in metas)
+    return len(piece.nodes) <= (EAGER_NODES if grads else EAGER_INDEX_NODES)
+
+
+def _drops(node: fx.Node) -> bool:
+    """Whether it is attention with dropout."""
+    attention = node.target == torch.ops.paradyse.attention.default
+    return attention and len(node.args) > 12 and float(node.args[12]) > 0
