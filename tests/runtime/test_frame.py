@@ -1,0 +1,86 @@
+"""A frame: one call, by the maker in scope; its values go; its context is the step's alone."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tiny, tokens
+
+from paradyse.runtime.frame import Frame, _on_sequence, current_frames, frames_by
+from paradyse.runtime.registry import captures_of
+
+
+class Noted(Frame):
+    """Notes its steps and what is left of values."""
+
+    steps: list[tuple[str, int]]
+    left: set[Any]
+
+    def run_step(self, step: Any, strategy: str) -> None:
+        super().run_step(step, strategy)
+        self.steps.append((strategy, step.position))
+
+    def _run(self) -> Any:
+        out = super()._run()
+        self.left.update(self.env)
+        return out
+
+
+@pytest.fixture
+def compiled() -> Any:
+    torch._dynamo.reset()
+    return torch.compile(Tiny().double(), backend="paradyse", options={"inner": "eager"})
+
+
+def test_the_maker_in_scope_makes_the_frames_of_calls_inside_it_alone(compiled: Any) -> None:
+    noted = type("Here", (Noted,), {"steps": [], "left": set()})
+    ids = tokens(2, 7)
+    plain = compiled(ids, ids)
+    with frames_by(noted):
+        assert current_frames() is noted
+        watched = compiled(ids, ids)
+    assert current_frames() is Frame
+    compiled(ids, ids)
+    (capture,) = captures_of(compiled)
+    (graph,) = capture.graphs.values()
+    program = graph.program
+    assert torch.equal(plain, watched)
+    assert [p for _, p in noted.steps] == list(range(len(program.steps)))
+    assert [s for s, _ in noted.steps if s] == ["replicated"] * 4
+    inputs = set(program.placeholders) | set(program.constants)
+    assert noted.left - inputs == set(program.schedule.returned)  # all others are gone
+
+
+def test_a_maker_that_fails_does_not_stay(compiled: Any) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no frame")
+
+    with pytest.raises(RuntimeError, match="no frame"), frames_by(fail):
+        compiled(tokens(2, 7))
+    assert current_frames() is Frame
+
+
+def test_the_context_of_a_step_cannot_be_changed(compiled: Any) -> None:
+    found: list[Any] = []
+
+    class Here(Frame):
+        def context(self, *args: Any) -> Any:
+            found.append(super().context(*args))
+            return found[-1]
+
+    with frames_by(Here):
+        compiled(tokens(2, 7))
+    assert sorted({c.position for c in found}) == list(range(len(found)))
+    assert all(int(c.common[3][1]) == c.block_id for c in found)
+    with pytest.raises(FrozenInstanceError):
+        found[0].block_id = 7
+
+
+def test_a_sequence_merged_with_another_dim_is_taken_apart() -> None:
+    x = torch.arange(24.0).reshape(6, 4)  # [B S, 4] of 2 rows of 3
+    dims = ((2, "S"), (4,))
+    out = _on_sequence(x, dims, {"S": 3}, lambda t, dim: t.flip(dim))
+    assert torch.equal(out, x.reshape(2, 3, 4).flip(1).reshape(6, 4))
