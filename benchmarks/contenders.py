@@ -144,7 +144,7 @@ class Switched(Contender):
         on the rank that held more."""
         self.model.zero_grad()
         ids, device = self.tokens(seq_len), next(self.model.parameters()).device
-        peak = torch.tensor(peak_beyond(self.run, device, lambda: self.step(ids)))
+        peak = torch.tensor(peak_beyond(device, lambda: self.step(ids)))
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return int(peak)
 

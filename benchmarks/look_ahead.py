@@ -43,7 +43,8 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[S
     """Plan -> ahead or without -> length -> steps."""
     import paradyse
     from paradyse.distributed import collectives
-    from paradyse.weights import unshard
+    from paradyse.distributed.axis import resolve_axis
+    from paradyse.weights.unshard import LookAhead
 
     waits: list[float] = []
     wait = collectives.Pending.wait
@@ -61,7 +62,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[S
     def step(seq_len: int, ahead: bool) -> Step:
         waits.clear()
         ids = contender.tokens(seq_len)
-        with patch.object(unshard, "LOOK_AHEAD", ahead):
+        with patch.object(resolve_axis().session.of(LookAhead), "on", ahead):
             taken = seconds_of(lambda: losses.append(float(contender.step(ids))))
         return Step(taken, sum(w > WAIT_S for w in waits), sum(waits), losses.pop())
 

@@ -23,6 +23,7 @@ from paradyse.distributed.agreement import (
     must_check,
 )
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.session import Recent, Session
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
@@ -33,7 +34,6 @@ from paradyse.planning.profile_file import Setting, present_versions
 from paradyse.profiling.online import Feedback
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
-    VARIANTS,
     build_program,
     find_sizes,
     fingerprint,
@@ -47,7 +47,7 @@ from paradyse.runtime.guard import Guard
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
-from paradyse.strategies.base import WHOLE
+from paradyse.strategies.base import WHOLE, VariantCache
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend
 from paradyse.types import Plan, Workload
@@ -140,11 +140,11 @@ class Capture:
             return lookup_backend(inner)(self.gm, examples) if inner != "eager" else self.gm.forward
         # On first use: the inner compiler would hold whole weights against this trace's inputs.
         run = torch.compile(self.gm, backend=inner) if inner != "eager" else self.gm.forward
-        between = collectives.register_block("whole graph")
+        between = collectives.register_block(self.axis, "whole graph")
 
         def with_whole_weights(*args: Any) -> Any:
             shards = [args[i] for i in sharded]
-            wholes, _ = gather(shards, between, False, Shelf())
+            wholes, _ = gather(shards, between, False, Shelf(ahead=False))
             given = dict(zip(sharded, wholes, strict=True))
             return run(*(given.get(i, a) for i, a in enumerate(args)))
 
@@ -265,7 +265,7 @@ class _Graph:
             for i, n in enumerate(program.placeholders)
             if not n.meta.get("weight") and isinstance(n.meta.get("val"), Tensor)
         ]
-        self._constants: dict[Any, StepConstants] = {}
+        self._constants: Recent[Any, StepConstants] = Recent()
         self.feedback: Feedback | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses:
             self.feedback = Feedback(program, self.planner, self.guard.forget)
@@ -319,8 +319,6 @@ class _Graph:
         key = (*sizes.values(), plan.strategies)
         found = self._constants.get(key)
         if found is None:
-            if len(self._constants) >= 512:
-                self._constants.pop(next(iter(self._constants)))
             found = self.program.constants_for(sizes, plan.strategies)
             self._constants[key] = found
             if self.capture.options.dump and self.axis.rank == 0:
@@ -438,10 +436,12 @@ def stats(compiled_model: Any) -> Stats:
     per_block: dict[str, int] = {}
     plans: dict[int, str] = {}
     variants: set[tuple[str, str]] = set()
+    sessions: set[Session] = set()
     captures = switches = steps = 0
     for capture in captures_of(compiled_model):
         captures += 1
         steps += capture.num_steps
+        sessions.add(capture.axis.session)
         for graph in capture.graphs.values():
             switches += graph.guard.num_switches
             for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
@@ -454,7 +454,7 @@ def stats(compiled_model: Any) -> Stats:
                 *(s.block_id for s in graph.program.block_steps),
                 graph.program.schedule.between_id,
             ):
-                traffic = collectives.traffic(block_id)
+                traffic = collectives.traffic(capture.axis, block_id)
                 sent.update(traffic.sent_bytes)
                 calls.update(traffic.calls)
                 per_block[traffic.name] = per_block.get(traffic.name, 0) + sum(
@@ -463,7 +463,7 @@ def stats(compiled_model: Any) -> Stats:
     return Stats(
         captures=captures,
         variants_compiled=len(variants),
-        pieces_compiled=VARIANTS.num_compiled,
+        pieces_compiled=sum(s.of(VariantCache).num_compiled for s in sessions),
         steps=steps,
         plan_switches=switches,
         plan_per_length=plans,

@@ -140,7 +140,7 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
     for node in nodes:
         if node in unit:
             groups.setdefault(unit[node], []).append(node)
-    between_id = collectives.register_block("between blocks")
+    between_id = collectives.register_block(ctx.axis, "between blocks")
     order = {n: i for i, n in enumerate(nodes)}
     steps: list[Step] = []
     for (stage, is_block, sub, split), group in sorted(groups.items()):
@@ -150,7 +150,7 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
             sides = [n for n in outputs if n is not block.output]
             outputs = [block.output, *(sides if ctx.axis.size == 1 else ())]
             piece = _closed_piece(block.label, group, outputs, fixed, order)
-            block_id = collectives.register_block(block.label)
+            block_id = collectives.register_block(ctx.axis, block.label)
             again = any(n.meta.get("recompute") for n in group)
             pieces = {n: _side(piece, n) for n in sides if ctx.axis.size > 1}
             steps.append(BlockStep(len(steps), stage, block, piece, block_id, pieces, again))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +15,14 @@ from paradyse.distributed.axis import Axis
 CHECKED_STEPS = 5
 """Steps at the start of an axis' life whose batches are compared across ranks."""
 
-_CHECKS: dict[str, int] = {}
-"""Axis name -> checks done so far: equal on all ranks, since every step runs on every rank."""
+
+@dataclass
+class _Checks:
+    """Of an axis."""
+
+    done: int = 0
+    """So far: equal on all ranks, since every step runs on every rank."""
+
 
 WEIGHTS = "the weights (checksum)"
 """What ``check_agreement`` calls them."""
@@ -40,9 +47,9 @@ def must_check(axis: Axis, first_call: bool) -> bool:
     """Whether this call is one of those that are compared: the same answer on every rank."""
     if axis.size == 1:
         return False
-    done = _CHECKS.get(axis.name, 0)
-    _CHECKS[axis.name] = done + 1
-    return first_call or done < CHECKED_STEPS
+    checks = axis.session.of(_Checks)
+    checks.done += 1
+    return first_call or checks.done <= CHECKED_STEPS
 
 
 def check_agreement(

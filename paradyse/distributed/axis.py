@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from paradyse.distributed.session import Session
 
 Runs = tuple[tuple[int, int], ...]
 """Contiguous stretches of positions, (start, length) each, in the order in which a tensor holds
@@ -51,24 +53,44 @@ class Axis:
     """One axis of a mesh as one rank sees it: the process group and the rank's place in it."""
 
     name: str
-    """Key under which operators find the axis again (``axis_named``)."""
+    """Key under which operators find the axis again (``axis_named``): equal on all ranks, and in
+    the next run of the same program, so that compiled code with it is found in caches on disk."""
     size: int
     rank: int
     group: Any = None
     """The process group; None when the axis has one rank."""
+    session: Session = field(default_factory=Session, compare=False, repr=False)
+    """What this process keeps for the axis."""
 
     def layout(self, seq_len: int) -> TokenLayout:
+        """Where the tokens of a sequence of ``seq_len`` lie."""
         return TokenLayout(self.size, seq_len)
 
 
-_AXES: dict[str, Axis] = {}
 SINGLE = Axis("single", 1, 0)
-_AXES[SINGLE.name] = SINGLE
+"""The axis of one rank; it lasts as long as the process."""
+
+_AXES: dict[str, Axis] = {SINGLE.name: SINGLE}
+"""Name -> axis: the registry of those whose process group lives."""
 
 
 def axis_named(name: str) -> Axis:
-    """The axis that ``resolve_axis`` registered under ``name``."""
+    """The axis that is registered under ``name``."""
     return _AXES[name]
+
+
+def live_axes() -> list[Axis]:
+    """The axes whose process groups have not been destroyed."""
+    for name, axis in list(_AXES.items()):
+        if axis.group is not None and not _is_alive(axis.group):
+            del _AXES[name]
+    return list(_AXES.values())
+
+
+def register_axis(axis: Axis) -> Axis:
+    """Have ``axis_named`` find ``axis``, in place of one of that name."""
+    _AXES[axis.name] = axis
+    return axis
 
 
 def resolve_axis(mesh: Any = None) -> Axis:
@@ -121,10 +143,22 @@ def _axis_of(group: Any) -> Axis:
     if dist.get_world_size(group) == 1:
         return SINGLE
     ranks = dist.get_process_group_ranks(group)
-    name = f"{id(group):x}:" + "-".join(map(str, ranks))
-    if name not in _AXES:
-        _AXES[name] = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
-    return _AXES[name]
+    # Two groups that live have two names. One made anew may have the name of one that is gone.
+    name = f"{dist.get_backend(group)}:{group.group_name}:{'-'.join(map(str, ranks))}"
+    found = _AXES.get(name)
+    if found is None or found.group is not group:
+        live_axes()
+        made = Axis(name, dist.get_world_size(group), dist.get_rank(group), group)
+        found = register_axis(made)
+    return found
+
+
+def _is_alive(group: Any) -> bool:
+    try:
+        dist.get_backend(group)
+    except ValueError:  # it has been destroyed
+        return False
+    return True
 
 
 def local_positions(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paradyse.distributed.axis import Axis
+from paradyse.distributed.axis import SINGLE, Axis
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,19 +51,31 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-_BLOCKS: list[Traffic] = [Traffic("agreement")]
-AGREEMENT = 0
-"""Block id of the checks that ranks hold the same batch; not part of any strategy's bytes."""
+RESERVED = ("agreement", "optimizer", "data parallel", "online costs")
+"""Names of messages that are no block's, the same ids on every axis."""
+
+AGREEMENT, OPTIMIZER, REPLICAS, ONLINE = range(len(RESERVED))
+"""Block ids: of the checks that ranks hold the same batch; of norms of gradients and whole tensors
+asked for; of messages between replicas; of costs that ranks agree on."""
 
 
-def register_block(name: str) -> int:
-    """A new id for the block ``name``."""
-    _BLOCKS.append(Traffic(name))
-    return len(_BLOCKS) - 1
+class _Blocks(list[Traffic]):
+    """What blocks of one axis sent, by block id."""
+
+    def __init__(self) -> None:
+        super().__init__(map(Traffic, RESERVED))
 
 
-def traffic(block_id: int) -> Traffic:
-    return _BLOCKS[block_id]
+def register_block(axis: Axis, name: str) -> int:
+    """A new id for the block ``name`` among those that send over ``axis``."""
+    blocks = axis.session.of(_Blocks)
+    blocks.append(Traffic(name))
+    return len(blocks) - 1
+
+
+def traffic(axis: Axis, block_id: int) -> Traffic:
+    """What the block has sent over ``axis``."""
+    return axis.session.of(_Blocks)[block_id]
 
 
 def _timeout() -> timedelta:
@@ -71,7 +83,7 @@ def _timeout() -> timedelta:
 
 
 def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveError:
-    block = _BLOCKS[block_id]
+    block = traffic(axis, block_id)
     strategy = f" (strategy {block.strategy})" if block.strategy else ""
     return CollectiveError(
         f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not "
@@ -81,19 +93,20 @@ def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveE
     )
 
 
-_PAUSES: list[float] = []
-"""Seconds after every collective, while ``settled`` is entered."""
+class _Pauses(list[float]):
+    """Seconds after every collective, while ``settled`` is entered."""
 
 
 @contextlib.contextmanager
 def settled(pause_s: float = 1e-3) -> Iterator[None]:
     """Inside, a rank pauses after every collective until the thread that ran it is done with its
     buffers: where memory is watched, that thread's giving back would not be seen."""
-    _PAUSES.append(pause_s)
+    pauses = SINGLE.session.of(_Pauses)
+    pauses.append(pause_s)
     try:
         yield
     finally:
-        _PAUSES.pop()
+        pauses.pop()
 
 
 class Pending:
@@ -112,8 +125,8 @@ class Pending:
                     raise RuntimeError("wait returned False")
         except RuntimeError as e:
             raise _fail(*self._context, e) from e
-        if _PAUSES:
-            time.sleep(_PAUSES[-1])
+        if pauses := SINGLE.session.of(_Pauses):
+            time.sleep(pauses[-1])
         self._keep = None
         return self._result
 
@@ -121,7 +134,7 @@ class Pending:
 def _start(
     what: str, axis: Axis, block_id: int, num_bytes: int, launch: Any, result: Any, keep: Any
 ) -> Pending:
-    block = _BLOCKS[block_id]
+    block = traffic(axis, block_id)
     block.sent_bytes[what] += num_bytes
     block.calls[what] += 1
     try:
@@ -214,8 +227,9 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
     """
     first = next(iter(shares))
     for block_id, num_bytes in shares.items():
-        _BLOCKS[block_id].sent_bytes["all_reduce"] += 2 * num_bytes * (axis.size - 1) // axis.size
-        _BLOCKS[block_id].calls["all_reduce"] += int(block_id != first)
+        block = traffic(axis, block_id)
+        block.sent_bytes["all_reduce"] += 2 * num_bytes * (axis.size - 1) // axis.size
+        block.calls["all_reduce"] += int(block_id != first)
 
     def launch() -> Any:
         return dist.all_reduce(x, group=axis.group, async_op=True)
@@ -236,7 +250,8 @@ def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
 
 
 def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
-    """Start summing ``x`` over ranks into ``x`` of rank ``root``; elsewhere it is spoilt."""
+    """Start summing ``x`` over ranks into ``x`` of rank ``root``; on other ranks ``x`` holds
+    unspecified values."""
     target = dist.get_process_group_ranks(axis.group)[root]
 
     def launch() -> Any:

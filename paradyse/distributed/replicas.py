@@ -15,9 +15,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
-
-REPLICAS = collectives.register_block("data parallel")
-"""Block id of messages between replicas."""
+from paradyse.distributed.collectives import REPLICAS
 
 
 @torch.library.custom_op("paradyse::sum_over_replicas", mutates_args=())

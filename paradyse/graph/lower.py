@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.distributed.session import Recent
 from paradyse.torch_private import (
     ConstantSource,
     DimDynamic,
@@ -76,7 +77,7 @@ class Compiled:
     static: dict[str, int]
     graph: fx.GraphModule
     compile_s: float
-    _known: dict[tuple[int, ...], bool] = field(default_factory=dict)
+    _known: Recent[tuple[int, ...], bool] = field(default_factory=Recent)
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
         """Whether what the compiler assumed holds at ``sizes``."""

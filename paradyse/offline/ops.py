@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import _AXES, Axis, TokenLayout
+from paradyse.distributed.axis import Axis, TokenLayout, register_axis
 from paradyse.distributed.tokens import gather_tokens, reduce_scatter_tokens
 from paradyse.strategies.attention import colossal, ring, ulysses
 from paradyse.torch_private import body_of, overload_of, schema_of
@@ -48,8 +48,8 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
     }
     if p == 1:
         return numbers
-    short = _ShortRing(f"{axis.name} dry", min(p, RING), 0, axis.group, p)
-    _AXES[short.name] = short
+    short = _ShortRing(f"{axis.name} dry", min(p, RING), 0, axis.group, num_ranks=p)
+    register_axis(short)
 
     def with_numbers(op: Any, length: Callable[..., int], name: str) -> Callable[..., Any]:
         """The body of ``op``, told the sequence's length, on the axis ``name``."""

@@ -28,7 +28,7 @@ LONGEST = 1 << 34
 
 RESIDENT = 2
 """Times a block's whole weights are there where they lie spread over ranks: its own, and the next
-block's on their way while it runs (``gathered.LOOK_AHEAD``)."""
+block's on their way while it runs (``unshard.LookAhead``)."""
 
 
 class PaperCosts:

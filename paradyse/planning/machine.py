@@ -42,7 +42,9 @@ _ROUNDS = 3
 """Times that all collectives are measured; the fastest counts. What else runs for a moment, such as
 a compiler that has just finished, would otherwise decide plans for good."""
 
-_MACHINES: dict[tuple[str, torch.dtype, str], Machine] = {}
+
+class Machines(dict[tuple[torch.dtype, str], Machine]):
+    """What was measured on an axis, by dtype and device."""
 
 
 @dataclass(frozen=True)
@@ -173,15 +175,15 @@ def measure_machine(
         device: where to measure; None: the current CUDA device unless the axis runs on gloo.
     """
     device = device or device_of(axis)
-    key = (axis.name, dtype, str(device))
-    if key not in _MACHINES:
+    key, known = (dtype, str(device)), axis.session.of(Machines)
+    if key not in known:
         start = time.perf_counter()
         # Called from run-time code of a compiled model: neither its modes nor its autocast may
         # leak in.
         with disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            _MACHINES[key] = _measure(axis, dtype, device)
-        log.info("measured in %.2f s: %s", time.perf_counter() - start, _MACHINES[key])
-    return _MACHINES[key]
+            known[key] = _measure(axis, dtype, device)
+        log.info("measured in %.2f s: %s", time.perf_counter() - start, known[key])
+    return known[key]
 
 
 def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
@@ -211,7 +213,7 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         )  # start together
     times = _compute_rates(timer, dtype)
     if p > 1:
-        times |= _link_times(timer, axis, collectives.register_block("machine measurement"))
+        times |= _link_times(timer, axis, collectives.register_block(axis, "machine measurement"))
     names = list(times)
     times = dict(zip(names, _agree([times[n] for n in names], axis, device, dist.ReduceOp.MAX)))
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from paradyse.distributed.axis import SINGLE
+from paradyse.distributed.session import Recent
 from paradyse.planning.costs import BlockCost, Link, Machine
 from paradyse.planning.curves import (
     DEGREES,
@@ -54,8 +56,6 @@ MARGIN = 0.02
 """Share by which a step may need more than curves say of it, beyond weights and gradients. With
 ``megatron_ts`` a length that ranks cannot share evenly takes a copy more: 2.2 % of a Llama's step
 (hidden 256, two ranks, 1,625 tokens, by ``Steps.memory``); all else was within 1 %."""
-
-_MODELS: dict[tuple[object, ...], CostModel] = {}
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,10 @@ def _machine(profile: Profile) -> Machine:
         ) from e
 
 
+class _Models(Recent[tuple[object, ...], CostModel]):
+    """By what profile and model they are of: their fits take a while."""
+
+
 def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) -> CostModel:
     """The cost model of the profile at ``path``, if it is one of these blocks as they run here.
 
@@ -341,12 +345,13 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) ->
             f"model: {again}"
         )
     key = (path, profile.checksum, present.inner, present.device, *mine)
-    if key not in _MODELS:
+    known = SINGLE.session.of(_Models)
+    if key not in known:
         notes = _differences(measured, present)
         for note in notes:
             log.warning("profile %s: %s", path, note)
-        _MODELS[key] = CostModel(profile, notes=notes)
-    return _MODELS[key]
+        known[key] = CostModel(profile, notes=notes)
+    return known[key]
 
 
 def _differences(measured: Setting, present: Setting) -> tuple[str, ...]:

@@ -230,7 +230,7 @@ class WatchedFrame(Frame):
     def __init__(self, watch: Watch, *args: Any) -> None:
         super().__init__(*args)
         self.watch = watch
-        self.shelf = _WatchedShelf(watch)
+        self.shelf = _WatchedShelf(watch, self.shelf.ahead)
         self._ran: int | None = None
 
     def run_step(self, step: Step, strategy: str) -> None:
@@ -283,8 +283,8 @@ class _MarkGradient(torch.autograd.Function):
 class _WatchedShelf(Shelf):
     """Tells when weights are fetched ahead."""
 
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
+    def __init__(self, watch: Watch, ahead: bool) -> None:
+        super().__init__(ahead)
         self._watch = watch
 
     def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:

@@ -65,9 +65,6 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
-MESSAGES = collectives.register_block("online costs")
-"""Block id of the messages by which ranks agree."""
-
 SAMPLE_EVERY = 4
 """Training calls of a scale of which one is watched."""
 
@@ -133,7 +130,7 @@ class _Agreement:
         device, on_cuda = program.device, program.device.type == "cuda"
         mine = torch.tensor(list(slots.values()), dtype=torch.float64, pin_memory=on_cuda)
         mine = mine.to(device, non_blocking=True)
-        self._sent = collectives.start_all_gather(mine, program.axis, MESSAGES)
+        self._sent = collectives.start_all_gather(mine, program.axis, collectives.ONLINE)
         self._event: Any = None
         if on_cuda:  # the copy waits on the device for the message, and the host for neither
             self._answer = self._sent.wait().to("cpu", non_blocking=True)

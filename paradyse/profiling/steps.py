@@ -150,11 +150,12 @@ class Steps:
     def traffic(self) -> dict[int, tuple[Counter[str], Counter[str]]]:
         """Bytes sent and messages so far, per block id; -1: of what is in no block."""
         found = {
-            i: (collectives.traffic(i).sent_bytes, collectives.traffic(i).calls)
+            i: (t.sent_bytes, t.calls)
             for i in self.block_of
+            for t in (collectives.traffic(self.axis, i),)
         }
         counts = {i: (sent.copy(), calls.copy()) for i, (sent, calls) in found.items()}
-        between = [collectives.traffic(p.schedule.between_id) for p in self._programs]
+        between = [collectives.traffic(self.axis, p.schedule.between_id) for p in self._programs]
         sent = sum((t.sent_bytes for t in between), Counter[str]())
         counts[-1] = (sent, sum((t.calls for t in between), Counter[str]()))
         return counts

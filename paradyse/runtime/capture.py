@@ -23,11 +23,6 @@ from paradyse.torch_private import is_static_input, symbol_values
 
 log = logging.getLogger(__name__)
 
-VARIANTS = VariantCache()
-"""Registry of everything compiled in this process: a second capture finds what the first
-compiled.
-"""
-
 
 @dataclass(frozen=True)
 class SizeSource:
@@ -181,7 +176,7 @@ def build_program(
         return None, ctx
     if ctx.schedule is None or ctx.seq is None:
         return None, ctx
-    scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, VARIANTS)
+    scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, axis.session.of(VariantCache))
     return Program(traced, ctx, scope), ctx
 
 

@@ -25,7 +25,7 @@ from paradyse.strategies.local import LocalPiece
 from paradyse.weights.gradients import AverageGradients, SumGradients
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form
-from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
+from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -53,7 +53,7 @@ class Frame:
         self.seeds: Sequence[Tensor] = [constants.no_seed] * n
         if program.schedule.has_dropout:
             self.seeds = torch.randint(2**62, (n,)).to(program.device).unbind(0)
-        self.shelf = Shelf()
+        self.shelf = Shelf(self.axis.session.of(LookAhead).on)
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._summed: Mapping[fx.Node, Tensor] = {}
         self._joined: set[fx.Node] = set()
@@ -78,7 +78,7 @@ class Frame:
 
     def run_step(self, step: Step, strategy: str) -> None:
         """Compute the outputs of ``step`` by ``strategy`` ("" for a piece between blocks)."""
-        collectives.traffic(step.block_id).strategy = strategy
+        collectives.traffic(self.axis, step.block_id).strategy = strategy
         for node, piece in step.sides.items():
             self.env[node] = self._side(step, node, piece)
         variant = self.program.variant(step, strategy)

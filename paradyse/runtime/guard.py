@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paradyse.distributed.session import Recent
 from paradyse.types import Plan, Workload
 
 
 class Guard:
-    """Maps a workload to what runs: a dictionary look-up for one seen before."""
+    """Maps a workload to what runs: a dictionary look-up for one seen before.
 
-    def __init__(
-        self, plan: Callable[[Workload], Plan], fixed: bool, describe: Workload, capacity: int = 512
-    ):
-        self._plan, self._fixed, self._like, self._capacity = plan, fixed, describe, capacity
-        self._known: dict[tuple[int, int, bool], Any] = {}
+    Args:
+        plan: chooses a plan.
+        fixed: it gives equal workloads equal plans, until ``forget``; else it is asked every time.
+        like: what workloads have in common: dtype, ranks, mask.
+    """
+
+    def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, like: Workload):
+        self._plan, self._fixed, self._like = plan, fixed, like
+        self._known: Recent[tuple[int, int, bool], tuple[Plan, Any]] = Recent()
         self.num_switches = 0
-        self.plan_of: dict[int, str] = {}
-        self._last: Any = None
+        self.plan_of: Recent[int, str] = Recent()
+        """Length -> key of its latest plan."""
+        self._last: Plan | None = None
 
     def workload(self, batch: int, seq_len: int, training: bool) -> Workload:
+        """``batch`` sequences of ``seq_len`` tokens; ``training``: with gradients."""
         like = self._like
         return Workload(batch, seq_len, like.dtype, training, like.num_ranks, like.mask)
 
@@ -40,8 +47,6 @@ class Guard:
             plan = self._plan(self.workload(batch, seq_len, training))
             found = (plan, make(plan))
             if self._fixed:
-                if len(self._known) >= self._capacity:
-                    self._known.pop(next(iter(self._known)))
                 self._known[key] = found
             self.plan_of[seq_len] = plan.key
         plan, made = found

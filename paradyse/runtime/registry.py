@@ -8,28 +8,39 @@ from typing import Any
 
 import torch
 
-_CAPTURES: list[weakref.ref[Any]] = []
+from paradyse.distributed.axis import live_axes
+
+
+class _Captures(list["weakref.ref[Any]"]):
+    """Of graphs that run on one axis."""
 
 
 def register(capture: Any) -> None:
-    """Have ``captures_of`` find ``capture`` (a ``backend.Capture``) for as long as it lives."""
-    _CAPTURES.append(weakref.ref(capture))
+    """Have ``captures_of`` find ``capture`` (a ``backend.Capture``) for as long as it and its
+    process group live."""
+    capture.axis.session.of(_Captures).append(weakref.ref(capture))
 
 
 def captures_of(model: Any, whole: bool = False) -> Iterator[Any]:
     """The captures made so far of graphs with ``model``'s parameters.
 
     Args:
+        model: compiled or not.
         whole: those of which nothing is split; else those that are programs.
+    Raises:
+        ValueError: ``model`` is no module.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"give the compiled model, not {type(model).__name__}")
     mine = {id(p) for p in model.parameters()}
-    for ref in list(_CAPTURES):
-        capture = ref()
-        if capture is None:
-            _CAPTURES.remove(ref)
-        elif whole == (capture.fallback is not None) and any(
-            id(p()) in mine for p in capture.parameters if p() is not None
-        ):
-            yield capture
+    for axis in live_axes():
+        known = axis.session.of(_Captures)
+        alive = [(ref, ref()) for ref in known]
+        known[:] = [ref for ref, capture in alive if capture is not None]
+        for _, capture in alive:
+            if (
+                capture is not None
+                and whole == (capture.fallback is not None)
+                and any(id(p()) in mine for p in capture.parameters if p() is not None)
+            ):
+                yield capture

@@ -60,7 +60,8 @@ Uses = Sequence[tuple[fx.Node, Form]]
 
 @dataclass
 class VariantCache:
-    """Compiled functions by structure, shared by all captures of a process."""
+    """Compiled functions by structure, shared by all captures on an axis: a second one finds what
+    the first compiled."""
 
     compiled: dict[Any, list[Compiled]] = field(default_factory=dict)
     num_compiled: int = 0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.collectives import OPTIMIZER
 from paradyse.torch_private import (
     disabled_torch_function,
     make_wrapper_subclass,
@@ -29,9 +30,6 @@ from paradyse.weights.layout import ShardLayout
 from paradyse.weights.shard_comm import gather_shards
 
 aten = torch.ops.aten
-
-OPTIMIZER = collectives.register_block("optimizer")
-"""Block id of messages that no block sends: norms of gradients, ``full_tensor()``."""
 
 
 class ShardedTensor(Tensor):

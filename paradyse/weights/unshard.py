@@ -9,6 +9,7 @@ fully_shard, so any compiled function can be the block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +27,24 @@ from paradyse.weights.shard_comm import (
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
 
-LOOK_AHEAD = True
-"""Whether the next block's weights are fetched while the present block computes."""
+
+@dataclass
+class LookAhead:
+    """Of an axis."""
+
+    on: bool = True
+    """Whether the next block's weights are fetched while the present block computes."""
 
 
 class Shelf:
-    """The gathered weights of one call: those that are whole at present, and those on their way."""
+    """The gathered weights of one call: those that are whole at present, and those on their way.
 
-    def __init__(self) -> None:
+    Args:
+        ahead: let weights be fetched before they are asked for.
+    """
+
+    def __init__(self, ahead: bool) -> None:
+        self.ahead = ahead
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
         """In the order of forward; backward fetches them from the last to the first."""
@@ -41,7 +52,7 @@ class Shelf:
 
     def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
         """Start gathering what the next step will ask for."""
-        if LOOK_AHEAD and shards and self.coming is None:
+        if self.ahead and shards and self.coming is None:
             self.coming = (shards, start_gather(shards, block_id))
 
     def take(self, shards: Sequence[ShardedTensor]) -> Messages | None:

@@ -93,15 +93,13 @@ def between_pieces(compiled: Any) -> list[str]:
 def record(family: str, hows: tuple[str, ...]) -> tuple[dict[str, int], list[str], int, list[str]]:
     """Trains under every strategy; graphs seen, dense values, values that grow, masks."""
     import paradyse.graph.lower
-    import paradyse.runtime.capture
+    from paradyse.distributed.axis import resolve_axis
     from paradyse.strategies.base import VariantCache
 
     recorder = Recorder()
     patch = pytest.MonkeyPatch()
     patch.setattr(paradyse.graph.lower, "lookup_backend", recorder)
-    patch.setattr(
-        paradyse.runtime.capture, "VARIANTS", VariantCache()
-    )  # what others compiled is not seen
+    resolve_axis().session.forget(VariantCache)  # what others compiled is not seen
     masks: list[str] = []
     try:
         model = make_model(family, num_hidden_layers=2 if family == "gemma3" else 1)
@@ -121,6 +119,7 @@ def record(family: str, hows: tuple[str, ...]) -> tuple[dict[str, int], list[str
             recorder.dense += between_pieces(compiled)
     finally:
         patch.undo()
+        resolve_axis().session.forget(VariantCache)
     return recorder.num_graphs, recorder.dense, recorder.num_linear, masks
 
 

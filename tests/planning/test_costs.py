@@ -259,11 +259,11 @@ def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype
         torch.randn(2, n, local, 16, dtype=dtype, requires_grad=True)
         for n in (heads[0], heads[1], heads[1])
     )
-    block_id = collectives.register_block("block")
+    block_id = collectives.register_block(axis, "block")
     info = torch.tensor([s, block_id])
     masks = (None, None, None, None, -1, 0, -1)
     out = getattr(torch.ops.paradyse, op)(q, k, v, info, *masks, 0.25, 0.0, 0.0, axis.name)[0]
-    sent = collectives.traffic(block_id).sent_bytes
+    sent = collectives.traffic(axis, block_id).sent_bytes
     forward = sum(sent.values())
     out.sum().backward()
     return [forward, sum(sent.values())]

@@ -14,7 +14,7 @@ from paradyse.planning.machine import device_capacity, measure_machine
 
 
 def measure_on_rank() -> tuple[Machine, bool, bool]:
-    machine._MACHINES.clear()
+    resolve_axis().session.forget(machine.Machines)
     rng = torch.get_rng_state()
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         m = measure_machine(resolve_axis())

@@ -21,7 +21,8 @@ def compile_at(
 ) -> tuple[int, int, int, int, int]:
     """Captures, variants, steps, and what was compiled at the first use of plans and after it."""
     import paradyse
-    from paradyse.runtime.capture import VARIANTS
+    from paradyse.distributed.axis import resolve_axis
+    from paradyse.strategies.base import VariantCache
 
     model = make_model(
         "llama", num_hidden_layers=layers, hidden_size=hidden, intermediate_size=40, head_dim=8
@@ -29,18 +30,19 @@ def compile_at(
     current: list[Any] = ["colossal_z"]
     options = {"plan": lambda workload: current[0], "inner": "eager"}
     compiled = torch.compile(model, backend="paradyse", dynamic=dynamic, options=options)
-    start = VARIANTS.num_compiled
+    cache = resolve_axis().session.of(VariantCache)
+    start = cache.num_compiled
     run_step(compiled, model, make_batch("plain", 2, lengths[0]))
     blocks = blocks_of(compiled)
     for name in STRATEGIES:
         current[0] = choose(name, blocks)
         run_step(compiled, model, make_batch("plain", 2, lengths[0]))
-    warm = VARIANTS.num_compiled
+    warm = cache.num_compiled
     for i, seq_len in enumerate(lengths):
         current[0] = choose(STRATEGIES[i % len(STRATEGIES)], blocks)
         run_step(compiled, model, make_batch("plain", 2, seq_len))
     stats = paradyse.stats(compiled)
-    end = VARIANTS.num_compiled
+    end = cache.num_compiled
     return stats.captures, stats.variants_compiled, stats.steps, warm - start, end - warm
 
 

@@ -203,13 +203,13 @@ def step(op: str, s: int, b: int = 2, h: int = 4, h_kv: int = 2, d: int = 8) -> 
     axis = resolve_axis()
     n = axis.layout(s).local_len
     q, k, v = (torch.randn(b, x, n, d, requires_grad=True) for x in (h, h_kv, h_kv))
-    block = collectives.register_block("test")
+    block = collectives.register_block(axis, "test")
     rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
     attention = getattr(torch.ops.paradyse, f"attention_{op}")
     out = attention(q, k, v, torch.tensor([s, block]), *rest)[0]
-    forward = sum(collectives.traffic(block).sent_bytes.values())
+    forward = sum(collectives.traffic(axis, block).sent_bytes.values())
     out.sum().backward()
-    return {"forward": forward, "both": sum(collectives.traffic(block).sent_bytes.values())}
+    return {"forward": forward, "both": sum(collectives.traffic(axis, block).sent_bytes.values())}
 
 
 @pytest.mark.parametrize("p", [2, 4])

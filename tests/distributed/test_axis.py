@@ -1,0 +1,93 @@
+"""Axes: which tokens lie where, names that other processes share, groups that come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool, run_ranks
+
+from paradyse.distributed.axis import (
+    SINGLE,
+    TokenLayout,
+    axis_named,
+    live_axes,
+    local_positions,
+    resolve_axis,
+    resolve_replicas,
+)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 8, 33])
+def test_every_token_lies_on_one_rank_and_all_do_as_much_causal_work(p: int, seq_len: int) -> None:
+    layout = TokenLayout(p, seq_len)
+    held = [local_positions(layout, r) for r in range(p)]
+    assert {len(x) for x in held} == {layout.local_len}
+    assert torch.cat(held).sort().values.tolist() == list(range(layout.padded_len))
+    assert seq_len <= layout.padded_len < seq_len + 2 * p
+    assert len({int(x.sum()) for x in held}) == 1
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
+    assert resolve_axis() is SINGLE and resolve_replicas() is SINGLE
+    assert axis_named(SINGLE.name) is SINGLE
+    with pytest.raises(ValueError, match="no process group exists"):
+        resolve_axis(object())
+
+
+def names() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = resolve_axis()
+    assert resolve_axis() is world is axis_named(world.name)
+    twin = dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+    assert resolve_replicas(mesh) is SINGLE
+    other = resolve_axis(_Mesh(twin))
+    assert other.name != world.name and axis_named(other.name) is other
+    dist.destroy_process_group(twin)
+    again = resolve_axis(_Mesh(dist.new_group([0, 1])))
+    assert other not in live_axes() and again in live_axes()
+    return [world.name, other.name, again.name]
+
+
+class _Mesh:
+    """As much of a mesh as an axis is made of."""
+
+    ndim = 1
+
+    def __init__(self, group: Any) -> None:
+        self.get_group = lambda dim: group
+
+    def size(self) -> int:
+        return 2
+
+    def get_coordinate(self) -> list[int]:
+        return [dist.get_rank()]
+
+
+def test_groups_over_the_same_ranks_have_names_of_their_own(pool2: RankPool) -> None:
+    first, second = pool2.run(names)
+    assert first == second and len(set(first)) == 3
+    assert first[0] == "gloo:0:0-1"  # nothing of this process is in it
+
+
+def join_twice() -> bool:
+    """A world that was left and joined anew has the same name and none of the same state."""
+    before = resolve_axis()
+    before.session.of(list).append("measured")
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("2", store), rank=rank, world_size=2)
+    after = resolve_axis()
+    assert after.name == before.name and axis_named(after.name) is after
+    assert before not in live_axes()
+    return after is not before and after.session.of(list) == []
+
+
+def test_a_world_joined_anew_is_another_one() -> None:
+    assert run_ranks(join_twice, 2) == [True, True]

@@ -1,0 +1,98 @@
+"""Collectives: what they give, whom their bytes are booked to, and what a failure says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool
+from torch import Tensor
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import SINGLE, resolve_axis
+from paradyse.distributed.collectives import CollectiveError, register_block, traffic
+
+
+def everything(n: int) -> dict[str, Any]:
+    """Results of all collectives on this rank's [r, r+1, ..], and the bytes that each sent."""
+    axis = resolve_axis()
+    x = torch.arange(float(n)) + axis.rank
+    stacked = torch.stack([x + 10 * i for i in range(axis.size)])
+    calls = {
+        "all_gather": lambda b: collectives.all_gather(x, axis, b),
+        "all_to_all": lambda b: collectives.all_to_all(stacked, axis, b),
+        "reduce_scatter": lambda b: collectives.reduce_scatter(stacked, axis, b),
+        "all_reduce": lambda b: collectives.all_reduce(x, axis, b),
+        "broadcast": lambda b: collectives.broadcast(x.clone(), axis, 1, b).wait(),
+        "reduce": lambda b: collectives.reduce_to(x.clone(), axis, 1, b).wait(),
+        "ring_exchange": lambda b: collectives.ring_exchange([x, -x], axis, b).wait()[1],
+    }
+    found: dict[str, Any] = {}
+    for name, call in calls.items():
+        block = register_block(axis, name)
+        found[name] = call(block).clone()
+        booked = traffic(axis, block)
+        assert dict(booked.calls) == {name: 1}, booked
+        found[f"{name} bytes"] = booked.sent_bytes[name]
+    return found
+
+
+@pytest.mark.parametrize("n", [3, 1 << 15])
+def test_values_and_bytes(n: int, pool3: RankPool) -> None:
+    results = pool3.run(everything, n)
+    mine = [torch.arange(float(n)) + r for r in range(3)]
+    size = 4 * n
+    for r, got in enumerate(results):
+        want: dict[str, Tensor] = {
+            "all_gather": torch.stack(mine),
+            "all_to_all": torch.stack([x + 10 * r for x in mine]),
+            "reduce_scatter": sum(mine) + 30 * r,
+            "all_reduce": sum(mine),
+            "broadcast": mine[1],
+            "ring_exchange": -mine[r - 1],
+        }
+        if r == 1:
+            want["reduce"] = sum(mine)
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+        assert got["all_gather bytes"] == got["all_to_all bytes"] == 2 * size
+        assert got["reduce_scatter bytes"] == got["ring_exchange bytes"] == 2 * size
+        assert got["all_reduce bytes"] == 4 * size // 3
+        assert got["broadcast bytes"] == (2 * size if r == 1 else 0)
+        assert got["reduce bytes"] == (0 if r == 1 else size)
+
+
+def shares() -> tuple[int, int]:
+    """Bytes of one message that are booked to two blocks."""
+    axis = resolve_axis()
+    one, two = register_block(axis, "one"), register_block(axis, "two")
+    collectives.all_reduce_in_place(torch.ones(10), axis, {one: 30, two: 10})
+    return traffic(axis, one).sent_bytes["all_reduce"], traffic(axis, two).sent_bytes["all_reduce"]
+
+
+def test_a_message_of_several_blocks_is_booked_to_each(pool2: RankPool) -> None:
+    assert pool2.run(shares) == [(30, 10)] * 2
+
+
+def test_blocks_of_an_axis_have_ids_of_their_own() -> None:
+    ids = [register_block(SINGLE, name) for name in ("a", "b")]
+    assert len({*ids, *range(len(collectives.RESERVED))}) == 2 + len(collectives.RESERVED)
+    assert [traffic(SINGLE, i).name for i in ids] == ["a", "b"]
+
+
+def fail() -> str:
+    axis = resolve_axis()
+    block = register_block(axis, "layers.3.mlp")
+    traffic(axis, block).strategy = "metp"
+    wrong = torch.ones(3, dtype=torch.complex32)  # a dtype that gloo does not know
+    with pytest.raises(CollectiveError) as error:
+        dist.barrier()
+        collectives.all_reduce_in_place(wrong, axis, {block: 1})
+    return str(error.value)
+
+
+def test_a_failure_names_the_collective_the_block_and_the_rank(pool2: RankPool) -> None:
+    for rank, text in enumerate(pool2.run(fail)):
+        assert f"rank {rank} of 2: all_reduce of block 'layers.3.mlp' (strategy metp)" in text

@@ -1,0 +1,59 @@
+"""The guard: plans are asked for once for each workload, or at every call where they may change."""
+
+from __future__ import annotations
+
+import torch
+
+from paradyse.runtime.guard import Guard
+from paradyse.types import Plan, Workload
+
+LIKE = Workload(0, 0, torch.float32, True, 2, "causal")
+
+
+class Plans:
+    """Long sequences get another plan; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Workload] = []
+
+    def __call__(self, workload: Workload) -> Plan:
+        self.asked.append(workload)
+        return Plan(("metp" if workload.seq_len > 100 else "megatron_cz",))
+
+
+def test_a_workload_seen_before_costs_a_look_up() -> None:
+    plans = Plans()
+    guard = Guard(plans, True, LIKE)
+    made = guard(2, 7, True, lambda plan: [plan])
+    assert guard(2, 7, True, lambda plan: [plan]) is made
+    assert guard(2, 7, False, lambda plan: [plan]) is not made
+    assert plans.asked == [guard.workload(2, 7, True), guard.workload(2, 7, False)]
+    assert plans.asked[0].num_ranks == 2 and plans.asked[0].mask == "causal"
+
+
+def test_a_function_is_asked_at_every_call_and_forgotten_plans_anew() -> None:
+    plans = Plans()
+    guard = Guard(plans, False, LIKE)
+    for _ in range(3):
+        guard(2, 7, True, lambda plan: plan)
+    assert len(plans.asked) == 3
+    fixed = Guard(plans, True, LIKE)
+    fixed(2, 7, True, lambda plan: plan)
+    fixed.forget()
+    fixed(2, 7, True, lambda plan: plan)
+    assert len(plans.asked) == 5
+
+
+def test_switches_are_counted_and_lengths_remembered() -> None:
+    guard = Guard(Plans(), True, LIKE)
+    for length in (7, 9, 200, 300, 7):
+        guard(1, length, True, lambda plan: plan)
+    assert guard.num_switches == 2
+    assert guard.plan_of == {7: "megatron_cz", 9: "megatron_cz", 200: "metp", 300: "metp"}
+
+
+def test_lengths_without_end_take_bounded_memory() -> None:
+    guard = Guard(Plans(), True, LIKE)
+    for length in range(2000):
+        guard(1, length, True, lambda plan: plan)
+    assert len(guard._known) <= 512
