@@ -6,16 +6,21 @@ Llama of 24 layers, hidden 256, 512 tokens, float32, one process. Each run is a 
 with an empty cache folder (TORCHINDUCTOR_CACHE_DIR); the contenders take turns. The clock starts
 before torch.compile and stops when the first backward is done; then it takes a step of another
 length, for which both capture anew, with symbolic sizes, and one of a third length, for which
-nothing should be compiled.
+nothing should be compiled. Then ranks take a first step twice, in processes that are new the second
+time and find the cache folder of the first.
 """
 
+import os
 import sys
 import tempfile
 import time
+from argparse import Namespace
 
 import torch
-from contenders import Contender, llama
-from runner import Benchmark, alone, check_equal, log, median, take_turns
+from contenders import Contender, llama, ours
+from runner import Benchmark, alone, check_equal, log, median, seconds_of, take_turns
+
+from paradyse.cli.launch import Rank
 
 BACKENDS = ("inductor", "paradyse")
 LENGTHS = {
@@ -38,9 +43,21 @@ def first_steps(backend: str, layers: int, hidden: int) -> list[tuple[float, flo
     return found
 
 
+CACHE = ("hit", "miss", "bypass")
+
+
+def first_step_of_ranks(rank: Rank, args: Namespace) -> dict[str, float]:
+    """Seconds of a first step, and what the inner compiler found in ``args.folder``."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{args.folder}/{rank.rank}"
+    contender = ours(llama(args.layers, args.hidden), "megatron_ts", "inductor")
+    seconds = seconds_of(lambda: contender.loss(min(LENGTHS)))
+    counted = torch._dynamo.utils.counters["inductor"]
+    return {"seconds": seconds} | {k: counted[f"fxgraph_cache_{k}"] for k in CACHE}
+
+
 def main() -> int:
     quick = {"layers": 3, "hidden": 64, "runs": 1}
-    bench = Benchmark("first_step", __doc__, quick, layers=24, hidden=256, runs=3)
+    bench = Benchmark("first_step", __doc__, quick, layers=24, hidden=256, runs=3, ranks=2)
     args = bench.args
 
     def run(backend: str) -> list[tuple[float, float]]:
@@ -66,6 +83,18 @@ def main() -> int:
     )
     bench.table(["step", *BACKENDS], rows)
     bench.at_most("first step, paradyse's time over inductor's", share, 0.5)
+    with tempfile.TemporaryDirectory(prefix="first-step-") as args.folder:
+        found = [bench.on_ranks(first_step_of_ranks) for _ in range(2)]
+    bench.add(
+        "", f"{args.ranks} ranks, megatron_ts; the second ones find the first ones' cache.", ""
+    )
+    rows = [
+        [name, f"{of['seconds']:.2f}", *(str(of[k]) for k in CACHE)]
+        for name, of in zip(("first", "second"), found, strict=True)
+    ]
+    bench.table(["processes", "seconds", *(f"cache {k}" for k in CACHE)], rows)
+    again = found[1]["seconds"] / found[0]["seconds"]
+    bench.at_most("first step on ranks, with the cache over without", again, 0.7)
     return bench.finish(f"one process of {torch.get_num_threads()} threads")
 
 
