@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 def paradyse(
     gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Compile one graph of Dynamo's. See the README for the options.
+    """Compile one graph of Dynamo's, ``gm`` with ``example_inputs``; ``options`` as in the README.
 
     Raises:
         ValueError: an option that is unknown or has a wrong value; a plan that does not fit the
@@ -404,6 +404,10 @@ def _raiser(message: str) -> Any:
 def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
     """Why each block gets its strategy at this workload. Call it on every rank.
 
+    Args:
+        compiled_model: has run at least once.
+        batch_size: sequences of one call.
+        seq_len: tokens of each.
     Raises:
         ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
             split; a size below 1.

@@ -113,7 +113,7 @@ class Schedule:
 
 
 def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
-    """Give every operator a step, in an order in which all is there that a step reads.
+    """Give every operator of ``gm`` a step, in an order in which all is there that a step reads.
 
     before: x = embedding(w, ids); y = <block 0>(x); z = <block 1>(y); loss = f(norm(z), labels)
     after:  ctx.schedule = (piece on split values, block 0, block 1, piece on split values, ..)

@@ -14,10 +14,11 @@ import paradyse
 ROOT = Path(__file__).resolve().parent.parent
 
 COMPLETE = (
+    "paradyse/backend.py",
     "paradyse/checkpoint",
     "paradyse/data.py",
-    "paradyse/distributed/replicas.py",
-    "paradyse/distributed/tokens.py",
+    "paradyse/distributed",
+    "paradyse/runtime",
     "paradyse/trainer.py",
     "paradyse/verification.py",
     "paradyse/weights/dcp.py",
@@ -27,6 +28,7 @@ COMPLETE = (
     "paradyse/weights/shard_comm.py",
     "paradyse/weights/sharded_tensor.py",
     "paradyse/weights/slices.py",
+    "paradyse/weights/unshard.py",
 )
 """Folders and files, whole."""
 

@@ -44,7 +44,8 @@ SAME_BATCH = (
 
 
 def must_check(axis: Axis, first_call: bool) -> bool:
-    """Whether this call is one of those that are compared: the same answer on every rank."""
+    """Whether this call is one of those that are compared on ``axis``: its first ones and each
+    capture's ``first_call``. The same answer on every rank."""
     if axis.size == 1:
         return False
     checks = axis.session.of(_Checks)
@@ -57,6 +58,11 @@ def check_agreement(
 ) -> None:
     """Compare batch, plan and ``numbers`` across ranks.
 
+    Args:
+        axis: its ranks are compared; all of them call this.
+        tensors: the batch.
+        numbers: what it is called -> an int64 that ranks must share.
+        plan_key: the plan, as text.
     Raises:
         ValueError: on every rank, naming what differs, which rank holds what, and the way out.
     """
@@ -78,7 +84,7 @@ def check_agreement(
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """A number that equal tensors share and different ones, in practice, do not."""
+    """A number that equal ``tensors`` share and different ones, in practice, do not."""
     total = 0
     for i, t in enumerate(tensors):
         with torch.no_grad():

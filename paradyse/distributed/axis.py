@@ -40,6 +40,7 @@ class TokenLayout:
 
     @property
     def padded_len(self) -> int:
+        """Tokens that all ranks hold, padding included."""
         return self.local_len * self.num_ranks
 
     def runs(self, rank: int) -> Runs:
@@ -164,5 +165,5 @@ def _is_alive(group: Any) -> bool:
 def local_positions(
     layout: TokenLayout, rank: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Global positions [local_len] int64 of ``rank``'s tokens."""
+    """Global positions [local_len] int64 of ``rank``'s tokens under ``layout``, on ``device``."""
     return torch.cat([torch.arange(a, a + n, device=device) for a, n in layout.runs(rank)])

@@ -74,7 +74,7 @@ def register_block(axis: Axis, name: str) -> int:
 
 
 def traffic(axis: Axis, block_id: int) -> Traffic:
-    """What the block has sent over ``axis``."""
+    """What the block ``block_id`` has sent over ``axis``."""
     return axis.session.of(_Blocks)[block_id]
 
 
@@ -99,8 +99,8 @@ class _Pauses(list[float]):
 
 @contextlib.contextmanager
 def settled(pause_s: float = 1e-3) -> Iterator[None]:
-    """Inside, a rank pauses after every collective until the thread that ran it is done with its
-    buffers: where memory is watched, that thread's giving back would not be seen."""
+    """Inside, a rank pauses ``pause_s`` seconds after every collective, until the thread that ran it
+    is done with its buffers: where memory is watched, that thread's giving back would not be seen."""
     pauses = SINGLE.session.of(_Pauses)
     pauses.append(pause_s)
     try:
@@ -119,6 +119,11 @@ class Pending:
         self._keep = keep  # send buffers must outlive the transfer
 
     def wait(self) -> Any:
+        """The result, when it is there.
+
+        Raises:
+            CollectiveError: it failed, or took longer than ``TIMEOUT_VARIABLE`` says.
+        """
         try:
             for work in self._works:
                 if work is not None and not work.wait(_timeout()):
@@ -165,19 +170,22 @@ def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes
 
 
 def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Slice i of ``x`` [p, ...] goes to rank i; slice j of the result came from rank j."""
+    """Slice i of ``x`` [p, ...] goes to rank i of ``axis``; slice j of the result came from rank j.
+    Booked to ``block_id``, as all that follow.
+    """
     num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
     return _all_to_all_async(x, axis, block_id, "all_to_all", num_bytes).wait()
 
 
 def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """``x`` of every rank, stacked: [p, *x.shape]."""
+    """``x`` of every rank of ``axis``, stacked: [p, *x.shape]. Booked to ``block_id``."""
     out: Tensor = start_all_gather(x, axis, block_id).wait()
     return out
 
 
 def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
-    """``all_gather`` under way; ``wait()`` gives its result."""
+    """``all_gather`` of ``x`` over ``axis`` under way; ``wait()`` gives its result. Booked to
+    ``block_id``."""
     num_bytes = _nbytes(x) * (axis.size - 1)
     if _on_gloo(axis):
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
@@ -192,7 +200,8 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
+    """Sum over ranks of ``axis`` of slice r of ``x`` [p, ...], for this rank r: [...]. Booked to
+    ``block_id``."""
     num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
     if _on_gloo(axis):
         return _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait().sum(0)
@@ -210,7 +219,8 @@ _SMALL_ELEMENTS = 1 << 14
 
 
 def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Sum over ranks of ``x``, a new tensor of its shape; the same bits on every rank."""
+    """Sum over ranks of ``axis`` of ``x``, a new tensor of its shape; the same bits on every rank.
+    Booked to ``block_id``."""
     if _on_gloo(axis) and x.numel() < _SMALL_ELEMENTS:
         num_bytes = 2 * _nbytes(x) * (axis.size - 1) // axis.size
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
@@ -220,7 +230,7 @@ def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
 
 
 def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Tensor:
-    """Sum over ranks into ``x``, on behalf of several blocks.
+    """Sum over ranks of ``axis`` into ``x``, on behalf of several blocks.
 
     Args:
         shares: block id -> how many of the bytes of ``x`` are the block's.
@@ -239,7 +249,8 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
-    """Start sending ``x`` of rank ``root`` into ``x`` of all; ``wait()`` gives it."""
+    """Start sending ``x`` of rank ``root`` of ``axis`` into ``x`` of all; ``wait()`` gives it.
+    Booked to ``block_id``, by the root."""
     source = dist.get_process_group_ranks(axis.group)[root]
 
     def launch() -> Any:
@@ -250,8 +261,8 @@ def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
 
 
 def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
-    """Start summing ``x`` over ranks into ``x`` of rank ``root``; on other ranks ``x`` holds
-    unspecified values."""
+    """Start summing ``x`` over ranks of ``axis`` into ``x`` of rank ``root``; on other ranks ``x``
+    holds unspecified values. Booked to ``block_id``."""
     target = dist.get_process_group_ranks(axis.group)[root]
 
     def launch() -> Any:
@@ -262,7 +273,8 @@ def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
 
 
 def ring_exchange(tensors: Sequence[Tensor], axis: Axis, block_id: int, shift: int = 1) -> Pending:
-    """Start sending ``tensors`` to rank + shift and receiving their like from rank - shift.
+    """Start sending ``tensors`` to rank + ``shift`` of ``axis`` and receiving their like from
+    rank - ``shift``, booked to ``block_id``.
 
     ``wait()`` gives the list of received tensors. Send buffers must not be written before that.
     """

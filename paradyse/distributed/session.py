@@ -27,7 +27,7 @@ class Session:
         return found
 
     def forget(self, kind: type) -> None:
-        """Let ``of(kind)`` begin anew."""
+        """Let ``of`` begin anew with ``kind``."""
         self._held.pop(kind, None)
 
 

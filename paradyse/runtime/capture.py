@@ -33,7 +33,12 @@ class SizeSource:
 
 
 def is_model_state(node: fx.Node, example: Any) -> bool:
-    """Whether a placeholder is a parameter or a buffer, not data of the batch."""
+    """Whether the placeholder ``node`` is a parameter or a buffer, not data of the batch.
+
+    Args:
+        node: of Dynamo's graph.
+        example: the value that it was captured with.
+    """
     if isinstance(example, torch.nn.Parameter):
         return True
     if not isinstance(example, Tensor):
@@ -75,6 +80,10 @@ class TraceInputs:
 def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
     """Sizes and numbers to trace with. Symbolic sizes get values that no weight has, where guards
     allow.
+
+    Args:
+        placeholders: of Dynamo's graph.
+        examples: their values in the call that is captured.
     """
     metas = [n.meta.get("example_value") for n in placeholders]
     symbols: dict[tuple[int, int], Any] = {}
@@ -166,6 +175,12 @@ def build_program(
     Args:
         inputs: per placeholder an ``InputLike`` or a number, see ``trace_inputs``.
         weights: per placeholder whether it is a parameter or a buffer.
+        options: of the backend.
+        axis: the sequence axis.
+    Returns:
+        The program, or None, and what the passes found out, with notes that say why.
+    Raises:
+        NotImplementedError: an operator cannot be split, with ``on_unsupported="error"``.
     """
     ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
     try:
@@ -189,14 +204,15 @@ def _run(traced: fx.GraphModule, ctx: CaptureContext, weights: Sequence[bool]) -
 
 
 def fingerprint(program: Program) -> str:
-    """Text that two programs share exactly when they differ in nothing but the sizes traced at."""
+    """Text of ``program`` that another one shares exactly when they differ in nothing but the sizes
+    traced at."""
     scope = program.scope
     pieces = (step.piece for step in program.steps)
     return "\n\n".join(structure(p, scope.names, scope.labels(WHOLE)) for p in pieces)
 
 
 def find_sizes(program: Program) -> SizeSource | None:
-    """Where B and S stand in the arguments; None where no argument shows the sequence length."""
+    """Where B and S stand in the arguments of ``program``; None where none shows the length."""
     scope = program.scope
     found: dict[Any, tuple[int, int]] = {}
     for i, node in enumerate(program.placeholders):
@@ -210,7 +226,8 @@ def find_sizes(program: Program) -> SizeSource | None:
 
 
 def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, int]:
-    """The sizes of one call."""
+    """The sizes of a call with ``args``, read where ``source`` says: "S", "B", and, if ``axis`` has
+    several ranks, "s"."""
     seq_len = args[source.seq[0]].shape[source.seq[1]]
     sizes = {WHOLE: seq_len}
     if axis.size > 1:

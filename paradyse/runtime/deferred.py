@@ -75,7 +75,7 @@ class DeferredTensor(torch.Tensor):
 
 @torch.compiler.disable
 def materialize(x: DeferredTensor) -> Tensor:
-    """The value, computed now if it has not been."""
+    """The value of ``x``, computed now if it has not been."""
     with DisableTorchFunctionSubclass():
         if x._value is None:
             assert x._compute is not None

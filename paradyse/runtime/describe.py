@@ -17,18 +17,18 @@ from paradyse.types import BlockSpec, MaskSpec
 
 
 def describe_blocks(program: Program) -> tuple[BlockSpec, ...]:
-    """One ``BlockSpec`` per block, in the order of computation."""
+    """One ``BlockSpec`` per block of ``program``, in the order of computation."""
     return tuple(_describe(program, step) for step in program.block_steps)
 
 
 def describe_masks(blocks: Sequence[BlockSpec]) -> str:
-    """The kinds of masks in a model, as text."""
+    """The kinds of masks among ``blocks``, as text."""
     kinds = {str(b.mask) if b.mask else "dense" for b in blocks if b.kind == "attention"}
     return "; ".join(sorted(kinds))
 
 
 def mask_of(attention: fx.Node) -> MaskSpec | None:
-    """The mask of an attention node; None where it is a dense bias."""
+    """The mask of the node ``attention``; None where it is a dense bias."""
     args: list[Any] = [
         *attention.args,
         *(None, None, None, None, -1, -1, -1)[len(attention.args) - 3 :],

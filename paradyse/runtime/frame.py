@@ -109,7 +109,7 @@ class Frame:
         return outputs
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
-        """What ``step`` may know and ask for."""
+        """What ``step`` may know and ask for; ``wholes`` are the weights gathered for it."""
         return StepContext(
             step.position,
             step.block_id,
@@ -123,7 +123,7 @@ class Frame:
     # ---- values
 
     def free(self, nodes: Sequence[fx.Node]) -> None:
-        """Let go of values."""
+        """Let go of the values of ``nodes``."""
         for node in nodes:
             self.env.pop(node, None)
             self.forms.pop(node, None)
@@ -175,11 +175,11 @@ class Frame:
     # ---- weights
 
     def raw(self, node: fx.Node) -> Any:
-        """A weight as the call was given it: whole, or sharded."""
+        """The weight ``node`` as the call was given it: whole, or sharded."""
         return self.env[node]
 
     def unshard(self, step: Step, strategy: str) -> tuple[Wholes, Gathered | None]:
-        """The weights that ``step`` needs gathered, and what gives them back."""
+        """The weights that ``step`` needs gathered under ``strategy``, and what gives them back."""
         if not self._is_sharded:
             return {}, None
         nodes = self.program.gathers(step, strategy, self.env)
@@ -199,7 +199,8 @@ class Frame:
     def weights(
         self, step: Step, wholes: Wholes, nodes: Sequence[fx.Node], forms: Sequence[Form]
     ) -> tuple[Tensor, ...]:
-        """Weights in ``forms``: parts of whole ones, of sharded ones what lies here."""
+        """The weights ``nodes`` in ``forms``, for ``step``: what is in ``wholes`` or whole at rest
+        is cut, of others it is the rows that lie here."""
         taken = []
         for node, form in zip(nodes, forms, strict=True):
             x = wholes.get(node)

@@ -43,7 +43,7 @@ class StepConstants:
     """[], of a call that draws no random numbers."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
-        """``StepContext.common`` of ``step``."""
+        """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
         return self.whole, self.local, self.batch, self.infos[step.index], seed
 
     def strategy(self, step: Step) -> str:
@@ -88,7 +88,8 @@ class Program:
         return known[strategy]
 
     def gathers(self, step: Step, strategy: str, weights: Mapping[fx.Node, Any]) -> list[fx.Node]:
-        """The sharded ones among ``weights`` that ``step`` takes in another form than they lie in.
+        """The sharded ones among ``weights`` that ``step`` under ``strategy`` takes in another form
+        than they lie in.
 
         It follows from the variant and the layouts at rest, and is made anew if those change.
         """
@@ -105,7 +106,7 @@ class Program:
         return nodes
 
     def constants_for(self, sizes: Mapping[str, int], strategies: tuple[str, ...]) -> StepConstants:
-        """The constants of calls of these sizes under this plan (a strategy per block)."""
+        """What calls of these ``sizes`` ("B", "S", "s") share under the plan ``strategies``."""
         seq_len, device = sizes[WHOLE], self.device
         whole = torch.arange(seq_len, device=device)
         local = whole

@@ -177,7 +177,7 @@ NUM_COMMON = 5
 
 
 def common_dims(scope: Scope) -> tuple[Dims, ...]:
-    """Dims of ``Values.common``; on one rank the two positions are the same."""
+    """Dims of ``StepContext.common``; on one rank the two positions are the same."""
     split = SPLIT if scope.axis.size > 1 else WHOLE
     batch: tuple[Size, ...] = ("B",) if scope.batch is not None else (1,)
     return (((WHOLE,),), ((split,),), (batch,), ((2,),), ())

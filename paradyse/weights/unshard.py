@@ -51,7 +51,7 @@ class Shelf:
         self.coming: tuple[list[ShardedTensor], Messages] | None = None
 
     def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
-        """Start gathering what the next step will ask for."""
+        """Start gathering ``shards``, which the next step will ask for, for ``block_id``."""
         if self.ahead and shards and self.coming is None:
             self.coming = (shards, start_gather(shards, block_id))
 
@@ -181,7 +181,14 @@ class _Gather(torch.autograd.Function):
 def gather(
     shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf
 ) -> tuple[list[Tensor], Gathered | None]:
-    """Whole weights, differentiable, and what must ``release`` them where backward will come."""
+    """Whole weights, differentiable, and what must ``release`` them where backward will come.
+
+    Args:
+        shards: the weights, of one axis.
+        block_id: what the messages are booked to.
+        summed: each rank computes a part of the gradients; else each computes the whole.
+        shelf: of the call, where they may be on their way.
+    """
     gathered = Gathered(shards, block_id, summed, shelf)
     if not torch.is_grad_enabled():
         return gathered.make(), None
@@ -203,7 +210,7 @@ class _AsItLies(torch.autograd.Function):
 
 
 def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
-    """W_r, the rows of this rank's group, from the rows that it holds (``form`` fits them)."""
+    """W_r, the rows of this rank's group, from those that ``shard`` holds (``form`` fits them)."""
     rank = shard.placement.axis.rank
     rows: Tensor = _AsItLies.apply(shard)
     if -1 not in form.groups[rank]:
@@ -212,8 +219,8 @@ def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
 
 
 def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:
-    """The layout in which each rank holds the rows of its group; None where a row is in no group
-    or in two (a KV head that several ranks need)."""
+    """The layout over ``axis`` of a weight of ``num_rows`` in which each rank holds the rows of its
+    group in ``form``; None where a row is in no group or in two (a KV head that several need)."""
     if form is None:
         return None
     rows = sorted(r for group in form.groups for r in group if r >= 0)
@@ -221,6 +228,6 @@ def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:
 
 
 def fits(shard: ShardedTensor, form: Form) -> bool:
-    """Whether the rows that lie here are those that the rank's group computes with."""
+    """Whether the rows of ``shard`` that lie here are those of the rank's group in ``form``."""
     at = shard.placement
     return form is not None and form.dim == at.dim and form.present == at.runs
