@@ -99,8 +99,9 @@ class _Pauses(list[float]):
 
 @contextlib.contextmanager
 def settled(pause_s: float = 1e-3) -> Iterator[None]:
-    """Inside, a rank pauses ``pause_s`` seconds after every collective, until the thread that ran it
-    is done with its buffers: where memory is watched, that thread's giving back would not be seen."""
+    """Inside, a rank pauses ``pause_s`` seconds after every collective, until the thread that ran
+    it is done with its buffers: where memory is watched, that thread's giving back would not be
+    seen."""
     pauses = SINGLE.session.of(_Pauses)
     pauses.append(pause_s)
     try:
