@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPLETE = (
     "paradyse/backend.py",
     "paradyse/checkpoint",
+    "paradyse/cli",
     "paradyse/data.py",
     "paradyse/distributed",
     "paradyse/runtime",

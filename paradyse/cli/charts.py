@@ -170,7 +170,7 @@ class Page:
 
 
 def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
-    """One self-contained HTML page: charts as inline SVG, then ``tables``."""
+    """Writes ``page`` to ``path``, self-contained HTML: charts as inline SVG, then ``tables``."""
     body = [f"<h1>{escape(page.title)}</h1>"]
     for chart in page.charts:
         body.append(f"<h2>{escape(chart.title)}</h2>{svg_of(chart)}")
@@ -190,7 +190,7 @@ def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
 
 
 def write_png(path: Path, page: Page) -> bool:
-    """The charts as a PNG; False where matplotlib is not installed."""
+    """Writes ``page`` to ``path`` as a PNG; False where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -237,7 +237,11 @@ def write_png(path: Path, page: Page) -> bool:
 
 
 def write_charts(folder: Path, name: str, page: Page, tables: Sequence[Table]) -> list[str]:
-    """``name.html`` and, where matplotlib is installed, ``name.png``; what to tell about them."""
+    """Writes ``page`` and ``tables`` as ``name``.html and, with matplotlib, .png into ``folder``.
+
+    Returns:
+        Lines that tell of them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_page(folder / f"{name}.html", page, tables)
     if write_png(folder / f"{name}.png", page):

@@ -58,6 +58,7 @@ def draw_files(
 
     Args:
         cap: the most tokens a file may have.
+        seed: of the order.
         folder: where to look, below it too; None: the standard library.
     Raises:
         ValueError: ``cap`` is too small, the folder does not exist, or it has no such file.
@@ -85,8 +86,9 @@ def draw_lengths(
     seed: int = 0,
     folder: str | os.PathLike[str] | None = None,
 ) -> list[int]:
-    """Lengths of files as ``draw_files`` draws them, in the tokens that ``count_tokens`` finds.
+    """Lengths of ``num_files`` as ``draw_files`` draws them, in tokens that ``count_tokens`` finds.
 
+    ``cap``, ``seed`` and ``folder`` are as there.
     Files are read in the order in which they are drawn, and no more of them than it takes. Bytes
     that are no UTF-8 count as replacement characters.
 
@@ -148,6 +150,6 @@ class LengthRange:
 
 
 def length_ranges(cap: int, count: int = 5) -> list[LengthRange]:
-    """Ranges that double up to ``cap``; the first starts at 1."""
+    """``count`` ranges that double up to ``cap``; the first starts at 1."""
     ends = sorted({max(1, cap >> i) for i in range(count)})
     return [LengthRange(low + 1, high) for low, high in zip([0, *ends], ends)]

@@ -89,7 +89,7 @@ def num_cores() -> int:
 
 
 def choose_device(asked: str, num_ranks: int) -> str:
-    """``cpu`` or ``cuda`` for this many ranks.
+    """``cpu`` or ``cuda`` for ``num_ranks`` ranks.
 
     Args:
         asked: ``auto`` takes GPUs where there is one for every rank.
@@ -125,7 +125,7 @@ def run_ranks(
     setting: Setting | None = None,
     on_report: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
-    """``target(rank, **arguments)`` on every rank; the results in the order of ranks.
+    """``target(rank, **arguments)`` on ``num_ranks`` ranks; the results in their order.
 
     Args:
         target: ``package.module:function``; imported by the ranks.
@@ -157,7 +157,7 @@ def run_as_asked(
     num_ranks: int | None = None,
     silence_s: float = Setting.silence_s,
 ) -> list[Any]:
-    """``run_ranks`` with the device, time-out and output that the command line asks for.
+    """``run_ranks`` of ``target`` and ``arguments`` as the command line asks.
 
     Args:
         args: with ``ranks``, ``device``, ``timeout`` (s) and ``verbose``.

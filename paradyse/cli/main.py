@@ -334,7 +334,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns 0: well, 1: something failed, 2: a flag is wrong, 130: Ctrl-C."""
+    """Runs the command in ``argv``.
+
+    Returns:
+        0: well, 1: something failed, 2: a flag is wrong, 130: Ctrl-C.
+    """
     args = make_parser().parse_args(argv)
     try:
         return _run(args)

@@ -49,7 +49,10 @@ class LlamaSize:
 
 
 def require_transformers() -> None:
-    """Raises ValueError with the way out where transformers is not installed."""
+    """
+    Raises:
+        ValueError: transformers is not installed; with the way out.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
             "this command makes a HuggingFace model, and transformers is not installed: "
@@ -58,7 +61,7 @@ def require_transformers() -> None:
 
 
 def make_llama(size: LlamaSize, seed: int = 0) -> torch.nn.Module:
-    """HuggingFace's own Llama, unmodified, with random float32 weights that ``seed`` fixes."""
+    """HuggingFace's own Llama of this ``size``, with random float32 weights that ``seed`` fixes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -78,7 +81,7 @@ def make_llama(size: LlamaSize, seed: int = 0) -> torch.nn.Module:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A model's ``config.json`` (or the folder that has it).
+    """The ``config.json`` of a model at ``path``, which may be the folder that has it.
 
     Raises:
         ValueError: there is no such file, or it is no configuration of a known model.
@@ -134,8 +137,8 @@ def make_model(
 
 
 def token_counter(path: str) -> Callable[[str], int]:
-    """A function that counts the tokens of a text, by a model's ``tokenizer.json`` (or the folder
-    that has it). Nothing is downloaded.
+    """A function that counts the tokens of a text, by the ``tokenizer.json`` at ``path``, which may
+    be the folder that has it. Nothing is downloaded.
 
     Raises:
         ValueError: there is no such file, or it is no tokenizer.
@@ -154,7 +157,7 @@ def token_counter(path: str) -> Callable[[str], int]:
 
 
 def vocabulary_of(model: torch.nn.Module) -> int:
-    """Number of tokens that the model's embedding knows."""
+    """Number of tokens that the embedding of ``model`` knows."""
     return int(model.get_input_embeddings().num_embeddings)
 
 

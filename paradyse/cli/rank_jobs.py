@@ -129,6 +129,8 @@ def train(
     """Trains on ``files``, one a step, with the plan left to the backend; then replays some.
 
     Args:
+        rank: rank 0 reports.
+        size: of the model, whose weights ``seed`` fixes.
         options: of the backend.
         replay_at: indices of files to run again under each of ``strategies`` and the plans that
             training used, ``rounds`` times, interleaved.
@@ -166,7 +168,7 @@ def train(
 def train_alone(rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int) -> None:
     """The same training in one process and eagerly: what ``train`` has to reproduce.
 
-    No further step begins after ``ALONE_S``.
+    ``rank``, ``size``, ``files`` and ``seed`` are as there. No step begins after ``ALONE_S``.
     """
     training = _Training(rank, size, seed, None)
     began = time.monotonic()
@@ -191,7 +193,14 @@ def plan(
     lengths: Sequence[int],
     options: Mapping[str, Any],
 ) -> list[PlanReport]:
-    """A report for each length. One forward of few tokens makes the graph known."""
+    """A report for each length. One forward of few tokens makes the graph known.
+
+    Args:
+        rank: this one.
+        config: of the model; ``layers`` of it, None: all; weights are of ``dtype``.
+        batch: sequences, of each of ``lengths`` tokens.
+        options: of the backend.
+    """
     import paradyse
 
     model = integrations.make_model(config, layers, dtype=dtype).to(rank.device)
@@ -215,7 +224,11 @@ def verify(
     seed: int,
     options: Mapping[str, Any],
 ) -> VerifyReport:
-    """``paradyse.verify`` on a batch of random tokens."""
+    """``paradyse.verify`` on ``batch`` sequences of ``seq_len`` random tokens.
+
+    ``rank``, ``config``, ``layers``, ``dtype`` and ``options`` are as in ``plan``; ``seed`` fixes
+    the weights.
+    """
     import paradyse
 
     model = integrations.make_model(config, layers, seed, dtype).to(rank.device)
@@ -237,7 +250,10 @@ def profile(
     """``paradyse.profile`` of a model with random weights; rank 0 reports how far it is.
 
     Args:
+        rank: rank 0 reports.
         config: of the model; a size makes a Llama.
+        layers: of a configuration, None: all; weights are of ``dtype``.
+        sharded: weights at rest 1/p on each rank.
         arguments: of ``paradyse.profile``, other than the model.
     Returns:
         The file, or why it is refused, on every rank alike.
@@ -260,7 +276,7 @@ def profile(
 
 
 def sum_of_ranks(rank: Rank) -> float:
-    """A collective of the smallest kind, to see whether the ranks reach each other."""
+    """A collective of the smallest kind, to see whether ``rank`` reaches the others."""
     total = torch.ones(1, device=rank.device) * rank.rank
     if rank.size > 1:
         dist.all_reduce(total)

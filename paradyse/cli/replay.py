@@ -79,7 +79,7 @@ class Infeasible:
 
 
 def wait_for_all(rank: Rank) -> None:
-    """All ranks, and the device, have come here."""
+    """Returns when all ranks, and the device of ``rank``, have come here."""
     if rank.device == "cuda":
         torch.cuda.synchronize()
     if rank.size > 1:
@@ -90,6 +90,7 @@ def describe_plan(key: str, kinds: Sequence[str]) -> str:
     """A plan's key in words: one name where all blocks run alike, else attention and MLP apart.
 
     Args:
+        key: names of strategies, apart by commas.
         kinds: of the blocks, in the order of the key's names.
     """
     names: dict[str, list[str]] = {"attention": [], "mlp": []}
@@ -107,7 +108,7 @@ def describe_plan(key: str, kinds: Sequence[str]) -> str:
 
 
 def plan_shares(key: str, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of each kind of block the share that every strategy of a plan has."""
+    """Kind -> strategy -> its share, for a plan's ``key`` and the ``kinds`` of its blocks."""
     names: dict[str, list[str]] = {}
     for kind, name in zip(kinds, key.split(",")):
         names.setdefault(kind, []).append(name)
@@ -115,7 +116,7 @@ def plan_shares(key: str, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def block_kinds(compiled: torch.nn.Module, num_tokens: int) -> list[str]:
-    """The kinds of the blocks of a model that has run at this length."""
+    """The kinds of the blocks of a ``compiled`` model that has run with ``num_tokens``."""
     import paradyse
 
     return [b.kind for b in paradyse.explain(compiled, 1, num_tokens).blocks]
@@ -187,6 +188,9 @@ def replay(
     """Forward and backward of ``trace`` under every choice, after all of them are compiled.
 
     Args:
+        rank: rank 0 reports.
+        model: compiled here, with ``options`` of the backend.
+        strategies: the choices beside ``auto``; ``rounds`` runs of each.
         limit_s: no further round begins after this long.
         watch_memory: also report plans, and the memory of each length under every choice, in steps
             of their own.
@@ -261,7 +265,13 @@ def bench(
     rounds: int,
     strategies: Sequence[str],
 ) -> None:
-    """Replays a trace of lengths with random tokens, and watches memory; nothing is trained."""
+    """Replays ``lengths`` with random tokens, and watches memory; nothing is trained.
+
+    Args:
+        rank: rank 0 reports.
+        size: of the model, whose weights ``seed`` fixes; ``options`` are the backend's.
+        rounds: runs of each length under ``auto`` and each of ``strategies``.
+    """
     model = integrations.make_llama(size, seed).to(rank.device)
     trace = []
     for i, n in enumerate(lengths):

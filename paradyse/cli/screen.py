@@ -36,6 +36,7 @@ def make_console() -> Console:
 
 
 def step_cells(done: StepDone, total: int) -> tuple[str, ...]:
+    """A row of the table of steps: ``done``, one of ``total``."""
     return (
         f"{done.step + 1}/{total}",
         str(done.num_tokens),
@@ -79,7 +80,7 @@ class Screen:
             self._live.stop()
 
     def phase(self, text: str, of: int = 0) -> None:
-        """What begins now, with ``of`` ticks to come; 0: unknown."""
+        """Shows ``text``, what begins now, with ``of`` ticks to come; 0: unknown."""
         self._phase, self._done, self._of, self._began = text, 0, of, time.monotonic()
         if self._live is None:
             self._line(f"{text} ...")
@@ -88,7 +89,7 @@ class Screen:
         self._done += 1
 
     def step(self, done: StepDone) -> None:
-        """A training step."""
+        """Shows a training step that is ``done``."""
         cells = step_cells(done, self.total)
         if self._live is None:
             self._line(
@@ -126,7 +127,7 @@ class Screen:
 def show_table(
     console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
-    """A table: drawn on a terminal, aligned text elsewhere."""
+    """Shows ``title``, ``header``, ``rows`` on ``console``: drawn on a terminal, else aligned."""
     if not console.is_terminal:
         console.print(f"{title}\n{text_table(header, rows)}")
         return

@@ -64,7 +64,7 @@ DISTRIBUTIONS = {
 
 
 def find_distribution(name: str) -> str:
-    """The name as ``DISTRIBUTIONS`` has it, whatever its case.
+    """``name`` as ``DISTRIBUTIONS`` has it, whatever its case.
 
     Raises:
         ValueError: there is none of that name.
@@ -85,6 +85,7 @@ def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> list[i
     Args:
         name: of ``DISTRIBUTIONS``, in any case.
         longest: tokens that the data set's longest sequence becomes.
+        seed: of the draw.
     Raises:
         ValueError: an unknown name, no lengths, or a longest that is below ``SHORTEST``.
     """
@@ -100,7 +101,7 @@ def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> list[i
 
 
 def trace_of(args: argparse.Namespace) -> tuple[list[int], str]:
-    """The lengths, in tokens, and where they are from, in words.
+    """The lengths that ``args`` ask for, in tokens, and where they are from, in words.
 
     Raises:
         ValueError: a file or folder that is not there or has no lengths; an unknown distribution.
@@ -124,7 +125,8 @@ def trace_of(args: argparse.Namespace) -> tuple[list[int], str]:
 
 
 def read_lengths(path: str) -> list[int]:
-    """Whole numbers of at least 1, apart by commas, blanks or lines; ``#`` begins a comment.
+    """The whole numbers of at least 1 in the file ``path``, apart by commas, blanks or lines; ``#``
+    begins a comment.
 
     Raises:
         ValueError: no such file, something else in it, or nothing.

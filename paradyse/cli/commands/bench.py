@@ -25,7 +25,16 @@ medians added up over all sequences of at most its length."""
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Replays a trace of lengths under auto and every strategy; the exit code."""
+    """Replays a trace of lengths under auto and every strategy.
+
+    Args:
+        args: of the command line.
+    Returns:
+        The exit code.
+    Raises:
+        ValueError: transformers is not installed, or a flag is wrong.
+        RanksFailed: a rank failed.
+    """
     require_transformers()
     _check_paths(args)
     console = make_console()
@@ -125,12 +134,12 @@ class Results:
         return {(h.choice, h.num_tokens): h.peak_bytes for h in self.record.held}
 
     def cumulated(self, choice: str) -> dict[int, float]:
-        """Length -> seconds of all sequences up to it."""
+        """Length -> seconds of all sequences up to it, under ``choice``."""
         times = [self.record.median_s(choice, i) or 0.0 for i in self.order]
         return {self.lengths[i]: t for i, t in zip(self.order, accumulate(times), strict=True)}
 
     def page(self, title: str) -> Page:
-        """Time and memory against length, time added up from the shortest on, and plans."""
+        """Time and memory against length, also added up from the shortest, and plans; ``title`` above."""
         single, summed, memory = [], [], []
         peaks = self.peaks()
         for choice in self.record.choices():
@@ -163,7 +172,7 @@ class Results:
         return out
 
     def write_csv(self, path: Path) -> None:
-        """Every run, with what belongs to its sequence."""
+        """Writes every run to ``path``, with what belongs to its sequence."""
         peaks = self.peaks()
         choices = self.record.choices()
         totals = {c: self.cumulated(c) for c in choices}

@@ -42,7 +42,7 @@ class Record:
     planned: list[Planned] = field(default_factory=list)
 
     def hear(self, screen: Screen, value: Any) -> None:
-        """Keeps what a rank sends, and shows it."""
+        """Keeps a ``value`` that a rank sends, and shows it on ``screen``."""
         if isinstance(value, Phase):
             screen.phase(value.text, value.steps)
             return
@@ -64,12 +64,13 @@ class Record:
         return list(dict.fromkeys(r.choice for r in self.replayed))
 
     def median_s(self, choice: str, index: int) -> float | None:
+        """Seconds of file ``index`` under ``choice``; None where it was not replayed."""
         times = [r.time_s for r in self.replayed if r.choice == choice and r.index == index]
         return statistics.median(times) if times else None
 
 
 def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
-    """The model that the flags describe. Heads are 32 wide unless they say otherwise."""
+    """The model that ``args`` describe, for ``max_tokens``. Heads are 32 wide by default."""
     heads = args.heads or max(1, args.hidden // 32)
     kv_heads = args.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
     intermediate = args.intermediate or math.ceil(args.hidden * args.wide / 8) * 8
@@ -86,7 +87,7 @@ def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
 def pick_files(
     files: Sequence[TextFile], ranges: Sequence[LengthRange], per_range: int
 ) -> list[int]:
-    """Indices of up to ``per_range`` files of each range, spread over its lengths."""
+    """Indices of up to ``per_range`` of ``files`` of each of ``ranges``, spread over its lengths."""
     picked = []
     for r in ranges:
         known: dict[int, int] = {}
@@ -101,7 +102,16 @@ def pick_files(
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Trains, replays, checks; the exit code."""
+    """Trains, replays, checks.
+
+    Args:
+        args: of the command line.
+    Returns:
+        The exit code: 1 where the losses differ from those of one process.
+    Raises:
+        ValueError: transformers is not installed, or a flag is wrong.
+        RanksFailed: a rank failed.
+    """
     require_transformers()
     console = make_console()
     began = time.monotonic()
@@ -209,7 +219,7 @@ def _summarize(
 
 
 def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
-    """Time of the files ``at`` under auto; under each of ``choices``, times that."""
+    """Of ``record``: time of the files ``at`` under auto; under each of ``choices``, times that."""
     if not at:
         return ("-",) * (1 + len(choices))
     totals = {

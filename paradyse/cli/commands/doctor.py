@@ -137,7 +137,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Every check; exit code 1 if one found a problem."""
+    """Every check, whatever ``args``; exit code 1 if one found a problem."""
     console = make_console()
     findings = []
     with console.status("looking around ..."):

@@ -42,8 +42,12 @@ def default_lengths(longest: int) -> list[int]:
 def dry_run_of(
     config: dict[str, object], layers: int | None, dtype: str, num_gpus: int, sharded: bool
 ) -> DryRun:
-    """The model of a HuggingFace configuration, without its weights, on so many ranks.
+    """The model of a HuggingFace configuration, without its weights, on one of several ranks.
 
+    Args:
+        config: as ``models.read_config`` gives it; ``layers`` of it, None: all.
+        dtype: of weights, by its name.
+        num_gpus: ranks; ``sharded``: with 1/num_gpus of the weights on each.
     Raises:
         ValueError: it is no causal language model, or nothing in its graph can be split.
     """
@@ -58,6 +62,8 @@ def dry_run_of(
 def run_plan(args: argparse.Namespace) -> int:
     """Shows the plan for each length, and why it is that one.
 
+    Args:
+        args: of the command line.
     Returns:
         The exit code.
     Raises:
@@ -123,7 +129,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
 
 
 def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:
-    """One line: what was planned for."""
+    """``outlook`` in a line: ``model``, ``num_gpus`` of ``cluster``, and how ``weights`` lie."""
     names = ", ".join(dict.fromkeys(d.name for d in cluster.devices))
     return (
         f"{Path(model).name}: {outlook.run.num_parameters / 1e9:.3g} billion parameters, "
@@ -138,6 +144,7 @@ def tables_of(
     """Machine, plans by length, every strategy's time and memory, and the longest lengths.
 
     Args:
+        outlook: what was predicted for ``num_gpus`` of ``cluster``.
         explained: show this strategy alone beside the mixture; None: all.
     """
     tables: list[Table] = [("machine", ("part", "rates"), describe_cluster(cluster, num_gpus))]
@@ -182,7 +189,7 @@ def _peak(f: Forecast | None) -> str:
 
 
 def remarks(machine: Machine) -> Sequence[str]:
-    """What the numbers are, and are not."""
+    """What the numbers for ``machine`` are, and are not."""
     return (
         f"{machine.source}; nothing here was measured on it",
         "memory is seen in a dry run of the model's real graph, operator by operator; fused "
@@ -192,11 +199,12 @@ def remarks(machine: Machine) -> Sequence[str]:
 
 
 def page_of(title: str, outlook: Outlook) -> Page:
+    """All charts of ``outlook``, under ``title``."""
     return Page(title, charts_of(outlook), bands_of(outlook))
 
 
 def charts_of(outlook: Outlook) -> tuple[Chart, Chart]:
-    """Time and memory of every strategy and of the mixture."""
+    """Time and memory of every strategy and of the mixture in ``outlook``."""
     gib = 2.0**30
     times, peaks = [], []
     for name, forecasts in outlook.forecasts.items():
@@ -210,7 +218,7 @@ def charts_of(outlook: Outlook) -> tuple[Chart, Chart]:
 
 
 def bands_of(outlook: Outlook) -> list[Bands]:
-    """What the mixture takes, for each kind of block."""
+    """What the mixture takes in ``outlook``, for each kind of block."""
     found = []
     for kind in dict.fromkeys(b.kind for b in outlook.run.blocks):
         at = [i for i, b in enumerate(outlook.run.blocks) if b.kind == kind]

@@ -18,7 +18,16 @@ from paradyse.profiling import measure as profiler
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """Measures every block under every strategy at every length; the exit code."""
+    """Measures every block under every strategy at every length.
+
+    Args:
+        args: of the command line.
+    Returns:
+        The exit code.
+    Raises:
+        ValueError: transformers is missing, a flag is wrong, or the file is of another setting.
+        RanksFailed: a rank failed.
+    """
     require_transformers()
     config: Any = read_config(args.model) if args.model else LlamaSize(args.layers or 2)
     path = Path(args.out).resolve()
@@ -96,7 +105,7 @@ class _Bar:
 
 
 def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> None:
-    """The fastest strategy of every block at every length, and where the file is."""
+    """Shows each block's fastest strategy by length on ``console``: of ``found`` what ``args`` asked."""
     mine = [
         m
         for m in found.measurements

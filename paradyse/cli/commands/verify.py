@@ -12,6 +12,8 @@ from paradyse.cli.screen import make_console
 def run_verify(args: argparse.Namespace) -> int:
     """Compares every strategy with one-device eager: loss and every gradient.
 
+    Args:
+        args: of the command line.
     Returns:
         The exit code: 1 where they differ.
     Raises:
