@@ -139,7 +139,7 @@ class Results:
         return {self.lengths[i]: t for i, t in zip(self.order, accumulate(times), strict=True)}
 
     def page(self, title: str) -> Page:
-        """Time and memory against length, also added up from the shortest, and plans; ``title`` above."""
+        """Time and memory against length, also added up from the shortest; ``title`` is on top."""
         single, summed, memory = [], [], []
         peaks = self.peaks()
         for choice in self.record.choices():

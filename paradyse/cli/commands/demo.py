@@ -87,7 +87,7 @@ def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
 def pick_files(
     files: Sequence[TextFile], ranges: Sequence[LengthRange], per_range: int
 ) -> list[int]:
-    """Indices of up to ``per_range`` of ``files`` of each of ``ranges``, spread over its lengths."""
+    """Indices of up to ``per_range`` of ``files`` in each of ``ranges``, spread over lengths."""
     picked = []
     for r in ranges:
         known: dict[int, int] = {}

@@ -105,7 +105,7 @@ class _Bar:
 
 
 def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> None:
-    """Shows each block's fastest strategy by length on ``console``: of ``found`` what ``args`` asked."""
+    """Shows on ``console`` the fastest strategies in ``found``, by block and length of ``args``."""
     mine = [
         m
         for m in found.measurements
