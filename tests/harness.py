@@ -43,7 +43,6 @@ PRELOAD = [
     "torch._inductor.compile_fx",
     "torch.distributed",
     "transformers.models.llama.modeling_llama",
-    "warm",
 ]
 """Imported once, in the process that ranks are forked from."""
 

@@ -118,7 +118,20 @@ def _one_graph() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("family", "how"), CASES)
+EVERY_KIND = ("Llama", "Gemma3", "BERT")
+"""Families asked about every kind of batch; of others each kind but padding is slow."""
+
+
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case[0] in EVERY_KIND or case[1] == "padded left" else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
+)
 def test_model(family: str, how: str) -> None:
     name, sizes, expected = FAMILIES[family]
     torch._dynamo.reset()

@@ -123,7 +123,7 @@ def _step_and_count(compiled: Any, batch: dict[str, Any]) -> dict[str, int]:
     return paradyse.stats(compiled).bytes_per_block
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "profile.jsonl"
     lengths = LENGTHS[-1:] if sharded else LENGTHS

@@ -1,6 +1,6 @@
 """Weights that lie spread over the ranks: exact under every strategy, whatever divides by what.
 
-Every family on three ranks: ``test_exactness.test_sharded_over_three_ranks``.
+Every family once: ``test_exactness.test_sharded_over_two_ranks``, ``.._three_ranks``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORT: Batches = {"plain": ((3, 13),)}
 PACKED: Batches = {"packed": ((1, 11),)}
 
 
-@families("gpt2", "phi3")
+@families()
 def test_two_ranks(family: str, pool2: RankPool) -> None:
     args = (family, torch.float32, SHORT, inner_for(family), PLANS, True)
     assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
