@@ -68,13 +68,19 @@ OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 
 def did_you_mean(value: str, legal: Collection[str]) -> str:
-    """`` (did you mean 'x'?)``, or nothing where no legal name is close."""
+    """Text `` (did you mean 'x'?)`` of the name in ``legal`` closest to ``value``, or nothing."""
     close = difflib.get_close_matches(value, list(legal), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def check_strategy(name: Any, where: str, auto: bool = True) -> str:
-    """``name`` if it names a strategy (or is "auto", where that is legal), else ValueError."""
+    """``name``, once it is known to name a strategy, or to be "auto" where ``auto`` allows it.
+
+    Args:
+        where: the option, for the message.
+    Raises:
+        ValueError: it is neither.
+    """
     if isinstance(name, str) and (name in ATTENTION_STRATEGIES or (auto and name == AUTO)):
         return name
     legal = ((AUTO,) if auto else ()) + ATTENTION_STRATEGIES
@@ -85,6 +91,9 @@ def check_strategy(name: Any, where: str, auto: bool = True) -> str:
 def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
     """Any form of the ``plan`` option, checked as far as that goes without a model.
 
+    Args:
+        value: as written by the user.
+        where: the option, for the message.
     Raises:
         ValueError: a name is unknown, or the form is none of the legal ones.
     """
@@ -123,6 +132,9 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
 def parse_bytes(value: Any, where: str = "option 'memory_limit'") -> int:
     """Bytes from an int or from text such as ``"80GiB"`` or ``"1.5 GB"``.
 
+    Args:
+        value: as written by the user.
+        where: the option, for the message.
     Raises:
         ValueError: not a positive size.
     """

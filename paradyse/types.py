@@ -1,6 +1,4 @@
-"""The values that the parts of ParaDySe hand each other. Frozen, and free of behaviour that needs
-a device.
-"""
+"""Frozen values that the parts of ParaDySe hand each other; nothing here needs a device."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z",
 """Names a plan may use. For an MLP block the three ``*_z`` names mean the same variant."""
 
 REPLICATED = "replicated"
-"""Not a choice of the plan: how blocks run on one rank, or where a capture has nothing to split."""
+"""How blocks run on one rank, or where a capture has nothing to split; a plan cannot choose it."""
 
 
 @dataclass(frozen=True)
 class MaskSpec:
     """Which keys a query may see, by position, without a dense mask.
 
-    Query at position i sees key at position j when all of these hold: ``j >= i - left``,
+    The query at position i sees the key at position j when all of these hold: ``j >= i - left``,
     ``j <= i + right``, ``i // chunk == j // chunk``, ``key_padding[b, j]``,
     ``document_ids[b, i] == document_ids[b, j]``; a condition whose field is unset is dropped.
     A query that sees no key gives output 0 and gradient 0.
@@ -57,7 +55,7 @@ class BlockSpec:
     """One switchable block of a captured model, as the planner and the reports see it."""
 
     name: str
-    """For people: ``layers.3.attention``."""
+    """A label for people: ``layers.3.attention``."""
     kind: str
     """``attention`` or ``mlp``."""
     layer: int
@@ -86,7 +84,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan is chosen for. Equal on all ranks by construction."""
+    """What a plan is chosen for: equal on all ranks by construction."""
 
     batch: int
     seq_len: int

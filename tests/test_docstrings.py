@@ -17,10 +17,12 @@ COMPLETE = (
     "paradyse/backend.py",
     "paradyse/checkpoint",
     "paradyse/cli",
+    "paradyse/config.py",
     "paradyse/data.py",
     "paradyse/distributed",
     "paradyse/runtime",
     "paradyse/trainer.py",
+    "paradyse/types.py",
     "paradyse/verification.py",
     "paradyse/weights",
 )
