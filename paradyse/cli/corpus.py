@@ -135,21 +135,7 @@ def _text_files(root: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, int
                 yield path, path.stat().st_size
 
 
-@dataclass(frozen=True)
-class LengthRange:
-    """Lengths from ``low`` to ``high``, both included."""
-
-    low: int
-    high: int
-
-    def __contains__(self, length: int) -> bool:
-        return self.low <= length <= self.high
-
-    def __str__(self) -> str:
-        return f"{self.low}-{self.high}"
-
-
-def length_ranges(cap: int, count: int = 5) -> list[LengthRange]:
-    """``count`` ranges that double up to ``cap``; the first starts at 1."""
+def length_ranges(cap: int, count: int = 5) -> list[range]:
+    """``count`` ranges of lengths that double up to ``cap``; the first starts at 1."""
     ends = sorted({max(1, cap >> i) for i in range(count)})
-    return [LengthRange(low + 1, high) for low, high in zip([0, *ends], ends)]
+    return [range(low + 1, high + 1) for low, high in zip([0, *ends], ends)]

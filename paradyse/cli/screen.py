@@ -85,6 +85,12 @@ class Screen:
         if self._live is None:
             self._line(f"{text} ...")
 
+    def progress(self, done: int, of: int, text: str) -> None:
+        """Shows ``text``, what is next after ``done`` ticks ``of`` so many."""
+        self._phase, self._done, self._of = text, done, of
+        if self._live is None:
+            self._line(f"{done}/{of}  {text}")
+
     def tick(self) -> None:
         self._done += 1
 

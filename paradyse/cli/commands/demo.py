@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from paradyse.cli import launch
-from paradyse.cli.corpus import LengthRange, TextFile, draw_files, length_ranges
+from paradyse.cli.corpus import TextFile, draw_files, length_ranges
 from paradyse.cli.models import LlamaSize, require_transformers
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
@@ -84,9 +84,7 @@ def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
     )
 
 
-def pick_files(
-    files: Sequence[TextFile], ranges: Sequence[LengthRange], per_range: int
-) -> list[int]:
+def pick_files(files: Sequence[TextFile], ranges: Sequence[range], per_range: int) -> list[int]:
     """Indices of up to ``per_range`` of ``files`` in each of ``ranges``, spread over lengths."""
     picked = []
     for r in ranges:
@@ -177,7 +175,7 @@ def _introduce(
 def _summarize(
     console: Console,
     args: argparse.Namespace,
-    ranges: Sequence[LengthRange],
+    ranges: Sequence[range],
     files: Sequence[TextFile],
     record: Record,
     results: list[dict[str, Any]],
@@ -191,7 +189,9 @@ def _summarize(
         plans = Counter(s.plan for s in steps)
         plan = "; ".join(p if len(plans) == 1 else f"{p} ({n})" for p, n in plans.most_common())
         at = sorted({x.index for x in record.replayed if x.num_tokens in r})
-        rows.append((str(r), str(len(steps)), plan, *choice_times(record, choices, at)))
+        rows.append(
+            (f"{r.start}-{r.stop - 1}", str(len(steps)), plan, *choice_times(record, choices, at))
+        )
     trained = AUTO if args.plan == AUTO else "training's plan"
     header = ("length", "steps", "plan used", trained, *choices)
     console.print()

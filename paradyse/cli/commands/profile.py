@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paradyse.cli import launch
 from paradyse.cli.models import LlamaSize, read_config, require_transformers
-from paradyse.cli.screen import make_console, show_table
+from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile
-from paradyse.profiling import measure as profiler
 
 
 def run_profile(args: argparse.Namespace) -> int:
@@ -52,7 +50,8 @@ def run_profile(args: argparse.Namespace) -> int:
         text = f"{crowd}: what a block takes depends on when the others run, and lengths beyond the"
         text += " longest are predicted badly"
         console.print(text)
-    with _Bar(console) as bar:
+    with Screen(console, 0) as screen:
+        screen.phase("starting ranks, compiling")
         found = launch.run_as_asked(
             args,
             "paradyse.cli.rank_jobs:profile",
@@ -63,45 +62,13 @@ def run_profile(args: argparse.Namespace) -> int:
                 "sharded": args.sharded,
                 "arguments": arguments,
             },
-            bar.show,
+            lambda p: screen.progress(p.done, p.total, p.text or "done"),
             silence_s=args.timeout,  # between two reports lie all steps of a strategy at a length
         )[0]
     if isinstance(found, str):
         raise ValueError(found)
     show_summary(console, found, args)
     return 0
-
-
-class _Bar:
-    """How far it is: a bar on a terminal, a line each elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("starting ranks, compiling", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def show(self, report: profiler.Progress) -> None:
-        text = report.text or "done"
-        self._progress.update(
-            self._task, description=text, completed=report.done, total=report.total
-        )
-        if not self._console.is_terminal:
-            line = f"{report.done}/{report.total}  {text}"
-            self._console.print(line)
 
 
 def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> None:
