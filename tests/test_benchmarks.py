@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -107,13 +108,23 @@ def test_a_contender_that_is_wrong_is_not_timed(benchmark: Any) -> None:
     assert model.time_s(9) > 0
 
 
+def measured(rank: Rank, args: Namespace) -> dict[str, list[float]]:
+    """What a benchmark runs on its ranks."""
+    rank.send("measured")
+    return {"runs": [float(rank.size)] * args.runs}
+
+
 def test_a_benchmark_on_ranks_measures_and_reports(
-    run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    benchmark: Any, run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    flags = ("--layers", "1", "--lengths", "16", "--runs", "1")
-    assert run("feedback", "--quick", "--ranks", "1", *flags) == 0
-    text = capsys.readouterr().out
-    assert "1 ranks, gloo, inner=eager" in text and "\n| 16     |" in text
+    monkeypatch.setattr(sys, "argv", ["x", "--quick"])
+    bench = benchmark("runner").Benchmark("x", "doc", {"runs": 3}, runs=7, ranks=2, inner="eager")
+    found = bench.on_ranks(measured)
+    bench.table(["of", "runs"], [[bench.ranks, str(found["runs"])]])
+    assert bench.finish() == 0
+    out, err = capsys.readouterr()
+    assert err == "measured\n" and "two processes of one thread" in out
+    assert "| two ranks, gloo, inner=eager | [1.0, 1.0, 1.0] |" in out
 
 
 def around(value: float, share: float = 0.01, count: int = 11, seed: int = 0) -> list[float]:
