@@ -20,6 +20,7 @@ COMPLETE = (
     "paradyse/config.py",
     "paradyse/data.py",
     "paradyse/distributed",
+    "paradyse/profiling",
     "paradyse/runtime",
     "paradyse/trainer.py",
     "paradyse/types.py",

@@ -2,8 +2,8 @@
 
 ``dry_run`` makes a model on the meta device, captures it as ``torch.compile`` would for one rank of
 any number, over PyTorch's fake process group, and sends tensors without memory through every
-distinct block under every strategy, forward and backward: what each saves for backward and needs
-while it runs is seen, not computed from a formula.
+distinct block under every strategy, forward and backward. It sees what each saves for backward and
+needs while it runs, and has no formula per model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ the tokens, or quadratic where there are scores: two or three give the polynomia
 held against it."""
 
 FEW_GROUPS = 3
-"""Groups of ``metp`` that are run: the others repeat the last one, and sizes grow by as much."""
+"""How many groups of ``metp`` are run: each of the others adds as many bytes as the last one."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Sizes:
 
     growth: Growth
     gathered_bytes: int
-    """Of weights that are taken whole, and given back after use where they lie spread."""
+    """Bytes of weights that the block takes whole; sharded ones are freed after it."""
     before: Growth | None = None
-    """With one group of ``metp`` less than ``growth``, where not all are run."""
+    """The growth with one group of ``metp`` less, where not all groups are run."""
     num_more: int = 0
-    """Groups that are not run."""
+    """How many groups are not run."""
     lasting: bool = False
-    """What it makes has no gradient and is read by blocks to the end, such as a rotary table."""
+    """Whether blocks read its results to the end, without a gradient, such as a rotary table."""
 
     def at(self, tokens: int) -> tuple[int, int]:
-        """(saved bytes, bytes of workspace) with ``tokens`` on a rank, weights left out."""
+        """Saved bytes and bytes of workspace with ``tokens`` on a rank, without weights."""
         saved, peak = self.growth.at(tokens)
         if self.before is not None:
             less, lower = self.before.at(tokens)
@@ -79,7 +79,7 @@ class Sizes:
         return saved, max(0, peak - saved)
 
     def flops(self, tokens: int) -> float:
-        """Of its matmuls, forward and backward."""
+        """Operations of its matmuls, forward and backward, with ``tokens`` on a rank."""
         return self.growth.flops_at(tokens)
 
 
@@ -89,20 +89,21 @@ class DryRun:
 
     blocks: tuple[BlockSpec, ...]
     sizes: Mapping[tuple[str, str], Sizes]
-    """(Structure of a block, variant) -> its memory."""
+    """Structure of a block and its variant -> its memory."""
     between: tuple[Sizes, ...]
     """What lies between blocks: embedding, tables of positions, head and loss."""
     num_ranks: int
     num_parameters: int
     static_bytes: int
-    """Weights, gradients and two moments of an optimizer, on one rank."""
+    """Bytes of weights, gradients and two moments of an optimizer, on one rank."""
     notes: tuple[str, ...]
 
     def tokens(self, seq_len: int, batch: int) -> int:
-        """A rank holds of a batch, padding included."""
+        """How many tokens a rank holds of ``batch`` sequences of ``seq_len``, padding included."""
         return batch * TokenLayout(self.num_ranks, seq_len).local_len
 
     def block(self, block: BlockSpec, strategy: str) -> Sizes:
+        """Memory of ``block`` under ``strategy``."""
         return self.sizes[block.structure, canonical_strategy(block.kind, strategy)]
 
 
@@ -148,7 +149,7 @@ def dry_run(
 
 
 def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
-    """Of the largest share that ``paradyse.shard`` leaves on a rank."""
+    """Bytes of the largest share of ``parameter`` that ``paradyse.shard`` leaves on a rank."""
     if not parameter.ndim:
         return parameter.element_size()
     rows = -(-parameter.shape[0] // num_ranks)
@@ -156,7 +157,7 @@ def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
 
 
 def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
-    """The memory of one step under one strategy, at any length."""
+    """Memory of ``step`` of ``program`` under ``strategy``, at any length."""
     variant = program.variant(step, strategy)
     if not isinstance(variant, MetpVariant) or len(variant.used) <= FEW_GROUPS:
         growth, gathered = _growth(program, step, strategy)
@@ -174,7 +175,7 @@ def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
 
 
 def _growth(program: Program, step: Step, strategy: str) -> tuple[Growth, int]:
-    """The growth of a step, and the bytes of weights that it takes whole."""
+    """Growth of ``step``, and bytes of the weights that it takes whole."""
     tokens, samples = [], []
     for chunk in (CHUNKS[0], *CHUNKS):
         layout = TokenLayout(program.axis.size, 2 * program.axis.size * chunk)
@@ -243,7 +244,7 @@ def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: A
 
 
 class _Captured(Exception):
-    """The graph is known; nothing is to be run."""
+    """Raised once the graph is known, so that nothing of it runs."""
 
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -268,7 +269,7 @@ def _inputs_on_cpu(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _has_gradient(node: fx.Node) -> bool:
-    """As the model was traced; the fake value of a node does not tell."""
+    """Whether the value had a gradient as the model was traced; a node's fake value has none."""
     return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
@@ -282,7 +283,7 @@ class _Alone(Frame):
         self.given: list[Tensor] = []
         self.tables = constants.common(step, self.seeds[step.index])
         self.held: list[Tensor] = []
-        """Weights handed out."""
+        """Weights that the step took."""
         self.layouts = (
             rest_layouts(program.scope, step.block) if isinstance(step, BlockStep) else {}
         )
@@ -328,7 +329,7 @@ class _Alone(Frame):
         self.timeline.given([weight])
 
     def shared(self) -> list[Tensor]:
-        """What does not belong to the step: weights, and tables that all blocks read."""
+        """Tensors that do not belong to the step: weights, and tables that all blocks read."""
         forms = [x for found in self.forms.values() for x in found.values()]
         tables = [*self.tables, *self.env.values(), *forms]
         return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
@@ -336,8 +337,8 @@ class _Alone(Frame):
 
 @contextlib.contextmanager
 def _no_leftovers() -> Iterator[None]:
-    """What is computed inside is not found in caches outside, nor the other way round: the same
-    operators every time, and no tensor without memory where a real one is looked for."""
+    """Inside, caches start empty, and they are restored afterwards: a run shows the same operators
+    every time, and leaves no tensor without memory where a real one is expected."""
     position_intervals.cache_clear()
     try:
         yield
@@ -346,7 +347,12 @@ def _no_leftovers() -> Iterator[None]:
 
 
 def run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: int) -> Sample:
-    """One step forward and backward on tensors without memory."""
+    """Run ``step`` of ``program`` under ``strategy``, forward and backward, without memory.
+
+    Args:
+        seq_len: tokens of a sequence.
+        batch: sequences.
+    """
     layout = program.axis.layout(seq_len)
     sizes = {WHOLE: seq_len, "B": batch}
     if program.axis.size > 1:

@@ -1,8 +1,8 @@
 """Operators that communicate, computed by operators that a ``Timeline`` can see.
 
-Their own bodies, with two differences: the sequence's length and the block's id are given as
-numbers, as there is no tensor to read them from; and a ring has at most ``RING`` steps, since from
-its third one on the same buffers come and go.
+These are the operators' own bodies, with two differences. They are given the length of the sequence
+and the block's id as numbers, as there is no tensor to read them from. And a ring has at most
+``RING`` steps, since from its third one on the same buffers come and go.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from paradyse.strategies.attention import colossal, ring, ulysses
 from paradyse.torch_private import body_of, overload_of, schema_of
 
 RING = 4
-"""Steps of a ring that is run: its first, two that are like all others, and its last."""
+"""How many steps of a ring are run: the first, two that are like all others, and the last."""
 
 
 MANY_RANKS = 64
-"""From here on rows are put into sequence order by one copy instead of two for each rank: the same
-bytes, and a thousand times fewer operators."""
+"""From so many ranks on, one copy puts rows into sequence order instead of two for each rank: the
+bytes are the same, the operators a thousand times fewer."""
 
 
 @dataclass(frozen=True)
 class _ShortRing(Axis):
-    """An axis of which a ring sees few ranks, while tokens are laid out over all."""
+    """An axis of few ranks for a ring, whose tokens are laid out over all ranks."""
 
     num_ranks: int = 1
 
@@ -40,7 +40,7 @@ class _ShortRing(Axis):
 
 
 def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
-    """Operator -> function of the same arguments."""
+    """Operator that communicates on ``axis`` -> function of the same arguments."""
     block_id, p = collectives.AGREEMENT, axis.size
     numbers: dict[Any, Callable[..., Any]] = {
         # what code reads off a tensor outside these operators is the id of a block

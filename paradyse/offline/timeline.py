@@ -1,12 +1,12 @@
-"""Bytes that are alive while tensors without memory pass through a block: a timeline.
+"""A timeline: the bytes that are alive while tensors without memory pass through a block.
 
 ``Timeline`` records, after every operator, what the storages made so far take. The same block at
 another length does the same operators on other sizes, each a polynomial of the length, so the
-timelines of a few lengths give that of any (``Growth``), and with it the peak, exactly: the moment
-of the peak may be another one at another length.
+timelines of a few lengths give that of any length (``Growth``), and its peak exactly, although the
+moment of the peak may differ between lengths.
 
-Operators that communicate are looked into, so that their buffers count; attention's kernels are
-taken to allocate their results alone, as a flash kernel does.
+Buffers of operators that communicate count. Attention kernels are taken to allocate their results
+alone, as a flash kernel does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Timeline(TorchDispatchMode):
     """Bytes alive after each operator, of storages made since it was entered.
 
     Args:
-        bodies: operator -> a function that computes it by operators to be seen one by one.
+        bodies: operator -> a function that computes it by operators that are seen one by one.
     """
 
     def __init__(self, bodies: Mapping[Any, Callable[..., Any]]):
@@ -41,12 +41,12 @@ class Timeline(TorchDispatchMode):
         self.bodies = bodies
         self.alive_bytes: list[int] = []
         self.flops = 0
-        """Of matmuls, as ``torch.utils.flop_counter`` counts them."""
+        """Operations of matmuls, as ``torch.utils.flop_counter`` counts them."""
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._given: set[int] = set()
 
     def given(self, values: Iterable[Any]) -> None:
-        """``values`` were there before: they do not count."""
+        """Declare that ``values`` were there before, so that they do not count."""
         for key in storages(values):
             self._given.add(key)
             self._made.pop(key, None)
@@ -83,11 +83,11 @@ class Sample:
 
     saved_bytes: int
     timeline: tuple[int, ...]
-    """Bytes alive after each operator; of what was there before, the block's input alone."""
+    """Bytes alive after each operator; of tensors from before, only the block's input counts."""
     gathered_bytes: int
-    """Of weights that the block takes whole."""
+    """Bytes of weights that the block takes whole."""
     flops: int
-    """Of its matmuls."""
+    """Operations of its matmuls."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,24 @@ class Growth:
         return float(self.flops @ float(tokens) ** np.arange(len(self.flops)))
 
     def at(self, tokens: int) -> tuple[int, int]:
-        """(saved bytes, peak bytes) with ``tokens`` on a rank."""
+        """Saved bytes and peak bytes with ``tokens`` on a rank."""
         powers = float(tokens) ** np.arange(len(self.saved))
         return round(float(self.saved @ powers)), round(float((self.timeline @ powers).max()))
 
 
 EXACT = 1e-6
-"""How far the last sample may be off, as a share: rounding of the solution."""
+"""By which share the last sample may be off: the rounding of the solution."""
 
 
 def fit_growth(tokens: Sequence[int], samples: Sequence[Sample]) -> Growth:
-    """The polynomials of degree ``len(samples) - 2`` through all samples but the last, which is
-    held against them.
+    """The polynomials of degree ``len(samples) - 2`` through all samples but the last, which they
+    must predict.
 
+    Args:
+        tokens: how many a rank holds in each sample.
+        samples: of one block under one strategy.
     Raises:
-        ValueError: the samples did not do the same operators, or the last one is elsewhere.
+        ValueError: the samples did not do the same operators, or the last one is off.
     """
     lengths = sorted({len(s.timeline) for s in samples})
     if len(lengths) > 1:

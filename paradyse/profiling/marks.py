@@ -27,22 +27,22 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Shelf
 
 START, LOSS, END = "start", "loss", "end"
-"""Of a step: forward lies between the first two, backward between the last two."""
+"""Marks of a step: forward lies between the first two, backward between the last two."""
 
 ENTER, EXIT, FREED, GRAD, DONE = "enter", "exit", "freed", "grad", "done"
-"""Of a block: forward from ENTER to EXIT; at FREED what no later step reads is gone; backward from
-the first GRAD to the last DONE."""
+"""Marks of a block: its forward lies between ENTER and EXIT, its backward between the first GRAD
+and the last DONE; at FREED the values that no later step reads are gone."""
 
 FETCH, FETCHED, TAKEN = "fetch", "fetched", "taken"
-"""Of sharded weights: while the next block's are on their way, between FETCHED and TAKEN, memory is
-held that is not the present block's to keep."""
+"""Marks of sharded weights: between FETCHED and TAKEN the next block's are on their way, in memory
+that the present block does not keep."""
 
 
 class Probe(Protocol):
     """What is read at every mark."""
 
     def note(self) -> None:
-        """A mark is here."""
+        """Read the value of this moment."""
 
 
 @dataclass
@@ -51,15 +51,16 @@ class Watch:
 
     probe: Probe
     marks: list[tuple[str, int]] = field(default_factory=list)
-    """(What, block id; -1 where it is none's)."""
+    """The kind of each mark, and the block id; -1 where it belongs to no block."""
 
     def mark(self, at: str, block: int = -1) -> None:
+        """Add a mark of kind ``at`` for ``block``."""
         self.marks.append((at, block))
         self.probe.note()
 
 
 class Clock:
-    """Seconds at every mark; of the device's own time line on CUDA, which is not waited for."""
+    """Seconds at every mark; on CUDA by events of the device, for which the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -88,16 +89,16 @@ class Level:
 
     held_bytes: int
     peak_bytes: int
-    """The most held at any moment since the mark before."""
+    """Most bytes held at any moment since the mark before."""
 
 
 class DeviceMemory:
     """The CUDA allocator's own statistics.
 
     Args:
-        reset: start the peak anew at every mark. False leaves it to whoever else reads it: between
-            two marks it is then known if it is the highest so far; else what is held at them is
-            given, which is no more.
+        reset: start the peak anew at every mark. False leaves the statistics to others: the peak
+            between two marks is then known if it is the highest so far; else the bytes held at the
+            two marks stand for it, a lower bound.
     """
 
     def __init__(self, reset: bool = True) -> None:
@@ -118,7 +119,7 @@ class DeviceMemory:
 
     @property
     def first_bytes(self) -> int:
-        """Held at the first mark."""
+        """Bytes held at the first mark."""
         return self._points[0][0]
 
     def read(self) -> list[Level]:
@@ -135,8 +136,10 @@ class DeviceMemory:
 
 
 class SavedMemory:
-    """What autograd keeps for backward, on a device whose allocator keeps no statistics. Inside,
-    all that is saved is seen. Memory that only serves for a moment is not: peaks are what is held.
+    """What autograd keeps for backward, on a device whose allocator keeps no statistics.
+
+    Entered as a context, it sees all that is saved. It does not see workspace, so a peak is what is
+    held.
 
     Args:
         given: tensors that are there anyway, such as weights.
@@ -186,8 +189,8 @@ class HostMemory:
             pass
 
     def read(self) -> list[Level]:
-        """The levels. Memory that a thread of gloo's gave back is not told of: what is never given
-        back within the step, or taken anew before, counts until the next mark."""
+        """The levels. The profiler does not report memory that a thread of gloo frees: a piece that
+        is never freed within the step, or is taken anew before, counts until the next mark."""
         events = sorted(self._events())
         marks = [i for i, (_, num_bytes, _) in enumerate(events) if num_bytes is None]
         changes = [num_bytes or 0 for _, num_bytes, _ in events]
@@ -234,6 +237,7 @@ class WatchedFrame(Frame):
         self._ran: int | None = None
 
     def run_step(self, step: Step, strategy: str) -> None:
+        """Run ``step`` under ``strategy``; where it is a block, mark its edges."""
         if not isinstance(step, BlockStep):
             return super().run_step(step, strategy)
         watch, block = self.watch, step.block_id
@@ -250,14 +254,15 @@ class WatchedFrame(Frame):
         self._ran = block
 
     def free(self, nodes: Sequence[fx.Node]) -> None:
+        """Let go of the values of ``nodes``; right after a block, mark it."""
         super().free(nodes)
         if self._ran is not None:
             self.watch.mark(FREED, self._ran)
             self._ran = None
 
     def _ends_backward(self, node: fx.Node) -> bool:
-        """Whether the block reads ``node`` just as it is stored, so that the mark is the block's
-        own; others are converted once, for all who read them."""
+        """Whether the block reads ``node`` as it is stored, so that the mark belongs to this block;
+        a value in another layout is converted once for all its readers."""
         value = self.env.get(node)
         if is_weight(node) or not isinstance(value, Tensor) or isinstance(value, ShardedTensor):
             return False
@@ -266,7 +271,7 @@ class WatchedFrame(Frame):
 
 
 class _MarkGradient(torch.autograd.Function):
-    """A value as it is; marks when its gradient comes by."""
+    """A value unchanged; backward marks the moment of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, watch: Watch, at: str, block: int, x: Tensor) -> Tensor:
@@ -281,7 +286,7 @@ class _MarkGradient(torch.autograd.Function):
 
 
 class _WatchedShelf(Shelf):
-    """Tells when weights are fetched ahead."""
+    """A shelf that marks when weights are fetched ahead, and when they are taken."""
 
     def __init__(self, watch: Watch, ahead: bool) -> None:
         super().__init__(ahead)
@@ -305,13 +310,13 @@ class Span:
     backward: bool
     first: int
     exit: int
-    """Its work is done."""
+    """When the work of the block is done."""
     last: int
-    """What it alone read is gone too."""
+    """When the values that only this block read are gone too."""
 
 
 def find_spans(marks: Sequence[tuple[str, int]]) -> list[Span]:
-    """Forward and, where there is one, backward of every block."""
+    """Forward and, where there is one, backward of every block in ``marks``."""
     at: dict[tuple[str, int], list[int]] = {}
     for i, mark in enumerate(marks):
         at.setdefault(mark, []).append(i)
@@ -333,7 +338,7 @@ class StepTimes:
     """Seconds of one step on this rank."""
 
     forward_s: dict[int, float]
-    """Per block id; -1: all that is in no block."""
+    """Seconds per block id; -1 is all that is in no block."""
     backward_s: dict[int, float]
 
     @property
@@ -342,7 +347,8 @@ class StepTimes:
 
 
 def times_of(watch: Watch, seconds: Sequence[float]) -> StepTimes:
-    """What each block took. The parts add up to the whole step."""
+    """What each block took by the ``seconds`` at the marks of ``watch``; the parts add up to the
+    whole step."""
     ends = {what: seconds[i] for i, (what, block) in enumerate(watch.marks) if block == -1}
     parts: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for s in find_spans(watch.marks):
@@ -357,7 +363,7 @@ class StepMemory:
     """Bytes of one step on this rank, beyond those held when it began."""
 
     saved_bytes: dict[int, int]
-    """Per block id, by how much more was held once the block was done in forward; -1: what is held
+    """Bytes per block id that are held after the block's forward and not before; -1 is what is held
     beyond their sum when the first block's backward begins."""
     workspace_bytes: dict[int, int]
     """Per block id, the most held while it ran, beyond what it saves in forward and beyond what was
@@ -369,7 +375,7 @@ class StepMemory:
 
 
 def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
-    """What each block held.
+    """What each block held by the ``levels`` at the marks of ``watch``.
 
     Weights fetched ahead count as workspace of the block that runs meanwhile, and then of their
     own.

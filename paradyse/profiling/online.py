@@ -66,33 +66,34 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 log = logging.getLogger(__name__)
 
 SAMPLE_EVERY = 4
-"""Training calls of a scale of which one is watched."""
+"""One training call in so many of a scale of lengths is watched."""
 
 REFRESH_EVERY = 16
 """Training calls between two agreements."""
 
 SETTLE = 4
-"""Calls by which the host may be ahead of the device."""
+"""How many calls the host may be ahead of the device."""
 
 WARM_UP = 2
-"""Calls of a plan before it is watched: the first ones compile."""
+"""A plan is watched after this many calls, since the first ones compile."""
 
 TIME_CHANGE, MEMORY_CHANGE = 0.05, 0.01
-"""Plans are chosen anew where a time, or bytes, are by more than this share other than when they
-were chosen."""
+"""Plans are chosen anew once a time, or bytes, differ by more than this share from those that they
+were chosen by."""
 
 Slot = tuple[str, Hashable, int]
-"""A quantity, what it is of, and the scale or number of tokens (``corrections.Rows``)."""
+"""A quantity, what has it, and the scale or number of tokens (``corrections.Rows``)."""
 
 
 @dataclass
 class StepWatch(Watch):
-    """The marks of one call and of its backward, with whose end it closes."""
+    """The marks of one call and of its backward, at whose end it closes."""
 
     closed: bool = False
     _ending: bool = False
 
     def mark(self, at: str, block: int = -1) -> None:
+        """Add a mark of kind ``at`` for ``block``, unless the step is over."""
         if self.closed:  # a second backward through the same graph
             return
         super().mark(at, block)
@@ -101,7 +102,7 @@ class StepWatch(Watch):
             at_end_of_backward(self.close)
 
     def close(self) -> None:
-        """The step is over: where there was no backward, when the next one begins."""
+        """End the step: after backward, or when the next step begins if there was none."""
         if not self.closed:
             super().mark(END)
             self.closed = True
@@ -115,15 +116,15 @@ class _Record:
     workload: Workload
     strategies: tuple[str, ...]
     memory: bool
-    """What was watched: memory, else time."""
+    """Whether memory was watched; else time."""
     watch: StepWatch | None = None
-    """None: this rank could not, or the call failed."""
+    """None where this rank could not watch, or the call failed."""
     missing_bytes: int = 0
-    """Of gradients that were not there when the call began: they are static all the same."""
+    """Bytes of gradients that were not there when the call began: they count as static."""
 
 
 class _Agreement:
-    """A message under way, of what ``records`` tell."""
+    """A message under way with what ``records`` tell."""
 
     def __init__(self, slots: dict[Slot, float], records: Sequence[_Record], program: Program):
         self.slots, self.records = tuple(slots), records
@@ -158,19 +159,19 @@ class Feedback:
         self.measured: dict[str, dict[Hashable, dict[int, float]]] = {
             quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)
         }
-        """As agreed (``Corrections.measured``)."""
+        """What the ranks agreed on (``Corrections.measured``)."""
         self.times = TimeRatios(OWN_OF_PROFILE if planner.cost_model else OWN_OF_PRIOR)
         self._used = self._snapshot()
-        """What the present plans were chosen by."""
+        """The corrections that the present plans were chosen by."""
         self._calls = 0
         self._runs: Counter[tuple[str, ...]] = Counter()
         self._of_scale: Counter[int] = Counter()
         self._known: dict[tuple[Key, int], int] = {}
         """Key and scale -> the most tokens whose memory was watched."""
         self._open: StepWatch | None = None
-        """The last one watched, until the next call."""
+        """The record of the last watched call, until the next call."""
         self._records: list[_Record] = []
-        """Since the last agreement."""
+        """Records since the last agreement."""
         self._agreement: _Agreement | None = None
         self._known_keys: dict[tuple[str, ...], Mapping[Key, Sequence[int]]] = {}
 
@@ -220,7 +221,7 @@ class Feedback:
             raise
 
     def _keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
-        """Of a plan, with the places of their blocks."""
+        """Keys of a plan's variants, each with the places of its blocks."""
         found = self._known_keys.get(strategies)
         if found is None:
             pairs = zip(self.planner.blocks, self.planner.kinds, strategies, strict=True)
@@ -253,14 +254,14 @@ class Feedback:
         return record
 
     def _start_agreement(self) -> None:
-        """Tell the others what was measured; every rank is here at the same call."""
+        """Send the others what was measured; every rank comes here at the same call."""
         old = [r for r in self._records if r.call <= self._calls - SETTLE]
         self._records = self._records[len(old) :]
         if slots := self._read(old):
             self._agreement = _Agreement(slots, old, self.program)
 
     def _finish_agreement(self) -> None:
-        """Take what the ranks agree on; every rank is here at the same call."""
+        """Take over what the ranks agree on; every rank comes here at the same call."""
         if self._agreement is None:
             return
         agreed, records = self._agreement.wait(), self._agreement.records
@@ -307,7 +308,7 @@ class Feedback:
         return slots | {slot: statistics.median(ratios) for slot, ratios in times.items()}
 
     def _slots_of(self, record: _Record) -> Iterator[Slot]:
-        """What the record can tell of."""
+        """The slots that the record has values for."""
         scale, tokens = scale_of(record.workload), num_tokens(record.workload)
         for quantity in (SAVED, WORKSPACE) if record.memory else (TIME,):
             for key in self._keys(record.strategies):

@@ -38,7 +38,7 @@ from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 MakeBatch = Callable[[int, int], Mapping[str, Any]]
-"""(batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
+"""From (batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
 
 
 class Steps:
@@ -65,7 +65,7 @@ class Steps:
         self.parameters = list(self.model.parameters())
         self.device = self.parameters[0].device
         self.blocks: tuple[BlockSpec, ...] = ()
-        """In the order of computation."""
+        """Blocks in the order of computation."""
         self.block_of: dict[int, BlockSpec] = {}
         """Block id -> block, of every program so far."""
         self.notes: list[str] = []
@@ -80,7 +80,8 @@ class Steps:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Mode and random state for steps, gradients set aside; all as before afterwards."""
+        """Inside, the model is ready for steps; afterwards its mode, the random state and all
+        gradients are as before."""
         kept = [p.grad for p in self.parameters]
         was_training = self.model.training
         called = compiled_call_of(self.model)
@@ -99,7 +100,7 @@ class Steps:
                 p.grad = grad
 
     def find_blocks(self, seq_len: int) -> None:
-        """Run short steps of two lengths, which brings the graph for any length.
+        """Run steps of ``seq_len`` tokens and of one more, which bring the graph for any length.
 
         Raises:
             ValueError: there is no block whose strategy can be chosen.
@@ -111,7 +112,7 @@ class Steps:
             raise ValueError(f"no block of this model can be switched{why}: nothing to measure")
 
     def run(self, seq_len: int, plan: str) -> None:
-        """One step; compiles what ``plan`` needs. Gradients are there afterwards."""
+        """One step of ``seq_len`` tokens; it compiles what ``plan`` needs and leaves gradients."""
         self._step(self._inputs(seq_len), plan)
         self._programs = []
         for capture in captures_of(self._compiled):
@@ -125,7 +126,7 @@ class Steps:
                 self.blocks = graph.blocks or self.blocks
 
     def memory(self, seq_len: int, plan: str) -> StepMemory:
-        """What a step holds, gradients in place from the one before."""
+        """What a step of ``seq_len`` tokens under ``plan`` holds beside gradients."""
         inputs = self._inputs(seq_len)
         gc.collect()
         with (
@@ -137,7 +138,7 @@ class Steps:
         return memory_of(watch, probe.read())
 
     def times(self, seq_len: int, plan: str) -> StepTimes:
-        """What the parts of a step take, from a common start of all ranks."""
+        """Seconds of parts of a step of ``seq_len`` tokens under ``plan``; ranks start together."""
         inputs = self._inputs(seq_len)
         self.model.zero_grad(set_to_none=True)
         clock = Clock(self.device)
@@ -148,7 +149,7 @@ class Steps:
         return times_of(watch, clock.read())
 
     def traffic(self) -> dict[int, tuple[Counter[str], Counter[str]]]:
-        """Bytes sent and messages so far, per block id; -1: of what is in no block."""
+        """Bytes sent and messages so far per block id; -1 is what is in no block."""
         found = {
             i: (t.sent_bytes, t.calls)
             for i in self.block_of
@@ -161,16 +162,16 @@ class Steps:
         return counts
 
     def workload(self, seq_len: int) -> Workload:
-        """What a step at this length is for the planner."""
+        """The planner's ``Workload`` of a step of ``seq_len`` tokens."""
         dtype = self.parameters[0].dtype
         return Workload(self.batch, seq_len, dtype, self.training, self.axis.size)
 
     def static_bytes(self) -> int:
-        """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""
+        """Bytes as of the function ``static_bytes``."""
         return static_bytes(self.model, self.training)
 
     def free(self) -> None:
-        """After a step that found no memory: let go of what it left behind."""
+        """Let go of what a step left behind that found no memory."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         if self.device.type == "cuda":
@@ -209,7 +210,8 @@ class Steps:
 
 
 def static_bytes(model: torch.nn.Module, training: bool) -> int:
-    """Weights, buffers and, in training, gradients; on CUDA all else that is held, too."""
+    """Bytes of ``model``'s weights, buffers and, in ``training``, gradients; on CUDA also of all
+    else that this process holds."""
     parameters = list(model.parameters())
     weights = [p.local if isinstance(p, ShardedTensor) else p for p in parameters]
     sizes = [w.untyped_storage().nbytes() for w in weights]
@@ -248,7 +250,7 @@ def _loss_of(out: Any) -> Tensor:
 
 
 def _random_tokens(model: torch.nn.Module) -> MakeBatch:
-    """Batches for a language model: any tokens, with themselves as labels."""
+    """Batches for a language model: random tokens, with themselves as labels."""
     try:
         vocabulary = int(model.get_input_embeddings().num_embeddings)
     except AttributeError as e:
