@@ -23,6 +23,8 @@ class Fault:
 TILES = ("tests/kernels/test_attention_kernel.py",)
 RANKS = "tests/strategies/test_attention_ranks.py::test_equal_to_one_rank"
 SIZES, MASKS, OTHERS = ((f"{RANKS}[3-{cases}]",) for cases in ("sizes", "masks", "others"))
+COLLECTIVE = ("tests/distributed/test_collectives.py",)
+MOVES = ("tests/distributed/test_tokens.py",)
 SHARDED = ("tests/test_exactness.py::test_sharded_over_three_ranks[llama_odd]",)
 WHOLE = ("tests/test_exactness.py::test_two_ranks[llama_odd]",)
 RECOVER = ("tests/passes/test_recover_masks.py",)
@@ -109,56 +111,56 @@ FAULTS: tuple[Fault, ...] = (
         COLLECTIVES,
         "to, source = ranks[",
         "source, to = ranks[",
-        SIZES,
+        COLLECTIVE,
     ),
     Fault(
         "reduce-scatter without the sum",
         COLLECTIVES,
         '"reduce_scatter", num_bytes).wait().sum(0)',
         '"reduce_scatter", num_bytes).wait()[0]',
-        SHARDED,
+        COLLECTIVE,
     ),
     Fault(
         "all-reduce of few elements without the sum",
         COLLECTIVES,
         '"all_reduce", num_bytes).wait().sum(0)',
         '"all_reduce", num_bytes).wait()[axis.rank]',
-        MASKS,
+        COLLECTIVE,
     ),
     Fault(
         "broadcast from the wrong rank",
         COLLECTIVES,
         "source = dist.get_process_group_ranks(axis.group)[root]",
         "source = dist.get_process_group_ranks(axis.group)[root - 1]",
-        SHARDED,
+        COLLECTIVE,
     ),
     Fault(
         "second halves of the sequence in the ranks' order",
         TOKENS,
         "for r in range(p - 1, -1, -1)]",
         "for r in range(p)]",
-        SHARDED,
+        MOVES,
     ),
     Fault(
         "gradient of gathered tokens from the first rank's rows",
         TOKENS,
         "_rank_order(grad, layout, dim)[rank]",
         "_rank_order(grad, layout, dim)[0]",
-        ("tests/test_dropin.py::test_loss_from_logits[2-plain]",),
+        MOVES,
     ),
     Fault(
         "partial gradient of a replicated value not summed",
         TOKENS,
         "return collectives.all_reduce(grad, *ctx.where), None, None",
         "return grad, None, None",
-        ("tests/passes/test_masks_graphs.py::test_custom_mask", *WHOLE),
+        MOVES,
     ),
     Fault(
         "loss of the rank's own tokens",
         TOKENS,
         "return collectives.all_reduce(x, axis, block_id)\n",
         "return x.clone()\n",
-        WHOLE,
+        MOVES,
     ),
     Fault(
         "gradients summed, not averaged, over replicas",
@@ -368,14 +370,21 @@ FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/guard.py",
         "key = (batch, seq_len, training)",
         "key = (batch, training)",
-        ("tests/test_dropin.py::test_dynamic[2-True-1]",),
+        ("tests/runtime/test_guard.py", "tests/test_dropin.py::test_dynamic[2-True-1]"),
     ),
     Fault(
         "a converted value of an earlier layout",
         "paradyse/runtime/frame.py",
-        "key = (node, layout)\n        if key not in self.forms:",
-        "key = (node, WHOLE)\n        if key not in self.forms:",
+        "        return forms[layout]",
+        "        return next(iter(forms.values()))",
         WHOLE,
+    ),
+    Fault(
+        "switches not counted",
+        "paradyse/runtime/guard.py",
+        "self.num_switches += 1",
+        "pass",
+        ("tests/runtime/test_guard.py",),
     ),
     Fault(
         "deferred value computed at every use",

@@ -20,7 +20,7 @@ Blocks = list[tuple[str, dict[str, str]]]
 """Per block its kind, and strategy -> why it cannot compute the block."""
 
 BATCHES: Batches = {
-    "plain": ((3, 13), (1, 2)),
+    "plain": ((3, 13), (3, 2)),
     "left": ((3, 11), (3, 6)),
     "packed": ((1, 17),),
     "right": ((3, 11), (3, 2)),

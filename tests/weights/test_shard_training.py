@@ -147,12 +147,10 @@ def memory(plan: str) -> tuple[float, int, int, int]:
 @pytest.mark.parametrize(
     ("plan", "p"),
     [
-        ("megatron_cz", 3),
-        ("megatron_ts", 2),
-        ("metp", 2),
+        *((plan, 2) for plan in ("megatron_cz", "megatron_ts", "metp")),
         *(
-            pytest.param(plan, p, marks=pytest.mark.slow)
-            for plan, p in (("megatron_cz", 2), ("megatron_ts", 4), ("metp", 4))
+            pytest.param(plan, 4, marks=pytest.mark.slow)
+            for plan in ("megatron_cz", "megatron_ts", "metp")
         ),
     ],
 )
