@@ -14,13 +14,10 @@ from torch import Tensor, fx
 from paradyse.distributed.axis import Axis
 from paradyse.graph.factors import Factor, Names
 from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_function
-from paradyse.graph.subgraph import Labels, Override, Piece, is_weight, structure
-from paradyse.kernels.dropout import hashed_dropout
+from paradyse.graph.subgraph import Labels, Piece, is_weight, structure
 from paradyse.strategies.work import Work
 from paradyse.torch_private import disable_current_modes
 from paradyse.weights.slices import Form
-
-aten = torch.ops.aten
 
 SPLIT, WHOLE = "s", "S"
 """Labels of the sequence factor: the rank's tokens, or all of them."""
@@ -205,55 +202,6 @@ def bind_sizes(dims: Sequence[Dims], tensors: Sequence[Tensor]) -> dict[str, Any
     return found
 
 
-def element_index(
-    scope: Scope, node: fx.Node, layout: str, sizes: Mapping[str, Any], positions: Tensor
-) -> Tensor:
-    """Where each element of ``node`` lies in the whole tensor, int64, broadcastable to its
-    shape.
-    """
-    labels = scope.labels(layout).of
-    dims = scope.names.of(node)
-    total: Any = torch.zeros((), dtype=torch.int64, device=positions.device)
-    stride: Any = 1
-    for at in range(len(dims) - 1, -1, -1):
-        along: Any = None
-        span: Any = 1
-        for f in dims[at]:
-            if f is scope.seq:
-                digit, size = positions, sizes[WHOLE]
-            else:
-                size = sizes.get(labels.get(f, ""), f.size)
-                digit = torch.arange(size, device=positions.device)
-            along = digit if along is None else (along[:, None] * size + digit).reshape(-1)
-            span = span * size
-        if along is not None:
-            total = total + (along * stride).view([-1] + [1] * (len(dims) - 1 - at))
-            stride = stride * span
-    return total
-
-
-def dropout_overrides(
-    scope: Scope,
-    nodes: Sequence[fx.Node],
-    layout: str,
-    sizes: Mapping[str, Any],
-    common: Sequence[Tensor],
-) -> dict[fx.Node, Override]:
-    """Dropout by place: the same mask on one rank and on many."""
-    whole, local, _, _, seed = common
-    positions = local if layout == SPLIT else whole
-    out: dict[fx.Node, Override] = {}
-    drops = [n for n in nodes if n.target == aten.dropout.default]
-    for i, node in enumerate(drops):
-
-        def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
-            index = element_index(scope, node, layout, sizes, positions)
-            return hashed_dropout(x, p, seed + (i + 1), index)
-
-        out[node] = drop
-    return out
-
-
 def bind_factors(scope: Scope, layout: str, sizes: Mapping[str, Any]) -> dict[Factor, Any]:
     return {f: sizes[letter] for f, letter in scope.labels(layout).of.items() if letter in sizes}
 
@@ -264,10 +212,6 @@ def is_tensor(node: fx.Node) -> bool:
 
 def contiguous(outputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(o.contiguous() if isinstance(o, Tensor) else o for o in outputs)
-
-
-def input_layout(node: fx.Node, layout: str, whole: set[fx.Node]) -> str:
-    return WHOLE if node in whole else layout
 
 
 def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:

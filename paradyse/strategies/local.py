@@ -28,11 +28,11 @@ from paradyse.strategies.base import (
     bind_sizes,
     common_dims,
     contiguous,
-    dropout_overrides,
     piece_key,
     spec_dims,
     split_inputs,
 )
+from paradyse.strategies.dropout import dropout_overrides
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
 
 _RANKED = {
@@ -145,10 +145,10 @@ def _count_ring(work: Work) -> None:
 
 def _count_exchange(work: Work) -> None:
     """q, k, v in one message, the output in another."""
-    p, passes, own = work.p, 1 + work.back, work.slots
-    moved = work.heads_bytes((2 * own.queries_per_rank + 2 * own.slots_per_rank) * p)
+    p, passes = work.p, 1 + work.back
+    moved = work.heads_bytes((2 * work.own_heads + 2 * work.own_kv) * p)
     work.send("all_to_all", moved * (p - 1) / p * passes, 2 * passes)
-    work.attend(own.queries_per_rank, work.pairs)
+    work.attend(work.own_heads, work.pairs)
     work.moved_bytes += 12 * moved * passes  # six copies, each read and written
     work.num_ops += (CORE_OPS + EXCHANGE_OPS) * passes
     work.saved_bytes += work.out_bytes  # own heads and own tokens, for the core and the projection

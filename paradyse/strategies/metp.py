@@ -32,18 +32,16 @@ from paradyse.strategies.base import (
     bind_sizes,
     common_dims,
     contiguous,
-    dropout_overrides,
     piece_key,
     spec_dims,
 )
+from paradyse.strategies.dropout import dropout_overrides, has_dropout
 from paradyse.strategies.groups.analyse import analyse, closure, may_be_split
 from paradyse.strategies.groups.evaluate import (
     Segments,
     attention_extras,
     evaluate,
     evaluate_ups,
-    group_dropouts,
-    has_dropout,
     local_shape,
     part,
     up_weights,
@@ -163,7 +161,7 @@ class _Stage:
             overrides = {}
             if self.reads_heads:
                 every, heads = variant.piece.nodes, next(rest)
-                overrides = group_dropouts(scope, groups, every, SPLIT, sizes, common, heads)
+                overrides = dropout_overrides(scope, every, SPLIT, sizes, common, groups, heads)
             factors = {**bind_factors(scope, SPLIT, sizes), **groups.sizes}
             env: dict[fx.Node, Any] = {}
             if attended is not None:
@@ -485,15 +483,15 @@ def _count(work: Work) -> None:
         work.project(work.tokens, b.num_weight_elements, 2 * b.hidden * p + work.columns, again)
         work.workspace_bytes += work.x_bytes + work.between_bytes / p * (1 + work.back)
         return
-    own, num_kv = work.slots, b.num_kv_heads
+    num_kv = b.num_kv_heads
     work.project(work.tokens, work.padded_weights, 2 * b.hidden + work.columns, again)
-    each_once = own.slots_per_rank * p == num_kv
-    kv_bytes = work.heads_bytes(2 * num_kv / p if each_once else 2 * own.slots_per_rank)
+    each_once = work.own_kv * p == num_kv
+    kv_bytes = work.heads_bytes(2 * num_kv / p if each_once else 2 * work.own_kv)
     for _ in range(p):
-        work.ring(kv_bytes, own.queries_per_rank)
+        work.ring(kv_bytes, work.own_heads)
     # one group at a time
     work.workspace_bytes = (work.workspace_bytes + work.between_bytes) / p + work.out_bytes
-    work.attend(own.queries_per_rank, work.pairs)
+    work.attend(work.own_heads, work.pairs)
 
 
 METP = Strategy("metp", MetpVariant, _count, weights="streamed", refuses=masks_inside)

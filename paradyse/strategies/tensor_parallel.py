@@ -27,18 +27,16 @@ from paradyse.strategies.base import (
     bind_sizes,
     common_dims,
     contiguous,
-    dropout_overrides,
     piece_key,
     spec_dims,
 )
+from paradyse.strategies.dropout import dropout_overrides, has_dropout
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import (
     Segments,
     attention_extras,
     evaluate,
     evaluate_ups,
-    group_dropouts,
-    has_dropout,
     local_shape,
     on_tokens,
     up_weights,
@@ -96,7 +94,7 @@ class TensorParallelVariant:
         overrides = dropout_overrides(scope, self.piece.nodes, SPLIT, sizes, common)
         if heads is not None:
             every = self.piece.nodes
-            overrides |= group_dropouts(scope, groups, every, WHOLE, sizes, common, heads)
+            overrides |= dropout_overrides(scope, every, WHOLE, sizes, common, groups, heads)
         if block.attention is not None:
             overrides[block.attention] = self._attention(common, heads)
 
@@ -173,7 +171,7 @@ def _count(work: Work) -> None:
     work.saved_bytes += work.between_bytes
     work.workspace_bytes += 2 * p * work.x_bytes + work.between_bytes + work.out_bytes
     if work.is_attention:
-        work.attend(work.slots.queries_per_rank, work.pairs)
+        work.attend(work.own_heads, work.pairs)
         work.num_ops += CORE_OPS * passes
 
 

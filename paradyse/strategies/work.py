@@ -9,10 +9,8 @@ windows, padding of the sequence and of the heads.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 from paradyse.distributed.axis import TokenLayout
-from paradyse.kernels.head_exchange import HeadSlots
 from paradyse.strategies.groups.heads import deal_heads
 from paradyse.types import BlockSpec, MaskSpec, Workload
 
@@ -47,120 +45,61 @@ def visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
     return seq_len // chunk * stretch(chunk) + stretch(seq_len % chunk)
 
 
-@dataclass
 class Work:
     """Operations, bytes and messages of one block on one rank, forward and, when training,
     backward; and the shapes that they are counted from.
+
+    Args:
+        block: its widths and numbers of elements.
+        workload: batch, length, dtype, number of ranks, training or not.
     """
 
-    block: BlockSpec
-    workload: Workload
-    flops: float = 0.0
-    """Of linears."""
-    attention_flops: float = 0.0
-    moved_bytes: float = 0.0
-    """Read and written in the rank's own memory."""
-    num_ops: float = 0.0
-    """Launches of small operators."""
-    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Per collective, by this rank."""
-    messages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Per collective."""
-    saved_bytes: float = 0.0
-    """Held from the block's forward to its backward."""
-    workspace_bytes: float = 0.0
-    """Held only while the block runs."""
-
-    # ---- shapes
-
-    @property
-    def is_attention(self) -> bool:
-        return self.block.kind == "attention"
-
-    @property
-    def itemsize(self) -> int:
-        return self.workload.dtype.itemsize
-
-    @property
-    def p(self) -> int:
-        """Ranks."""
-        return self.workload.num_ranks
-
-    @property
-    def back(self) -> int:
+    def __init__(self, block: BlockSpec, workload: Workload):
+        self.block, self.workload, self.p = block, workload, workload.num_ranks
+        self.itemsize = workload.dtype.itemsize
+        self.back = int(workload.training)
         """1 when there is a backward pass."""
-        return int(self.workload.training)
-
-    @property
-    def local_len(self) -> int:
+        self.local_len = TokenLayout(self.p, workload.seq_len).local_len
         """Tokens that a rank holds of one sequence, padding included."""
-        return TokenLayout(self.p, self.workload.seq_len).local_len
-
-    @property
-    def tokens(self) -> int:
-        return self.workload.batch * self.local_len
-
-    @property
-    def x_bytes(self) -> int:
+        self.tokens = workload.batch * self.local_len
+        self.x_bytes = self.tokens * block.hidden * self.itemsize
         """Of the rank's tokens of the residual stream."""
-        return self.tokens * self.block.hidden * self.itemsize
-
-    @property
-    def num_inputs(self) -> int:
-        """Up projections of an MLP: 2 when gated, else 1."""
-        b = self.block
-        return max(1, round(b.num_weight_elements / max(1, b.hidden * b.intermediate)) - 1)
-
-    @property
-    def columns(self) -> int:
-        """What the projections give and take per token, besides the residual stream."""
-        b = self.block
-        if self.is_attention:
-            return (2 * b.num_heads + 2 * b.num_kv_heads) * b.head_dim
-        return (self.num_inputs + 1) * b.intermediate
-
-    @property
-    def up_share(self) -> float:
-        """Share of the projections' operations that are ahead of attention or the activation."""
-        b = self.block
-        if self.is_attention:
-            return (b.num_heads + 2 * b.num_kv_heads) / (2 * b.num_heads + 2 * b.num_kv_heads)
-        return self.num_inputs / (self.num_inputs + 1)
-
-    @property
-    def between_bytes(self) -> float:
-        """Of the values between the projections that backward reads: q, k, v or an MLP's."""
-        if self.is_attention:
-            return self.heads_bytes(self.block.num_heads + 2 * self.block.num_kv_heads)
-        return self.tokens * self.columns * self.itemsize
-
-    @property
-    def out_bytes(self) -> float:
+        self.out_bytes = self.heads_bytes(block.num_heads)
         """Of attention's output on the rank's tokens; 0 for an MLP."""
-        return self.heads_bytes(self.block.num_heads)
+        self.is_attention = block.kind == "attention"
+        n = block.num_weight_elements
+        if self.is_attention:
+            slots = deal_heads(block.num_heads, block.num_kv_heads, self.p)
+            self.own_heads, self.own_kv = slots.queries_per_rank, slots.slots_per_rank
+            """Query and KV heads of one of p groups, padding and copies included."""
+            self.padded_weights = n * self.own_heads * self.p / block.num_heads
+            """Elements of the weights of all groups."""
+            self.pairs = visible_pairs(block.mask, workload.seq_len)
+            ups = (block.num_heads + 2 * block.num_kv_heads) * block.head_dim
+            read, downs = ups, block.num_heads * block.head_dim
+        else:
+            gated = max(1, round(n / max(1, block.hidden * block.intermediate)) - 1)
+            ups, downs, self.padded_weights = gated * block.intermediate, block.intermediate, n
+            read = ups + downs
+        self.columns = ups + downs
+        """What projections give and take per token, besides the residual stream."""
+        self.up_share = ups / max(1, ups + downs)
+        """Share of the projections' operations that are ahead of attention or the activation."""
+        self.between_bytes = self.tokens * read * self.itemsize
+        """Of the values between the projections that backward reads: q, k, v or an MLP's."""
+        self.flops = self.attention_flops = 0.0
+        """Of linears, and of attention."""
+        self.moved_bytes = self.num_ops = 0.0
+        """Read and written in the rank's own memory; launches of small operators."""
+        self.sent_bytes: dict[str, float] = defaultdict(float)
+        """Per collective, by this rank."""
+        self.messages: dict[str, float] = defaultdict(float)
+        self.saved_bytes = self.workspace_bytes = 0.0
+        """Held from the block's forward to its backward, and only while the block runs."""
 
     def heads_bytes(self, num_heads: float) -> float:
         """Of the rank's tokens of so many heads."""
         return self.tokens * num_heads * self.block.head_dim * self.itemsize
-
-    @property
-    def slots(self) -> HeadSlots:
-        return deal_heads(self.block.num_heads, self.block.num_kv_heads, self.p)
-
-    @property
-    def padded_weights(self) -> float:
-        """Elements of the weights of all ranks' heads, padding and copies included."""
-        n = self.block.num_weight_elements
-        if not self.is_attention:
-            return n
-        return n * self.slots.queries_per_rank * self.p / self.block.num_heads
-
-    @property
-    def pairs(self) -> int:
-        """Pairs (query, key) that the mask shows."""
-        return visible_pairs(self.block.mask, self.workload.seq_len)
-
-    # ---- counts
 
     def send(self, collective: str, num_bytes: float, messages: float = 1) -> None:
         """``num_bytes`` in all, in so many messages."""

@@ -26,45 +26,27 @@ from paradyse.weights.slices import Form, Rows
 
 aten = torch.ops.aten
 
-_CASTS = {
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten._to_copy.default,
-    aten.alias.default,
-}
-_FLIPS = {
-    aten.t.default,
-    aten.numpy_T.default,
-    aten.mT.default,
-    aten.transpose.int,
-    aten.permute.default,
-}
-_MOVES = {
-    getattr(aten, name).default
-    for name in "reshape permute t squeeze unsqueeze narrow numpy_T clone contiguous alias".split()
-    if hasattr(getattr(aten, name), "default")
-} | {
-    aten.transpose.int,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-    aten.squeeze.dim,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.index.Tensor,
-    operator.getitem,
-}
+
+def _operators(names: str) -> set[Any]:
+    """ATen's operators by name, the default overload where none is named."""
+    split = (name.partition(".") for name in names.split())
+    return {getattr(getattr(aten, packet), overload or "default") for packet, _, overload in split}
+
+
+_CASTS = _operators("to.dtype to.dtype_layout to.device _to_copy alias")
+_FLIPS = _operators("t numpy_T mT transpose.int permute")
+_MOVES = {operator.getitem} | _operators(
+    "reshape permute t squeeze unsqueeze narrow numpy_T clone contiguous alias transpose.int"
+    " slice.Tensor select.int split.Tensor split_with_sizes chunk unbind.int squeeze.dim"
+    " flatten.using_ints unflatten.int index.Tensor"
+)
 """Operators that move elements and change none."""
 
-_JOINS = {aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, *_CASTS}
+_JOINS = _operators("add.Tensor mul.Tensor div.Tensor") | _CASTS
 """Operators by which a projection and its adapter are added up, each row by itself."""
 
-_SPREADS = {aten.expand.default, aten.broadcast_to.default}
-_FILLS = {aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default}
+_MAKES = _operators("expand broadcast_to zeros ones full scalar_tensor")
+"""Operators that may give a dim of heads to what has none."""
 
 
 def analyse(scope: Scope, block: Any) -> Groups:
@@ -188,9 +170,8 @@ class _Analysis:
         if self.heads & self.names.mixed(node):
             return f"{at} mixes all {self._what()}"
         read = {f for a in node.all_input_nodes for f in factors_of(self.scope, a)}
-        if (
-            self.heads & factors_of(self.scope, node)
-        ) - read and node.target not in _SPREADS | _FILLS:
+        made = (self.heads & factors_of(self.scope, node)) - read
+        if made and node.target not in _MAKES:
             return f"{at} makes {self._what()} of something else"
         return ""
 
@@ -395,19 +376,15 @@ class _Analysis:
         chain: list[fx.Node] = []
         node = arg
         while not is_weight(node):
-            if (
-                node.op != "call_function"
-                or node.target not in _CASTS | _FLIPS
-                or len(node.all_input_nodes) != 1
-            ):
+            kept = node.op == "call_function" and node.target in _CASTS | _FLIPS
+            if not kept or len(node.all_input_nodes) != 1:
                 raise Unsplittable(
                     f"a projection's weight is computed ({node.target}), not a parameter"
                 )
             if node.target in _FLIPS:
-                if node.meta["val"].ndim != 2:
-                    raise Unsplittable(
-                        f"a projection's weight is taken from one of {node.meta['val'].ndim} dims"
-                    )
+                ndim = node.meta["val"].ndim
+                if ndim != 2:
+                    raise Unsplittable(f"a projection's weight is taken from one of {ndim} dims")
                 dim = 1 - dim
             chain.append(node)
             node = node.args[0]
@@ -424,13 +401,10 @@ def may_be_split(node: fx.Node) -> bool:
             continue
         seen.add(at)
         val = at.meta.get("val")
-        if at.target == aten.embedding.default or (
-            at.op == "placeholder"
-            and not is_weight(at)
-            and isinstance(val, Tensor)
-            and val.is_floating_point()
-            and val.ndim >= 3
-        ):
+        given = at.op == "placeholder" and not is_weight(at) and isinstance(val, Tensor)
+        if given and val.is_floating_point() and val.ndim >= 3:
+            return True
+        if at.target == aten.embedding.default:
             return True
         stack += at.all_input_nodes
     return False

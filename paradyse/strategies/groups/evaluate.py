@@ -11,8 +11,7 @@ from torch import Tensor, fx
 from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, is_weight, make_piece, run
-from paradyse.kernels.dropout import hashed_dropout
-from paradyse.strategies.base import SPLIT, WHOLE, Scope, spec_dims
+from paradyse.strategies.base import Scope, spec_dims
 from paradyse.strategies.groups.analyse import closure, factors_of, may_be_split
 from paradyse.strategies.groups.model import Groups, Leaf, Up, Weight
 
@@ -147,75 +146,3 @@ def shape_leaf(scope: Scope, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, 
     for i, d in enumerate(dims):
         order += [place[f] for f in d if f in place] + [len(tokens) + i]
     return apart.permute(order).reshape([size_of(d, sizes) for d in dims])
-
-
-def has_dropout(piece: Piece) -> bool:
-    return any(n.target == torch.ops.aten.dropout.default for n in piece.nodes)
-
-
-def group_dropouts(
-    scope: Scope,
-    groups: Groups,
-    nodes: Sequence[fx.Node],
-    layout: str,
-    sizes: Mapping[str, Any],
-    common: Sequence[Tensor],
-    heads: Tensor,
-) -> dict[fx.Node, Override]:
-    """``dropout_overrides`` for what lies between the projections: a group's part of the mask.
-
-    Args:
-        nodes: of the whole block. heads: int64 query heads (or columns) of the group.
-    """
-    positions, seed = common[1 if layout == SPLIT else 0], common[-1]
-    core = set(groups.core.nodes)
-    out: dict[fx.Node, Override] = {}
-    for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
-
-        def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
-            index = _element_index(scope, groups, node, layout, sizes, positions, heads)
-            return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
-
-        if node in core:
-            out[node] = drop
-    return out
-
-
-def _element_index(
-    scope: Scope,
-    groups: Groups,
-    node: fx.Node,
-    layout: str,
-    sizes: Mapping[str, Any],
-    positions: Tensor,
-    heads: Tensor,
-) -> Tensor:
-    """Where each element of ``node``'s value within a group lies in the whole tensor."""
-    dims, letters, ratio = scope.names.of(node), scope.labels(layout).of, groups.slots.group
-    factors = [f for d in dims for f in d]
-    table = heads.view(-1, groups.slots.heads_per_slot)
-    total: Tensor = torch.zeros((), dtype=torch.int64, device=heads.device)
-    stride: Any = 1
-    grid: list[Any] = []
-    for at in range(len(factors) - 1, -1, -1):
-        f = factors[at]
-        num: Any = sizes.get(letters.get(f, ""), f.size)
-        along = [at]
-        if f is scope.seq:
-            digit, num = positions, sizes[WHOLE]
-        elif f is groups.outer:
-            digit = table[:, 0] // ratio
-        elif f is groups.inner and groups.outer in factors:
-            digit, along = table % ratio, [factors.index(groups.outer), at]
-        elif f is groups.inner:
-            digit = table.flatten() % ratio
-        else:
-            digit = torch.arange(num, device=heads.device)
-        shape = [1] * len(factors)
-        for axis, n in zip(along, digit.shape, strict=True):
-            shape[axis] = n
-        total = total + (digit * stride).view(shape)
-        grid.insert(0, digit.shape[-1])
-        stride = stride * num
-    local = dict(zip(factors, grid, strict=True))
-    return total.expand(grid).reshape([size_of(d, local) for d in dims])

@@ -1,0 +1,100 @@
+"""Dropout by place: an element's mask depends on where the element lies in the whole tensor, so it
+is the same on one rank and on many, under every strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.graph.factors import size_of
+from paradyse.graph.subgraph import Override, Piece
+from paradyse.kernels.dropout import hashed_dropout
+from paradyse.strategies.base import SPLIT, WHOLE, Scope
+from paradyse.strategies.groups.model import Groups
+
+
+def has_dropout(piece: Piece) -> bool:
+    return any(n.target == torch.ops.aten.dropout.default for n in piece.nodes)
+
+
+def dropout_overrides(
+    scope: Scope,
+    nodes: Sequence[fx.Node],
+    layout: str,
+    sizes: Mapping[str, Any],
+    common: Sequence[Tensor],
+    groups: Groups | None = None,
+    heads: Tensor | None = None,
+) -> dict[fx.Node, Override]:
+    """What runs in place of the dropouts among ``nodes``.
+
+    Args:
+        nodes: of the whole piece or block: a dropout's number among them is a part of its seed.
+        layout: of the tokens where it runs, ``SPLIT`` or ``WHOLE``.
+        sizes: of the letters, at hand.
+        common: ``Values.common``.
+        groups: where it runs on a group's part: then those of the groups' core alone.
+        heads: int64 [h], query heads (or columns) of the group.
+    """
+    whole, local, _, _, seed = common
+    positions = local if layout == SPLIT else whole
+    out: dict[fx.Node, Override] = {}
+    core = set(groups.core.nodes) if groups is not None else nodes
+    for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
+
+        def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
+            index = _element_index(scope, node, layout, sizes, positions, groups, heads)
+            return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
+
+        if node in core:
+            out[node] = drop
+    return out
+
+
+def _element_index(
+    scope: Scope,
+    node: fx.Node,
+    layout: str,
+    sizes: Mapping[str, Any],
+    positions: Tensor,
+    groups: Groups | None,
+    heads: Tensor | None,
+) -> Tensor:
+    """Where each element of ``node``'s value, or of a group's part of it, lies in the whole tensor:
+    int64, of the value's shape.
+    """
+    dims, letters = scope.names.of(node), scope.labels(layout).of
+    factors = [f for d in dims for f in d]
+    outer, inner, ratio, table = None, None, 1, torch.empty(0)
+    if groups is not None and heads is not None:
+        outer, inner, ratio = groups.outer, groups.inner, groups.slots.group
+        table = heads.view(-1, groups.slots.heads_per_slot)
+    total: Tensor = torch.zeros((), dtype=torch.int64, device=positions.device)
+    stride: Any = 1
+    grid: list[Any] = []
+    for at in range(len(factors) - 1, -1, -1):
+        f = factors[at]
+        num: Any = sizes.get(letters.get(f, ""), f.size)
+        along = [at]
+        if f is scope.seq:
+            digit, num = positions, sizes[WHOLE]
+        elif f is outer:
+            digit = table[:, 0] // ratio
+        elif f is inner and outer in factors:
+            digit, along = table % ratio, [factors.index(outer), at]
+        elif f is inner:
+            digit = table.flatten() % ratio
+        else:
+            digit = torch.arange(num, device=positions.device)
+        shape = [1] * len(factors)
+        for axis, n in zip(along, digit.shape, strict=True):
+            shape[axis] = n
+        total = total + (digit * stride).view(shape)
+        grid.insert(0, digit.shape[-1])
+        stride = stride * num
+    local = dict(zip(factors, grid, strict=True))
+    return total.expand(grid).reshape([size_of(d, local) for d in dims])
