@@ -4,7 +4,7 @@ use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -128,7 +128,7 @@ class Strategy:
     name: str
     """As plans spell it."""
     build: Callable[[Scope, Any, Piece], Any]
-    """Scope, block and its piece -> a callable of ``Values`` that computes the block."""
+    """Scope, block and its piece -> a callable of ``StepContext`` that computes the block."""
     count: Callable[[Work], None]
     """Counts what a block does on one rank, besides ``Work.surround`` and its weights' messages."""
     weights: Literal["whole", "split", "streamed"] = "whole"
@@ -145,17 +145,47 @@ class Strategy:
         return self.weights != "whole"
 
 
+NUM_COMMON = 5
+
+
+class Known(Protocol):
+    """What every piece knows of a step: the first fields of ``StepContext``."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def common(self) -> tuple[Tensor, ...]: ...
+
+
 @dataclass
 class LoweredPiece:
     """A function of tensors, compiled for each combination of grad mode and gradients asked for."""
 
     scope: Scope
     key: str
-    fn: Callable[..., tuple[Any, ...]]
+    """Equal for functions that compute the same."""
+    fn: Callable[[dict[str, Any], Sequence[Tensor], Iterator[Tensor]], Sequence[Any]]
+    """Sizes by letter, ``StepContext.common`` and the piece's own tensors -> its outputs."""
     dims: Sequence[Dims]
+    """Of the piece's own tensors."""
+    eager: bool = False
+    """Run operator by operator: not worth a compiled region."""
     _modes: dict[Any, Compiled] = field(default_factory=dict)
 
-    def __call__(self, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> Any:
+    def __post_init__(self) -> None:
+        self.dims = [*common_dims(self.scope), *self.dims]
+
+    def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
+        common, own = tensors[:NUM_COMMON], iter(tensors[NUM_COMMON:])
+        out = self.fn(bind_sizes(self.dims, tensors), common, own)
+        views = self.eager  # a compiled region gives what the next one expects
+        return tuple(o if views or not isinstance(o, Tensor) else o.contiguous() for o in out)
+
+    def __call__(self, known: Known, own: Sequence[Tensor]) -> Any:
+        tensors, sizes = [*known.common, *own], known.sizes
+        if self.eager:
+            return self._run(*tensors)
         grad = torch.is_grad_enabled()
         mode = (grad, *(t.requires_grad for t in tensors)) if grad else grad
         compiled = self._modes.get(mode)
@@ -165,12 +195,9 @@ class LoweredPiece:
                 for dims, t in zip(self.dims, tensors, strict=True)
             ]
             key = (self.key, self.scope.axis.name, self.scope.inner, mode, tuple(specs))
-            compiled = self.scope.cache.get(key, self.fn, specs, self.scope.inner, sizes)
+            compiled = self.scope.cache.get(key, self._run, specs, self.scope.inner, sizes)
             self._modes[mode] = compiled
         return compiled.fn(*tensors)
-
-
-NUM_COMMON = 5
 
 
 def common_dims(scope: Scope) -> tuple[Dims, ...]:
@@ -208,10 +235,6 @@ def bind_factors(scope: Scope, layout: str, sizes: Mapping[str, Any]) -> dict[Fa
 
 def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
-
-
-def contiguous(outputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(o.contiguous() if isinstance(o, Tensor) else o for o in outputs)
 
 
 def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:

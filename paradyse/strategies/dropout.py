@@ -36,7 +36,7 @@ def dropout_overrides(
         nodes: of the whole piece or block: a dropout's number among them is a part of its seed.
         layout: of the tokens where it runs, ``SPLIT`` or ``WHOLE``.
         sizes: of the letters, at hand.
-        common: ``Values.common``.
+        common: ``StepContext.common``.
         groups: where it runs on a group's part: then those of the groups' core alone.
         heads: int64 [h], query heads (or columns) of the group.
     """

@@ -8,7 +8,7 @@ same program. One rank is the case without any exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from paradyse.graph.subgraph import Override, Piece, run
 from paradyse.strategies.base import (
-    NUM_COMMON,
     SPLIT,
     WHOLE,
     LoweredPiece,
@@ -25,9 +24,6 @@ from paradyse.strategies.base import (
     Strategy,
     Uses,
     bind_factors,
-    bind_sizes,
-    common_dims,
-    contiguous,
     piece_key,
     spec_dims,
     split_inputs,
@@ -83,7 +79,8 @@ class LocalPiece:
 
     Args:
         layout: of its values, on the rank's tokens ("s") or whole ("S").
-        strategy: of ``attention``; for a piece without it any name of what the piece is.
+        strategy: of ``attention``; for a piece without it, what tells it from others.
+        within: the block that the piece is a part of; None: it stands alone.
         eager: run operator by operator; else compiled on first use.
     """
 
@@ -94,39 +91,32 @@ class LocalPiece:
         layout: str,
         strategy: str,
         attention: fx.Node | None = None,
+        within: Piece | None = None,
         eager: bool = False,
     ):
-        self.inputs, self.weight_nodes = split_inputs(piece)
-        self.forms = [None] * len(self.weight_nodes)
-        self.uses: Uses = [(n, None) for n in self.weight_nodes]
         whole = masks_of(attention)
+        self.inputs, self.weight_nodes = split_inputs(piece)
+        self.uses: Uses = [(n, None) for n in self.weight_nodes]
         self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
-        order = [*self.inputs, *self.weight_nodes]
-        dims = [*common_dims(scope)]
-        dims += [spec_dims(scope, n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
-        dims += [spec_dims(scope, n, layout) for n in self.weight_nodes]
-        place = [order.index(n) for n in piece.inputs]
+        self.order = [*self.inputs, *self.weight_nodes]
+        at = dict(zip(self.inputs, self.layouts, strict=True))
+        dims = [spec_dims(scope, n, at.get(n, layout)) for n in self.order]
+        within = within or piece
 
-        def fn(*tensors: Tensor) -> tuple[Any, ...]:
-            sizes = bind_sizes(dims, tensors)
-            common, rest = tensors[:NUM_COMMON], tensors[NUM_COMMON:]
-            overrides = dropout_overrides(scope, piece.nodes, layout, sizes, common)
+        def fn(sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]) -> Any:
+            overrides = dropout_overrides(scope, within.nodes, layout, sizes, common)
             if attention is not None:
                 overrides[attention] = attention_override(scope, strategy, common)
-            factors = bind_factors(scope, layout, sizes)
-            return run(piece, [rest[i] for i in place], scope.names, factors, overrides)
+            given, factors = dict(zip(self.order, own)), bind_factors(scope, layout, sizes)
+            return run(piece, [given[n] for n in piece.inputs], scope.names, factors, overrides)
 
-        self.run: Callable[[Mapping[str, int], Sequence[Tensor]], Any]
-        if eager:
-            self.run = lambda sizes, tensors: fn(*tensors)
-        else:
-            key = piece_key(scope, piece, layout, strategy)
-            self.run = LoweredPiece(scope, key, lambda *tensors: contiguous(fn(*tensors)), dims)
+        key = piece_key(scope, within, layout, strategy)
+        self.lowered = LoweredPiece(scope, key, fn, dims, eager)
 
     def __call__(self, step: StepContext) -> Any:
         inputs = [step.get(n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
-        weights = step.weights(self.weight_nodes, self.forms)
-        return self.run(step.sizes, [*step.common, *inputs, *weights])
+        weights = step.weights(self.weight_nodes, [None] * len(self.weight_nodes))
+        return self.lowered(step, [*inputs, *weights])
 
 
 def zero_variant(

@@ -7,15 +7,15 @@ scattered back to the ranks' tokens. Norm, bias, dropout and residual stay local
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.strategies.base import (
-    NUM_COMMON,
     SPLIT,
     WHOLE,
     LoweredPiece,
@@ -24,9 +24,6 @@ from paradyse.strategies.base import (
     Strategy,
     Uses,
     bind_factors,
-    bind_sizes,
-    common_dims,
-    contiguous,
     piece_key,
     spec_dims,
 )
@@ -63,21 +60,19 @@ class TensorParallelVariant:
         self.needs_heads = has_dropout(groups.core) or (
             block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
         )
-        dims = [*common_dims(scope)]
-        dims += [((groups.slots.queries_per_rank,),)] * self.needs_heads
+        dims: list[Dims] = [((groups.slots.queries_per_rank,),)] * self.needs_heads
         dims += [spec_dims(scope, n, SPLIT) for n in segments.inputs]
         dims += [local_shape(scope, n, groups.sizes, WHOLE) for n in self.replicated]
         dims += [tuple((n,) for n in w.shape()) for w in self.weights]
-        self.dims = dims
         at = [piece.nodes.index(n) for n in [*block.up, *block.downs]]
         key = piece_key(scope, piece, WHOLE, f"megatron_ts {at} {groups.text()}")
         self.piece = piece
         self.lowered = LoweredPiece(scope, key, self._compute, dims)
 
-    def _compute(self, *tensors: Tensor) -> tuple[Any, ...]:
+    def _compute(
+        self, sizes: dict[str, Any], common: Sequence[Tensor], rest: Iterator[Tensor]
+    ) -> Any:
         scope, groups, segments, block = self.scope, self.groups, self.segments, self.groups.block
-        sizes = bind_sizes(self.dims, tensors)
-        common, rest = tensors[:NUM_COMMON], iter(tensors[NUM_COMMON:])
         whole, local, _, info, _ = common
         heads = next(rest) if self.needs_heads else None
         env: dict[fx.Node, Any] = {n: next(rest) for n in segments.inputs}
@@ -121,7 +116,7 @@ class TensorParallelVariant:
             y = on_tokens(scope, d.node, partial, everywhere, scatter)
             env[d.node] = y if bias is None else y + bias
         evaluate(scope, segments.post, env, here, overrides)
-        return contiguous([env[block.output]])
+        return [env[block.output]]
 
     def _messages(self) -> list[list[fx.Node]]:
         """The values to gather, in messages: the narrow ones that adapters make share one."""
@@ -144,7 +139,7 @@ class TensorParallelVariant:
         return whole_sequence
 
     def __call__(self, values: StepContext) -> Any:
-        tensors = [*values.common]
+        tensors = []
         if self.needs_heads:
             if self.heads is None:
                 mine = torch.tensor(self.groups.slots.q[self.scope.axis.rank])
@@ -156,7 +151,7 @@ class TensorParallelVariant:
             tensors.append(value if rows is None else rows.take(value, self.scope.axis.rank))
         taken = values.weights(self.nodes, self.forms)
         tensors += [w.contiguous() for w in taken]
-        return self.lowered(values.sizes, tensors)
+        return self.lowered(values, tensors)
 
 
 def _count(work: Work) -> None:

@@ -1,12 +1,13 @@
-"""The groups' weights of ``metp``, one group after the other, from the rank that holds them.
+"""What the groups of ``metp`` compute with, one group after the other, and the gradients of it.
 
-While a group is computed the next one's weights are under way; gradients travel to their owner the
-same way in backward. At most two groups' weights are here at once besides the rank's own.
+A whole tensor lends each group its rows. Of a sharded weight rank g holds the rows of group g:
+while a group is computed the next one's are under way, and gradients travel to their owner the same
+way in backward. At most two groups' weights are here at once besides the rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,20 +16,107 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.weights.shard_comm import by_dtype
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.slices import Rows
+from paradyse.weights.slices import Form, Rows
 
 
-class WeightStream:
-    """The sharded ones among a block's weights, whose rank g holds the rows of group g."""
+class GroupTensors:
+    """Tensors that groups take their part of; those that are sharded are streamed.
 
-    def __init__(self, weights: Sequence[Tensor], groups: Sequence[int], block_id: int):
-        self.shards = {i: w for i, w in enumerate(weights) if isinstance(w, ShardedTensor)}
-        self.messages = [
-            [list(self.shards)[k] for k in index] for index in by_dtype(list(self.shards.values()))
-        ]
-        self.groups, self.block_id = list(groups), block_id
+    Args:
+        tensors: values of the rank's tokens and weights, whole or sharded by groups.
+        forms: how a group takes each: by rows, or whole.
+        groups: those with something to compute, in order.
+        block_id: what messages are booked to.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], forms: Sequence[Form], groups: Sequence[int], block_id: int
+    ):
+        self.tensors, self.forms, self.groups, self.block_id = tensors, forms, groups, block_id
+        self.shards = {i: t for i, t in enumerate(tensors) if isinstance(t, ShardedTensor)}
+        at, shards = list(self.shards), list(self.shards.values())
+        self.messages = [[at[k] for k in index] for index in by_dtype(shards)]
         self._coming: dict[int, list[Any]] = {}
         self._leaving: list[tuple[int, list[int], Any]] = []
+        self._streamed: dict[int, Tensor] = {}
+        """Index of a sharded weight -> the present group's gradient."""
+        self._totals: list[Tensor | None] = [None] * len(tensors)
+
+    def take(self, group: int, needs: Sequence[bool]) -> list[Tensor]:
+        """The part of ``group`` of every tensor, detached; those of ``needs`` require gradients."""
+        streamed = self._rows(group) if self.shards else {}
+        out = []
+        for i, (t, form, need) in enumerate(zip(self.tensors, self.forms, needs, strict=True)):
+            if i in streamed:
+                assert form is not None
+                part = _padded_rows(streamed[i], form, group)
+            else:
+                part = t.detach() if form is None else form.take(t.detach(), group)
+            out.append(part.contiguous().requires_grad_(need))
+        return out
+
+    def add(self, group: int, at: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of the part of ``group`` of the tensors ``at``; None is nothing."""
+        for i, grad in zip(at, grads, strict=True):
+            form, total = self.forms[i], self._totals[i]
+            if grad is None:
+                continue
+            if i in self.shards:
+                self._streamed[i] = self._streamed[i] + grad if i in self._streamed else grad
+            elif form is not None:
+                if total is None:
+                    like = self.tensors[i]
+                    total = torch.zeros_like(like, memory_format=torch.contiguous_format)
+                    self._totals[i] = total
+                form.add(total, group, grad)
+            elif total is None:
+                self._totals[i] = grad.to(sum_dtype(grad), copy=True)
+            else:
+                total.add_(grad)
+
+    def send(self, group: int) -> None:
+        """Start summing the gradients of streamed weights at the rank that holds ``group``."""
+        grads, self._streamed = self._streamed, {}
+        for message in self.messages:
+            index = [i for i in message if i in grads]
+            if not index:
+                continue
+            parts = []
+            for i in index:
+                form = self.forms[i]
+                assert form is not None
+                parts.append(_real_rows(grads[i], form, group).reshape(-1))
+            axis = self.shards[index[0]].placement.axis
+            pending = collectives.reduce_to(torch.cat(parts), axis, group, self.block_id)
+            self._leaving.append((group, index, pending))
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each tensor, when all groups are done."""
+        out: list[Tensor | None] = [
+            None if total is None else total.to(t.dtype)
+            for total, t in zip(self._totals, self.tensors, strict=True)
+        ]
+        for group, index, pending in self._leaving:
+            for i, rows in self._split(pending.wait(), index, group).items():
+                like = self.shards[i]
+                if group == like.placement.axis.rank:
+                    out[i] = ShardedTensor(rows, like.placement, like.shape)
+                elif out[i] is None and like.placement.axis.rank not in self.groups:
+                    empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
+                    out[i] = ShardedTensor(empty, like.placement, like.shape)
+        return out
+
+    def _rows(self, group: int) -> dict[int, Tensor]:
+        """Index of a sharded weight -> the rows of ``group``; starts on the next group's."""
+        if group not in self._coming:
+            self._start(group)
+        at = self.groups.index(group) + 1
+        if at < len(self.groups):
+            self._start(self.groups[at])
+        out: dict[int, Tensor] = {}
+        for index, pending in zip(self.messages, self._coming.pop(group), strict=True):
+            out.update(self._split(pending.wait(), index, group))
+        return out
 
     def _start(self, group: int) -> None:
         sent = []
@@ -43,80 +131,24 @@ class WeightStream:
             sent.append(collectives.broadcast(flat, axis, group, self.block_id))
         self._coming[group] = sent
 
-    def rows(self, group: int) -> dict[int, Tensor]:
-        """Index of the weight -> the rows of ``group``; starts on those of the group after it."""
-        if not self.shards:
-            return {}
-        if group not in self._coming:
-            self._start(group)
-        at = self.groups.index(group) + 1
-        if at < len(self.groups):
-            self._start(self.groups[at])
-        out: dict[int, Tensor] = {}
-        for index, pending in zip(self.messages, self._coming.pop(group), strict=True):
-            out.update(self._split(pending.wait(), index, group))
-        return out
-
     def _split(self, flat: Tensor, index: Sequence[int], group: int) -> dict[int, Tensor]:
-        out, at = {}, 0
-        for i in index:
-            shape = self.shards[i].placement.shape(self.shards[i].shape, group)
-            n = self.shards[i].placement.numel(self.shards[i].shape, group)
-            out[i] = flat[at : at + n].view(shape)
-            at += n
-        return out
-
-    def set_apart(
-        self,
-        where: Sequence[int],
-        grads: list[Tensor | None],
-        first: int,
-        of_group: dict[int, Tensor],
-    ) -> None:
-        """Move the gradients of sharded weights from ``grads`` to ``of_group``.
-
-        Args:
-            where: per gradient the tensor it is of; weights begin at ``first``.
-        """
-        for k, i in enumerate(where):
-            grad = grads[k]
-            if i - first in self.shards and grad is not None:
-                had = of_group.get(i - first)
-                of_group[i - first] = grad if had is None else had + grad
-                grads[k] = None
-
-    def send_gradients(self, group: int, grads: Mapping[int, Tensor], uses: Sequence[Any]) -> None:
-        """Start summing ``grads`` of W_g over ranks at the rank that holds the group."""
-        for message in self.messages:
-            index = [i for i in message if i in grads]
-            if not index:
-                continue
-            parts = [real_rows(grads[i], uses[i].form, group).reshape(-1) for i in index]
-            axis = self.shards[index[0]].placement.axis
-            pending = collectives.reduce_to(torch.cat(parts), axis, group, self.block_id)
-            self._leaving.append((group, index, pending))
-
-    def gradients(self) -> dict[int, ShardedTensor]:
-        """Index of the weight -> its gradient, when all groups are done."""
-        out: dict[int, ShardedTensor] = {}
-        for group, index, pending in self._leaving:
-            flat = pending.wait()
-            for i, rows in self._split(flat, index, group).items():
-                like = self.shards[i]
-                if group == like.placement.axis.rank:
-                    out[i] = ShardedTensor(rows, like.placement, like.shape)
-                elif i not in out and like.placement.axis.rank not in self.groups:
-                    empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
-                    out[i] = ShardedTensor(empty, like.placement, like.shape)
-        return out
+        """The parts of a message, by index of the weight."""
+        shapes = [self.shards[i].placement.shape(self.shards[i].shape, group) for i in index]
+        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
+        return {i: part.view(shape) for i, part, shape in zip(index, parts, shapes, strict=True)}
 
 
-def padded_rows(rows: Tensor, form: Rows, group: int) -> Tensor:
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """Sums over groups of 16-bit values are kept in 32 bits."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def _padded_rows(rows: Tensor, form: Rows, group: int) -> Tensor:
     """W_g from the rows that exist: zeros for those that are missing."""
     return rows if -1 not in form.groups[group] else form.packed(group).take(rows, 0)
 
 
-def real_rows(grad: Tensor, form: Rows, group: int) -> Tensor:
+def _real_rows(grad: Tensor, form: Rows, group: int) -> Tensor:
     """Of the gradient of W_g the rows that exist."""
     if -1 not in form.groups[group]:
         return grad
