@@ -40,9 +40,8 @@ from paradyse.strategies.groups.evaluate import (
     evaluate_ups,
     local_shape,
     part,
-    up_weights,
 )
-from paradyse.strategies.groups.model import Projection, Unsplittable, Weight
+from paradyse.strategies.groups.model import Projection, Unsplittable, Weight, up_weights
 from paradyse.strategies.local import LocalPiece
 from paradyse.strategies.weight_stream import GroupTensors, sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
@@ -159,9 +158,8 @@ class MetpVariant:
             self.masks, self.numbers = attention_extras(block.attention.args[3:])
         read = [*segments.gathered, *segments.replicated, *groups.slices]
         self.local = [n for n in read if n not in self.masks]
-        """StepContext on local tokens that the groups read."""
-        region = [Weight(n, form) for n, form in groups.region_weights.items()]
-        self.weights = [*up_weights(groups.ups), *region, *(d.weight for d in groups.downs)]
+        """Values on local tokens that the groups read."""
+        self.weights = groups.weights
         """Weights of the groups, each in the form in which a group takes it."""
         self.used = [g for g, q in enumerate(groups.slots.q) if max(q) >= 0]
         self._heads: dict[int, Tensor] = {}

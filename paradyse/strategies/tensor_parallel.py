@@ -36,9 +36,8 @@ from paradyse.strategies.groups.evaluate import (
     evaluate_ups,
     local_shape,
     on_tokens,
-    up_weights,
 )
-from paradyse.strategies.groups.model import Weight
+from paradyse.strategies.groups.model import up_weights
 from paradyse.strategies.work import CORE_OPS, GATHER_OPS, Work
 
 
@@ -50,9 +49,8 @@ class TensorParallelVariant:
         self.groups = groups = analyse(scope, block)
         self.segments = segments = Segments(scope, groups)
         self.replicated = [*segments.replicated, *groups.slices]
-        region = [Weight(n, form) for n, form in groups.region_weights.items()]
-        last = [w for d in groups.downs for w in (d.weight, d.bias) if w is not None]
-        self.weights = [*up_weights(groups.ups), *region, *last, *segments.weights]
+        biases = [d.bias for d in groups.downs if d.bias is not None]
+        self.weights = [*groups.weights, *biases, *segments.weights]
         self.nodes = [w.node for w in self.weights]
         self.forms = [w.form for w in self.weights]
         self.uses: Uses = list(zip(self.nodes, self.forms, strict=True))
@@ -79,10 +77,8 @@ class TensorParallelVariant:
         core_env: dict[fx.Node, Any] = {n: next(rest) for n in self.replicated}
         ups = [next(rest) for _ in up_weights(groups.ups)]
         core_env.update((n, next(rest)) for n in groups.region_weights)
-        downs = []
-        for d in groups.downs:
-            weight = d.weight.apply(next(rest))
-            downs.append((weight, d.bias.apply(next(rest)) if d.bias is not None else None))
+        downs = [d.weight.apply(next(rest)) for d in groups.downs]
+        biases = [d.bias.apply(next(rest)) if d.bias is not None else None for d in groups.downs]
         env.update((w.node, next(rest)) for w in segments.weights)
         here = bind_factors(scope, SPLIT, sizes)
         everywhere = {**bind_factors(scope, WHOLE, sizes), **groups.sizes}
@@ -111,7 +107,7 @@ class TensorParallelVariant:
             core_env.update(zip(nodes, came.split(widths, -1) if len(nodes) > 1 else [came]))
         core_env.update(evaluate_ups(scope, groups.ups, core_env, ups, everywhere))
         evaluate(scope, groups.core, core_env, everywhere, overrides)
-        for d, (weight, bias) in zip(groups.downs, downs, strict=True):
+        for d, weight, bias in zip(groups.downs, downs, biases, strict=True):
             partial = torch.ops.aten.linear.default(core_env[d.x], weight)
             y = on_tokens(scope, d.node, partial, everywhere, scatter)
             env[d.node] = y if bias is None else y + bias

@@ -30,8 +30,8 @@ from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.groups.analyse import analyse
-from paradyse.strategies.groups.evaluate import evaluate, evaluate_ups, up_weights
-from paradyse.strategies.groups.model import Groups, Unsplittable, Weight
+from paradyse.strategies.groups.evaluate import evaluate, evaluate_ups
+from paradyse.strategies.groups.model import Groups, Unsplittable, Weight, up_weights
 from paradyse.weights.slices import Rows
 
 CLOSE = 1e-6

@@ -96,11 +96,6 @@ def evaluate_ups(
     return env
 
 
-def up_weights(ups: Sequence[Up]) -> list[Weight]:
-    parts = [part for up in ups for part in up.parts]
-    return [w for part in parts for w in (part.weight, part.bias) if w is not None]
-
-
 def part(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
     """A piece of ``nodes``; of ``outputs`` those that it computes (others are there before it)."""
     inside = set(nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,12 @@ class Up:
     leaves: tuple[Leaf, ...]
 
 
+def up_weights(ups: Sequence[Up]) -> list[Weight]:
+    """Of their linears, each with its bias."""
+    parts = [part for up in ups for part in up.parts]
+    return [w for part in parts for w in (part.weight, part.bias) if w is not None]
+
+
 @dataclass(frozen=True)
 class Groups:
     """A block as ``post(sum_g f(x, W_g))``. See ``analyse``."""
@@ -95,6 +102,12 @@ class Groups:
     """Other inputs of ``core`` that have a dim of heads."""
     downs: tuple[Projection, ...]
     """Each gives a partial sum; biases are added to the whole."""
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Of the up projections, of the core and of the down projections, without these' biases."""
+        region = [Weight(n, form) for n, form in self.region_weights.items()]
+        return [*up_weights(self.ups), *region, *(d.weight for d in self.downs)]
 
     @property
     def sizes(self) -> dict[Factor, int]:

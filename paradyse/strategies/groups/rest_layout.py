@@ -12,8 +12,7 @@ from torch import fx
 
 from paradyse.strategies.base import Scope
 from paradyse.strategies.groups.analyse import analyse
-from paradyse.strategies.groups.evaluate import up_weights
-from paradyse.strategies.groups.model import Unsplittable, Weight
+from paradyse.strategies.groups.model import Unsplittable
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.unshard import layout_of
 
@@ -28,9 +27,8 @@ def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
         groups = analyse(scope, block)
     except Unsplittable:
         return {}
-    region = [Weight(n, form) for n, form in groups.region_weights.items()]
     out: dict[fx.Node, ShardLayout] = {}
-    for weight in [*up_weights(groups.ups), *region, *(d.weight for d in groups.downs)]:
+    for weight in groups.weights:
         if weight.form is None:
             continue
         num_rows = weight.node.meta["val"].shape[weight.form.dim]
