@@ -1,4 +1,4 @@
-"""Do all ranks of a group hold the same batch, plan and weights? Compared on the first steps."""
+"""The first steps check that all ranks of a group hold the same batch, plan and weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CHECKED_STEPS = 5
 
 @dataclass
 class _Checks:
-    """Of an axis."""
+    """The checks of one axis."""
 
     done: int = 0
-    """So far: equal on all ranks, since every step runs on every rank."""
+    """How many there were: equal on all ranks, since every step runs on every rank."""
 
 
 WEIGHTS = "the weights (checksum)"
-"""What ``check_agreement`` calls them."""
+"""What errors call the weights."""
 
 PROFILE = "the profile (checksum)"
-"""And the file given as option 'cost_model'."""
+"""What errors call the file given as option 'cost_model'."""
 
 WAYS_OUT = {
     "the random state": "call torch.manual_seed with the same seed on every rank of the group "

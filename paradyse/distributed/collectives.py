@@ -1,8 +1,10 @@
-"""Collectives over one mesh axis: counted, named when they fail, bounded in time. Not
+"""Collectives over one mesh axis: counted, named when they fail, bounded in time. They are not
 differentiable.
 
-Every function takes the id of the block it works for (``register_block``), so that bytes are
-booked to the block and a failure can say which block and which collective it was.
+Every rank of ``axis`` calls a function with tensors of the same shapes. ``block_id`` is the id of
+the block that the message is for (``register_block``): its bytes are booked to the block, and a
+failure names the block and the collective. Functions that "start" return a ``Pending``, whose
+``wait()`` gives the result.
 
 On gloo everything is built on all-to-all. Measured on two ranks of a two-core machine, 16 MiB:
 all-gather 70 ms, reduce-scatter 39 ms, all-reduce 12 ms, all-to-all 4.5 ms.
@@ -52,11 +54,11 @@ class Traffic:
 
 
 RESERVED = ("agreement", "optimizer", "data parallel", "online costs")
-"""Names of messages that are no block's, the same ids on every axis."""
+"""Names of messages that no block sends, with the same ids on every axis."""
 
 AGREEMENT, OPTIMIZER, REPLICAS, ONLINE = range(len(RESERVED))
-"""Block ids: of the checks that ranks hold the same batch; of norms of gradients and whole tensors
-asked for; of messages between replicas; of costs that ranks agree on."""
+"""Block ids of the checks that ranks hold the same batch, of norms of gradients and whole tensors
+asked for, of messages between replicas, and of costs that ranks agree on."""
 
 
 class _Blocks(list[Traffic]):
@@ -100,7 +102,7 @@ class _Pauses(list[float]):
 @contextlib.contextmanager
 def settled(pause_s: float = 1e-3) -> Iterator[None]:
     """Inside, a rank pauses ``pause_s`` seconds after every collective, until the thread that ran
-    it is done with its buffers: where memory is watched, that thread's giving back would not be
+    it is done with its buffers: where memory is watched, what that thread frees would not be
     seen."""
     pauses = SINGLE.session.of(_Pauses)
     pauses.append(pause_s)
@@ -171,22 +173,19 @@ def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes
 
 
 def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Slice i of ``x`` [p, ...] goes to rank i of ``axis``; slice j of the result came from rank j.
-    Booked to ``block_id``, as all that follow.
-    """
+    """Send slice i of ``x`` [p, ...] to rank i; slice j of the result came from rank j."""
     num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
     return _all_to_all_async(x, axis, block_id, "all_to_all", num_bytes).wait()
 
 
 def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """``x`` of every rank of ``axis``, stacked: [p, *x.shape]. Booked to ``block_id``."""
+    """``x`` of every rank of ``axis``, stacked: [p, *x.shape]."""
     out: Tensor = start_all_gather(x, axis, block_id).wait()
     return out
 
 
 def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
-    """``all_gather`` of ``x`` over ``axis`` under way; ``wait()`` gives its result. Booked to
-    ``block_id``."""
+    """Start ``all_gather`` of ``x``."""
     num_bytes = _nbytes(x) * (axis.size - 1)
     if _on_gloo(axis):
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
@@ -201,8 +200,7 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Sum over ranks of ``axis`` of slice r of ``x`` [p, ...], for this rank r: [...]. Booked to
-    ``block_id``."""
+    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
     num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
     if _on_gloo(axis):
         return _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait().sum(0)
@@ -220,8 +218,7 @@ _SMALL_ELEMENTS = 1 << 14
 
 
 def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Sum over ranks of ``axis`` of ``x``, a new tensor of its shape; the same bits on every rank.
-    Booked to ``block_id``."""
+    """Sum over ranks of ``x``, a new tensor of its shape; the same bits on every rank."""
     if _on_gloo(axis) and x.numel() < _SMALL_ELEMENTS:
         num_bytes = 2 * _nbytes(x) * (axis.size - 1) // axis.size
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
@@ -250,8 +247,7 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
-    """Start sending ``x`` of rank ``root`` of ``axis`` into ``x`` of all; ``wait()`` gives it.
-    Booked to ``block_id``, by the root."""
+    """Start sending ``x`` of rank ``root`` into ``x`` of all ranks, which is the result."""
     source = dist.get_process_group_ranks(axis.group)[root]
 
     def launch() -> Any:
@@ -263,7 +259,7 @@ def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
 
 def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
     """Start summing ``x`` over ranks of ``axis`` into ``x`` of rank ``root``; on other ranks ``x``
-    holds unspecified values. Booked to ``block_id``."""
+    holds unspecified values."""
     target = dist.get_process_group_ranks(axis.group)[root]
 
     def launch() -> Any:

@@ -1,6 +1,4 @@
-"""From the graph that Dynamo hands to a backend to a program, for static and for symbolic
-captures.
-"""
+"""The way from Dynamo's graph to a program, for static and for symbolic captures."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SizeSource:
-    """Where a call's sizes are read: argument index and dim."""
+    """The argument and its dim that a size of a call is read from."""
 
     seq: tuple[int, int]
     batch: tuple[int, int] | None

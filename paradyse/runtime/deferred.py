@@ -1,6 +1,4 @@
-"""Outputs that are computed when first used: logits and caches that a training loop rarely
-reads.
-"""
+"""Outputs that are computed at first use: logits and caches that a training loop rarely reads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Guard:
     Args:
         plan: chooses a plan.
         fixed: it gives equal workloads equal plans, until ``forget``; else it is asked every time.
-        like: what workloads have in common: dtype, ranks, mask.
+        like: a workload with the dtype, ranks and mask that all workloads share.
     """
 
     def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, like: Workload):

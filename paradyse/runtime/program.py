@@ -1,6 +1,6 @@
-"""A captured graph as data: its steps, the variants of each, what depends on sizes and plan alone.
+"""A captured graph as data: its steps, their variants, and what depends on sizes and plan alone.
 
-``frame.Frame`` executes it.
+A ``frame.Frame`` executes it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class StepConstants:
     whole: Tensor
     """[S], all positions."""
     local: Tensor
-    """[s], the rank's positions."""
+    """[s], the positions that the rank holds."""
     batch: Tensor
-    """[B], for its length alone."""
+    """[B], of which only the length is read."""
     infos: tuple[Tensor, ...]
     """Per block, and last for the pieces between blocks: int64 [2] = (S, block id)."""
     no_seed: Tensor
-    """[], of a call that draws no random numbers."""
+    """[], the seed of a call that draws no random numbers."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""

@@ -12,7 +12,7 @@ from paradyse.distributed.axis import live_axes
 
 
 class _Captures(list["weakref.ref[Any]"]):
-    """Of graphs that run on one axis."""
+    """Captures of graphs that run on one axis."""
 
 
 def register(capture: Any) -> None:
@@ -26,7 +26,7 @@ def captures_of(model: Any, whole: bool = False) -> Iterator[Any]:
 
     Args:
         model: compiled or not.
-        whole: those of which nothing is split; else those that are programs.
+        whole: find the captures of which nothing is split; else those that are programs.
     Raises:
         ValueError: ``model`` is no module.
     """

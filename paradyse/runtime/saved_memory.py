@@ -32,7 +32,7 @@ class Saved:
     """Memory that autograd keeps for backward, seen by its hooks."""
 
     found: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-    """Identity -> the memory, its bytes."""
+    """Identity of a piece of memory -> the piece and its bytes."""
 
     def watch(self) -> AbstractContextManager[Any]:
         """Inside, every tensor saved is recorded."""
@@ -46,14 +46,14 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
 
     def num_bytes(self, but: Iterable[Any]) -> int:
-        """Of all memory that is still kept, without that of ``but``."""
+        """Bytes of all memory that is still kept, without that of ``but``."""
         others = storages(but)
         return sum(
             n for key, (ref, n) in self.found.items() if key not in others and not ref.expired()
         )
 
     def alive_bytes(self, but: Iterable[int] = ()) -> int:
-        """What is still kept takes now: memory that was emptied since takes none.
+        """Bytes that what is still kept takes now; memory that was emptied since takes none.
 
         Args:
             but: identities not to count.

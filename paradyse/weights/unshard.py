@@ -30,7 +30,7 @@ from paradyse.weights.slices import Form, Rows
 
 @dataclass
 class LookAhead:
-    """Of an axis."""
+    """The look-ahead of one axis."""
 
     on: bool = True
     """Whether the next block's weights are fetched while the present block computes."""
@@ -47,7 +47,7 @@ class Shelf:
         self.ahead = ahead
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
-        """In the order of forward; backward fetches them from the last to the first."""
+        """Gathered weights in the order of forward; backward fetches the last ones first."""
         self.coming: tuple[list[ShardedTensor], Messages] | None = None
 
     def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
@@ -74,7 +74,7 @@ class Gathered:
     """Whole weights of one block (or piece between blocks) in one call."""
 
     def __init__(self, shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf):
-        """``summed``: each rank computes a part of the gradients; else each computes the whole."""
+        """With ``summed`` each rank computes a part of the gradients, else each the whole."""
         self.shards, self.block_id, self.summed, self.shelf = shards, block_id, summed, shelf
         self.wholes: list[Tensor] = []
         self.is_filled = False
@@ -87,7 +87,7 @@ class Gathered:
         return out
 
     def fill(self) -> None:
-        """Gather again what ``free`` gave back, for backward; start on what comes next there."""
+        """Gather again for backward what ``free`` gave back, and start on what comes next there."""
         shelf = self.shelf
         if shelf.filled is not None and shelf.filled is not self:
             shelf.filled.free()
@@ -128,7 +128,7 @@ class Gathered:
 
 
 def _storage(x: Tensor) -> int:
-    """Address of its memory; 0 for a tensor that has none of its own."""
+    """Address of the tensor's memory; 0 where it has none of its own."""
     return 0 if is_traceable_wrapper_subclass(x) else x.untyped_storage().data_ptr()
 
 
