@@ -23,7 +23,7 @@ from paradyse.distributed.agreement import (
     must_check,
 )
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
-from paradyse.distributed.session import Recent, Session
+from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
@@ -166,9 +166,13 @@ class Capture:
                 for i, d in self.trace.symbols
                 if not set(program.scope.names.of(program.placeholders[i])[d]) <= named
             )
-        shapes = tuple(inputs[i].shape[d] for i, d in self.keyed_dims)
-        self.graphs[tuple(inputs[i] for i in self.trace.scalars) + shapes] = graph
+        self.graphs[self._key(inputs)] = graph
         return graph
+
+    def _key(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Numbers and sizes of a call that each need a program of their own."""
+        numbers = tuple(_scalar(values[i]) for i in self.trace.scalars)
+        return numbers + tuple(values[i].shape[d] for i, d in self.keyed_dims)
 
     def _lay_out(self, program: Program) -> None:
         """Move sharded weights to whole heads per rank, once, where a block asks for it."""
@@ -193,17 +197,11 @@ class Capture:
             )
             log.warning("%s", self.notes[-1])
             self.keyed_dims = tuple(self.trace.symbols)
-            values = self.trace.values
-            shapes = tuple(values[i].shape[d] for i, d in self.keyed_dims)
-            self.graphs = {(*(values[i] for i in self.trace.scalars), *shapes): graph}
+            self.graphs = {self._key(self.trace.values): graph}
 
     def run(self, *args: Any) -> Any:
         """One call of the graph."""
-        key: tuple[Any, ...] = ()
-        if self.trace.scalars or self.keyed_dims:
-            key = tuple(_scalar(args[i]) for i in self.trace.scalars)
-            key += tuple(args[i].shape[d] for i, d in self.keyed_dims)
-        graph = self.graphs.get(key)
+        graph = self.graphs.get(self._key(args))
         if graph is None:
             graph = self._graph(self._inputs_like(args))
             assert graph is not None, "a graph that could be split at other numbers"
@@ -435,43 +433,34 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
 
 def stats(compiled_model: Any) -> Stats:
     """What has happened so far with ``compiled_model`` on this rank."""
-    sent: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    per_block: dict[str, int] = {}
-    plans: dict[int, str] = {}
-    variants: set[tuple[str, str]] = set()
-    sessions: set[Session] = set()
-    captures = switches = steps = 0
-    for capture in captures_of(compiled_model):
-        captures += 1
-        steps += capture.num_steps
-        sessions.add(capture.axis.session)
-        for graph in capture.graphs.values():
-            switches += graph.guard.num_switches
-            for block, step in zip(graph.blocks, graph.program.block_steps, strict=True):
-                variants |= {
-                    (block.structure, canonical_strategy(block.kind, s))
-                    for s in graph.program.variants[step.position]
-                }
-            plans.update(graph.guard.plan_of)
-            for block_id in (
-                *(s.block_id for s in graph.program.block_steps),
-                graph.program.schedule.between_id,
-            ):
-                traffic = collectives.traffic(capture.axis, block_id)
-                sent.update(traffic.sent_bytes)
-                calls.update(traffic.calls)
-                per_block[traffic.name] = per_block.get(traffic.name, 0) + sum(
-                    traffic.sent_bytes.values()
-                )
+    captures = list(captures_of(compiled_model))
+    graphs = [(c, g) for c in captures for g in c.graphs.values()]
+    variants = {
+        (block.structure, canonical_strategy(block.kind, s))
+        for _, g in graphs
+        for block, step in zip(g.blocks, g.program.block_steps, strict=True)
+        for s in g.program.variants[step.position]
+    }
+    traffic = [
+        collectives.traffic(c.axis, i)
+        for c, g in graphs
+        for i in (*(s.block_id for s in g.program.block_steps), g.program.schedule.between_id)
+    ]
+    sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
+    for t in traffic:
+        sent.update(t.sent_bytes)
+        calls.update(t.calls)
+        per_block[t.name] += t.sent_bytes.total()
     return Stats(
-        captures=captures,
+        captures=len(captures),
         variants_compiled=len(variants),
-        pieces_compiled=sum(s.of(VariantCache).num_compiled for s in sessions),
-        steps=steps,
-        plan_switches=switches,
-        plan_per_length=plans,
+        pieces_compiled=sum(
+            session.of(VariantCache).num_compiled for session in {c.axis.session for c in captures}
+        ),
+        steps=sum(c.num_steps for c in captures),
+        plan_switches=sum(g.guard.num_switches for _, g in graphs),
+        plan_per_length={n: plan for _, g in graphs for n, plan in g.guard.plan_of.items()},
         bytes_per_collective=dict(sent),
         calls_per_collective=dict(calls),
-        bytes_per_block=per_block,
+        bytes_per_block=dict(per_block),
     )

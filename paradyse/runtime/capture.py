@@ -183,7 +183,10 @@ def build_program(
     ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
     try:
         traced = retrace(gm, list(inputs))
-        _run(traced, ctx, weights)
+        placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+        for node, weight in zip(placeholders, weights, strict=True):
+            node.meta["weight"] = weight
+        run_passes(traced, ctx, options.dump)
     except Untraceable as e:
         ctx.note(str(e))
         return None, ctx
@@ -191,14 +194,6 @@ def build_program(
         return None, ctx
     scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, axis.session.of(VariantCache))
     return Program(traced, ctx, scope), ctx
-
-
-def _run(traced: fx.GraphModule, ctx: CaptureContext, weights: Sequence[bool]) -> None:
-    for node, weight in zip(
-        (n for n in traced.graph.nodes if n.op == "placeholder"), weights, strict=True
-    ):
-        node.meta["weight"] = weight
-    run_passes(traced, ctx, ctx.options.dump)
 
 
 def fingerprint(program: Program) -> str:
