@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import RankPool
 from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, resolve_axis
-from paradyse.distributed.collectives import CollectiveError, register_block, traffic
+from paradyse.distributed.collectives import CollectiveError, Pending, register_block, traffic
 
 
 def everything(n: int) -> dict[str, Any]:
@@ -82,17 +82,23 @@ def test_blocks_of_an_axis_have_ids_of_their_own() -> None:
     assert [traffic(SINGLE, i).name for i in ids] == ["a", "b"]
 
 
-def fail() -> str:
-    axis = resolve_axis()
-    block = register_block(axis, "layers.3.mlp")
-    traffic(axis, block).strategy = "metp"
-    wrong = torch.ones(3, dtype=torch.complex32)  # a dtype that gloo does not know
-    with pytest.raises(CollectiveError) as error:
-        dist.barrier()
-        collectives.all_reduce_in_place(wrong, axis, {block: 1})
-    return str(error.value)
+class Broken:
+    """A collective under way that ends badly."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def wait(self, timeout: object) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
+        return False
 
 
-def test_a_failure_names_the_collective_the_block_and_the_rank(pool2: RankPool) -> None:
-    for rank, text in enumerate(pool2.run(fail)):
-        assert f"rank {rank} of 2: all_reduce of block 'layers.3.mlp' (strategy metp)" in text
+@pytest.mark.parametrize("error", ["", "connection closed by peer"])
+def test_a_failure_names_the_collective_the_block_and_the_rank(error: str) -> None:
+    block = register_block(SINGLE, "layers.3.mlp")
+    traffic(SINGLE, block).strategy = "metp"
+    pending = Pending([None, Broken(error)], None, "all_gather", SINGLE, block, None)
+    text = re.escape("rank 0 of 1: all_gather of block 'layers.3.mlp' (strategy metp) did not")
+    with pytest.raises(CollectiveError, match=f"{text}.*{error}"):
+        pending.wait()
