@@ -140,15 +140,19 @@ def damage_of(path: Path, metadata: Any) -> str:
     for piece in metadata.storage_data.values():
         end = piece.offset + piece.length
         needed[piece.relative_path] = max(end, needed.get(piece.relative_path, 0))
-    missing = [name for name in needed if not (path / name).is_file()]
-    sizes = {name: (path / name).stat().st_size for name in needed if name not in missing}
+    sizes = {name: _size_bytes(path / name) for name in needed}
+    missing = [name for name, size in sizes.items() if size is None]
     short = [
         f"{name} has {size} of {needed[name]} bytes"
         for name, size in sizes.items()
-        if size < needed[name]
+        if size is not None and size < needed[name]
     ]
     parts = [f"missing are {listed(missing)}"] * bool(missing) + [listed(short)] * bool(short)
     return "; ".join(parts)
+
+
+def _size_bytes(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
