@@ -81,17 +81,17 @@ def __getattr__(name: str) -> Any:
 
 
 def schema_of(op: Any) -> Any:
-    """The schema of an operator (an ``OpOverload``), or of a ``torch.library.custom_op``."""
+    """The schema of ``op``: an ``OpOverload``, or a ``torch.library.custom_op``."""
     return overload_of(op)._schema
 
 
 def overload_of(op: Any) -> Any:
-    """The ``OpOverload`` of a ``torch.library.custom_op``; an ``OpOverload`` itself."""
+    """The ``OpOverload`` of ``op``, a ``torch.library.custom_op``; an ``OpOverload`` itself."""
     return getattr(op, "_opoverload", op)
 
 
 def body_of(op: Any) -> Callable[..., Any]:
-    """The function that a ``torch.library.custom_op`` was made of."""
+    """The function that ``op``, a ``torch.library.custom_op``, was made of."""
     body: Callable[..., Any] = op._init_fn
     return body
 
@@ -109,7 +109,7 @@ def no_saved_tensors_hooks() -> AbstractContextManager[Any]:
 
 
 def symbol_values(shape_env: Any) -> Any:
-    """Symbol -> the number that it was made from."""
+    """Symbol of ``shape_env`` -> the number that it was made from."""
     return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # before 2.12
 
 
@@ -128,7 +128,7 @@ def storage_key(x: Tensor) -> int:
 
 
 def storage_bytes(reference: Any) -> int:
-    """What the memory of a ``StorageWeakRef`` takes now; 0 where it is gone."""
+    """Bytes of the memory of ``reference``, a ``StorageWeakRef``; 0 where it is gone."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return 0 if storage is None else storage.nbytes()
 
@@ -146,12 +146,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def profiled_events(profile: Any) -> list[Any]:
-    """The roots of the event tree of a ``torch.profiler.profile`` that has ended."""
+    """The roots of the event tree of ``profile``, a ``torch.profiler.profile`` that has ended."""
     return list(profile.profiler.kineto_results.experimental_event_tree())
 
 
 def is_allocation(event: Any) -> bool:
-    """Whether an event of ``profiled_events`` is memory taken or given back."""
+    """Whether ``event``, of ``profiled_events``, is memory taken or given back."""
     return bool(event.tag == torch._C._profiler._EventType.Allocation)
 
 
@@ -159,17 +159,17 @@ def is_allocation(event: Any) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Name -> parameter of the module alone; may be written."""
+    """Name -> parameter of ``module`` alone; may be written."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Name -> buffer of the module alone; may be written."""
+    """Name -> buffer of ``module`` alone; may be written."""
     return module._buffers
 
 
 def unsaved_buffers_of(module: nn.Module) -> set[str]:
-    """Names of the module's buffers that are in no state dict."""
+    """Names of the buffers of ``module`` that are in no state dict."""
     return module._non_persistent_buffers_set
 
 
@@ -180,10 +180,10 @@ def original_module(model: nn.Module) -> nn.Module:
 
 
 def compiled_call_of(module: nn.Module) -> Any:
-    """What ``module.compile()`` made the module's call; None where it was not called."""
+    """What ``module.compile()`` made the call of ``module``; None where it was not called."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
-    """Make ``call`` the module's call, as ``module.compile()`` does; None undoes it."""
+    """Make ``call`` the call of ``module``, as ``module.compile()`` does; None undoes it."""
     module._compiled_call_impl = call

@@ -10,7 +10,7 @@ rank writes the same graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -109,26 +109,28 @@ class Not:
     value: Bool
 
 
-@dataclass(frozen=True, eq=False)
-class And:
+class _Parts:
+    """Equality ignores the order of the parts."""
+
     parts: tuple[Bool, ...]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, And) and frozenset(self.parts) == frozenset(other.parts)
+        if not isinstance(other, _Parts) or type(self) is not type(other):
+            return False
+        return frozenset(self.parts) == frozenset(other.parts)
 
     def __hash__(self) -> int:
-        return hash(("and", frozenset(self.parts)))
+        return hash((type(self).__name__, frozenset(self.parts)))
 
 
 @dataclass(frozen=True, eq=False)
-class Or:
+class And(_Parts):
     parts: tuple[Bool, ...]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Or) and frozenset(self.parts) == frozenset(other.parts)
 
-    def __hash__(self) -> int:
-        return hash(("or", frozenset(self.parts)))
+@dataclass(frozen=True, eq=False)
+class Or(_Parts):
+    parts: tuple[Bool, ...]
 
 
 Bool = Le0 | Eq0 | Not | And | Or | Load
@@ -265,21 +267,24 @@ def negate(value: Bool) -> Bool:
             return Not(value)
 
 
+def _flat(kind: type[And] | type[Or], values: Iterable[Bool]) -> dict[Bool, None]:
+    """The parts of ``values``, where one is of ``kind`` its own; in order, each once."""
+    return dict.fromkeys(p for v in values for p in (v.parts if isinstance(v, kind) else (v,)))
+
+
+def _contradict(parts: Collection[Bool]) -> bool:
+    return any(isinstance(p, Not) and p.value in parts for p in parts)
+
+
 def conj(*values: Bool) -> Bool:
-    parts: dict[Bool, None] = {}
-    for v in values:
-        for p in v.parts if isinstance(v, And) else (v,):
-            parts[p] = None
-    if FALSE in parts or any(isinstance(p, Not) and p.value in parts for p in parts):
+    parts = _flat(And, values)
+    if FALSE in parts or _contradict(parts):
         return FALSE
     return next(iter(parts)) if len(parts) == 1 else And(tuple(parts))
 
 
 def disj(*values: Bool) -> Bool:
-    parts: dict[Bool, None] = {}
-    for v in values:
-        for p in v.parts if isinstance(v, Or) else (v,):
-            parts[p] = None
+    parts = _flat(Or, values)
     # x or (not x and y) is x or y; x or (x and y) is x.
     reduced: dict[Bool, None] = {}
     for p in parts:
@@ -289,7 +294,7 @@ def disj(*values: Bool) -> Bool:
             reduced[conj(*(q for q in p.parts if negate(q) not in parts))] = None
         else:
             reduced[p] = None
-    if TRUE in reduced or any(isinstance(p, Not) and p.value in reduced for p in reduced):
+    if TRUE in reduced or _contradict(reduced):
         return TRUE
     return next(iter(reduced)) if len(reduced) == 1 else Or(tuple(reduced))
 

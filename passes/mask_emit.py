@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from functools import reduce
 from typing import Any
@@ -25,6 +24,7 @@ from paradyse.passes.mask_domain import (
     Or,
     Var,
     Where,
+    scale,
 )
 from paradyse.torch_private import FakeTensorMode
 
@@ -36,10 +36,13 @@ class Emitter:
 
     Formulas are over (b, index along the sequence); nodes have shape [B | 1, S | 1] until they are
     returned.
+
+    Args:
+        sizes: (B, S), for tables.
     """
 
-    def __init__(self, graph: fx.Graph, place: fx.Node) -> None:
-        self.graph, self.place = graph, place
+    def __init__(self, graph: fx.Graph, place: fx.Node, sizes: tuple[int, int] = (1, 1)) -> None:
+        self.graph, self.place, self.sizes = graph, place, sizes
 
     def call(self, target: Any, args: tuple[Any, ...], keep_meta: bool = False) -> fx.Node:
         with self.graph.inserting_before(self.place):
@@ -48,36 +51,31 @@ class Emitter:
             node.meta = {
                 k: v for k, v in self.place.meta.items() if k not in ("val", "tensor_meta")
             }
-        values = fx.map_arg(args, lambda n: n.meta["val"])
-        with torch.no_grad(), self._mode():
-            node.meta["val"] = target(*values)
-        return node
+        return self._with_value(node)
 
-    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+    def _with_value(self, node: fx.Node) -> fx.Node:
         mode = getattr(self.place.meta["val"], "fake_mode", None)
         assert isinstance(mode, FakeTensorMode), "masks are recovered on a graph of fake values"
-        return mode
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with torch.no_grad(), mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+        return node
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if x.meta["val"].dtype == dtype else self.call(aten.to.dtype, (x, dtype))
 
-    def table(self, value: Expr, batch: int, length: int) -> fx.Node:
+    def table(self, value: Expr) -> fx.Node:
         """``value`` as a tensor [B, S], bool or int64."""
-        node = (
-            self._boolean(value, batch, length)
-            if not isinstance(value, Lin)
-            else self._number(value, batch, length)
-        )
-        assert isinstance(node, fx.Node)
         if isinstance(value, Lin):
-            node = self.cast(node, torch.int64)
-        if tuple(node.meta["val"].shape) != (batch, length):
-            node = self.call(aten.expand.default, (node, [batch, length]))
-        return node
+            node = self.cast(self._number(value), torch.int64)
+        else:
+            node = self._boolean(value)
+        same = tuple(node.meta["val"].shape) == self.sizes
+        return node if same else self.call(aten.expand.default, (node, list(self.sizes)))
 
-    def documents(self, values: tuple[Lin, ...], batch: int, length: int) -> fx.Node:
+    def documents(self, values: tuple[Lin, ...]) -> fx.Node:
         """Int64 [B, S], equal at two places of a sequence where all ``values`` are."""
-        tables = [self.table(v, batch, length) for v in values]
+        tables = [self.table(v) for v in values]
         if len(tables) == 1:
             return tables[0]
 
@@ -95,10 +93,10 @@ class Emitter:
 
         return reduce(pair, tables)
 
-    def _number(self, value: Lin, batch: int, length: int) -> Any:
+    def _number(self, value: Lin) -> Any:
         total: Any = None
         for t, c in value.terms:
-            term = self._atom(t, batch, length)
+            term = self._atom(t)
             if len(value.terms) > 1 or c != 1 or value.const:
                 term = self.cast(term, torch.int64)
             if c not in (1, -1):
@@ -118,76 +116,67 @@ class Emitter:
         device = self.place.meta["val"].device
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, {"dtype": dtype, "device": device})
-        with torch.no_grad(), self._mode():
-            node.meta["val"] = target(*args, dtype=dtype, device=device)
-        return node
+        return self._with_value(node)
 
-    def _atom(self, value: Atom, batch: int, length: int) -> fx.Node:
+    def _atom(self, value: Atom) -> fx.Node:
         match value:
             case Var(dim):
-                indices = self._make(aten.arange.default, ((batch, length)[dim],), torch.int64)
+                indices = self._make(aten.arange.default, (self.sizes[dim],), torch.int64)
                 return self.call(aten.unsqueeze.default, (indices, 1 - dim))
             case Load(node, index):
-                return self._load(node, index, batch, length)
+                return self._load(node, index)
             case FloorDiv(x, divisor):
-                return self.call(
-                    aten.floor_divide.default, (self._number(x, batch, length), divisor)
-                )
+                return self.call(aten.floor_divide.default, (self._number(x), divisor))
             case Abs(x):
-                return self.call(aten.abs.default, (self._number(x, batch, length),))
+                return self.call(aten.abs.default, (self._number(x),))
             case Where(condition, then, other):
-                chosen = self._boolean(condition, batch, length)
+                chosen = self._boolean(condition)
                 if (then, other) == (Lin(1), Lin(0)):
                     return self.cast(chosen, torch.int64)
-                a, b = self._number(then, batch, length), self._number(other, batch, length)
+                a, b = self._number(then), self._number(other)
                 return self.call(aten.where.self, (chosen, a, b))
 
-    def _load(self, node: fx.Node, index: tuple[Lin, ...], batch: int, length: int) -> fx.Node:
+    def _load(self, node: fx.Node, index: tuple[Lin, ...]) -> fx.Node:
         """A whole [.., B, .., S, ..] tensor is reshaped; anything else is looked up."""
-        sizes = {0: batch, 1: length}
         dims: list[int | None] = []
         for i, size in zip(index, node.meta["val"].shape, strict=True):
             if i == Lin(0) and size == 1:
                 dims.append(None)
-            elif isinstance(v := i.single(), Var) and sizes[v.dim] == size:
+            elif isinstance(v := i.single(), Var) and self.sizes[v.dim] == size:
                 dims.append(v.dim)
             else:
                 break
         else:
             kept = [d for d in dims if d is not None]
             if kept == sorted(set(kept)):
-                shape = [sizes[d] if d in kept else 1 for d in (0, 1)]
+                shape = [self.sizes[d] if d in kept else 1 for d in (0, 1)]
                 same = list(node.meta["val"].shape) == shape
                 return node if same else self.call(aten.reshape.default, (node, shape))
-        places = [self._number(i, batch, length) for i in index]
+        places = [self._number(i) for i in index]
         return self.call(aten.index.Tensor, (node, places))
 
-    def _boolean(self, value: Bool, batch: int, length: int) -> fx.Node:
+    def _boolean(self, value: Bool) -> fx.Node:
         match value:
             case Load(node, index):
-                return self._load(node, index, batch, length)
+                return self._load(node, index)
             case Le0(x):
-                flip = all(c < 0 for _, c in x.terms)
-                return self._against(
-                    aten.ge.Scalar if flip else aten.le.Scalar, x, flip, batch, length
-                )
+                return self._against(aten.le.Scalar, aten.ge.Scalar, x)
             case Eq0(x):
-                flip = all(c < 0 for _, c in x.terms)
-                return self._against(aten.eq.Scalar, x, flip, batch, length)
+                return self._against(aten.eq.Scalar, aten.eq.Scalar, x)
             case Not(Eq0(x)):
-                flip = all(c < 0 for _, c in x.terms)
-                return self._against(aten.ne.Scalar, x, flip, batch, length)
+                return self._against(aten.ne.Scalar, aten.ne.Scalar, x)
             case Not(x):
-                return self.call(aten.logical_not.default, (self._boolean(x, batch, length),))
+                return self.call(aten.logical_not.default, (self._boolean(x),))
             case And(parts) | Or(parts):
                 if not parts:
                     return self._constant(isinstance(value, And), torch.bool)
                 op = aten.logical_and.default if isinstance(value, And) else aten.logical_or.default
-                nodes = [self._boolean(p, batch, length) for p in parts]
+                nodes = [self._boolean(p) for p in parts]
                 return reduce(lambda a, b: self.call(op, (a, b)), nodes)
         raise AssertionError(value)
 
-    def _against(self, op: Any, x: Lin, flip: bool, batch: int, length: int) -> fx.Node:
+    def _against(self, op: Any, mirrored: Any, x: Lin) -> fx.Node:
         """Compare the terms with the constant: no arithmetic on a tensor of another type."""
-        terms = Lin(0, tuple((t, -c if flip else c) for t, c in x.terms))
-        return self.call(op, (self._number(terms, batch, length), x.const if flip else -x.const))
+        sign = -1 if all(c < 0 for _, c in x.terms) else 1
+        terms = self._number(scale(Lin(0, x.terms), sign))
+        return self.call(op if sign > 0 else mirrored, (terms, -sign * x.const))

@@ -178,29 +178,22 @@ class MaskValues:
             raise NotUnderstood
         if a.is_const and b.is_const:
             return op(a, b)
-        if isinstance(w := a.single(), Where):
-            return where(
-                w.condition,
-                self._arithmetic(node, op, w.then, b),
-                self._arithmetic(node, op, w.other, b),
-            )
-        if isinstance(w := b.single(), Where):
-            return where(
-                w.condition,
-                self._arithmetic(node, op, a, w.then),
-                self._arithmetic(node, op, a, w.other),
-            )
+        ways: list[tuple[Lin, Callable[[Lin], Lin]]] = [
+            (a, lambda x: self._arithmetic(node, op, x, b)),
+            (b, lambda x: self._arithmetic(node, op, a, x)),
+        ]
+        for operand, result in ways:
+            if isinstance(w := operand.single(), Where):
+                return where(w.condition, result(w.then), result(w.other))
         raise NotUnderstood
 
-    def _op_add(self, node: fx.Node) -> Expr:
-        alpha = node.kwargs.get("alpha", 1)
+    def _op_add(self, node: fx.Node, sign: int = 1) -> Expr:
+        factor = sign * node.kwargs.get("alpha", 1)
         a, b = self._numbers(node, *node.args[:2])
-        return self._arithmetic(node, lambda x, y: add(x, y, alpha), a, b)
+        return self._arithmetic(node, lambda x, y: add(x, y, factor), a, b)
 
     def _op_sub(self, node: fx.Node) -> Expr:
-        alpha = node.kwargs.get("alpha", 1)
-        a, b = self._numbers(node, *node.args[:2])
-        return self._arithmetic(node, lambda x, y: add(x, y, -alpha), a, b)
+        return self._op_add(node, -1)
 
     def _op_rsub(self, node: fx.Node) -> Expr:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
@@ -230,15 +223,10 @@ class MaskValues:
 
     def _op_floor_divide(self, node: fx.Node) -> Expr:
         a, b = self._numbers(node, *node.args[:2])
-        if (
-            node.meta["val"].dtype not in _INTEGERS
-            or not b.is_const
-            or not isinstance(b.const, int)
-        ):
+        whole = node.meta["val"].dtype in _INTEGERS and isinstance(b.const, int)
+        if not whole or not b.is_const or b.const <= 0:
             raise NotUnderstood
-        if b.const <= 0:
-            raise NotUnderstood
-        return floor_div(a, b.const)
+        return floor_div(a, int(b.const))
 
     def _op_div(self, node: fx.Node) -> Expr:
         if node.kwargs.get("rounding_mode") != "floor":
@@ -256,34 +244,26 @@ class MaskValues:
         dtypes = [x.meta["val"].dtype for x in node.args[:2] if isinstance(x, fx.Node)]
         whole = all(not t.is_floating_point and not t.is_complex for t in dtypes)
         whole = whole and all(isinstance(x.const, int) for x in (a, b))
-        if not whole:
-            # Floats: only "equal to a constant", or between what reduces to constants.
-            def ordered(x: Lin, y: Lin) -> Bool:
-                if not (x.is_const and y.is_const):
-                    if isinstance(w := x.single(), Where):
-                        return choose(w.condition, ordered(w.then, y), ordered(w.other, y))
-                    raise NotUnderstood
-                return truth(x.const <= y.const if name in ("le", "gt") else x.const < y.const)
+        if name in ("eq", "ne"):
+            # Floats: only "equal to a constant".
+            if not whole and not (
+                b.is_const and (a.is_const or isinstance(a.single(), Load | Where))
+            ):
+                raise NotUnderstood
+            return eq0(sub(a, b)) if name == "eq" else negate(eq0(sub(a, b)))
+        if whole:
+            low, high = (a, b) if name in ("le", "lt") else (b, a)
+            return le0(add(sub(low, high), Lin(int(name in ("lt", "gt")))))
 
-            if name in ("eq", "ne"):
-                if not b.is_const or not (isinstance(a.single(), Load | Where) or a.is_const):
-                    raise NotUnderstood
-                equal = eq0(sub(a, b))
-                return equal if name == "eq" else negate(equal)
-            swapped = name in ("ge", "gt")
-            return negate(ordered(a, b)) if swapped else ordered(a, b)
-        match name:
-            case "le":
-                return le0(sub(a, b))
-            case "lt":
-                return le0(add(sub(a, b), ONE))
-            case "ge":
-                return le0(sub(b, a))
-            case "gt":
-                return le0(add(sub(b, a), ONE))
-            case "eq":
-                return eq0(sub(a, b))
-        return negate(eq0(sub(a, b)))
+        def ordered(x: Lin, y: Lin) -> Bool:
+            """Floats: only between what reduces to constants."""
+            if x.is_const and y.is_const:
+                return truth(x.const <= y.const if name in ("le", "gt") else x.const < y.const)
+            if isinstance(w := x.single(), Where):
+                return choose(w.condition, ordered(w.then, y), ordered(w.other, y))
+            raise NotUnderstood
+
+        return negate(ordered(a, b)) if name in ("ge", "gt") else ordered(a, b)
 
     # Logic and choice.
 
@@ -403,13 +383,11 @@ class MaskValues:
         return self._moved(node.args[0], {d % n: var(t) for t, d in enumerate(node.args[1])})
 
     def _op_transpose(self, node: fx.Node) -> Expr:
-        n = len(shape_of(node))
-        a, b = (d % n for d in node.args[1:3])
+        n = max(1, len(shape_of(node)))
+        a, b = (d % n for d in node.args[1:3] or (0, 1))
         return self._moved(node.args[0], {a: var(b), b: var(a)})
 
-    def _op_t(self, node: fx.Node) -> Expr:
-        n = len(shape_of(node))
-        return self._moved(node.args[0], {0: var(1), 1: var(0)} if n == 2 else {})
+    _op_t = _op_transpose
 
     def _op_slice(self, node: fx.Node) -> Expr:
         x = node.args[0]
@@ -417,13 +395,9 @@ class MaskValues:
         start, step = _argument(node, 2, "start", None) or 0, _argument(node, 4, "step", 1)
         if type(start) is not int or type(step) is not int:
             raise NotUnderstood
-        if (
-            start < 0
-        ):  # counted from the end, it is good for this length alone, unless it is the start
-            if start + shape_of(x)[dim] > 0:
-                raise NotUnderstood
-            start = 0
-        return self._moved(x, {dim: add(Lin(start), var(dim), step)})
+        if start < 0 < start + shape_of(x)[dim]:  # from the end: good for this length alone
+            raise NotUnderstood
+        return self._moved(x, {dim: add(Lin(max(start, 0)), var(dim), step)})
 
     def _op_select(self, node: fx.Node) -> Expr:
         x, dim, index = node.args

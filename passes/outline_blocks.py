@@ -196,9 +196,8 @@ class _Finder:
         up, before = self._back_to_linears(node.args[:3])
         after: list[fx.Node] = []
         downs: list[fx.Node] = []
-        frontier = next(
-            (u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None
-        )
+        results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
+        frontier = results.get(0)
         while frontier is not None and not downs:
             after.append(frontier)
             passed, downs = self._fan_out(frontier)

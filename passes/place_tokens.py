@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from paradyse.distributed.replicas import SUM_OVER_REPLICAS
-from paradyse.graph.factors import Factor, Names
+from paradyse.graph.factors import Factor, Names, resolve
 
 aten = torch.ops.aten
 
@@ -23,8 +23,13 @@ UNJOINED = (
 
 
 def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """(sum of cross entropies, number of labels that count) over the rows at hand, [2] in logits'
-    dtype.
+    """(sum of cross entropies, number of labels that count) over the rows at hand.
+
+    Args:
+        logits: [rows, classes]. labels: [rows]. ignore_index: the label that does not count.
+
+    Returns:
+        [2] in the dtype of ``logits``.
     """
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index)
     return torch.stack([total, (labels != ignore_index).sum().to(logits.dtype)])
@@ -86,17 +91,17 @@ def _times(dims: list[Any], factor: Factor) -> int:
 
 
 def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> bool:
-    """Whether each rank can compute its rows of ``node`` from its rows of the inputs."""
-    attention = node.target == torch.ops.paradyse.attention.default
-    if attention:
+    """Whether each rank can compute its rows of ``node``, along ``seq``, from its rows of the
+    inputs; of attention, whether all its inputs are ``split``.
+    """
+    if node.target == torch.ops.paradyse.attention.default:
         return all(a in split for a in node.args[:3])
     if seq in names.mixed(node):
         return False
     val = node.meta["val"]
     outputs = names.dims[node] if isinstance(val, tuple | list) else [names.dims[node]]
-    for dims in outputs:
-        if _times([[g for f in d for g in f.resolve()] for d in dims], seq) != 1:
-            return False
+    if any(_times([resolve(d) for d in dims], seq) != 1 for dims in outputs):
+        return False
     return all(
         _times(names.of(a), seq) <= 1
         for a in node.all_input_nodes

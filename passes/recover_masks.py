@@ -12,10 +12,12 @@ import torch
 import torch.fx as fx
 
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
+from paradyse.graph.subgraph import live_nodes
 from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visible
 from paradyse.passes.mask_values import MaskValues, shape_of
+from paradyse.passes.retrace import memory_of
 from paradyse.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -88,13 +90,9 @@ class Recovery:
         k, v = _without_repeat(call["key"]), _without_repeat(call["value"])
         if shape_of(k)[1] != shape_of(v)[1]:
             k, v = call["key"], call["value"]
-        emit = Emitter(self.graph, node)
-        spec, padding, documents, bias = (
-            Recovered(right=0 if call["is_causal"] else -1),
-            None,
-            None,
-            None,
-        )
+        emit = Emitter(self.graph, node, (shape_of(q)[0], shape_of(q)[2]))
+        spec = Recovered(right=0 if call["is_causal"] else -1)
+        padding = documents = bias = None
         if mask is not None:
             found = self.recover(mask)
             if isinstance(found, str):
@@ -104,11 +102,10 @@ class Recovery:
                 if call["is_causal"]:
                     found = replace(found, right=0)
                 spec = found
-                batch, length = shape_of(q)[0], shape_of(q)[2]
                 if spec.padding != TRUE:
-                    padding = self._emit((spec.padding,), emit, batch, length)
+                    padding = self._emit((spec.padding,), emit)
                 if spec.documents:
-                    documents = self._emit(spec.documents, emit, batch, length)
+                    documents = self._emit(spec.documents, emit)
         out = node.meta["val"].dtype
         # Under autocast SDPA itself casts its inputs; other operators do not.
         q, k, v = (emit.cast(x, out) for x in (q, k, v))
@@ -148,11 +145,11 @@ class Recovery:
         return self.found[mask]
 
     def _understand(self, mask: fx.Node) -> Recovered:
-        ancestors = _ancestors(mask)
-        if any(_root(n) in self.written for n in ancestors):
+        ancestors = live_nodes(self.graph.nodes, [mask])
+        if any(memory_of(n) in self.written for n in ancestors):
             raise Unrecoverable("is written in place")
-        for n in self.graph.nodes:  # in order, so that no formula needs deep recursion
-            if n in ancestors and isinstance(n.meta.get("val"), torch.Tensor):
+        for n in ancestors:  # in order, so that no formula needs deep recursion
+            if isinstance(n.meta.get("val"), torch.Tensor):
                 self.values.value(n)
         value, rank = self.values.value(mask), len(shape_of(mask))
         value = substitute(value, {d: var(d + 4 - rank) for d in range(rank)})
@@ -164,13 +161,11 @@ class Recovery:
             raise Unrecoverable("hides with a finite number, and a query might see no key")
         return spec
 
-    def _emit(self, parts: tuple[Any, ...], emit: Emitter, batch: int, length: int) -> fx.Node:
+    def _emit(self, parts: tuple[Any, ...], emit: Emitter) -> fx.Node:
         """The bool key padding, or the document ids made of one or more numbers; [B, S]."""
         if parts not in self.emitted:
-            if isinstance(parts[0], Lin):
-                self.emitted[parts] = emit.documents(parts, batch, length)
-            else:
-                self.emitted[parts] = emit.table(parts[0], batch, length)
+            documents = isinstance(parts[0], Lin)
+            self.emitted[parts] = emit.documents(parts) if documents else emit.table(parts[0])
         return self.emitted[parts]
 
     def _dense(self, mask: fx.Node, emit: Emitter) -> fx.Node:
@@ -227,30 +222,9 @@ def _below_copies(x: fx.Node) -> fx.Node:
     return x
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    seen, stack = {node}, [node]
-    while stack:
-        for n in stack.pop().all_input_nodes:
-            if n not in seen:
-                seen.add(n)
-                stack.append(n)
-    return seen
-
-
 def _is_learned(mask: fx.Node) -> bool:
     # Fake values in a graph are detached; what tracing noted beside them still knows.
     return any(getattr(mask.meta.get(m), "requires_grad", False) for m in ("tensor_meta", "val"))
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory ``node`` shows."""
-    while node.op == "call_function" and isinstance(node.target, OpOverload):
-        returns = schema_of(node.target).returns
-        viewed = bool(returns) and returns[0].alias_info is not None
-        if not viewed or not node.args or not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
-    return node
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -261,7 +235,7 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
             continue
         for a, x in zip(schema_of(n.target).arguments, n.args, strict=False):
             if a.alias_info is not None and a.alias_info.is_write and isinstance(x, fx.Node):
-                written.add(_root(x))
+                written.add(memory_of(x))
     return written
 
 

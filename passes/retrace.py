@@ -57,18 +57,11 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         inputs: one value per placeholder: an ``InputLike``, or a Python number. A number where the
             graph has a scalar tensor stands for what ``item()`` gives.
     """
-    higher = next(
-        (
-            n.target
-            for n in gm.graph.nodes
-            if isinstance(n.target, HigherOrderOperator) and n.target is not _CHECKPOINT
-        ),
-        None,
-    )
-    if higher is not None:
-        raise Untraceable(
-            f"the graph contains {higher}, whose body and gradient the passes do not see into"
-        )
+    for target in {n.target for n in gm.graph.nodes} - {_CHECKPOINT}:
+        if isinstance(target, HigherOrderOperator):
+            raise Untraceable(
+                f"the graph contains {target}, whose body and gradient the passes do not see into"
+            )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gm = _numbers_for_items(gm, inputs)
 
@@ -156,49 +149,48 @@ def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
+def memory_of(node: fx.Node) -> fx.Node:
+    """The value whose memory ``node`` shows."""
+    while node.op == "call_function" and isinstance(node.target, OpOverload):
+        returns = schema_of(node.target).returns
+        viewed = bool(returns) and returns[0].alias_info is not None
+        if not viewed or not node.args or not isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node
+
+
 def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
     """Replace in-place operators by their functional forms.
 
     before: y = add_(a, b); z = mul(a, c)
     after:  y = add(a, b);  z = mul(y, c)
-    Refuses (Untraceable) a write into a graph input or into a view that is read again through its
-            base.
+    Refuses (Untraceable) a write into the memory of a graph input, or of another value that is read
+            again.
     """
     count = 0
-    views: dict[fx.Node, fx.Node] = {}
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
+    for node, at in order.items():
+        schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
+        if schema is None or not schema.is_mutable:
             continue
-        schema = schema_of(node.target)
-        info = schema.arguments[0].alias_info if schema.arguments else None
-        if info is not None and not info.is_write and isinstance(node.args[0], fx.Node):
-            views[node] = node.args[0]
-        if not schema.is_mutable:
-            continue
-        name = schema.name.split("::")[1]
-        packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-        self_arg = node.args[0]
-        if packet is None or not isinstance(self_arg, fx.Node) or node.target.namespace != "aten":
+        written, name = node.args[0], schema.name.removeprefix("aten::")
+        functional = getattr(aten, name[:-1], None) if name.endswith("_") else None
+        if functional is None or not isinstance(written, fx.Node):
             raise Untraceable(
                 f"operator {node.target} writes to its input and has no functional form here"
             )
-        later_base = self_arg in views and any(
-            order[u] > order[node] for u in views[self_arg].users
-        )
-        later_view = any(
-            v is not node and views[v] is self_arg and any(order[u] > order[node] for u in v.users)
-            for v in views
-        )
-        if self_arg.op == "placeholder" or later_base or later_view:
+        memory = memory_of(written)
+        others = [n for n, i in order.items() if i < at and n is not written]
+        others = [u for n in others if memory_of(n) is memory for u in n.users if order[u] > at]
+        if memory.op == "placeholder" or others:
             raise Untraceable(
-                f"{node.target} writes into {self_arg}, which is an input or shares memory"
+                f"{node.target} writes into {written}, which is an input or shares memory"
             )
-        node.target = getattr(packet, schema.overload_name or "default")
-        for user in list(self_arg.users):
-            if user is not node and order[user] > order[node]:
-                user.replace_input_with(self_arg, node)
-        views.pop(node, None)
+        node.target = getattr(functional, schema.overload_name or "default")
+        for user in list(written.users):
+            if order[user] > at:
+                user.replace_input_with(written, node)
         count += 1
     return count
 
@@ -288,8 +280,6 @@ def _runs_to(node: fx.Node, dtype: torch.dtype, cast: torch.dtype | None) -> boo
 
 
 def _placeholders_first(gm: fx.GraphModule) -> None:
-    nodes = list(gm.graph.nodes)
-    others = [n for n in nodes if n.op == "placeholder"]
-    first = next(n for n in nodes if n.op != "placeholder")
-    for node in others:
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    for node in gm.graph.find_nodes(op="placeholder"):
         first.prepend(node)

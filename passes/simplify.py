@@ -29,28 +29,32 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a.shape == b.shape and a.dtype == b.dtype and a.device == b.device)
 
 
-def _is_no_op(node: fx.Node) -> bool:
-    source, out = _val(node.args[0] if node.args else None), _val(node)
-    if not isinstance(source, torch.Tensor) or not isinstance(out, torch.Tensor):
-        return False
-    if node.target in {aten.alias.default, aten.contiguous.default, aten.clone.default}:
-        return True
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is equal to, where it changes nothing."""
+    out, source = _val(node), node.args[0] if node.args else None
+    if node.target == aten.cat.default:  # a new cache is an empty 1-D tensor, which cat ignores
+        keep = [a for a in node.args[0] if _val(a).numel() or _val(a).ndim != 1]
+        whole = len(keep) == 1 < len(node.args[0]) and _same(_val(keep[0]), out)
+        return keep[0] if whole else None
+    if not isinstance(_val(source), torch.Tensor) or not isinstance(out, torch.Tensor):
+        return None
+    same = node.target in {aten.alias.default, aten.contiguous.default, aten.clone.default}
     if node.target in _CASTS | {aten.reshape.default, aten.expand.default}:
-        return _same(source, out)
+        same = _same(_val(source), out)
     if node.target == aten.dropout.default:
-        return node.args[1] == 0 or not node.args[2]
-    return False
+        same = node.args[1] == 0 or not node.args[2]
+    return source if same else None
 
 
 def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
-    """Remove operators that change nothing, and spell every view as reshape.
+    """Remove operators that change nothing; spell every view as reshape, and name squeezed dims.
 
     before: a = to(x, float32); b = contiguous(a); c = view(b, [2, -1]); d = cat([empty, c])
     after:  c = reshape(x, [2, -1])
     Refuses casts, copies and dropouts that do something.
     """
     count = 0
-    for node in list(gm.graph.nodes):
+    for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         if node.target in _VIEWS:
@@ -60,16 +64,8 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
         if node.target == aten.squeeze.default:  # of a part with one row it would take more
             ones = [d for d, n in enumerate(_val(node.args[0]).shape) if n == 1]
             node.target, node.args = aten.squeeze.dims, (node.args[0], ones)
-        if node.target == aten.cat.default and len(node.args[0]) > 1:
-            # A new cache is an empty 1-D tensor, which cat ignores.
-            keep = [a for a in node.args[0] if _val(a).numel() or _val(a).ndim != 1]
-            if len(keep) == 1 and _same(_val(keep[0]), _val(node)):
-                node.replace_all_uses_with(keep[0])
-                gm.graph.erase_node(node)
-                count += 1
-                continue
-        if _is_no_op(node):
-            node.replace_all_uses_with(node.args[0])
+        if (source := _unchanged(node)) is not None:
+            node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
             count += 1
     return count
@@ -132,20 +128,17 @@ def unify_linears(gm: fx.GraphModule, ctx: Any) -> int:
     """
     count = 0
     for node in list(gm.graph.nodes):
-        if node.op != "call_function":
-            continue
+        bias = None
         if node.target in {aten.matmul.default, aten.mm.default}:
             x, w = node.args
-            if _val(w).ndim == 2 and _is_weight(w):
-                count += _to_linear(gm, node, x, w, None)
         elif node.target == aten.addmm.default and not node.kwargs:
             bias, x, w = node.args
-            if _is_weight(w) and _val(bias).ndim == 1:
-                count += _to_linear(gm, node, x, w, bias)
-    for node in list(gm.graph.nodes):
-        if node.target == aten.linear.default:
-            count += _unflatten(gm, node)
-    return count
+        else:
+            continue
+        if _val(w).ndim == 2 and _is_weight(w) and (bias is None or _val(bias).ndim == 1):
+            _to_linear(gm, node, x, w, bias)
+            count += 1
+    return count + sum(_unflatten(gm, n) for n in gm.graph.nodes if n.target == aten.linear.default)
 
 
 def _is_weight(node: fx.Node) -> bool:
@@ -158,7 +151,7 @@ def _is_weight(node: fx.Node) -> bool:
 
 def _to_linear(
     gm: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None
-) -> int:
+) -> None:
     weight = _transposed(w)
     with gm.graph.inserting_before(node):
         if weight is None:
@@ -170,25 +163,24 @@ def _to_linear(
     linear.meta = dict(node.meta)
     node.replace_all_uses_with(linear)
     gm.graph.erase_node(node)
-    return 1
 
 
-def _unflatten(gm: fx.GraphModule, linear: fx.Node) -> int:
+def _unflatten(gm: fx.GraphModule, linear: fx.Node) -> bool:
     """Drop reshape([-1, h]) before and reshape([B, S, o]) after a linear."""
     flat = linear.args[0]
     if not isinstance(flat, fx.Node) or flat.target != aten.reshape.default or _val(flat).ndim != 2:
-        return 0
+        return False
     x = flat.args[0]
     shape = _val(x).shape
     if shape[-1] != _val(flat).shape[-1] or len(shape) < 3:
-        return 0
+        return False
     out = (*shape[:-1], _val(linear).shape[-1])
     users = list(linear.users)
     if any(u.target != aten.reshape.default or tuple(_val(u).shape) != tuple(out) for u in users):
-        return 0
+        return False
     linear.args = (x, *linear.args[1:])
     linear.meta = dict(users[0].meta)
     for user in users:
         user.replace_all_uses_with(linear)
         gm.graph.erase_node(user)
-    return 1
+    return True

@@ -20,8 +20,10 @@ COMPLETE = (
     "paradyse/config.py",
     "paradyse/data.py",
     "paradyse/distributed",
+    "paradyse/graph",
     "paradyse/profiling",
     "paradyse/runtime",
+    "paradyse/torch_private.py",
     "paradyse/trainer.py",
     "paradyse/types.py",
     "paradyse/verification.py",
@@ -29,8 +31,8 @@ COMPLETE = (
 )
 """Folders and files, whole."""
 
-CONVENTIONS = {"self", "cls", "gm", "ctx"}
-"""Parameters that mean the same everywhere; the last two are those of a pass."""
+CONVENTIONS = {"self", "cls", "gm", "ctx", "names", "node"}
+"""Parameters that mean the same everywhere; ``gm`` and ``ctx`` those of a pass, then of a rule."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

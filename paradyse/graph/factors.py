@@ -37,7 +37,7 @@ class Factor:
         return (self,)
 
     def shifted(self, k: int) -> Factor:
-        """The factor of k more elements; shifting back gives this one again."""
+        """The factor of ``k`` more elements; shifting back gives this one again."""
         base, offset = self.base or (self, 0)
         if offset + k == 0:
             return base
@@ -61,11 +61,12 @@ Dim = tuple[Factor, ...]
 
 
 def resolve(dim: Iterable[Factor]) -> Dim:
+    """``dim`` by the factors that its own stand for."""
     return tuple(f for factor in dim for f in factor.resolve())
 
 
 def size_of(dim: Iterable[Factor], sizes: Mapping[Factor, Any]) -> Any:
-    """Product of the factors' sizes, with ``sizes`` in place of those it names."""
+    """Product of the sizes of ``dim``'s factors, with ``sizes`` in place of those it names."""
     return math.prod((_size(f, sizes) for f in resolve(dim)), start=1)
 
 
@@ -91,17 +92,20 @@ class Names:
         return [resolve(d) for d in self.dims[node]]
 
     def mixed(self, node: fx.Node) -> set[Factor]:
+        """Factors along which ``node`` cannot be split."""
         return set(resolve(self._mixed.get(node, ())))
 
     def mix(self, node: fx.Node, *dims: Iterable[Factor]) -> None:
+        """Note that ``node`` mixes the factors of ``dims``."""
         for dim in dims:
             self._mixed.setdefault(node, []).extend(dim)
 
     def fresh(self, shape: Sequence[int]) -> list[Dim]:
+        """Dims of ``shape`` that nothing else has yet."""
         return [() if n == 1 else (Factor(int(n)),) for n in shape]
 
     def unify(self, a: Iterable[Factor], b: Iterable[Factor]) -> bool:
-        """Make two dims of equal size the same, splitting factors as needed.
+        """Make ``a`` and ``b``, dims of equal size, the same, splitting factors as needed.
 
         Returns False, and unifies nothing more, where they are split in ways that do not nest.
         """
@@ -131,14 +135,14 @@ class Names:
         return True
 
     def unify_at(self, node: fx.Node, a: Iterable[Factor], b: Iterable[Factor]) -> None:
-        """Make two dims the same; where they cannot be, ``node`` mixes both."""
+        """Make ``a`` and ``b`` the same dim; where they cannot be, ``node`` mixes both."""
         if not self.unify(a, b):
             self.mix(node, a, b)
 
     def broadcast(
         self, node: fx.Node, inputs: Iterable[fx.Node], shape: Sequence[int]
     ) -> list[Dim]:
-        """Dims of an elementwise result of ``inputs``; inputs' dims are unified from the right."""
+        """Dims of an elementwise result of ``shape``; ``inputs`` are unified from the right."""
         out: list[Dim] = [()] * len(shape)
         for arg in inputs:
             dims = self.of(arg)
@@ -151,17 +155,14 @@ class Names:
         return [d if d or n == 1 else self.fresh([n])[0] for d, n in zip(out, shape, strict=True)]
 
     def reshape(self, node: fx.Node, dims: list[Dim], shape: Sequence[int]) -> list[Dim]:
-        """Dims after a view to ``shape``: factors are split and merged where sizes allow."""
+        """``dims`` after a view to ``shape``: factors are split and merged where sizes allow."""
         flat = [f for d in dims for f in resolve(d)][::-1]
         out: list[Dim] = []
         for n in shape:
             part: list[Factor] = []
             left = int(n)
             while left > 1:
-                if not flat:
-                    raise AssertionError(
-                        f"reshape of {node} does not preserve the number of elements"
-                    )
+                assert flat, f"reshape of {node} does not preserve the number of elements"
                 f = flat.pop()
                 if left % f.size == 0:
                     part.append(f)

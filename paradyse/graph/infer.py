@@ -12,7 +12,7 @@ from paradyse.graph.factors import RULES, Names
 
 
 def opaque(names: Names, node: fx.Node, reason: str) -> Any:
-    """Dims of an operator that nothing is known about: all factors of its inputs are mixed."""
+    """Dims of an operator of which, for a ``reason``, nothing is known: it mixes all inputs."""
     names.unnamed[node] = reason
     for arg in node.all_input_nodes:
         if arg in names.dims and isinstance(arg.meta.get("val"), torch.Tensor):

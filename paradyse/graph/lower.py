@@ -48,7 +48,7 @@ Dims = tuple[tuple[Size, ...], ...]
 
 
 def dim_size(dim: tuple[Size, ...], sizes: Mapping[str, Any]) -> Any:
-    """Product of a dim's factors."""
+    """Product of the factors of ``dim``, those with names as in ``sizes``."""
     total: Any = 1
     for f in dim:
         total = total * (

@@ -8,7 +8,7 @@ to the local length) or a group of heads (the heads factor bound to fewer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +44,8 @@ class Piece:
     outputs: tuple[fx.Node, ...]
 
 
-def live_nodes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of ``nodes`` that ``outputs`` need."""
+def live_nodes(nodes: Reversible[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of ``nodes``, in graph order, that ``outputs`` need; these among them."""
     needed = set(outputs)
     for node in reversed(nodes):
         if node in needed:
@@ -54,7 +54,9 @@ def live_nodes(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> list[fx.
 
 
 def make_piece(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
-    """The piece of ``nodes`` (in graph order); its inputs are what they read from outside."""
+    """The piece ``name`` that computes ``outputs`` by ``nodes``, which are in graph order; its
+    inputs are what they read from outside.
+    """
     inside = set(nodes)
     inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
     return Piece(name, tuple(nodes), tuple(inputs), tuple(outputs))
@@ -133,6 +135,7 @@ class Labels:
     of: Mapping[Factor, str] = field(default_factory=dict)
 
     def dim(self, dim: Dim) -> str:
+        """The size of ``dim`` as text: ``2*S``."""
         parts: list[str] = []
         const = 1
         for f in resolve(dim):
@@ -147,14 +150,18 @@ class Labels:
         return "*".join(parts + [str(const)] * (const > 1)) or "1"
 
     def varies(self, dim: Dim) -> bool:
+        """Whether the size of ``dim`` has a letter in it."""
         return any(f.origin()[0] in self.of for f in resolve(dim))
 
     def dims(self, dims: Sequence[Dim]) -> str:
+        """The shape of ``dims`` as text: ``[B, S, 64]``."""
         return "[" + ", ".join(self.dim(d) for d in dims) + "]"
 
 
 def structure(piece: Piece, names: Names, labels: Labels) -> str:
-    """Text that two pieces share exactly when one compiled function serves both."""
+    """Text that ``piece`` and another share exactly when one compiled function serves both, with
+    sizes as ``labels`` writes them.
+    """
     index: dict[fx.Node, str] = {}
     lines = []
     for i, node in enumerate(piece.inputs):
