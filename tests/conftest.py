@@ -45,21 +45,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         pool.close()
 
 
-@pytest.fixture
-def pool1(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(1)
+def _pool(nproc: int) -> Callable[..., RankPool]:
+    @pytest.fixture(name=f"pool{nproc}")
+    def pool(ranks: Callable[[int], RankPool]) -> RankPool:
+        return ranks(nproc)
+
+    return pool
 
 
-@pytest.fixture
-def pool2(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(2)
-
-
-@pytest.fixture
-def pool3(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(3)
-
-
-@pytest.fixture
-def pool4(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(4)
+pool1, pool2, pool3, pool4 = map(_pool, (1, 2, 3, 4))

@@ -31,7 +31,6 @@ RECOVER = ("tests/passes/test_recover_masks.py",)
 FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
 REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
 HEADS = "tests/strategies/test_head_parallel.py::"
-GROUPS = (f"{HEADS}test_groups_sum_to_the_block",)
 ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
 EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
 
@@ -237,7 +236,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "dropout inside a block by the rank's own count of tokens",
-        "paradyse/strategies/base.py",
+        "paradyse/strategies/dropout.py",
         "positions = local if layout == SPLIT else whole",
         "positions = (local - local[0]) if layout == SPLIT else whole",
         ("tests/test_dropin.py::test_dropout[gpt2]",),

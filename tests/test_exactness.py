@@ -9,16 +9,12 @@ import pytest
 import torch
 from harness import RankPool
 from models import FAMILIES, TOLERANCE, make_batch, make_model, run_step, worst
-
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan
+from plans import PLANS, Blocks, blocks_of, choose
 
 Batches = Mapping[str, tuple[tuple[int, int], ...]]
 """Kind of batch -> (B, S) of each."""
 Rows = list[tuple[str, str, float, str]]
 """(batch, plan, largest error, what it is of)."""
-Blocks = list[tuple[str, dict[str, str]]]
-"""Per block its kind, and strategy -> why it cannot compute the block."""
-
 BATCHES: Batches = {
     "plain": ((3, 13), (3, 2)),
     "left": ((3, 11), (3, 6)),
@@ -33,23 +29,6 @@ look at the family."""
 
 DISTINCT = ("llama_odd", "gpt2", "neox", "falcon")
 """Weights of q, k and v apart; fused as (3, H, D), as (H, 3, D), with one KV head."""
-
-PLANS = (*ATTENTION_STRATEGIES, "mixed 0", "mixed 1")
-
-
-def choose(name: str, blocks: tuple[BlockSpec, ...]) -> Plan:
-    """The plan of this name: a strategy wherever it is feasible, or every block another one."""
-    if name.startswith("mixed"):
-        start = int(name.split()[1])
-        feasible = [b.feasible() for b in blocks]
-        return Plan(tuple(f[(i * 2 + start) % len(f)] for i, f in enumerate(feasible)))
-    return Plan(tuple(name if name not in b.infeasible else b.feasible()[0] for b in blocks))
-
-
-def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
-    from paradyse.runtime.registry import captures_of
-
-    return [g.blocks for c in captures_of(compiled) for g in c.graphs.values()][-1]
 
 
 def compare_plans(

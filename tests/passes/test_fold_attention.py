@@ -168,7 +168,7 @@ def gemma2() -> Any:
 
 def train_capped(sharded: bool) -> list[str]:
     """Under every strategy, packed and not; the masks."""
-    from test_exactness import PLANS, blocks_of, choose
+    from plans import PLANS, blocks_of, choose
 
     import paradyse
 
@@ -202,7 +202,7 @@ def test_capped_scores_train(nproc: int, sharded: bool, ranks: Callable[[int], R
 
 def train_written_out(family: str) -> str:
     """Loss and gradients of a model told to write attention out; its mask."""
-    from test_exactness import blocks_of
+    from plans import blocks_of
 
     model = make_model(family, attn_implementation="eager")
     compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
-from test_exactness import blocks_of, choose
+from plans import blocks_of, choose
 from torch import Tensor, fx
 
 from paradyse.types import ATTENTION_STRATEGIES

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import make_batch, make_model, run_step
-from test_exactness import blocks_of, choose
+from plans import blocks_of, choose
 
 STRATEGIES = ("colossal_z", "ulysses_z", "megatron_cz", "megatron_ts", "metp", "mixed 0")
 STRUCTURES = {"attention": 5, "mlp": 3}

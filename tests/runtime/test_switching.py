@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import RankFailure, RankPool, run_ranks
 from models import TOLERANCE, make_batch, make_model, run_step, whole
-from test_exactness import blocks_of
+from plans import blocks_of
 
 from paradyse.types import Plan
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import TOLERANCE, check, make_batch, make_model, norm_of, relative, run_step, worst
-from test_exactness import PLANS, Blocks, blocks_of, choose
+from plans import PLANS, Blocks, blocks_of, choose
 from torch import Tensor
 
 from paradyse.cli.models import whole_graphs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
-from test_exactness import PLANS, blocks_of, choose
+from plans import PLANS, blocks_of, choose
 from torch import Tensor
 
 Ranks = Callable[[int], RankPool]

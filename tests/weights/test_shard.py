@@ -11,7 +11,8 @@ import pytest
 import torch
 from harness import RankPool
 from models import FAMILIES
-from test_exactness import PLANS, Batches, assert_exact, compare_plans, families, inner_for
+from plans import PLANS
+from test_exactness import Batches, assert_exact, compare_plans, families, inner_for
 
 SHORT: Batches = {"plain": ((3, 13),)}
 PACKED: Batches = {"packed": ((1, 11),)}

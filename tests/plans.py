@@ -1,0 +1,27 @@
+"""Plans by name for the blocks that a compiled model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan
+
+Blocks = list[tuple[str, dict[str, str]]]
+"""Per block its kind, and strategy -> why it cannot compute the block."""
+
+PLANS = (*ATTENTION_STRATEGIES, "mixed 0", "mixed 1")
+
+
+def choose(name: str, blocks: tuple[BlockSpec, ...]) -> Plan:
+    """The plan of this name: a strategy wherever it is feasible, or every block another one."""
+    if name.startswith("mixed"):
+        start = int(name.split()[1])
+        feasible = [b.feasible() for b in blocks]
+        return Plan(tuple(f[(i * 2 + start) % len(f)] for i, f in enumerate(feasible)))
+    return Plan(tuple(name if name not in b.infeasible else b.feasible()[0] for b in blocks))
+
+
+def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
+    from paradyse.runtime.registry import captures_of
+
+    return [g.blocks for c in captures_of(compiled) for g in c.graphs.values()][-1]
