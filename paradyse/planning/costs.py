@@ -2,6 +2,9 @@
 
 Peak memory of a plan (DESIGN 6) is static + communicators + what blocks save and need while they
 run, at the moment when that is most: ``peak_bytes``.
+
+Throughout, ``block`` has the widths and numbers of elements, ``workload`` batch, length, dtype and
+number of ranks; ``sharded``: 1/p of the weights on each rank at rest.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class Machine:
     """Where the numbers come from."""
 
     def link(self, collective: str) -> Link:
+        """How long ``collective`` takes: as measured, else as any message."""
         return self.links.get(collective) or Link(self.latency_s, self.bandwidth_bytes)
 
 
@@ -99,6 +103,8 @@ def peak_bytes(
 
     Args:
         costs: of the blocks, in the order of computation.
+        static_bytes: held all the time: weights, gradients, optimizer states.
+        machine: gives the communicators' bytes.
         rest: of what is in no block: saved all the time; its workspace is needed when all blocks
             have saved.
     """

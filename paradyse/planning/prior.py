@@ -4,6 +4,9 @@ machine.
 time = operations / rate + bytes / bandwidth + latency per message + overhead per operator, forward
 and, when training, backward. What a strategy does is counted beside its code
 (``paradyse.strategies.work``).
+
+Throughout, ``machine`` has the rates of a rank, ``block`` the widths and numbers of elements of a
+block, ``workload`` batch, length, dtype and number of ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def prior_cost(
 
 
 def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine: Machine) -> float:
-    """Seconds in which the ranks' gradients of whole weights are brought together, predicted.
+    """Seconds in which the ranks' gradients of whole weights are brought together under
+    ``strategy``, predicted.
 
     They are at the end of the backward of the model, so in no block's measured time.
     """

@@ -23,6 +23,9 @@ STRATEGIES = (MEGATRON_TS, MEGATRON_CZ, ULYSSES_Z, COLOSSAL_Z, METP)
 def by_name(strategies: Sequence[Strategy], names: Sequence[str]) -> Mapping[str, Strategy]:
     """The registry.
 
+    Args:
+        strategies: all there are.
+        names: what plans may say, in the same order.
     Raises:
         ValueError: a name occurs twice, or the strategies are not those that ``names`` lists.
     """
@@ -61,6 +64,9 @@ def canonical_strategy(kind: str, name: str) -> str:
 def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
     """The callable that computes ``block`` by the strategy ``name``; it compiles on first use.
 
+    Args:
+        scope: what all variants of the capture share.
+        piece: the block's nodes, inputs and outputs.
     Raises:
         Unsplittable: the strategy cannot compute the block.
         ValueError: the strategy is unknown.
@@ -71,7 +77,7 @@ def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
 
 
 def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
-    """Strategy -> why it cannot compute ``block``."""
+    """Strategy -> why it cannot compute ``block``, a block of the capture of ``scope``."""
     mixed = ""
     try:
         analyse(scope, block)
@@ -85,6 +91,7 @@ def count_work(block: BlockSpec, name: str, workload: Workload, sharded: bool) -
     """What ``block`` does on one rank under the strategy ``name``.
 
     Args:
+        workload: batch, length, dtype, number of ranks, training or not.
         sharded: 1/p of the weights on each rank at rest; False: whole on every rank.
     Raises:
         ValueError: the strategy is unknown.

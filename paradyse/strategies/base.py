@@ -1,5 +1,9 @@
 """What every strategy is made of: values in the layout asked for, and pieces compiled on first
 use.
+
+Throughout, ``scope`` is what all variants of a capture share, ``node`` a value of the graph,
+``layout`` ``SPLIT`` or ``WHOLE``, ``sizes`` a size per letter ("B", "S", "s"), ``piece`` a part of
+the graph.
 """
 
 from __future__ import annotations
@@ -72,7 +76,15 @@ class VariantCache:
         inner: str,
         sizes: Mapping[str, int],
     ) -> Compiled:
-        """The function for ``key`` that holds for ``sizes``, compiled now if there is none."""
+        """The function for ``key`` that holds for ``sizes``, compiled now if there is none.
+
+        Args:
+            fn: what to compile.
+            specs: of its tensors, sizes as letters.
+            inner: the compiler's name.
+        Raises:
+            AssertionError: what was compiled at ``sizes`` does not hold there.
+        """
         known = self.compiled.setdefault(key, [])
         for compiled in known:
             if compiled.holds_for(sizes):
@@ -220,7 +232,7 @@ def spec_dims(scope: Scope, node: fx.Node, layout: str) -> Dims:
 
 
 def bind_sizes(dims: Sequence[Dims], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Letter -> size, read off the tensors (symbolic while tracing)."""
+    """Letter -> size, read off ``tensors`` of these ``dims`` (symbolic while tracing)."""
     found: dict[str, Any] = {}
     for spec, tensor in zip(dims, tensors, strict=True):
         for i, dim in enumerate(spec):
@@ -238,6 +250,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:
+    """Text that is equal for pieces that compute the same; ``extra`` tells apart what runs them."""
     return f"{extra} {layout}\n{structure(piece, scope.names, scope.labels(layout))}"
 
 

@@ -18,6 +18,7 @@ from paradyse.strategies.groups.model import Groups
 
 
 def has_dropout(piece: Piece) -> bool:
+    """Whether ``piece`` has one."""
     return any(n.target == torch.ops.aten.dropout.default for n in piece.nodes)
 
 
@@ -33,6 +34,7 @@ def dropout_overrides(
     """What runs in place of the dropouts among ``nodes``.
 
     Args:
+        scope: what all variants of the capture share.
         nodes: of the whole piece or block: a dropout's number among them is a part of its seed.
         layout: of the tokens where it runs, ``SPLIT`` or ``WHOLE``.
         sizes: of the letters, at hand.

@@ -53,7 +53,7 @@ EAGER_NODES = 4
 
 
 def masks_inside(block: Any) -> str:
-    """Why the ring cannot have the block's mask whole; "" where it can."""
+    """Why the ring cannot have the mask of ``block`` whole; "" where it can."""
     if block.attention is None:
         return ""
     extras, _ = attention_extras(block.attention.args[3:])
@@ -235,7 +235,7 @@ class MetpVariant:
         return env
 
     def heads(self, index: int, device: torch.device) -> Tensor:
-        """Query heads (or columns) of group ``index``, int64."""
+        """Query heads (or columns) of group ``index`` on ``device``, int64 [h]."""
         if index not in self._heads:
             ids = torch.tensor(self.groups.slots.q[index]).clamp(min=0)
             self._heads[index] = ids.to(device)

@@ -56,7 +56,7 @@ class GroupTensors:
         return out
 
     def add(self, group: int, at: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add gradients of the part of ``group`` of the tensors ``at``; None is nothing."""
+        """Add ``grads`` of the part of ``group`` of the tensors ``at``; None is nothing."""
         for i, grad in zip(at, grads, strict=True):
             form, total = self.forms[i], self._totals[i]
             if grad is None:
@@ -139,7 +139,7 @@ class GroupTensors:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Sums over groups of 16-bit values are kept in 32 bits."""
+    """Of a sum over groups of values like ``x``: 16-bit ones are added up in 32 bits."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 

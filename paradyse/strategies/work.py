@@ -32,7 +32,10 @@ GATHER_OPS = 40
 
 
 def visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
-    """Pairs (query, key) of a sequence that may see each other; padding and documents all seen."""
+    """Pairs (query, key) of ``seq_len`` tokens that may see each other under ``mask``; None is all.
+
+    What padding and documents hide is counted as seen.
+    """
 
     def one_side(n: int, reach: int | None) -> int:
         reach = n - 1 if reach is None else min(max(reach, 0), n - 1)
@@ -98,11 +101,11 @@ class Work:
         """Held from the block's forward to its backward, and only while the block runs."""
 
     def heads_bytes(self, num_heads: float) -> float:
-        """Of the rank's tokens of so many heads."""
+        """Of the rank's tokens of ``num_heads`` heads."""
         return self.tokens * num_heads * self.block.head_dim * self.itemsize
 
     def send(self, collective: str, num_bytes: float, messages: float = 1) -> None:
-        """``num_bytes`` in all, in so many messages."""
+        """Book ``num_bytes`` in all, in so many ``messages``, to ``collective``."""
         if messages:
             self.sent_bytes[collective] += num_bytes
             self.messages[collective] += messages
@@ -127,12 +130,20 @@ class Work:
         self.moved_bytes += (weights + tokens * in_out) * self.itemsize * passes
 
     def attend(self, num_heads: float, pairs: float) -> None:
-        """Scores and their product with V: two matmuls over the pairs, and backward."""
+        """Scores and their product with V of ``num_heads`` heads: two matmuls over ``pairs`` of
+        tokens, and backward.
+        """
         forward = 4.0 * self.workload.batch * self.block.head_dim * num_heads * pairs
         self.attention_flops += forward * (1 + ATTENTION_BACKWARD * self.back)
 
     def ring(self, kv_bytes: float, num_heads: float, messages: int = 1) -> None:
-        """K and V once round; in backward again, their gradients with them and one hop home."""
+        """K and V once round; in backward again, their gradients with them and one hop home.
+
+        Args:
+            kv_bytes: of the rank's K and V.
+            num_heads: query heads.
+            messages: sent per step.
+        """
         p, back = self.p, self.back
         self.send("ring_exchange", (p - 1) * kv_bytes, (p - 1) * messages)
         if back:  # gradients travel in float32 at least

@@ -4,6 +4,8 @@
 head (or intermediate column), so any layout of a fused projection is handled alike: the rows of
 group g are taken from the weights, and everything between the projections runs at the group's
 sizes. A block that mixes heads before its last projection is refused with the reason.
+
+Throughout, ``scope`` is what all variants of the capture share: names of dims, axis.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def analyse(scope: Scope, block: Any) -> Groups:
 
 
 def weight_only(node: fx.Node, scope: Scope, known: dict[fx.Node, bool]) -> bool:
-    """Whether ``node`` is a weight or computed from weights alone."""
+    """Whether ``node`` is a weight or computed from weights alone; ``known`` keeps answers."""
     if node not in known:
         known[node] = is_weight(node) or (
             node.op == "call_function"
@@ -85,7 +87,11 @@ def closure(
     members: Iterable[fx.Node],
     stops: Iterable[fx.Node] = (),
 ) -> list[fx.Node]:
-    """What ``outputs`` need of ``members`` and of what weights alone give, in graph order."""
+    """What ``outputs`` need of ``members`` and of what weights alone give, in graph order.
+
+    Args:
+        stops: values that are there already.
+    """
     inside, halt = set(members), set(stops)
     known: dict[fx.Node, bool] = {}
     found: set[fx.Node] = set()

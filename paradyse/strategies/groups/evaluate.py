@@ -1,4 +1,8 @@
-"""The parts of a block that is computed group by group, and how a group's leaves are evaluated."""
+"""The parts of a block that is computed group by group, and how a group's leaves are evaluated.
+
+Throughout, ``scope`` is what all variants of the capture share, ``sizes`` those of the factors that
+differ from the traced ones: tokens, heads.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class Segments:
 
 
 def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], fn: Any) -> Tensor:
-    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from what is merged into it.
+    """``fn(x, dim)`` at the sequence dim of ``x``, apart from what is merged into that dim.
 
     Args:
         node: whose value ``x`` is. sizes: of the factors in ``x``.
@@ -80,7 +84,12 @@ def evaluate_ups(
     weights: Sequence[Tensor],
     sizes: dict[Factor, Any],
 ) -> dict[fx.Node, Tensor]:
-    """The leaves' values within a group; ``weights`` in the order of ``up_weights``."""
+    """The values of the leaves of ``ups`` within a group.
+
+    Args:
+        inputs: what the projections read, [.., h].
+        weights: a group's rows [n, h] or [n], in the order of ``up_weights``.
+    """
     given = iter(weights)
     env: dict[fx.Node, Tensor] = {}
     for up in ups:
@@ -97,7 +106,9 @@ def evaluate_ups(
 
 
 def part(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Piece:
-    """A piece of ``nodes``; of ``outputs`` those that it computes (others are there before it)."""
+    """A piece called ``name`` of ``nodes``; of ``outputs`` those that it computes (others are there
+    before it).
+    """
     inside = set(nodes)
     return make_piece(name, nodes, [n for n in outputs if n in inside])
 
@@ -109,13 +120,13 @@ def evaluate(
     sizes: dict[Factor, Any],
     overrides: Mapping[fx.Node, Override] | None = None,
 ) -> None:
-    """Run ``piece`` on ``values`` and put its outputs there."""
+    """Run ``piece`` on ``values`` and put its outputs there; ``overrides`` replace operators."""
     results = run(piece, [values[n] for n in piece.inputs], scope.names, sizes, overrides)
     values.update(zip(piece.outputs, results, strict=True))
 
 
 def local_shape(scope: Scope, node: fx.Node, heads: dict[Factor, int], layout: str) -> Dims:
-    """Dims of ``node`` within a group."""
+    """Dims of ``node`` within a group: ``heads`` are the sizes there, tokens lie in ``layout``."""
     dims = zip(scope.names.of(node), spec_dims(scope, node, layout), strict=True)
     return tuple(
         tuple(heads.get(f, n) for f, n in zip(factors, sizes, strict=True))
@@ -124,11 +135,7 @@ def local_shape(scope: Scope, node: fx.Node, heads: dict[Factor, int], layout: s
 
 
 def shape_leaf(scope: Scope, up: Up, leaf: Leaf, y: Tensor, sizes: dict[Factor, Any]) -> Tensor:
-    """The leaf's value within a group, from the output [.., rows] of the group's linear.
-
-    Args:
-        sizes: of the factors that differ from the traced ones: tokens, heads.
-    """
+    """The value of ``leaf`` of ``up`` within a group, from its projection ``y`` [.., rows]."""
     mine = y if len(up.leaves) == 1 else y.narrow(-1, leaf.start, leaf.num_rows)
     dims, source = scope.names.of(leaf.node), scope.names.of(up.node)
     if dims[:-1] == source[:-1]:

@@ -18,6 +18,7 @@ def deal_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:
     Args:
         num_heads: query heads, a multiple of ``num_kv_heads``. Columns of an MLP are query heads
             with a KV head each.
+        num_ranks: of the axis; there are as many groups.
     Returns:
         slots of equal number and size on all ranks, so with padding; what is real is in
         ``HeadSlots.q``.

@@ -29,7 +29,7 @@ class Weight:
     """Casts and transposes between the parameter and the linear."""
 
     def apply(self, value: Tensor) -> Tensor:
-        """The linear's argument, from the parameter or its rows."""
+        """The linear's argument, from ``value``: the parameter or its rows."""
         for node in self.chain:
             value = node.target(value, *node.args[1:], **node.kwargs)
         return value
@@ -76,7 +76,7 @@ class Up:
 
 
 def up_weights(ups: Sequence[Up]) -> list[Weight]:
-    """Of their linears, each with its bias."""
+    """Of the linears of ``ups``, each with its bias."""
     parts = [part for up in ups for part in up.parts]
     return [w for part in parts for w in (part.weight, part.bias) if w is not None]
 

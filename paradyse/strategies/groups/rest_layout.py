@@ -18,7 +18,8 @@ from paradyse.weights.unshard import layout_of
 
 
 def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
-    """Parameter -> layout by groups, for those whose rows each belong to exactly one group.
+    """Parameter of ``block`` -> layout by groups over the axis of ``scope``, for those whose rows
+    each belong to exactly one group.
 
     Others (of a block that mixes heads, of KV heads that several groups need, norms) keep even
     rows.
