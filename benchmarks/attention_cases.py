@@ -166,11 +166,22 @@ def ours(case: Case) -> Contender:
 
 def interpreted(case: Case) -> Contender:
     """Our kernels on a CPU, under Triton's interpreter."""
-    from paradyse.kernels.flash_attention import flash_attention
+    from paradyse.kernels import flash_runs
 
-    at = torch.arange(case.tokens)
-    given = {"q_positions": at, "kv_positions": at, "mask_spec": case.spec, "scale": case.scale}
-    return Contender("triton, interpreted", lambda *qkv: flash_attention(*qkv, **given)[0])
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = flash_runs.forward(q, k, v, *where)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            return flash_runs.backward(grad, *ctx.saved_tensors, *where)
+
+    runs = ((0, case.tokens),)
+    where = (runs, runs, case.spec)
+    return Contender("triton, interpreted", lambda *qkv: Attention.apply(*qkv))
 
 
 def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Contender:

@@ -1,6 +1,6 @@
 """Exact attention between queries and keys whose global positions are known, forward and backward.
 
-Order: the reference, which tiles to compute (``attention_core`` computes one), public functions.
+Order: which tiles to compute (``attention_core`` computes one), public functions.
 
 No value of Sq x Sk elements exists. ``attention_backward`` takes the *final* output and
 log-sum-exp, so a ring calls it once per visiting K/V shard and sums: P = exp(scores - lse) is then
@@ -31,22 +31,10 @@ from paradyse.kernels.attention_mask import (
     runs_len,
     segments,
 )
-from paradyse.kernels.flash_reference import dense_attention
 from paradyse.kernels.library_attention import library_backward, library_forward
 from paradyse.torch_private import FakeTensor, cpu_flash
 
 _HAS_CPU_FLASH = cpu_flash is not None
-
-
-# Reference
-
-
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """``attention_forward`` by its definition, with dense scores and differentiable: for tests."""
-    at = run_positions(q_runs, q.device), run_positions(kv_runs, q.device)
-    return dense_attention(q, k, v, *at, spec)
 
 
 # Which tiles
@@ -59,16 +47,9 @@ _MIN_PAIRS_PER_SEQUENCE = 192 * 192
 
 @lru_cache(maxsize=64)
 def _position_tiles(
-    q_runs: Runs,
-    kv_runs: Runs,
-    seq_len: int,
-    left: int | None,
-    right: int | None,
-    chunk: int | None,
-    bytes_per_pair: int,
-    blocked: bool,
+    q_runs: Runs, kv_runs: Runs, spec: AttentionSpec, bytes_per_pair: int, blocked: bool
 ) -> tuple[Tile, ...]:
-    intervals = position_intervals(q_runs, kv_runs, seq_len, left, right, chunk)
+    intervals = position_intervals(q_runs, kv_runs, spec)
     return (
         row_blocks(intervals, bytes_per_pair, _MAX_ROWS)
         if blocked
@@ -78,7 +59,7 @@ def _position_tiles(
 
 def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
     spec, (num_sequences, num_heads, num_rows, _) = call.spec, q.shape
-    where = (call.q_runs, call.kv_runs, spec.seq_len, spec.left, spec.right, spec.chunk)
+    where = (call.q_runs, call.kv_runs, spec.positional)
     intervals = position_intervals(*where)
     data_mask = spec.key_padding is not None or spec.document_ids is not None
     enough = num_sequences == 1 or num_rows * k.shape[2] >= _MIN_PAIRS_PER_SEQUENCE
@@ -133,12 +114,14 @@ def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[Pro
 def merge_partials(out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys.
 
+    The weights are sigmoids of the difference of the lse, so they are in [0, 1] whatever the
+    magnitude.
+
     Args:
         out, lse: [B, H, S, D] and [B, H, S], in ``stat_dtype``; lse is -inf where no key was seen.
         out_i, lse_i: the same over the other keys; out_i in any dtype.
-
-    The weights are sigmoids of the difference of the lse, so they are in [0, 1] whatever the
-    magnitude.
+    Returns:
+        out and lse over all these keys, in ``stat_dtype``.
     """
     weight = torch.sigmoid(lse_i - lse).masked_fill_(lse_i == -torch.inf, 0)[..., None]
     return torch.lerp(out, out_i.to(out.dtype), weight), torch.logaddexp(lse, lse_i)
@@ -254,10 +237,16 @@ def attention_backward(
     kv_runs: Runs,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, in their dtypes, through these keys.
+    """Gradients through these keys.
 
-    ``out`` and ``lse`` are those over *all* keys that the queries see, here or elsewhere; then dq
-    is this subset's share of the sum, dk and dv these queries' share.
+    Args:
+        grad_out: [B, H, Sq, Dv]. q, k, v, q_runs, kv_runs, spec: of ``attention_forward``.
+        out, lse: over *all* keys that the queries see, here or elsewhere.
+    Returns:
+        dq, dk, dv, like q, k, v: dq is this subset's share of the sum, dk and
+        dv these queries' share.
+    Raises:
+        ValueError: as ``attention_forward``.
     """
     call = _call(q, k, v, q_runs, kv_runs, spec)
     if isinstance(q, FakeTensor):
@@ -309,8 +298,12 @@ def bias_gradient(
     kv_runs: Runs,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Gradient of a learned float ``spec.bias``, of its shape, through these queries and keys (as
-    T5 needs).
+    """Gradient of a learned float ``spec.bias`` through these queries and keys, as T5 needs it.
+
+    Args:
+        the arguments of ``attention_backward``.
+    Returns:
+        a tensor of the bias's shape and dtype.
     """
     assert spec.bias is not None
     if isinstance(q, FakeTensor):

@@ -30,7 +30,7 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
-    """``AttentionSpec.softcap``, in place."""
+    """``AttentionSpec.softcap`` of scores of any shape, in place."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -70,7 +70,9 @@ def times_values(p: Tensor, v: Tensor) -> Tensor:
 
 
 def times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, R, K] (transposed) x [B, H, R, D], summed over a group's heads -> [B, Hk, K, D]."""
+    """The transpose of p [B, H, R, K] times x [B, H, R, D], summed over a group's heads:
+    [B, Hk, K, D].
+    """
     return torch.matmul(_by_group(p, kv_heads).transpose(-1, -2), _by_group(x, kv_heads))
 
 

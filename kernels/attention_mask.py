@@ -57,6 +57,11 @@ class AttentionSpec:
     head_ids: Tensor | None = None
     """[H] int64, the global index of each query head; None for 0..H-1."""
 
+    @property
+    def positional(self) -> AttentionSpec:
+        """What of it depends on positions alone: a key for caches."""
+        return AttentionSpec(self.seq_len, 1.0, self.left, self.right, self.chunk)
+
     def head_bias(self, num_heads: int) -> Tensor | None:
         """The bias [B|1, H|1, S|1, S|1] of the query's own heads."""
         bias = self.bias
@@ -103,7 +108,7 @@ class Intervals:
 
 
 def run_positions(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
-    """Global positions [n] int64."""
+    """The global positions of ``runs``, int64 [n]."""
     return torch.cat([torch.arange(a, a + n, device=device) for a, n in runs])
 
 
@@ -118,26 +123,24 @@ def _normalized(lo: Tensor, hi: Tensor) -> Intervals:
 
 
 @lru_cache(maxsize=32)
-def position_intervals(
-    q_runs: Runs,
-    kv_runs: Runs,
-    seq_len: int,
-    left: int | None,
-    right: int | None,
-    chunk: int | None,
-) -> Intervals:
-    """The keys visible by position alone. O(Sq) work on the host."""
+def position_intervals(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Intervals:
+    """The keys visible by position alone. O(Sq) work on the host.
+
+    Args:
+        q_runs: positions of the queries. kv_runs: those of the keys, ascending.
+        spec: an ``AttentionSpec.positional``.
+    """
     assert all(a + n <= b for (a, n), (b, _) in zip(kv_runs, kv_runs[1:], strict=False)), kv_runs
     x = run_positions(q_runs)
-    first, end = torch.zeros_like(x), torch.full_like(x, seq_len)
-    if left is not None:
-        first = torch.maximum(first, x - left)
-    if right is not None:
-        end = torch.minimum(end, x + right + 1)
-    if chunk is not None:
-        begin = x // chunk * chunk
-        first, end = torch.maximum(first, begin), torch.minimum(end, begin + chunk)
-    end = end * (x < seq_len)
+    first, end = torch.zeros_like(x), torch.full_like(x, spec.seq_len)
+    if spec.left is not None:
+        first = torch.maximum(first, x - spec.left)
+    if spec.right is not None:
+        end = torch.minimum(end, x + spec.right + 1)
+    if spec.chunk is not None:
+        begin = x // spec.chunk * spec.chunk
+        first, end = torch.maximum(first, begin), torch.minimum(end, begin + spec.chunk)
+    end = end * (x < spec.seq_len)
     return _normalized(_count_below(kv_runs, first), _count_below(kv_runs, end))
 
 
@@ -154,8 +157,12 @@ def data_intervals(
 ) -> Intervals | None:
     """``by_position`` narrowed by one sequence's key padding and documents.
 
-    None when a row's keys are not one interval (holes in the padding, a document in two parts).
     Reads the values, so only for tensors on the CPU.
+
+    Args:
+        batch: the index of the sequence.
+    Returns:
+        None when a row's keys are not one interval (holes in the padding, a document in two parts).
     """
     lo, hi = by_position.lo, by_position.hi
     keys = run_positions(kv_runs)
@@ -193,8 +200,12 @@ def _stretches(values: Tensor) -> list[tuple[int, int, int]]:
 
 
 def row_blocks(intervals: Intervals, bytes_per_pair: int, most_rows: int) -> tuple[Tile, ...]:
-    """The visible rows in blocks, each against the hull of its keys, of at most ``TILE_BYTES``
-    where possible.
+    """The visible rows in blocks, each against the hull of its keys.
+
+    Args:
+        bytes_per_pair: of a score or an element of the mask, over all sequences and heads that are
+            computed at once. Blocks take at most ``TILE_BYTES`` where possible.
+        most_rows: of one block.
     """
     lo, hi = intervals.lo, intervals.hi
     tiles = []
@@ -339,8 +350,13 @@ def additive_mask(
 
 
 def select_runs(x: Tensor, dim: int, runs: Runs, begin: int, end: int) -> Tensor:
-    """The rows [begin, end) of the tokens that ``runs`` places, taken from global rows of ``x``; a
-    view if it can be.
+    """Rows of a value that is whole, for tokens that are placed by runs.
+
+    Args:
+        x: has one row per global position along ``dim``, or one row for all.
+        begin, end: which of the tokens that ``runs`` place.
+    Returns:
+        ``x`` with the rows of these tokens along ``dim``; a view if it can be.
     """
     if x.shape[dim] == 1:
         return x  # broadcast
@@ -354,6 +370,7 @@ def select_runs(x: Tensor, dim: int, runs: Runs, begin: int, end: int) -> Tensor
 
 
 def runs_len(runs: Runs) -> int:
+    """The number of tokens that ``runs`` describe."""
     return sum(n for _, n in runs)
 
 
@@ -373,11 +390,16 @@ def _mix(x: Tensor) -> Tensor:
 def dropout_keep(
     spec: AttentionSpec, batch: slice, num_heads: int, q_positions: Tensor, k_positions: Tensor
 ) -> Tensor:
-    """[B, H, R, K] bool, True where a probability is kept: a function of seed and global indices
-    only.
+    """Which probabilities dropout keeps: a function of seed and global indices only.
 
     So every strategy, number of ranks and tiling drops the same pairs, and backward draws them
     again.
+
+    Args:
+        batch: the sequences at hand. num_heads: H.
+        q_positions, k_positions: int64 [R] and [K], global.
+    Returns:
+        bool [B, H, R, K], True where a probability is kept.
     """
     device = q_positions.device
     assert spec.seed is not None

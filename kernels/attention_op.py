@@ -1,10 +1,12 @@
 """``paradyse::attention``: exact attention of a whole sequence on one rank, as an operator.
 
-Also the shell that the operators of ``paradyse.strategies`` share: spec, layout, fake, gradient.
+Also what it shares with the operator over ranks of ``paradyse.strategies.attention``: arguments,
+spec, layout, gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +14,26 @@ from torch import Tensor
 
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import stat_dtype
-from paradyse.kernels.attention_mask import AttentionSpec, Runs
-from paradyse.torch_private import schema_of
+from paradyse.kernels.attention_mask import AttentionSpec
+from paradyse.torch_private import schema_of, tree_leaves
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """dq, dk, dv, and the bias's gradient (of no elements when it was not asked for)."""
 
 
+ARGUMENTS = (
+    "Tensor? key_padding, Tensor? document_ids, Tensor? bias, Tensor? seed, SymInt left, "
+    "SymInt right, SymInt chunk, float scale, float softcap, float dropout_p, "
+    "Tensor? head_ids=None, Tensor? info=None"
+)
+"""Of every attention operator after q, k and v, as ``paradyse::attention`` states them."""
+
+BACKWARD = "Tensor grad_out, Tensor[] saved, SymInt num_kv_heads, SymInt key_width, bool bias_grad"
+"""Of every backward operator before its own and ``ARGUMENTS``."""
+
+
 def make_spec(
-    seq_len: int,
+    num_tokens: int,
     key_padding: Tensor | None,
     document_ids: Tensor | None,
     bias: Tensor | None,
@@ -31,13 +44,17 @@ def make_spec(
     scale: float,
     softcap: float,
     dropout_p: float,
-    head_ids: Tensor | None,
+    head_ids: Tensor | None = None,
+    info: Tensor | None = None,
 ) -> AttentionSpec:
-    """The operators' arguments, where -1 (0 for softcap) stands for unset, as a spec.
+    """``ARGUMENTS``, where -1 (0 for softcap) stands for unset, as a spec.
 
+    Args:
+        num_tokens: the sequence's length where there is no ``info``.
     Raises:
         ValueError: a mask that does not fit the sequence.
     """
+    seq_len = num_tokens if info is None else int(info[0])
     for name, x in (("key_padding", key_padding), ("document_ids", document_ids)):
         if x is not None and x.shape[1] != seq_len:
             raise ValueError(f"{name} is {list(x.shape)}, but the sequence has {seq_len} tokens")
@@ -73,103 +90,78 @@ def token_major(x: Tensor) -> Tensor:
 
 
 def empty_like_heads(x: Tensor, width: int | None = None) -> Tensor:
-    """An empty ``token_major`` tensor of ``x``'s shape, its last dim replaced by ``width``."""
+    """An empty ``token_major`` tensor of the shape of ``x`` [B, H, S, D], its last dim replaced by
+    ``width``.
+    """
     b, h, s, d = x.shape
     return x.new_empty((b, s, h, d if width is None else width)).transpose(1, 2)
 
 
-def fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    return empty_like_heads(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=stat_dtype(q.dtype))
+def empty_lse(q: Tensor) -> Tensor:
+    """An empty log-sum-exp [B, H, S] of ``q`` [B, H, S, D], in ``stat_dtype``."""
+    return q.new_empty(q.shape[:3], dtype=stat_dtype(q.dtype))
 
 
-def fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
-    *_, d_bias = rest
-    return empty_like_heads(q), empty_like_heads(k), empty_like_heads(v), d_bias
-
-
-def _keep_all(q: Tensor, k: Tensor, v: Tensor, outputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    return q, k, v, *outputs
-
-
-def register_gradient(
-    forward: Any,
-    backward: Any,
-    fake_forward: Any = fake_forward,
-    fake_backward: Any = fake_backward,
-    keep: Any = _keep_all,
-) -> None:
+def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence[Tensor]]) -> None:
     """Make ``backward`` the gradient of ``forward``, both custom ops.
 
     Args:
-        forward: ``op(q, k, v, *rest) -> (out, ...)``; only ``out`` is differentiable.
-        backward: ``op(grad_out, *kept, *rest, bias_grad) -> Grads``.
-        fake_backward: has an empty gradient of the bias in place of ``bias_grad``.
-        keep: ``(q, k, v, outputs) -> kept``, the tensors and numbers that backward needs.
+        forward: ``op(q, k, v, *rest) -> (out, others)``, ``rest`` ending in ``ARGUMENTS``. Only
+            ``out`` is differentiable.
+        backward: ``op(grad_out, saved, num_kv_heads, key_width, bias_grad, *rest) -> Grads``.
+        saved: ``(inputs, outputs)`` -> the tensors that backward needs besides ``rest``.
     """
-    bias_at = [a.name for a in schema_of(forward).arguments].index("bias") - 3
-
-    def fake(grad_out: Tensor, *args: Any) -> Grads:
-        *args_, bias_grad = args
-        bias = args_[bias_at - num_rest]
-        d_bias = (
-            torch.empty_like(bias, memory_format=torch.contiguous_format)
-            if bias_grad
-            else grad_out.new_empty(0)
-        )
-        return fake_backward(grad_out, *args_, d_bias)
-
-    num_rest = len(schema_of(forward).arguments) - 3
+    names = [a.name for a in schema_of(forward).arguments]
+    bias_at = names.index("bias")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        q, k, v, *rest = inputs
-        ctx.bias_grad = rest[bias_at] is not None and rest[bias_at].requires_grad
-        args = (*keep(q, k, v, output), *rest)
-        ctx.is_tensor = [isinstance(x, Tensor) for x in args]
-        ctx.others = [None if isinstance(x, Tensor) else x for x in args]
-        ctx.save_for_backward(*(x for x in args if isinstance(x, Tensor)))
-        ctx.mark_non_differentiable(*output[1:])
+        q, k, _, *rest = inputs
+        kept, bias = saved(inputs, output), inputs[bias_at]
+        ctx.sizes = (k.shape[1], q.shape[3], bias is not None and bias.requires_grad)
+        ctx.is_tensor = [isinstance(x, Tensor) for x in rest]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in rest]
+        ctx.num_kept = len(kept)
+        ctx.save_for_backward(*kept, *(x for x in rest if isinstance(x, Tensor)))
+        ctx.mark_non_differentiable(*tree_leaves(output[1:]))
         ctx.set_materialize_grads(False)
 
     def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        none: list[Any] = [None] * num_rest
+        grads: list[Any] = [None] * len(names)
         if grad_out is None:
-            return (None, None, None, *none)
-        tensors = iter(ctx.saved_tensors)
-        args = [next(tensors) if t else x for t, x in zip(ctx.is_tensor, ctx.others, strict=True)]
-        dq, dk, dv, d_bias = backward(grad_out, *args, ctx.bias_grad)
-        none[bias_at] = d_bias if ctx.bias_grad else None
-        return (dq, dk, dv, *none)
+            return tuple(grads)
+        tensors = list(ctx.saved_tensors)
+        kept, given = tensors[: ctx.num_kept], iter(tensors[ctx.num_kept :])
+        rest = [next(given) if t else x for t, x in zip(ctx.is_tensor, ctx.others, strict=True)]
+        *grads[:3], d_bias = backward(grad_out, kept, *ctx.sizes, *rest)
+        grads[bias_at] = d_bias if ctx.sizes[-1] else None
+        return tuple(grads)
 
-    forward.register_fake(fake_forward)
+    def fake(
+        grad_out: Tensor,
+        saved: Sequence[Tensor],
+        num_kv_heads: int,
+        key_width: int,
+        bias_grad: bool,
+        *rest: Any,
+    ) -> Grads:
+        b, _, s, width = grad_out.shape
+        dk, dv = (
+            grad_out.new_empty((b, s, num_kv_heads, w)).transpose(1, 2) for w in (key_width, width)
+        )
+        bias = rest[bias_at - 3]
+        d_bias = bias.new_empty(bias.shape) if bias_grad else grad_out.new_empty(0)
+        return empty_like_heads(grad_out, key_width), dk, dv, d_bias
+
     backward.register_fake(fake)
     forward.register_autograd(gradient, setup_context=setup_context)
 
 
-def _one_rank(q: Tensor, info: Tensor | None) -> tuple[int, Runs]:
-    n = q.shape[2]
-    return (n if info is None else int(info[0])), ((0, n),)
-
-
-@torch.library.custom_op("paradyse::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_padding: Tensor | None,
-    document_ids: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    left: int,
-    right: int,
-    chunk: int,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    head_ids: Tensor | None = None,
-    info: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "paradyse::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)",
+)
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Attention over the whole sequence in its natural order.
 
     Args:
@@ -186,67 +178,32 @@ def attention(
     Returns:
         out [B, H, N, Dv], laid out as [B, N, H, Dv], and lse [B, H, N], float32 (float64 for
         float64), not differentiable. A row that sees nothing has out 0, lse -inf and gradient 0.
+    Raises:
+        ValueError: heads that do not divide, a mask that does not fit, dropout without a seed.
     """
-    seq_len, runs = _one_rank(q, info)
-    spec = make_spec(
-        seq_len,
-        key_padding,
-        document_ids,
-        bias,
-        seed,
-        left,
-        right,
-        chunk,
-        scale,
-        softcap,
-        dropout_p,
-        head_ids,
-    )
-    out, lse = attention_forward(q, k, v, runs, runs, spec)
+    runs = ((0, q.shape[2]),)
+    out, lse = attention_forward(q, k, v, runs, runs, make_spec(q.shape[2], *rest))
     return token_major(out), lse.contiguous()
 
 
-@torch.library.custom_op("paradyse::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "paradyse::attention_backward",
+    mutates_args=(),
+    schema=f"({BACKWARD}, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_padding: Tensor | None,
-    document_ids: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    left: int,
-    right: int,
-    chunk: int,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    head_ids: Tensor | None,
-    info: Tensor | None,
-    bias_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    seq_len, runs = _one_rank(q, info)
-    spec = make_spec(
-        seq_len,
-        key_padding,
-        document_ids,
-        bias,
-        seed,
-        left,
-        right,
-        chunk,
-        scale,
-        softcap,
-        dropout_p,
-        head_ids,
-    )
-    saved = (grad_out, q, k, v, out, lse, runs, runs, spec)
-    dq, dk, dv = attention_backward(*saved)
-    d_bias = bias_gradient(*saved) if bias_grad else q.new_empty(0)
+    grad_out: Tensor, saved: Sequence[Tensor], kv: int, width: int, bias_grad: bool, *rest: Any
+) -> Grads:
+    runs = ((0, grad_out.shape[2]),)
+    args = (grad_out, *saved, runs, runs, make_spec(grad_out.shape[2], *rest))
+    dq, dk, dv = attention_backward(*args)
+    d_bias = bias_gradient(*args) if bias_grad else grad_out.new_empty(0)
     return token_major(dq), token_major(dk), token_major(dv), d_bias
 
 
-register_gradient(attention, _backward)
+@attention.register_fake
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_like_heads(q, v.shape[-1]), empty_lse(q)
+
+
+register_gradient(attention, _backward, lambda inputs, outputs: [*inputs[:3], *outputs])

@@ -31,8 +31,11 @@ def hashed_dropout(x: Tensor, p: float, seed: Tensor, index: Tensor) -> Tensor:
     """Zero elements with probability ``p``, scale the rest by 1 / (1 - p).
 
     Args:
-        seed: int64 scalar tensor. index: int64, broadcastable to x: the element's place in the
-            whole tensor.
+        x: of any shape and dtype.
+        seed: int64 scalar tensor.
+        index: int64, broadcastable to x: the element's place in the whole tensor.
+    Returns:
+        a tensor of the shape and dtype of ``x``.
     """
     if p >= 1:
         return x * 0

@@ -30,7 +30,6 @@ def delta_kernel(
     out,
     grad,
     lse,
-    grad_lse,
     delta,
     shift,
     stride_ob,
@@ -45,10 +44,9 @@ def delta_kernel(
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr,
 ) -> None:
-    """Per query what is added to gradients of probabilities, grad_lse - sum(out * grad_out), and to
-    scores, -lse in their units. 0 and -inf where it sees nothing, so that probabilities are 0.
+    """Per query what is added to gradients of probabilities, -sum(out * grad_out), and to scores,
+    -lse in their units. 0 and -inf where it sees nothing, so that probabilities are 0.
     """
     start = tl.program_id(0) * BLOCK
     at = start + tl.arange(0, BLOCK)
@@ -61,17 +59,13 @@ def delta_kernel(
     grad += b * stride_gb + h * stride_gh
     o = load_tile(out, start, stride_os, seen, DV, BLOCK_DV, BLOCK, True, True)
     g = load_tile(grad, start, stride_gs, seen, DV, BLOCK_DV, BLOCK, True, True)
-    total = -tl.sum(o * g, 1)
-    if HAS_GRAD_LSE:
-        total += tl.load(grad_lse + line, mask=seen, other=0.0)
-    tl.store(delta + line, total, mask=inside)
+    tl.store(delta + line, -tl.sum(o * g, 1), mask=inside)
     value = tl.where(seen, value * (-_LOG2_E / post), -float("inf"))
     tl.store(shift + line, value, mask=inside)
 
 
 def launch_backward(
     grad_out: Tensor,
-    grad_lse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -79,7 +73,14 @@ def launch_backward(
     lse: Tensor,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, each laid out as [B, S, H, D]. ``lse`` and ``grad_lse`` contiguous float32."""
+    """Gradients through a call that ``refusal`` has nothing against.
+
+    Args:
+        grad_out, out: [B, H, Sq, Dv]. q, k, v: as of ``launch_forward``. All with adjacent elements
+            along the last dim. lse: [B, H, Sq] float32, contiguous.
+    Returns:
+        dq, dk, dv in the dtype of q, each laid out as [B, S, H, D].
+    """
     b, h, n, d = q.shape
     kv_heads, num_keys, dv_width = k.shape[1], k.shape[2], v.shape[-1]
     configs, constants = plan.configs, plan.constants()
@@ -94,7 +95,6 @@ def launch_backward(
             out,
             grad_out,
             lse,
-            lse if grad_lse is None else grad_lse,
             delta,
             shift,
             *out.stride()[:3],
@@ -105,7 +105,6 @@ def launch_backward(
             DV=dv_width,
             BLOCK_DV=padded_width(dv_width),
             BLOCK=64,
-            HAS_GRAD_LSE=grad_lse is not None,
             enable_fp_fusion=True,
         )
     tensors, statistics = (q, k, v, grad_out), (shift, delta)

@@ -16,17 +16,18 @@ from torch import Tensor
 from paradyse.kernels.flash_pairs import (
     add_bias,
     hash_keys,
-    hash_rows,
+    head_hash,
     kept_pairs,
+    load_keys,
+    load_queries,
     load_tile,
+    store_tile,
     tanh,
     visible_pairs,
 )
 from paradyse.kernels.flash_plan import Plan
-from paradyse.kernels.flash_tiles import FAR, MAX_SEGMENTS, ROW_INTS
+from paradyse.kernels.flash_tiles import ROW_INTS, segments_of
 
-_FAR = tl.constexpr(FAR)
-_CAP = tl.constexpr(MAX_SEGMENTS)
 _ROW_INTS = tl.constexpr(ROW_INTS)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -69,21 +70,16 @@ def _attend_tile(
     DROPOUT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    at = start + tl.arange(0, BLOCK_N)
-    valid = at < num_keys
-    position = at
-    if MASKED:
-        position = tl.load(key_positions + at, mask=valid, other=_FAR)
-        valid = position < _FAR
-    elif DROPOUT:
-        position = tl.load(key_positions + at)
+    valid, position, document = load_keys(
+        start, num_keys, key_positions, key_documents, BLOCK_N, MASKED, False, DROPOUT
+    )
     k_tile = load_tile(k, start, stride_k, valid, D, BLOCK_D, BLOCK_N, MASKED, WIDEN)
     scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
     if SOFTCAP:
         scores = tanh(scores * pre)
     if MASKED:
-        document = position
-        if HAS_DOCUMENTS:
+        if HAS_DOCUMENTS:  # not before the product, during which registers are few
+            at = start + tl.arange(0, BLOCK_N)
             document = tl.load(key_documents + at, mask=valid, other=0)
         seen = visible_pairs(
             lo[:, None],
@@ -196,65 +192,50 @@ def forward_kernel(
     at = start_m + tl.arange(0, BLOCK_M)
     inside = at < num_rows
     q_tile = load_tile(q, start_m, STRIDE_Q, inside, D, BLOCK_D, BLOCK_M, True, WIDEN)
-    lo = at
-    if HAS_LO:
-        lo = tl.load(rows + at, mask=inside, other=_FAR)
-    hi = tl.load(rows + num_rows + at, mask=inside, other=-1)
-    row_document = at
-    if HAS_DOCUMENTS:
-        row_document = tl.load(row_documents + mask_b * num_rows + at, mask=inside, other=0)
-    row_position = at
-    if DROPOUT or BIAS > 0:
-        row_position = tl.load(rows + 2 * num_rows + at, mask=inside, other=0)
+    row_documents += mask_b * num_rows
+    lo, hi, row_document, row_position = load_queries(
+        at, inside, rows, row_documents, num_rows, DROPOUT or BIAS > 0, HAS_LO, HAS_DOCUMENTS
+    )
     row_hash = at
     if DROPOUT:
-        head = h
-        if HAS_HEAD_IDS:
-            head = tl.load(head_ids + h).to(tl.int32)
-        row_hash = hash_rows(tl.load(seed), b, head, row_position)
+        row_hash = head_hash(seed, b, h, head_ids, row_position, HAS_HEAD_IDS)
         threshold = threshold.to(tl.uint32)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if BIAS == 0:
-        full = segments + 4
-        for s in range(tl.load(segments)):
-            begin, end = tl.load(full + 2 * s), tl.load(full + 2 * s + 1)
-            for n in range(begin, end):
+    for kind in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
+        count, where = segments_of(segments, kind)
+        for s in range(count):
+            begin, end = tl.load(where + 2 * s), tl.load(where + 2 * s + 1)
+            for n in tl.range(begin, end, num_stages=MASKED_STAGES if kind == 1 else None):
                 acc, highest, total = _attend_tile(
                     acc, highest, total, q_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
                     lo, hi, row_position, row_document, row_hash, key_positions, key_documents,
                     bias, stride_bias_row, stride_bias_key, pre, post, threshold,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, kind == 1, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
                     BIAS, DROPOUT, WIDEN,
                 )  # fmt: skip
-    partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
-    for s in range(tl.load(segments + 2)):
-        begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
-        for n in tl.range(begin, end, num_stages=MASKED_STAGES):
-            acc, highest, total = _attend_tile(
-                acc, highest, total, q_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
-                lo, hi, row_position, row_document, row_hash, key_positions, key_documents,
-                bias, stride_bias_row, stride_bias_key, pre, post, threshold,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
-                BIAS, DROPOUT, WIDEN,
-            )  # fmt: skip
 
     none = total == 0
     scaled = inv_keep / tl.where(none, 1.0, total)
     acc = tl.where(none[:, None], 0.0, acc * scaled[:, None])
-    d = tl.arange(0, BLOCK_DV)
-    where = out + b64 * stride_ob + h64 * stride_oh + start_m.to(tl.int64) * stride_os
-    where += tl.arange(0, BLOCK_M)[:, None] * stride_os + d[None, :]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < DV)[None, :])
+    place = out + b64 * stride_ob + h64 * stride_oh + start_m.to(tl.int64) * stride_os
+    store_tile(place, stride_os, acc, inside, DV, BLOCK_M, BLOCK_DV)
     log_total = tl.log2(tl.where(none, 1.0, total))
     value = tl.where(none, -float("inf"), (highest + log_total) * _LN_2)
     tl.store(lse + tl.program_id(1).to(tl.int64) * num_rows + at, value, mask=inside)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Sq, Dv], laid out as [B, Sq, H, Dv], and lse [B, H, Sq] float32."""
+    """Attention of a call that ``refusal`` has nothing against.
+
+    Args:
+        q, k, v: [B, H, Sq, D], [B, Hk, Sk, D], [B, Hk, Sk, Dv], with adjacent elements along the
+            last dim. plan: of this call.
+    Returns:
+        out [B, H, Sq, Dv] in q's dtype, laid out as [B, Sq, H, Dv], and lse [B, H, Sq] float32.
+    """
     b, h, n, _ = q.shape
     out = q.new_empty((b, n, h, v.shape[-1])).transpose(1, 2)
     lse = q.new_empty((b, h, n), dtype=torch.float32)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paradyse.kernels.flash_pairs import hash_keys, hash_rows, kept_pairs, load_tile, probabilities
-from paradyse.kernels.flash_tiles import FAR, MAX_SEGMENTS, ROW_INTS
+from paradyse.kernels.flash_pairs import (
+    hash_keys,
+    head_hash,
+    kept_pairs,
+    load_keys,
+    load_queries,
+    load_tile,
+    probabilities,
+    store_tile,
+)
+from paradyse.kernels.flash_tiles import ROW_INTS, segments_of
 
-_FAR = tl.constexpr(FAR)
-_CAP = tl.constexpr(MAX_SEGMENTS)
 _ROW_INTS = tl.constexpr(ROW_INTS)
 
 
@@ -33,7 +40,8 @@ def _keys_tile(
     row_documents,
     seed,
     b,
-    head,
+    h,
+    head_ids,
     bias,
     stride_bias_row,
     stride_bias_key,
@@ -52,22 +60,24 @@ def _keys_tile(
     SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    HAS_HEAD_IDS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     at = start + tl.arange(0, BLOCK_M)
     valid = at < num_rows
+    NEEDS_POSITION: tl.constexpr = DROPOUT or BIAS > 0
     lo, hi, document, position, row_hash = at, at, at, at, at
     if MASKED:
         inside = valid
-        hi = tl.load(rows + num_rows + at, mask=inside, other=-1)
-        valid = tl.load(shift + at, mask=inside, other=-float("inf")) > -float("inf")
-        if HAS_LO:
-            lo = tl.load(rows + at, mask=inside, other=_FAR)
-        if HAS_DOCUMENTS:
-            document = tl.load(row_documents + at, mask=inside, other=0)
+        lo, hi, document, position = load_queries(
+            at, inside, rows, row_documents, num_rows, NEEDS_POSITION, HAS_LO, HAS_DOCUMENTS
+        )
         row_shift = tl.load(shift + at, mask=inside, other=-float("inf"))
         row_delta = tl.load(delta + at, mask=inside, other=0.0)
+        valid = row_shift > -float("inf")
     else:
+        if NEEDS_POSITION:
+            position = tl.load(rows + 2 * num_rows + at)
         row_shift = tl.load(shift + at)
         row_delta = tl.load(delta + at)
     # In this orientation a thread has many queries. Products that start from shift and delta need
@@ -79,10 +89,8 @@ def _keys_tile(
     else:
         scores = tl.broadcast_to(row_shift[None, :], [BLOCK_N, BLOCK_M])
         base = 0.0
-    if DROPOUT or BIAS > 0:
-        position = tl.load(rows + 2 * num_rows + at, mask=at < num_rows, other=0)
     if DROPOUT:
-        row_hash = hash_rows(seed, b, head, position)
+        row_hash = head_hash(seed, b, h, head_ids, position, HAS_HEAD_IDS)
     q_tile = load_tile(q, start, stride_q, valid, D, BLOCK_D, BLOCK_M, MASKED, WIDEN)
     scores = tl.dot(k, tl.trans(q_tile), scores, input_precision="ieee")
     p, slope = probabilities(
@@ -184,18 +192,14 @@ def keys_kernel(
     start_n = tile * BLOCK_N
     at = start_n + tl.arange(0, BLOCK_N)
     inside = at < num_keys
-    key_position = tl.load(key_positions + at, mask=inside, other=_FAR)
-    valid = key_position < _FAR
-    key_document = at
-    if HAS_DOCUMENTS:
-        key_document = tl.load(key_documents + at, mask=inside, other=0)
+    valid, key_position, key_document = load_keys(
+        start_n, num_keys, key_positions, key_documents, BLOCK_N, True, HAS_DOCUMENTS, DROPOUT
+    )
     k += b64 * stride_kb + kv64 * stride_kh
     v += b64 * stride_vb + kv64 * stride_vh
     k_tile = load_tile(k, start_n, STRIDE_K, valid, D, BLOCK_D, BLOCK_N, True, WIDEN)
     v_tile = load_tile(v, start_n, STRIDE_V, valid, DV, BLOCK_DV, BLOCK_N, True, WIDEN)
-    seed_value = 0
     if DROPOUT:
-        seed_value = tl.load(seed)
         threshold = threshold.to(tl.uint32)
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -203,49 +207,25 @@ def keys_kernel(
     for i in range(heads):
         h = kv_head * group + part * heads + i
         h64 = h.to(tl.int64)
-        head = h
-        if DROPOUT and HAS_HEAD_IDS:
-            head = tl.load(head_ids + h).to(tl.int32)
         line = (b64 * num_heads + h64) * num_rows
         head_q = q + b64 * stride_qb + h64 * stride_qh
         head_g = grad + b64 * stride_gb + h64 * stride_gh
         head_bias = bias + b64 * stride_bias_b + h64 * stride_bias_h
-        if BIAS == 0:
-            for s in range(tl.load(segments)):
-                begin = tl.load(segments + 4 + 2 * s)
-                end = tl.load(segments + 5 + 2 * s)
-                for m in range(begin, end):
+        for kind in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
+            count, where = segments_of(segments, kind)
+            for s in range(count):
+                begin, end = tl.load(where + 2 * s), tl.load(where + 2 * s + 1)
+                for m in tl.range(begin, end, num_stages=MASKED_STAGES if kind == 1 else None):
                     dk_tile, dv_tile = _keys_tile(
                         dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
                         m * BLOCK_M, num_rows, key_position, key_document, shift + line,
-                        delta + line, rows, row_documents, seed_value, b, head, head_bias,
+                        delta + line, rows, row_documents, seed, b, h, head_ids, head_bias,
                         stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
-                        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, False, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
-                        BIAS, DROPOUT, WIDEN,
+                        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, kind == 1, HAS_LO, HAS_DOCUMENTS,
+                        SOFTCAP, BIAS, DROPOUT, HAS_HEAD_IDS, WIDEN,
                     )  # fmt: skip
-        partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
-        for s in range(tl.load(segments + 2)):
-            begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
-            for m in tl.range(begin, end, num_stages=MASKED_STAGES):
-                dk_tile, dv_tile = _keys_tile(
-                    dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
-                    m * BLOCK_M, num_rows, key_position, key_document, shift + line,
-                    delta + line, rows, row_documents, seed_value, b, head, head_bias,
-                    stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, True, HAS_LO, HAS_DOCUMENTS, SOFTCAP,
-                    BIAS, DROPOUT, WIDEN,
-                )  # fmt: skip
     # dk and dv are contiguous: [split, B, Sk, Hk, D].
     batches = tl.num_programs(1) // (split * kv_heads)
     token = ((part * batches + b).to(tl.int64) * num_keys + start_n) * kv_heads + kv_head
-    line_d, line_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    steps = tl.arange(0, BLOCK_N)[:, None] * kv_heads
-    where_k = dk + token * D + steps * D + line_d[None, :]
-    where_v = dv + token * DV + steps * DV + line_dv[None, :]
-    dk_tile = dk_tile * scale
-    keep_k, keep_v = (
-        inside[:, None] & (line_d < D)[None, :],
-        inside[:, None] & (line_dv < DV)[None, :],
-    )
-    tl.store(where_k, dk_tile.to(dk.dtype.element_ty), mask=keep_k)
-    tl.store(where_v, dv_tile.to(dv.dtype.element_ty), mask=keep_v)
+    store_tile(dk + token * D, kv_heads * D, dk_tile * scale, inside, D, BLOCK_N, BLOCK_D)
+    store_tile(dv + token * DV, kv_heads * DV, dv_tile, inside, DV, BLOCK_N, BLOCK_DV)

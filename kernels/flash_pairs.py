@@ -9,6 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paradyse.kernels.flash_tiles import FAR
+
+_FAR = tl.constexpr(FAR)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_BIAS, BOOL_BIAS, FLOAT_BIAS = 0, 1, 2
@@ -30,6 +33,7 @@ def visible_pairs(
     HAS_LO: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
 ):
+    """Whether a query sees a key, bias aside: bool, of the shape to which all broadcast."""
     seen = key_position <= hi
     if HAS_LO:
         seen = seen & (key_position >= lo)
@@ -61,11 +65,13 @@ def hash_rows(seed, b, head, position):
 
 @triton.jit
 def hash_keys(position):
+    """The part of the hash that a key has: uint32, from its position, int32."""
     return mix(position.to(tl.uint32) + 0x3C6EF372)
 
 
 @triton.jit
 def kept_pairs(row_hash, key_hash, threshold):
+    """Whether dropout keeps a pair, whose hash is at least ``threshold``, uint32."""
     return mix(row_hash ^ key_hash) >= threshold
 
 
@@ -90,6 +96,75 @@ def add_bias(
     if BIAS == 2:
         scores += tl.load(where, mask=seen, other=0).to(tl.float32) * (_LOG2_E / post)
     return scores, seen
+
+
+@triton.jit
+def load_queries(
+    at,
+    inside,
+    rows,
+    documents,
+    num_rows,
+    NEEDS_POSITION: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):
+    """First and last visible position, document, and position of the queries ``at``; ``at`` in
+    place of what is not needed.
+    """
+    lo, document, position = at, at, at
+    hi = tl.load(rows + num_rows + at, mask=inside, other=-1)
+    if HAS_LO:
+        lo = tl.load(rows + at, mask=inside, other=_FAR)
+    if HAS_DOCUMENTS:
+        document = tl.load(documents + at, mask=inside, other=0)
+    if NEEDS_POSITION:
+        position = tl.load(rows + 2 * num_rows + at, mask=inside, other=0)
+    return lo, hi, document, position
+
+
+@triton.jit
+def load_keys(
+    start,
+    num_keys,
+    positions,
+    documents,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Whether the keys from ``start`` on are visible at all, their positions, their documents."""
+    at = start + tl.arange(0, BLOCK_N)
+    valid = at < num_keys
+    position, document = at, at
+    if MASKED:
+        position = tl.load(positions + at, mask=valid, other=_FAR)
+        valid = position < _FAR
+        if HAS_DOCUMENTS:
+            document = tl.load(documents + at, mask=valid, other=0)
+    elif DROPOUT:
+        position = tl.load(positions + at)
+    return valid, position, document
+
+
+@triton.jit
+def head_hash(seed, b, h, head_ids, position, HAS_HEAD_IDS: tl.constexpr):
+    """``hash_rows`` of query head ``h`` of those that are here."""
+    head = h
+    if HAS_HEAD_IDS:
+        head = tl.load(head_ids + h).to(tl.int32)
+    return hash_rows(tl.load(seed), b, head, position)
+
+
+@triton.jit
+def store_tile(
+    place, stride, tile, inside, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Write rows [BLOCK, BLOCK_D] to ``place`` on, those ``inside``, each the first D elements."""
+    d = tl.arange(0, BLOCK_D)
+    where = place + tl.arange(0, BLOCK)[:, None] * stride + d[None, :]
+    tl.store(where, tile.to(place.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
 @triton.jit

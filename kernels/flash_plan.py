@@ -83,7 +83,12 @@ def padded_width(width: int) -> int:
 def configs_for(
     capability: tuple[int, int], itemsize: int, width: int, has_documents: bool
 ) -> Configs:
-    """Tile sizes on a device of compute ``capability``, for the wider of D and Dv."""
+    """Tile sizes of a device.
+
+    Args:
+        capability: its compute capability, as (9, 0). itemsize: bytes of an element of q.
+        width: the wider of D and Dv. has_documents: whether pairs of documents are compared.
+    """
     major, minor = capability
     generation = 9 if major in (9, 10) else 8 if capability in ((8, 0), (8, 7)) else 86
     key = generation, itemsize, max(64, padded_width(width))
@@ -99,7 +104,11 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    """Why the kernels cannot compute this call; None if they can."""
+    """Why the kernels cannot compute this call; None if they can.
+
+    Args:
+        q, k, v: [B, H, Sq, D], [B, Hk, Sk, D], [B, Hk, Sk, Dv]. scale: of the scores.
+    """
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype {q.dtype}: give bfloat16, float16 or float32"
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:

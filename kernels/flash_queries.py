@@ -5,11 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paradyse.kernels.flash_pairs import hash_keys, hash_rows, kept_pairs, load_tile, probabilities
-from paradyse.kernels.flash_tiles import FAR, MAX_SEGMENTS, ROW_INTS
+from paradyse.kernels.flash_pairs import (
+    hash_keys,
+    head_hash,
+    kept_pairs,
+    load_keys,
+    load_queries,
+    load_tile,
+    probabilities,
+    store_tile,
+)
+from paradyse.kernels.flash_tiles import ROW_INTS, segments_of
 
-_FAR = tl.constexpr(FAR)
-_CAP = tl.constexpr(MAX_SEGMENTS)
 _ROW_INTS = tl.constexpr(ROW_INTS)
 
 
@@ -53,17 +60,9 @@ def _queries_tile(
     DROPOUT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    at = start + tl.arange(0, BLOCK_N)
-    valid = at < num_keys
-    position, document = at, at
-    if MASKED:
-        inside = valid
-        position = tl.load(key_positions + at, mask=inside, other=_FAR)
-        valid = position < _FAR
-        if HAS_DOCUMENTS:
-            document = tl.load(key_documents + at, mask=inside, other=0)
-    elif DROPOUT:
-        position = tl.load(key_positions + at)
+    valid, position, document = load_keys(
+        start, num_keys, key_positions, key_documents, BLOCK_N, MASKED, HAS_DOCUMENTS, DROPOUT
+    )
     k_tile = load_tile(k, start, stride_k, valid, D, BLOCK_D, BLOCK_N, MASKED, WIDEN)
     scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
     p, slope = probabilities(
@@ -157,51 +156,32 @@ def queries_kernel(
     start_m = tile * BLOCK_M
     at = start_m + tl.arange(0, BLOCK_M)
     inside = at < num_rows
-    hi = tl.load(rows + num_rows + at, mask=inside, other=-1)
+    row_documents += mask_b * num_rows
+    lo, hi, row_document, row_position = load_queries(
+        at, inside, rows, row_documents, num_rows, DROPOUT or BIAS > 0, HAS_LO, HAS_DOCUMENTS
+    )
     valid = hi >= 0
     q_tile = load_tile(q, start_m, STRIDE_Q, valid, D, BLOCK_D, BLOCK_M, True, WIDEN)
     g_tile = load_tile(grad, start_m, STRIDE_G, valid, DV, BLOCK_DV, BLOCK_M, True, WIDEN)
     line = tl.program_id(1).to(tl.int64) * num_rows + at
     row_base = tl.load(shift + line, mask=inside, other=-float("inf")) * post
     row_delta = tl.load(delta + line, mask=inside, other=0.0)
-    lo, row_document, row_position, row_hash = at, at, at, at
-    if HAS_LO:
-        lo = tl.load(rows + at, mask=inside, other=_FAR)
-    if HAS_DOCUMENTS:
-        row_document = tl.load(row_documents + mask_b * num_rows + at, mask=inside, other=0)
-    if DROPOUT or BIAS > 0:
-        row_position = tl.load(rows + 2 * num_rows + at, mask=inside, other=0)
+    row_hash = at
     if DROPOUT:
-        head = h
-        if HAS_HEAD_IDS:
-            head = tl.load(head_ids + h).to(tl.int32)
-        row_hash = hash_rows(tl.load(seed), b, head, row_position)
+        row_hash = head_hash(seed, b, h, head_ids, row_position, HAS_HEAD_IDS)
         threshold = threshold.to(tl.uint32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if BIAS == 0:
-        for s in range(tl.load(segments)):
-            begin, end = tl.load(segments + 4 + 2 * s), tl.load(segments + 5 + 2 * s)
-            for n in range(begin, end):
+    for kind in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
+        count, where = segments_of(segments, kind)
+        for s in range(count):
+            begin, end = tl.load(where + 2 * s), tl.load(where + 2 * s + 1)
+            for n in tl.range(begin, end, num_stages=MASKED_STAGES if kind == 1 else None):
                 acc = _queries_tile(
                     acc, q_tile, g_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
                     row_base, row_delta, lo, hi, row_position, row_document, row_hash,
                     key_positions, key_documents, bias, stride_bias_row, stride_bias_key, pre,
-                    post, inv_keep, threshold, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, False, HAS_LO,
-                    HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
+                    post, inv_keep, threshold, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, kind == 1,
+                    HAS_LO, HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
                 )  # fmt: skip
-    partial = segments + 4 + 2 * _CAP + 2 * tl.load(segments + 1)
-    for s in range(tl.load(segments + 2)):
-        begin, end = tl.load(partial + 2 * s), tl.load(partial + 2 * s + 1)
-        for n in tl.range(begin, end, num_stages=MASKED_STAGES):
-            acc = _queries_tile(
-                acc, q_tile, g_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
-                row_base, row_delta, lo, hi, row_position, row_document, row_hash,
-                key_positions, key_documents, bias, stride_bias_row, stride_bias_key, pre,
-                post, inv_keep, threshold, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, True, HAS_LO,
-                HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
-            )  # fmt: skip
-    d = tl.arange(0, BLOCK_D)
-    where = dq + ((b64 * num_rows + start_m) * num_heads + h64) * D
-    where += tl.arange(0, BLOCK_M)[:, None] * (num_heads * D) + d[None, :]
-    acc = acc * scale
-    tl.store(where, acc.to(dq.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    place = dq + ((b64 * num_rows + start_m) * num_heads + h64) * D
+    store_tile(place, num_heads * D, acc * scale, inside, D, BLOCK_M, BLOCK_D)

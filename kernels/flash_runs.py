@@ -42,15 +42,8 @@ def _positions(runs: Runs, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _by_position(
-    q_runs: Runs,
-    kv_runs: Runs,
-    seq_len: int,
-    left: int | None,
-    right: int | None,
-    chunk: int | None,
-    device: torch.device,
+    q_runs: Runs, kv_runs: Runs, spec: AttentionSpec, device: torch.device
 ) -> Visibility:
-    spec = AttentionSpec(seq_len, 1.0, left, right, chunk)
     with torch.inference_mode(False):
         return describe_mask(_positions(q_runs, device), _positions(kv_runs, device), spec)
 
@@ -59,8 +52,7 @@ def _plan(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> Plan:
     if spec.key_padding is None and spec.document_ids is None:
-        where = (spec.seq_len, spec.left, spec.right, spec.chunk, q.device)
-        visibility = _by_position(q_runs, kv_runs, *where)
+        visibility = _by_position(q_runs, kv_runs, spec.positional, q.device)
     else:
         at = _positions(q_runs, q.device), _positions(kv_runs, q.device)
         visibility = describe_mask(*at, spec)
@@ -76,7 +68,7 @@ def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """``attention.attention_forward``."""
+    """``attention.attention_forward`` of a call that ``supports`` allows; runs in any order."""
     q, k, v = _readable(q, k, v)
     return launch_forward(q, k, v, _plan(q, k, v, q_runs, kv_runs, spec))
 
@@ -92,7 +84,9 @@ def backward(
     kv_runs: Runs,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``attention.attention_backward``."""
+    """``attention.attention_backward`` of a call that ``supports`` allows; runs in any order.
+    Gradients are the same in every run.
+    """
     grad_out, q, k, v, out, lse = _readable(grad_out, q, k, v, out, lse)
     plan = _plan(q, k, v, q_runs, kv_runs, spec)
-    return launch_backward(grad_out, None, q, k, v, out, lse.contiguous(), plan)
+    return launch_backward(grad_out, q, k, v, out, lse.contiguous(), plan)

@@ -37,9 +37,9 @@ _FAR = tl.constexpr(FAR)
 _CAP = tl.constexpr(MAX_SEGMENTS)
 _HEADER = tl.constexpr(4)
 ROW_INTS = 4 + 2 * (2 * MAX_SEGMENTS + 1)
-"""int32 values per row of tiles: number of full segments, first partial segment, number of partial
-segments, unused; then (begin, end) of the full ones, and of the partial ones, whose last entry is
-the one of a row with too many."""
+"""int32 values per row of tiles: number and first of the full segments, number and first of the
+partial ones; then (begin, end) of the full ones, and of the partial ones, whose last entry is the
+one of a row with too many."""
 _ROW_INTS = tl.constexpr(ROW_INTS)
 
 
@@ -270,10 +270,20 @@ def find_segments(
         end = tl.maximum(end, tl.max(tl.where(kind > 0, t + 1, 0), 0))
     too_many = (num_full > _CAP) | (num_partial > _CAP)
     tl.store(row, tl.where(too_many, 0, num_full))
-    tl.store(row + 1, tl.where(too_many, _CAP, 0))
+    tl.store(row + 1, 0)
     tl.store(row + 2, tl.where(too_many, 1, num_partial))
+    tl.store(row + 3, tl.where(too_many, _CAP, 0))
     tl.store(row + _HEADER + 4 * _CAP, begin)
     tl.store(row + _HEADER + 4 * _CAP + 1, end)
+
+
+@triton.jit
+def segments_of(row, KIND: tl.constexpr):
+    """Of a row of the table, the number of its full (KIND 0) or partial (1) segments, and where
+    their (begin, end) lie.
+    """
+    first = row + _HEADER + 2 * _CAP * KIND
+    return tl.load(row + 2 * KIND), first + 2 * tl.load(row + 2 * KIND + 1)
 
 
 # Tables
@@ -348,8 +358,10 @@ def _stride(x: Tensor | None) -> int:
 
 
 def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec) -> Visibility:
-    """The visibility of keys at ``kv_positions`` [Sk] to queries at ``q_positions`` [Sq], int, in
-    any order; bias and dropout are no part of it.
+    """What of a mask depends on positions, padding and documents: all but bias and dropout.
+
+    Args:
+        q_positions, kv_positions: int [Sq] and [Sk] on the device, global, in any order.
     """
     device, num_rows, num_keys = q_positions.device, len(q_positions), len(kv_positions)
     q_positions, kv_positions = q_positions.contiguous(), kv_positions.contiguous()

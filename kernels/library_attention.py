@@ -189,8 +189,13 @@ def selected_tile(
     spec: AttentionSpec,
     direction: str,
 ) -> tuple[Tile, str] | None:
-    """The tile that is all of this call, and the library's kernel for it; None where Triton's
-    takes the call.
+    """The tile that is all of this call, and the library's kernel for it.
+
+    Args:
+        q, k, v, q_runs, kv_runs, spec: of ``attention_forward``, on CUDA.
+        direction: one of ``selection.DIRECTIONS``.
+    Returns:
+        None where Triton's kernels take the call.
     """
     tile = plain_tile(q_runs, kv_runs, spec)
     if tile is None or q.shape[3] != v.shape[3]:

@@ -89,7 +89,12 @@ def _measured() -> Mapping[Key, str]:
 
 
 def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, direction: str) -> bool:
-    """Whether ``kernel`` can compute a plain tile of heads of this width."""
+    """Whether a kernel can compute a plain tile.
+
+    Args:
+        kernel: one of ``KERNELS``. capability: of the device, "9.0". width: of the heads.
+        direction: one of ``DIRECTIONS``.
+    """
     if kernel == TRITON:
         return True
     if dtype not in LIBRARY_DTYPES or width % 8 or float(capability) < 8:
@@ -131,7 +136,11 @@ def capability_of(device: torch.device) -> str:
 
 
 def describe_choices(capability: str, dtype: torch.dtype, width: int) -> list[str]:
-    """Lines for people: which kernel computes what."""
+    """Lines for people: which kernel computes what.
+
+    Args:
+        capability: of the device, "9.0". width: of the heads.
+    """
     lines = []
     for mask in MASKS:
         for direction in DIRECTIONS:

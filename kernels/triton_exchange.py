@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paradyse.kernels.head_exchange import HeadSlots
+from paradyse.kernels.head_slots import HeadSlots
 
 TILE = 4096
 """Elements that one program copies."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_values import shape_of
 from paradyse.passes.recover_masks import Recovery, label
@@ -44,10 +45,16 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
         bias = found.mask
         while bias is not None and len(shape_of(bias)) < 4:
             bias = emit.call(aten.unsqueeze.default, (bias, 0))
-        unset = (None, None, bias, None, -1, -1, -1)
-        numbers = (found.scale, found.softcap, found.dropout_p)
-        args = (found.q, found.k, found.v, *unset, *numbers)
-        attention = emit.call(torch.ops.paradyse.attention.default, args, keep_meta=True)
+        call = AttentionCall(
+            found.q,
+            found.k,
+            found.v,
+            bias=bias,
+            scale=found.scale,
+            softcap=found.softcap,
+            dropout_p=found.dropout_p,
+        )
+        attention = emit.call(ATTENTION, call.args, keep_meta=True)
         result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
         node.replace_all_uses_with(result)
         dead, used = node, node.args[0]

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
-from paradyse.graph.factors import rule
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.infer import infer_names
-from paradyse.graph.rules import attention_dims
-
-attention = torch.ops.paradyse.attention.default
-rule(attention)(attention_dims)
 
 
 def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
@@ -25,15 +19,15 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     Refuses nothing: ctx.seq is None where no attention says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
-    anchors = [n for n in gm.graph.nodes if n.target == attention]
-    seqs = {ctx.names.of(n.args[0])[2] for n in anchors}
-    batches = {ctx.names.of(n.args[0])[0] for n in anchors}
+    calls = [AttentionCall.of(n) for n in gm.graph.nodes if n.target is ATTENTION]
+    seqs = {ctx.names.of(call.q)[2] for call in calls}
+    batches = {ctx.names.of(call.q)[0] for call in calls}
     ctx.seq = ctx.batch = None
     if len(seqs) == 1 and len(next(iter(seqs))) == 1:
         ctx.seq = next(iter(seqs))[0]
         if len(batches) == 1 and len(next(iter(batches))) == 1:
             ctx.batch = next(iter(batches))[0]
-    elif not anchors:
+    elif not calls:
         ctx.note("no scaled_dot_product_attention in the graph: nothing says what the sequence is")
     elif seqs == {()}:
         ctx.note("a sequence of one token: computed whole on every rank")

@@ -14,12 +14,12 @@ import networkx as nx
 import torch
 from torch import fx
 
-import paradyse.kernels.attention_op  # noqa: F401  registers the operator
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.passes.place_tokens import place_tokens
 
 aten = torch.ops.aten
 
-_HEAVY = {aten.linear.default, aten.matmul.default, torch.ops.paradyse.attention.default}
+_HEAVY = {aten.linear.default, aten.matmul.default, ATTENTION}
 """Operators that no tail of a cache has."""
 
 _PASSED = {aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
@@ -77,11 +77,10 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
         ctx.tails = set()
         ctx.blocks = _Finder(gm.graph, ctx).find()
         inside = {n for b in ctx.blocks for n in b.nodes}
-        attention = torch.ops.paradyse.attention.default
         loose = {
             n
             for n in gm.graph.nodes
-            if n.target == attention and n in ctx.split and n not in inside
+            if n.target is ATTENTION and n in ctx.split and n not in inside
         }
         if not loose:
             return len(ctx.blocks)
@@ -104,9 +103,8 @@ class _Finder:
                 self.flow.add_edges_from((a, node) for a in node.all_input_nodes if a in self.split)
 
     def find(self) -> list[Block]:
-        attention = torch.ops.paradyse.attention.default
         blocks = [
-            self._attention(n) for n in self.nodes if n.target == attention and n in self.split
+            self._attention(n) for n in self.nodes if n.target is ATTENTION and n in self.split
         ]
         blocks += [
             self._mlp(n)
@@ -193,7 +191,7 @@ class _Finder:
         return passed, linears
 
     def _attention(self, node: fx.Node) -> Block | None:
-        up, before = self._back_to_linears(node.args[:3])
+        up, before = self._back_to_linears(AttentionCall.of(node).qkv)
         after: list[fx.Node] = []
         downs: list[fx.Node] = []
         results = {u.args[1]: u for u in node.users if u.target is operator.getitem}

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from paradyse.distributed.replicas import SUM_OVER_REPLICAS
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Factor, Names, resolve
 
 aten = torch.ops.aten
@@ -94,8 +95,8 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> 
     """Whether each rank can compute its rows of ``node``, along ``seq``, from its rows of the
     inputs; of attention, whether all its inputs are ``split``.
     """
-    if node.target == torch.ops.paradyse.attention.default:
-        return all(a in split for a in node.args[:3])
+    if node.target is ATTENTION:
+        return all(x in split for x in AttentionCall.of(node).qkv)
     if seq in names.mixed(node):
         return False
     val = node.meta["val"]

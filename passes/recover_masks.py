@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-import paradyse.kernels.attention_op  # noqa: F401  registers the operator
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.subgraph import live_nodes
 from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
 from paradyse.passes.mask_emit import Emitter
@@ -19,10 +19,10 @@ from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visibl
 from paradyse.passes.mask_values import MaskValues, shape_of
 from paradyse.passes.retrace import memory_of
 from paradyse.torch_private import OpOverload, schema_of
+from paradyse.types import MaskSpec
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
-_FOLDED = torch.ops.paradyse.attention.default
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _MERGES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
@@ -59,8 +59,26 @@ def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
 
 def _is_dense(node: fx.Node) -> bool:
     """Whether an attention knows its mask by element, or as causal, only."""
-    return node.target is _SDPA or (
-        node.target is _FOLDED and node.args[3:5] == (None, None) and node.args[7:10] == (-1,) * 3
+    if node.target is not ATTENTION:
+        return node.target is _SDPA
+    spec = replace(AttentionCall.of(node), bias=None).mask_spec
+    return spec == MaskSpec()
+
+
+def _call_of(node: fx.Node) -> AttentionCall:
+    """SDPA, or what ``fold_attention`` made, as a call whose bias is the dense mask."""
+    if node.target is ATTENTION:
+        return AttentionCall.of(node)
+    given = _arguments(node)
+    scale = given["scale"]
+    return AttentionCall(
+        given["query"],
+        given["key"],
+        given["value"],
+        bias=given["attn_mask"],
+        right=0 if given["is_causal"] else -1,
+        scale=1 / math.sqrt(shape_of(given["query"])[-1]) if scale is None else float(scale),
+        dropout_p=float(given["dropout_p"]),
     )
 
 
@@ -76,22 +94,20 @@ class Recovery:
         self.written = _written(gm.graph)
 
     def rewrite(self, node: fx.Node) -> bool:
-        call = _arguments(node)
-        folded = node.target is _FOLDED
-        if folded:  # its mask is the bias, and the result of interest the first of two
-            call |= {"query": call["q"], "key": call["k"], "value": call["v"]}
-            call |= {"attn_mask": call["bias"], "is_causal": False}
+        call = _call_of(node)
+        folded = node.target is ATTENTION
+        if folded:  # the result of interest is the first of two
             (node,) = node.users
-        q, mask = call["query"], call["attn_mask"]
+        q, mask = call.q, call.bias
         if refusal := self._refusal(call):
             left = "dense mask kept" if folded else "left to PyTorch"
             self.reasons[f"{left}, {refusal}"].append(label(node))
             return False
-        k, v = _without_repeat(call["key"]), _without_repeat(call["value"])
+        k, v = _without_repeat(call.k), _without_repeat(call.v)
         if shape_of(k)[1] != shape_of(v)[1]:
-            k, v = call["key"], call["value"]
+            k, v = call.k, call.v
         emit = Emitter(self.graph, node, (shape_of(q)[0], shape_of(q)[2]))
-        spec = Recovered(right=0 if call["is_causal"] else -1)
+        spec = Recovered(right=call.right)
         padding = documents = bias = None
         if mask is not None:
             found = self.recover(mask)
@@ -99,9 +115,7 @@ class Recovery:
                 self.reasons[f"dense mask kept, it {found}"].append(label(node))
                 bias = self._dense(mask, emit)
             else:
-                if call["is_causal"]:
-                    found = replace(found, right=0)
-                spec = found
+                spec = found if call.right < 0 else replace(found, right=call.right)
                 if spec.padding != TRUE:
                     padding = self._emit((spec.padding,), emit)
                 if spec.documents:
@@ -111,28 +125,25 @@ class Recovery:
         q, k, v = (emit.cast(x, out) for x in (q, k, v))
         if bias is not None and bias.meta["val"].dtype.is_floating_point:
             bias = emit.cast(bias, out)
-        scale = call["scale"]
-        scale = 1 / math.sqrt(shape_of(q)[-1]) if scale is None else float(scale)
-        where = (spec.left, spec.right, spec.chunk)
-        numbers = (scale, call.get("softcap", 0.0), float(call["dropout_p"]))
-        args = (q, k, v, padding, documents, bias, None, *where, *numbers)
-        attention = emit.call(_FOLDED, args, keep_meta=True)
+        masks: dict[str, Any] = {"key_padding": padding, "document_ids": documents, "bias": bias}
+        masks |= {"left": spec.left, "right": spec.right, "chunk": spec.chunk}
+        args = replace(call, q=q, k=k, v=v, **masks).args
+        attention = emit.call(ATTENTION, args, keep_meta=True)
         result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
         return True
 
-    def _refusal(self, call: dict[str, Any]) -> str | None:
-        q, k, v = (shape_of(call[x]) for x in ("query", "key", "value"))
+    def _refusal(self, call: AttentionCall) -> str | None:
+        q, k, v = (shape_of(x) for x in call.qkv)
         if not len(q) == len(k) == len(v) == 4:
             return f"queries have {len(q)} dims and keys {len(k)}, not 4"
         if q[2] != k[2]:
             return f"{q[2]} queries see {k[2]} keys"
         if not q[0] == k[0] == v[0]:
             return "batches differ"
-        mask = call["attn_mask"]
-        if mask is not None and _is_learned(mask):
-            return f"the mask `{mask.name}` is learned"
+        if call.bias is not None and _is_learned(call.bias):
+            return f"the mask `{call.bias.name}` is learned"
         return None
 
     def recover(self, mask: fx.Node) -> Recovered | str:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from paradyse.distributed import collectives
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.subgraph import Piece, is_weight, live_nodes, make_piece
 from paradyse.passes.outline_blocks import Block
 from paradyse.strategies.base import is_tensor
@@ -227,5 +228,4 @@ def _is_small(piece: Piece) -> bool:
 
 def _drops(node: fx.Node) -> bool:
     """Whether it is attention with dropout."""
-    attention = node.target == torch.ops.paradyse.attention.default
-    return attention and len(node.args) > 12 and float(node.args[12]) > 0
+    return node.target is ATTENTION and AttentionCall.of(node).dropout_p > 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Dim, Names, Rule, resolve, rule
 from paradyse.torch_private import schema_of
 
@@ -138,16 +139,17 @@ _ATTENTION = factor_map(
 )
 
 
-def attention_dims(names: Names, node: fx.Node) -> Any:
+@rule(ATTENTION)
+def attention(names: Names, node: fx.Node) -> Any:
     """Attention, the anchor that says which factor is batch, heads, sequence, head width.
 
     ``q[b, k g, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s],
     bias[b, k g, s, s] -> [b, k g, s, e], [b, k g, s]; mixes s, d``, where g query heads read the
     same KV head.
     """
-    q, k = node.args[:2]
-    heads, kv_heads = _shape(q)[1], _shape(k)[1]
-    names.unify(names.of(q)[1], (*names.of(k)[1], *names.fresh([heads // kv_heads])[0]))
+    call = AttentionCall.of(node)
+    heads, kv_heads = _shape(call.q)[1], _shape(call.k)[1]
+    names.unify(names.of(call.q)[1], (*names.of(call.k)[1], *names.fresh([heads // kv_heads])[0]))
     return _ATTENTION(names, node)
 
 

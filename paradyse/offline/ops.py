@@ -17,7 +17,11 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, TokenLayout, register_axis
 from paradyse.distributed.tokens import gather_tokens, reduce_scatter_tokens
-from paradyse.strategies.attention import colossal, ring, ulysses
+from paradyse.strategies.attention.operators import (
+    METHODS,
+    attention_across_ranks,
+    attention_across_ranks_backward,
+)
 from paradyse.torch_private import body_of, overload_of, schema_of
 
 RING = 4
@@ -51,20 +55,20 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
     short = _ShortRing(f"{axis.name} dry", min(p, RING), 0, axis.group, num_ranks=p)
     register_axis(short)
 
-    def with_numbers(op: Any, length: Callable[..., int], name: str) -> Callable[..., Any]:
-        """The body of ``op``, told the sequence's length, on the axis ``name``."""
+    def with_numbers(op: Any) -> Callable[..., Any]:
+        """The body of ``op``, told the sequence's length; a ring's on the short axis."""
         at = [a.name for a in schema_of(op).arguments].index
 
         def run(*args: Any) -> Any:
-            given = list(args)
-            given[at("info")] = (length(*args), block_id)
-            given[at("axis")] = name
+            given, length, name = list(args), 0, axis.name
+            if op in attention:
+                length = args[0].shape[2] * p
+                if METHODS[args[at("method")]].steps_alike:
+                    name = short.name
+            given[at("info")], given[at("axis")] = (length, block_id), name
             return body_of(op)(*given)
 
         return run
-
-    def tokens(q: Tensor, *rest: Any) -> int:
-        return q.shape[2] * p
 
     def gather(x: Tensor, local: Tensor, whole: Tensor, info: Any, dim: int, name: str) -> Tensor:
         stacked = collectives.all_gather(x, axis, block_id)
@@ -79,24 +83,9 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
         del parts
         return collectives.reduce_scatter(stacked, axis, block_id)
 
-    many = p >= MANY_RANKS
-    rings = (
-        ring.attention_ring,
-        ring._backward,
-        colossal.attention_colossal,
-        colossal._backward,
-    )
-    exchanges = (ulysses.attention_ulysses, ulysses._backward)
-    found = {
-        **{op: with_numbers(op, tokens, short.name) for op in rings},
-        **{op: with_numbers(op, tokens, axis.name) for op in exchanges},
-        gather_tokens: gather if many else with_numbers(gather_tokens, _no_length, axis.name),
-        reduce_scatter_tokens: scatter
-        if many
-        else with_numbers(reduce_scatter_tokens, _no_length, axis.name),
-    }
+    attention = (attention_across_ranks, attention_across_ranks_backward)
+    communicate = (*attention, gather_tokens, reduce_scatter_tokens)
+    found = {op: with_numbers(op) for op in communicate}
+    if p >= MANY_RANKS:
+        found |= {gather_tokens: gather, reduce_scatter_tokens: scatter}
     return numbers | {overload_of(op): run for op, run in found.items()}
-
-
-def _no_length(*args: Any) -> int:
-    return 0

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
-from torch import fx
-
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import is_weight, structure
 from paradyse.passes.split_steps import BlockStep
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.base import WHOLE
-from paradyse.types import BlockSpec, MaskSpec
+from paradyse.types import BlockSpec
 
 
 def describe_blocks(program: Program) -> tuple[BlockSpec, ...]:
@@ -27,27 +25,15 @@ def describe_masks(blocks: Sequence[BlockSpec]) -> str:
     return "; ".join(sorted(kinds))
 
 
-def mask_of(attention: fx.Node) -> MaskSpec | None:
-    """The mask of the node ``attention``; None where it is a dense bias."""
-    args: list[Any] = [
-        *attention.args,
-        *(None, None, None, None, -1, -1, -1)[len(attention.args) - 3 :],
-    ]
-    padding, documents, bias, _, left, right, chunk = args[3:10]
-    if bias is not None:
-        return None
-    left, right, chunk = (None if n < 0 else n for n in (left, right, chunk))
-    return MaskSpec(left, right, chunk, padding is not None, documents is not None)
-
-
 def _describe(program: Program, step: BlockStep) -> BlockSpec:
     block, scope = step.block, program.scope
     weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
     split = [n.args[1].meta["val"] for n in (*block.up, *block.downs)]
     down = block.down.args[1].meta["val"]
     heads = kv_heads = head_dim = intermediate = 0
-    if block.attention is not None:
-        q, k = (a.meta["val"].shape for a in block.attention.args[:2])
+    call = AttentionCall.of(block.attention) if block.attention is not None else None
+    if call is not None:
+        q, k = call.q.meta["val"].shape, call.k.meta["val"].shape
         heads, kv_heads, head_dim = q[1], k[1], q[3]
     else:
         intermediate = down.shape[1]
@@ -65,5 +51,5 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         intermediate=intermediate,
         num_weight_elements=sum(w.numel() for w in weights),
         num_split_weight_elements=sum(w.numel() for w in split),
-        mask=mask_of(block.attention) if block.attention is not None else None,
+        mask=call.mask_spec if call is not None else None,
     )

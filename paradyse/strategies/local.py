@@ -9,12 +9,14 @@ same program. One rank is the case without any exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import Override, Piece, run
+from paradyse.strategies.attention.operators import attend_across_ranks
 from paradyse.strategies.base import (
     SPLIT,
     WHOLE,
@@ -31,17 +33,13 @@ from paradyse.strategies.base import (
 from paradyse.strategies.dropout import dropout_overrides
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
 
-_RANKED = {
-    "megatron_cz": "attention_ring",
-    "ulysses_z": "attention_ulysses",
-    "colossal_z": "attention_colossal",
-}
+_METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "colossal"}
+"""How attention crosses ranks under each strategy."""
 
 
 def masks_of(attention: fx.Node | None) -> set[fx.Node]:
     """The key padding, document ids and bias of an attention node: they stay whole."""
-    extras = attention.args[3:6] if attention is not None else ()
-    return {n for n in extras if isinstance(n, fx.Node)}
+    return set(AttentionCall.of(attention).mask_nodes) if attention is not None else set()
 
 
 def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
@@ -50,28 +48,14 @@ def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) ->
     """
     *_, info, seed = common
 
-    def local(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        kp, docs, bias, _, *numbers = _filled(rest)
-        return torch.ops.paradyse.attention(q, k, v, kp, docs, bias, _seed(numbers, seed), *numbers)
+    def local(*args: Any) -> Any:
+        return AttentionCall(*args).seeded(seed).run()
 
-    def ranked(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        kp, docs, bias, _, *numbers = _filled(rest)
-        op = getattr(torch.ops.paradyse, _RANKED[strategy])
-        return op(q, k, v, info, kp, docs, bias, _seed(numbers, seed), *numbers, scope.axis.name)
+    def across_ranks(*args: Any) -> Any:
+        call = replace(AttentionCall(*args).seeded(seed), info=info)
+        return attend_across_ranks(call, _METHODS[strategy], scope.axis)
 
-    return ranked if strategy in _RANKED and scope.axis.size > 1 else local
-
-
-_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0, 0.0)
-
-
-def _filled(rest: Sequence[Any]) -> list[Any]:
-    """Arguments after q, k, v up to dropout_p, with defaults."""
-    return [*rest, *_DEFAULTS[len(rest) :]]
-
-
-def _seed(numbers: Sequence[Any], seed: Tensor) -> Tensor | None:
-    return seed if numbers[-1] > 0 else None
+    return across_ranks if strategy in _METHODS and scope.axis.size > 1 else local
 
 
 class LocalPiece:

@@ -12,14 +12,16 @@ Saved for backward are x, O_g and lse_g; q, k, v (for an MLP: the columns) are c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece
+from paradyse.strategies.attention.operators import attend_across_ranks, backward_across_ranks
 from paradyse.strategies.base import (
     SPLIT,
     WHOLE,
@@ -35,7 +37,6 @@ from paradyse.strategies.dropout import dropout_overrides, has_dropout
 from paradyse.strategies.groups.analyse import analyse, closure, may_be_split
 from paradyse.strategies.groups.evaluate import (
     Segments,
-    attention_extras,
     evaluate,
     evaluate_ups,
     local_shape,
@@ -56,9 +57,8 @@ def masks_inside(block: Any) -> str:
     """Why the ring cannot have the mask of ``block`` whole; "" where it can."""
     if block.attention is None:
         return ""
-    extras, _ = attention_extras(block.attention.args[3:])
     inside = set(block.nodes)
-    for mask in (m for m in extras if isinstance(m, fx.Node)):
+    for mask in AttentionCall.of(block.attention).mask_nodes:
         if mask in inside or may_be_split(mask):
             return f"its mask {mask} is computed from hidden states"
     return ""
@@ -152,10 +152,8 @@ class MetpVariant:
         self.scope, self.piece = scope, piece
         self.groups = groups = analyse(scope, block)
         self.segments = segments = Segments(scope, groups)
-        self.masks: list[Any] = []
-        self.numbers: list[Any] = []
-        if block.attention is not None:
-            self.masks, self.numbers = attention_extras(block.attention.args[3:])
+        self.call = AttentionCall.of(block.attention) if block.attention is not None else None
+        self.masks = self.call.masks if self.call is not None else ()
         read = [*segments.gathered, *segments.replicated, *groups.slices]
         self.local = [n for n in read if n not in self.masks]
         """Values on local tokens that the groups read."""
@@ -180,8 +178,8 @@ class MetpVariant:
         self.before: _Stage | None = None
         attended = None
         nodes = groups.core
-        if block.attention is not None:
-            qkv = block.attention.args[:3]
+        if self.call is not None:
+            qkv = self.call.qkv
             inside = closure(scope, qkv, region, leaves)
             self.before = _Stage(self, "before", part("before", inside, qkv), qkv)
             attended = next(u for u in block.attention.users if u.args[1] == 0)
@@ -241,15 +239,19 @@ class MetpVariant:
             self._heads[index] = ids.to(device)
         return self._heads[index]
 
-    def _ring(self, call: _Call, index: int) -> list[Any]:
-        """Arguments of the ring operator after q, k and v."""
+    def _attention(self, call: _Call, index: int, qkv: Sequence[Tensor]) -> AttentionCall:
+        """The attention of group ``index``."""
+        assert self.call is not None
         masks = [
             self.groups.slices[n].take(m, index).contiguous() if n in self.groups.slices else m
             for n, m in zip(self.masks, call.masks, strict=True)
         ]
-        seed = call.common[-1] if self.numbers[-1] > 0 else None
-        heads = self.heads(index, seed.device) if seed is not None else None
-        return [call.common[3], *masks, seed, *self.numbers, self.scope.axis.name, heads]
+        seeded = self.call.seeded(call.common[-1])
+        heads = self.heads(index, seeded.seed.device) if seeded.seed is not None else None
+        q, k, v = qkv
+        padding, documents, bias = masks
+        tensors = {"q": q, "k": k, "v": v, "key_padding": padding, "document_ids": documents}
+        return replace(seeded, **tensors, bias=bias, head_ids=heads, info=call.common[3])
 
     def forward_groups(
         self, call: _Call, tensors: Sequence[Tensor], needs: Sequence[bool]
@@ -272,8 +274,9 @@ class MetpVariant:
                 with torch.set_grad_enabled(any(needs)):
                     qkv = [t.detach() for t in self.before(call, group, heads)]
                 with torch.no_grad():
-                    out, lse = torch.ops.paradyse.attention_ring(*qkv, *self._ring(call, index))
-                del qkv
+                    attention = self._attention(call, index, qkv)
+                    out, (lse,) = attend_across_ranks(attention, "ring", self.scope.axis)
+                del qkv, attention
                 saved += [out, lse]
                 attended = out.transpose(1, 2).detach().requires_grad_(any(needs))
             with torch.set_grad_enabled(any(needs)):
@@ -309,13 +312,13 @@ class MetpVariant:
             if self.before is not None:
                 with torch.enable_grad():
                     qkv = self.before(call, group, heads)
-                d_qkv = torch.ops.paradyse.attention_ring_backward(
+                d_qkv = backward_across_ranks(
                     grads[-1].transpose(1, 2),
-                    *(t.detach() for t in qkv),
                     out,
-                    lse,
-                    *self._ring(call, index),
-                    False,
+                    [lse],
+                    self._attention(call, index, [t.detach() for t in qkv]),
+                    "ring",
+                    self.scope.axis,
                 )
                 taken.add(index, where, _gradients(qkv, d_qkv[:3], leaves))
             taken.send(index)

@@ -8,11 +8,13 @@ scattered back to the ranks' tokens. Norm, bias, dropout and residual stay local
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.strategies.base import (
@@ -31,7 +33,6 @@ from paradyse.strategies.dropout import dropout_overrides, has_dropout
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import (
     Segments,
-    attention_extras,
     evaluate,
     evaluate_ups,
     local_shape,
@@ -56,7 +57,7 @@ class TensorParallelVariant:
         self.uses: Uses = list(zip(self.nodes, self.forms, strict=True))
         self.heads: Tensor | None = None
         self.needs_heads = has_dropout(groups.core) or (
-            block.attention is not None and attention_extras(block.attention.args[3:])[1][-1] > 0
+            block.attention is not None and AttentionCall.of(block.attention).dropout_p > 0
         )
         dims: list[Dims] = [((groups.slots.queries_per_rank,),)] * self.needs_heads
         dims += [spec_dims(scope, n, SPLIT) for n in segments.inputs]
@@ -127,10 +128,8 @@ class TensorParallelVariant:
         return list(together.values())
 
     def _attention(self, common: Sequence[Tensor], heads: Tensor | None) -> Override:
-        def whole_sequence(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-            extras, numbers = attention_extras(rest)
-            seed = common[-1] if numbers[-1] > 0 else None
-            return torch.ops.paradyse.attention(q, k, v, *extras, seed, *numbers, heads)
+        def whole_sequence(*args: Any) -> Any:
+            return replace(AttentionCall(*args).seeded(common[-1]), head_ids=heads).run()
 
         return whole_sequence
 

@@ -66,7 +66,7 @@ def flash(width: int, **mask: Any) -> None:
     positions = torch.empty(TOKENS, dtype=torch.int32, device="meta")
     plan = flash_plan.make_plan(q, k, v, describe_mask(positions, positions, spec), spec)
     out, lse = launch_forward(q, k, v, plan)
-    launch_backward(torch.empty_like(out), None, q, k, v, out, lse, plan)
+    launch_backward(torch.empty_like(out), q, k, v, out, lse, plan)
 
 
 def cases() -> Iterator[Case]:

@@ -1,14 +1,12 @@
 """Where Triton kernels are tested: natively on a GPU, else in Triton's interpreter on the CPU.
 
-The interpreter has to be chosen before Triton is imported, so a file of kernel tests runs itself
-once more in a process of its own (``run_in_interpreter``); here ``kernels`` skips what needs that.
+The interpreter has to be chosen before Triton is imported, so ``test_interpreter`` runs the tests
+that are marked ``kernels``, of all files, in one process of its own.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -21,22 +19,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NATIVE = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if NATIVE else "cpu"
 
-kernels = pytest.mark.skipif(
-    not (NATIVE or INTERPRETED), reason="runs in the interpreter's process"
-)
+kernels = pytest.mark.kernels
 """Tests that launch kernels."""
-outside = pytest.mark.skipif(INTERPRETED, reason="runs outside the interpreter's process")
-"""Tests that launch none."""
-in_interpreter = pytest.mark.skipif(NATIVE or INTERPRETED, reason="this is the process")
-"""The test that calls ``run_in_interpreter``."""
-
-
-def run_in_interpreter(file: str) -> None:
-    """The tests of ``file`` that are not slow, in a process whose kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 def _let_loops_read_bounds() -> None:
@@ -54,8 +38,28 @@ def _let_loops_read_bounds() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-if INTERPRETED and [int(x) for x in metadata.version("triton").split(".")[:2]] < [3, 9]:
-    _let_loops_read_bounds()
+def _patch_once_per_launch() -> None:
+    """The interpreter replaces Triton's functions at a launch, and again at every call of a device
+    function, which takes half of its time. What Triton's own device functions see stays replaced.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    replace, seen = InterpretedFunction.__call__, set[str]()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.fn.__module__
+        if module in seen or module.startswith("paradyse."):
+            return self.rewrite()(*args, **kwargs)
+        seen.add(module)
+        return replace(self, *args, **kwargs)
+
+    InterpretedFunction.__call__ = call
+
+
+if INTERPRETED:
+    _patch_once_per_launch()
+    if [int(x) for x in metadata.version("triton").split(".")[:2]] < [3, 9]:
+        _let_loops_read_bounds()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import dense_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,6 @@ import paradyse.kernels.attention_op  # noqa: F401  registers the operator
 from paradyse.kernels.attention import (
     attention_backward,
     attention_forward,
-    attention_reference,
     bias_gradient,
     merge_partials,
 )
@@ -125,7 +125,7 @@ def check(
     learned = bias is not None and bias.is_floating_point()
     exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
     ins = [*exact, bias.requires_grad_()] if learned and bias is not None else exact
-    out0, lse0 = attention_reference(*exact, *runs, spec)
+    out0, lse0 = dense_attention(*exact, *map(run_positions, runs), spec)
     grads0 = torch.autograd.grad(out0, ins, grad.double())
     pad_q, pad_k = (run_positions(r) >= spec.seq_len for r in runs)
     for x, pad in ((q, pad_q), (grad, pad_q), (k, pad_k), (v, pad_k)):
@@ -345,7 +345,8 @@ def test_nothing_has_s_times_s_elements(positions: str, name: str, monkeypatch: 
 
 def plan(q_runs: Runs, kv_runs: Runs, seq_len: int, **positions: Any) -> tuple[masks.Tile, ...]:
     where = (positions.get("left"), positions.get("right"), positions.get("chunk"))
-    return masks.segments(masks.position_intervals(q_runs, kv_runs, seq_len, *where), 4)
+    spec = AttentionSpec(seq_len, 1.0, *where)
+    return masks.segments(masks.position_intervals(q_runs, kv_runs, spec), 4)
 
 
 def test_plain_cases_are_one_call_without_a_mask() -> None:

@@ -1,46 +1,30 @@
-"""``flash_attention`` and its Triton kernels against attention by definition in float64.
-
-Natively on CUDA. Without it the kernel tests run in a process of their own in Triton's interpreter,
-which has to be chosen before Triton is imported; what is not marked runs on the CPU path in this
-one.
-"""
+"""The Triton kernels of attention against its definition in float64."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kernel_device import (
     DEVICE,
-    INTERPRETED,
-    NATIVE,
     among_nan,
-    in_interpreter,
     kernels,
-    outside,
     poisoned_memory,
-    run_in_interpreter,
 )
+from reference import dense_attention, visible_pairs
 from torch import Tensor
 
 from paradyse.kernels.attention import merge_partials
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
-from paradyse.kernels.flash_attention import flash_attention, flash_attention_backward
-from paradyse.kernels.flash_reference import dense_attention, visible_pairs
+from paradyse.kernels.flash_plan import refusal
 from paradyse.kernels.flash_runs import backward, forward
 from paradyse.kernels.flash_tiles import GROUP, MAX_SEGMENTS, describe_mask
 
 # Relative norms. Sums of a few hundred terms in float32; for the others one rounding of
 # probabilities and of the result (2^-11, 2^-8) on top of inputs that both sides share.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-@in_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 def relative(got: Tensor, want: Tensor, floor: float = 1e-30) -> float:
@@ -57,23 +41,22 @@ def make(sizes: tuple[int, ...], n_q: int, n_k: int, dtype: torch.dtype) -> list
 
 def check(
     spec: AttentionSpec,
-    i: Tensor,
-    j: Tensor,
+    q_runs: Runs,
+    kv_runs: Runs,
     sizes: tuple[int, ...] = (2, 1, 1, 16, 16),
     dtype: torch.dtype = torch.float32,
-    softcap: float | None = None,
 ) -> None:
     """Output, lse and every gradient; tokens past the end hold NaN, as does all around inputs."""
+    i, j = at(q_runs), at(kv_runs)
     q, k, v, grad = (among_nan(x) for x in make(sizes, len(i), len(j), dtype))
     exact = [x.double().clone().requires_grad_() for x in (q, k, v)]
-    out0, lse0 = dense_attention(*exact, i, j, replace(spec, softcap=softcap))
+    out0, lse0 = dense_attention(*exact, i, j, spec)
     grads0 = torch.autograd.grad(out0, exact, grad.double())
-    for x, at in ((q, i), (grad, i), (k, j), (v, j)):
-        x[:, :, at >= spec.seq_len] = torch.nan
-    where = {"q_positions": i, "kv_positions": j, "mask_spec": spec, "scale": spec.scale}
+    for x, positions in ((q, i), (grad, i), (k, j), (v, j)):
+        x[:, :, positions >= spec.seq_len] = torch.nan
     with poisoned_memory():
-        out, lse = flash_attention(q, k, v, **where, softcap=softcap)
-        grads = flash_attention_backward(grad, q, k, v, out, lse, **where, softcap=softcap)
+        out, lse = forward(q, k, v, q_runs, kv_runs, spec)
+        grads = backward(grad, q, k, v, out, lse, q_runs, kv_runs, spec)
     assert out.dtype == dtype and not out.isnan().any()
     unseen = lse0 == -torch.inf
     assert torch.equal(lse == -torch.inf, unseen) and (out[unseen] == 0).all()
@@ -144,7 +127,7 @@ MASKS = (
 def test_every_mask(name: str) -> None:
     """A whole sequence whose last tokens are padding; no length fills a tile."""
     s = 40
-    whole = at(((0, s + 3),))
+    whole = ((0, s + 3),)
     check(AttentionSpec(s, 0.3, **mask(name, s)), whole, whole)
 
 
@@ -153,8 +136,8 @@ def test_every_mask(name: str) -> None:
 def test_positions_of_a_ring_and_shuffled_ones(name: str) -> None:
     s = 61
     spec = AttentionSpec(s, 0.3, **mask(name, s))
-    check(spec, at(balanced(s, 0)), at(balanced(s, 1)))
-    check(spec, at(((3, 7),)), torch.randperm(s, device=DEVICE))
+    check(spec, balanced(s, 0), balanced(s, 1))
+    check(spec, ((3, 7),), tuple((x, 1) for x in torch.randperm(s).tolist()))
 
 
 @kernels
@@ -169,31 +152,31 @@ def test_positions_of_a_ring_and_shuffled_ones(name: str) -> None:
     ],
 )
 def test_dtypes_widths_and_grouped_heads(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    i = torch.arange(35, device=DEVICE)
-    check(AttentionSpec(35, sizes[3] ** -0.5, right=0), i, i.int(), sizes, dtype)
+    whole = ((0, 35),)
+    check(AttentionSpec(35, sizes[3] ** -0.5, right=0), whole, whole, sizes, dtype)
 
 
 @kernels
 @pytest.mark.parametrize("n", [1, 16, 33])
 def test_lengths(n: int) -> None:
-    check(AttentionSpec(n, 0.5, right=0), at(((0, n),)), at(((0, n),)), (1, 1, 1, 16, 16))
+    check(AttentionSpec(n, 0.5, right=0), ((0, n),), ((0, n),), (1, 1, 1, 16, 16))
 
 
 @kernels
 def test_softcap() -> None:
-    i = torch.arange(40, device=DEVICE)
-    check(AttentionSpec(40, 2.0, right=0), i, i, softcap=5.0)
-    check(AttentionSpec(40, 2.0, **mask("holes", 40)), i, i, softcap=5.0)
+    whole = ((0, 40),)
+    check(AttentionSpec(40, 2.0, right=0, softcap=5.0), whole, whole)
+    check(AttentionSpec(40, 2.0, **mask("holes", 40), softcap=5.0), whole, whole)
 
 
 @kernels
 @pytest.mark.parametrize("shape", [(1, 2, 40, 40), (2, 1, 40, 1), (1, 3, 1, 40)])
 def test_bias(shape: tuple[int, ...]) -> None:
-    i = torch.arange(40, device=DEVICE)
     heads = torch.tensor([2, 0], device=DEVICE) if shape[1] == 3 else None
+    softcap = 3.0 if shape[0] == 2 else None
     for bias in (torch.randn(shape, device=DEVICE), torch.rand(shape, device=DEVICE) > 0.3):
-        spec = AttentionSpec(40, 0.3, right=0, bias=bias, head_ids=heads)
-        check(spec, i[:20], i, (2, 2, 1, 16, 16), softcap=3.0 if shape[0] == 2 else None)
+        spec = AttentionSpec(40, 0.3, right=0, bias=bias, head_ids=heads, softcap=softcap)
+        check(spec, ((0, 20),), ((0, 40),), (2, 2, 1, 16, 16))
 
 
 @kernels
@@ -202,7 +185,7 @@ def test_scores_of_any_magnitude() -> None:
     q, k, v, _ = make((1, 1, 1, 16, 16), 40, 40, torch.float32)
     q, k = q.round(), k.round()  # so that scores of 1e4 are exact
     spec = AttentionSpec(40, 1024.0, right=0)
-    out, lse = flash_attention(q, k, v, q_positions=i, kv_positions=i, mask_spec=spec, scale=1024.0)
+    out, lse = forward(q, k, v, ((0, 40),), ((0, 40),), spec)
     out0, lse0 = dense_attention(q.double(), k.double(), v.double(), i, i, spec)
     assert lse0.abs().max() > 1e4
     assert relative(lse, lse0) < 2e-7
@@ -217,10 +200,10 @@ def test_dropout_drops_the_pairs_of_the_definition(p: float) -> None:
     s, seed = 45, torch.tensor(2**40 + 11)
     heads = torch.tensor([5, 1], device=DEVICE)
     spec = AttentionSpec(s, 0.3, right=0, dropout_p=p, seed=seed, head_ids=heads)
-    check(spec, at(balanced(s, 1)), at(balanced(s, 0)), (2, 2, 1, 16, 16))
+    check(spec, balanced(s, 1), balanced(s, 0), (2, 2, 1, 16, 16))
     if p < 1:
-        spec = AttentionSpec(s, 0.3, left=30, dropout_p=p, seed=seed.to(DEVICE))
-        check(spec, at(((0, s),)), at(((0, s),)), softcap=4.0)
+        spec = AttentionSpec(s, 0.3, left=30, dropout_p=p, seed=seed.to(DEVICE), softcap=4.0)
+        check(spec, ((0, s),), ((0, s),))
 
 
 @kernels
@@ -235,17 +218,12 @@ def test_subsets_of_keys_compose(name: str) -> None:
     out0, lse0 = dense_attention(*exact, i, i, spec)
     grads0 = torch.autograd.grad(out0, exact, grad.double())
     out, lse = torch.zeros_like(out0).float(), torch.full_like(lse0, -torch.inf).float()
-    parts = (slice(0, cut), slice(cut, s))
-    rest: dict[str, Any] = {"q_positions": i, "mask_spec": spec, "scale": spec.scale}
-    for keys in parts:
-        part = flash_attention(q, k[:, :, keys], v[:, :, keys], kv_positions=i[keys], **rest)
-        out, lse = merge_partials(out, lse, *part)
-    each = [
-        flash_attention_backward(
-            grad, q, k[:, :, keys], v[:, :, keys], out, lse, kv_positions=i[keys], **rest
-        )
-        for keys in parts
-    ]
+    whole = ((0, s),)
+    parts = [(k[:, :, :cut], v[:, :, :cut], whole, ((0, cut),), spec)]
+    parts += [(k[:, :, cut:], v[:, :, cut:], whole, ((cut, s - cut),), spec)]
+    for part in parts:
+        out, lse = merge_partials(out, lse, *forward(q, *part))
+    each = [backward(grad, q, *part[:2], out, lse, *part[2:]) for part in parts]
     dq, dk, dv = zip(*each, strict=True)
     got = (out, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2))
     for x, want in zip(got, (out0, *grads0), strict=True):
@@ -253,39 +231,21 @@ def test_subsets_of_keys_compose(name: str) -> None:
 
 
 @kernels
-def test_lse_has_a_gradient_and_runs_are_the_same() -> None:
+def test_gradients_are_the_same_in_every_run() -> None:
     s = 40
-    spec = AttentionSpec(s, 0.3, **mask("left padding", s, 1))
-    i = torch.arange(s, device=DEVICE)
+    where = (((0, s),), ((0, s),), AttentionSpec(s, 0.3, **mask("left padding", s, 1)))
     q, k, v, grad = make((1, 4, 1, 16, 16), s, s, torch.float32)
-    ins = [x.requires_grad_() for x in (q, k, v)]
-    where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec, "scale": 0.3}
-    grads = []
-    for _ in range(2):
-        out, lse = flash_attention(*ins, **where)
-        loss = (out * grad).sum() + lse[lse > -torch.inf].square().sum()
-        grads.append(torch.autograd.grad(loss, ins))
-    exact = [x.detach().double().requires_grad_() for x in ins]
-    out, lse = dense_attention(*exact, i, i, spec)
-    loss = (out * grad).sum() + lse[lse > -torch.inf].square().sum()
-    for got, again, want in zip(*grads, torch.autograd.grad(loss, exact), strict=True):
-        assert relative(got, want) < TOLERANCE[torch.float32]
-        assert torch.equal(got, again)
+    out, lse = forward(q, k, v, *where)
+    first, again = (backward(grad, q, k, v, out, lse, *where) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
-@kernels
-def test_runs_give_what_positions_give() -> None:
-    s = 45
-    spec = AttentionSpec(s, 0.3, right=0)
-    runs = balanced(s, 0), balanced(s, 1)
-    q, k, v, grad = make((1, 2, 1, 16, 16), 24, 24, torch.float32)
-    where: dict[str, Any] = {"q_positions": at(runs[0]), "kv_positions": at(runs[1])}
-    where |= {"mask_spec": spec, "scale": 0.3}
-    out, lse = flash_attention(q, k, v, **where)
-    want = (out, lse, *flash_attention_backward(grad, q, k, v, out, lse, **where))
-    out, lse = forward(q, k, v, *runs, spec)
-    got = (out, lse, *backward(grad, q, k, v, out, lse, *runs, spec))
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+def test_refusals_name_the_value() -> None:
+    x = torch.zeros(1, 1, 20, 16, dtype=torch.float64)
+    assert "dtype torch.float64" in (refusal(x, x, x, 0.3) or "")
+    assert "scale -1.0: must be positive" in (refusal(x.float(), x, x, -1.0) or "")
+    wide = torch.zeros(1, 1, 1, 257)
+    assert "head widths 257, 16: at most 256" in (refusal(wide, wide, x, 0.3) or "")
 
 
 # Tiles
@@ -296,8 +256,9 @@ def kinds_of_table(table: Tensor, inner: int) -> Tensor:
     kinds = torch.zeros(*table.shape[:2], inner, dtype=torch.int64)
     for b, row in itertools.product(range(table.shape[0]), range(table.shape[1])):
         entry = table[b, row].tolist()
+        assert entry[1] == 0
         full = entry[4 : 4 + 2 * entry[0]]
-        begin = 4 + 2 * MAX_SEGMENTS + 2 * entry[1]
+        begin = 4 + 2 * MAX_SEGMENTS + 2 * entry[3]
         partial = entry[begin : begin + 2 * entry[2]]
         for kind, flat in ((2, full), (1, partial)):
             for a, e in zip(flat[::2], flat[1::2], strict=True):
@@ -360,97 +321,11 @@ def test_more_segments_than_fit_are_visited_as_one() -> None:
 @kernels
 def test_hidden_tiles_are_not_read() -> None:
     s = 96
-    i = torch.arange(s, device=DEVICE)
     q, k, v, grad = make((1, 1, 1, 16, 16), s, s, torch.float32)
     k[:, :, 64:], v[:, :, 64:] = torch.nan, torch.nan
     spec = AttentionSpec(s, 0.3, right=0)
-    where: dict[str, Any] = {"q_positions": i[:64], "kv_positions": i, "mask_spec": spec}
-    out, lse = flash_attention(q[:, :, :64], k, v, **where, scale=0.3)
-    saved = (grad[:, :, :64], q[:, :, :64], k, v, out, lse)
-    dq, dk, dv = flash_attention_backward(*saved, **where, scale=0.3)
+    where = (((0, 64),), ((0, s),), spec)
+    out, lse = forward(q[:, :, :64], k, v, *where)
+    dq, dk, dv = backward(grad[:, :, :64], q[:, :, :64], k, v, out, lse, *where)
     assert not any(x.isnan().any() for x in (out, lse, dq, dk, dv))
     assert (dk[:, :, 64:] == 0).all() and (dv[:, :, 64:] == 0).all()
-
-
-# The operator, on the CPU path or the kernels
-
-
-def spec_of_everything(s: int) -> AttentionSpec:
-    return AttentionSpec(
-        s,
-        0.3,
-        **mask("packed, padded", s),
-        dropout_p=0.2,
-        seed=torch.tensor(7, device=DEVICE),
-        head_ids=torch.arange(2, device=DEVICE),
-    )
-
-
-@outside
-def test_operator_is_well_formed() -> None:
-    i = torch.arange(20, device=DEVICE)
-    ins = [x.requires_grad_() for x in make((2, 2, 1, 16, 16), 20, 20, torch.float32)[:3]]
-    for spec in (AttentionSpec(20, 0.3, right=0), spec_of_everything(20)):
-        data = (spec.key_padding, spec.document_ids, None, spec.seed, spec.head_ids)
-        rest = (20, -1, 0, -1, 0.3, 0.0, spec.dropout_p)
-        op = torch.ops.paradyse.flash_attention.default
-        torch.library.opcheck(op, (*ins, i, i, *data, *rest))
-
-
-@outside
-def test_operator_compiles_without_graph_breaks() -> None:
-    s = 24
-
-    def loss(q: Tensor, k: Tensor, v: Tensor, i: Tensor, spec: AttentionSpec) -> Tensor:
-        where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec}
-        out, lse = flash_attention(q * 2, k, v, **where, scale=0.3, softcap=8.0)
-        return out.square().sum() + lse[:, :, -1].sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    i, spec = torch.arange(s, device=DEVICE), AttentionSpec(s, 0.3, right=0)
-    ins = [x.requires_grad_() for x in make((2, 2, 1, 16, 16), s, s, torch.float32)[:3]]
-    got, want = compiled(*ins, i, spec), loss(*ins, i, spec)
-    grads = [torch.autograd.grad(x, ins) for x in (got, want)]
-    torch.testing.assert_close((got, *grads[0]), (want, *grads[1]))
-
-
-@pytest.mark.skipif(NATIVE or INTERPRETED, reason="the CPU path")
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cpu_path(name: str, dtype: torch.dtype) -> None:
-    s = 61
-    spec = AttentionSpec(s, 0.3, **mask(name, s))
-    sizes = (2, 4, 2, 8, 6)
-    check(spec, at(balanced(s, 0)), at(balanced(s, 1)), sizes, dtype)
-    check(spec, at(((3, 61),)), torch.randperm(s), sizes, dtype)
-    check(spec, at(((0, s),)), at(((0, s),)), sizes, dtype, softcap=5.0)
-
-
-def test_errors_name_the_value() -> None:
-    i, spec = torch.arange(20, device=DEVICE), AttentionSpec(20, 0.3)
-    q, k, v, _ = make((1, 3, 2, 16, 16), 20, 20, torch.float32)
-    where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec, "scale": 0.3}
-    with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
-        flash_attention(q, k, v, **where)
-    q = q[:, :2]
-    with pytest.raises(ValueError, match=r"q_positions is torch.int64 \[19\].*\[20\]"):
-        flash_attention(q, k, v, **where | {"q_positions": i[1:]})
-    with pytest.raises(ValueError, match="softcap -1.0 must be positive"):
-        flash_attention(q, k, v, **where, softcap=-1.0)
-    with pytest.raises(ValueError, match="needs a seed"):
-        flash_attention(q, k, v, **where | {"mask_spec": AttentionSpec(20, 0.3, dropout_p=0.5)})
-    bias = torch.zeros(1, 1, 20, 20, device=DEVICE, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="gives a bias no gradient"):
-        flash_attention(q, k, v, **where | {"mask_spec": AttentionSpec(20, 0.3, bias=bias)})
-
-
-@kernels
-def test_refusals_name_the_value() -> None:
-    i, spec = torch.arange(20, device=DEVICE), AttentionSpec(20, 0.3)
-    q, k, v, _ = make((1, 1, 1, 16, 16), 20, 20, torch.float64)
-    where: dict[str, Any] = {"q_positions": i, "kv_positions": i, "mask_spec": spec}
-    with pytest.raises(NotImplementedError, match="dtype torch.float64"):
-        flash_attention(q, k, v, **where, scale=0.3)
-    with pytest.raises(NotImplementedError, match="scale -1.0: must be positive"):
-        flash_attention(q.float(), k.float(), v.float(), **where, scale=-1.0)

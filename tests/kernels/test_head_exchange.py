@@ -9,17 +9,14 @@ import torch
 from kernel_device import (
     DEVICE,
     among_nan,
-    in_interpreter,
     kernels,
-    outside,
     poisoned_memory,
-    run_in_interpreter,
 )
 from torch import Tensor
 
 from paradyse.distributed.axis import TokenLayout, local_positions
 from paradyse.kernels import head_exchange, triton_exchange
-from paradyse.kernels.head_exchange import HeadSlots
+from paradyse.kernels.head_slots import HeadSlots
 from paradyse.strategies.groups.heads import deal_heads
 
 PLAIN = {
@@ -32,7 +29,7 @@ TRITON = {name: getattr(triton_exchange, f"launch_{name}") for name in PLAIN}
 IMPLEMENTATIONS = pytest.mark.parametrize(
     "run",
     [
-        pytest.param(PLAIN, marks=outside, id="plain"),
+        pytest.param(PLAIN, id="plain"),
         pytest.param(TRITON, marks=kernels, id="triton"),
     ],
 )
@@ -47,11 +44,6 @@ CASES = [  # query heads, KV heads, ranks
     (12, 3, 2),
 ]
 WIDTHS = (5, 5, 3)
-
-
-@in_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

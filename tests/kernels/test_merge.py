@@ -9,11 +9,8 @@ import torch
 from kernel_device import (
     DEVICE,
     among_nan,
-    in_interpreter,
     kernels,
-    outside,
     poisoned_memory,
-    run_in_interpreter,
 )
 from torch import Tensor
 
@@ -32,11 +29,6 @@ TOLERANCE = {
     torch.bfloat16: 1.6e-2,
 }
 LARGE_LSE_ERROR = 1e-3
-
-
-@in_interpreter
-def test_kernel_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +71,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 SIZES = [(1, 1, 1, 1), (2, 3, 37, 17), (1, 2, 70, 80), (1, 1, 5, 256)]
 
 
-@pytest.mark.parametrize(
-    "kernel", [pytest.param(launch_merge, marks=kernels), pytest.param(merge, marks=outside)]
-)
+@pytest.mark.parametrize("kernel", [pytest.param(launch_merge, marks=kernels), merge])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_merged_parts_are_attention_to_all_keys(kernel, scale: float, dtype: torch.dtype) -> None:

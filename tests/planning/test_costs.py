@@ -10,13 +10,13 @@ import pytest
 import torch
 from harness import RankPool
 
-import paradyse.strategies.attention.ring
-import paradyse.strategies.attention.ulysses  # noqa: F401
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.planning.costs import BlockCost, Link, Machine, peak_bytes
 from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
+from paradyse.strategies.attention.operators import attend_across_ranks
 from paradyse.strategies.work import visible_pairs
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
 
@@ -251,7 +251,7 @@ def test_unknown_strategy_is_refused() -> None:
         prior_cost(attention(), "ring", work(8), GPU)
 
 
-def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype) -> list[int]:
+def sent_by_operator(method: str, heads: tuple[int, int], s: int, dtype: torch.dtype) -> list[int]:
     """Bytes this rank sent in a forward, and in a forward and a backward."""
     axis = resolve_axis()
     local = axis.layout(s).local_len
@@ -261,8 +261,8 @@ def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype
     )
     block_id = collectives.register_block(axis, "block")
     info = torch.tensor([s, block_id])
-    masks = (None, None, None, None, -1, 0, -1)
-    out = getattr(torch.ops.paradyse, op)(q, k, v, info, *masks, 0.25, 0.0, 0.0, axis.name)[0]
+    call = AttentionCall(q, k, v, right=0, scale=0.25, info=info)
+    out, _ = attend_across_ranks(call, method, axis)
     sent = collectives.traffic(axis, block_id).sent_bytes
     forward = sum(sent.values())
     out.sum().backward()
@@ -272,10 +272,10 @@ def sent_by_operator(op: str, heads: tuple[int, int], s: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(
-    ("op", "strategy"), [("attention_ring", "megatron_cz"), ("attention_ulysses", "ulysses_z")]
+    ("method", "strategy"), [("ring", "megatron_cz"), ("ulysses", "ulysses_z")]
 )
 def test_predicted_bytes_of_the_core_are_those_that_are_counted(
-    pool3: RankPool, op: str, strategy: str, heads: tuple[int, int], dtype: torch.dtype
+    pool3: RankPool, method: str, strategy: str, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
     block = replace(
         attention(heads[0] * 16, *heads), num_weight_elements=0, num_split_weight_elements=0
@@ -284,4 +284,4 @@ def test_predicted_bytes_of_the_core_are_those_that_are_counted(
         prior_cost(block, strategy, Workload(2, 41, dtype, training, 3), GPU).comm_bytes
         for training in (False, True)
     ]
-    assert pool3.run(sent_by_operator, op, heads, 41, dtype) == [predicted] * 3
+    assert pool3.run(sent_by_operator, method, heads, 41, dtype) == [predicted] * 3

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ import torch
 from harness import RankPool
 from torch import Tensor
 
-import paradyse.strategies.attention.operators  # noqa: F401  registers the operators
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis, local_positions, resolve_axis
+from paradyse.graph.attention_call import AttentionCall
+from paradyse.strategies.attention.operators import METHODS, attend_across_ranks
 
-OPERATORS = ("ring", "ulysses", "colossal")
 # The project's bounds (relative norm of outputs and of each gradient).
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -156,7 +156,7 @@ def compare(op: str, case: Case, axis: Axis) -> str:
 
     mine = [local(x, axis, s).requires_grad_() for x in (q, k, v)]
     info = torch.tensor([s, 0])
-    out = getattr(torch.ops.paradyse, f"attention_{op}")(*mine, info, *rest, axis.name)[0]
+    out, _ = torch.ops.paradyse.attention_across_ranks(*mine, op, axis.name, *rest, None, info)
     got = [out.detach(), *torch.autograd.grad(out, [*mine, *bias], local(grad, axis, s))]
 
     at = local_positions(axis.layout(s), axis.rank)
@@ -179,7 +179,7 @@ def failures(cases: list[Case]) -> list[str]:
     axis = resolve_axis()
     return [
         f"{op} {case}: {text}"
-        for case, op in itertools.product(cases, OPERATORS)
+        for case, op in itertools.product(cases, METHODS)
         if (text := compare(op, case, axis))
     ]
 
@@ -204,9 +204,8 @@ def step(op: str, s: int, b: int = 2, h: int = 4, h_kv: int = 2, d: int = 8) -> 
     n = axis.layout(s).local_len
     q, k, v = (torch.randn(b, x, n, d, requires_grad=True) for x in (h, h_kv, h_kv))
     block = collectives.register_block(axis, "test")
-    rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
-    attention = getattr(torch.ops.paradyse, f"attention_{op}")
-    out = attention(q, k, v, torch.tensor([s, block]), *rest)[0]
+    call = AttentionCall(q, k, v, right=0, scale=0.3, info=torch.tensor([s, block]))
+    out, _ = attend_across_ranks(call, op, axis)
     forward = sum(collectives.traffic(axis, block).sent_bytes.values())
     out.sum().backward()
     return {"forward": forward, "both": sum(collectives.traffic(axis, block).sent_bytes.values())}
@@ -235,9 +234,10 @@ def compiled_equals_eager(op: str, backend: str) -> int:
 
     def block(x: Tensor, info: Tensor) -> Tensor:
         q = (x * 2).unflatten(-1, (4, 8)).transpose(1, 2)
-        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, axis.name)
-        attention = getattr(torch.ops.paradyse, f"attention_{op}")
-        return attention(q, q[:, ::2], q[:, 1::2], info, *rest)[0].transpose(1, 2).flatten(2) + x
+        rest = (None, None, None, None, -1, 0, -1, 0.3, 0.0, 0.0, None, info)
+        operator = torch.ops.paradyse.attention_across_ranks
+        out, _ = operator(q, q[:, ::2], q[:, 1::2], op, axis.name, *rest)
+        return out.transpose(1, 2).flatten(2) + x
 
     compiled = torch.compile(block, backend=counter, dynamic=True)
     for s in (23, 40, 61):
@@ -250,26 +250,19 @@ def compiled_equals_eager(op: str, backend: str) -> int:
     return counter.frame_count
 
 
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", METHODS)
 def test_compiles_once_for_all_lengths(pool2: RankPool, op: str) -> None:
     assert pool2.run(compiled_equals_eager, op, "aot_eager") == [1, 1]
 
 
-@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("op", METHODS)
 def test_operators_are_well_formed(op: str) -> None:
     q = torch.randn(2, 4, 10, 8, requires_grad=True)
     k, v = (torch.randn(2, 2, 10, 8, requires_grad=True) for _ in range(2))
     bias = torch.randn(1, 4, 10, 10, requires_grad=True)
-    for mask in ((None, None, None, None), (None, None, bias, torch.tensor(1))):
-        rest = (
-            torch.tensor([10, 0]),
-            *mask,
-            -1,
-            0,
-            -1,
-            0.3,
-            2.0,
-            0.1 if mask[-1] is not None else 0.0,
-        )
-        target = getattr(torch.ops.paradyse, f"attention_{op}").default
-        torch.library.opcheck(target, (q, k, v, *rest, SINGLE.name))
+    info = torch.tensor([10, 0])
+    plain = AttentionCall(q, k, v, right=0, scale=0.3, softcap=2.0, info=info)
+    dropped = replace(plain, bias=bias, seed=torch.tensor(1), dropout_p=0.1)
+    for call in (plain, dropped):
+        target = torch.ops.paradyse.attention_across_ranks.default
+        torch.library.opcheck(target, (*call.qkv, op, SINGLE.name, *call.rest))

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from paradyse.kernels.head_exchange import HeadSlots
+from paradyse.kernels.head_slots import HeadSlots
 from paradyse.strategies.groups.heads import deal_heads
 
 CASES = [

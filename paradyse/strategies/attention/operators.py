@@ -1,8 +1,139 @@
-"""Importing this module registers every attention operator."""
+"""``paradyse::attention_across_ranks``: one operator, whose method is an argument.
+
+To add a method write its forward and backward in a file of its own and add one line to ``METHODS``.
+"""
 
 from __future__ import annotations
 
-import paradyse.kernels.attention_op
-import paradyse.strategies.attention.colossal
-import paradyse.strategies.attention.ring
-import paradyse.strategies.attention.ulysses  # noqa: F401
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import Axis, axis_named
+from paradyse.graph.attention_call import AttentionCall
+from paradyse.kernels.attention_op import (
+    ARGUMENTS,
+    BACKWARD,
+    Grads,
+    empty_like_heads,
+    make_spec,
+    register_gradient,
+    token_major,
+)
+from paradyse.strategies.attention import colossal, ring, ulysses
+from paradyse.strategies.attention.method import Context, Method
+
+METHODS = {
+    "ring": Method(ring.forward, ring.backward, steps_alike=True),
+    "ulysses": Method(ulysses.forward, ulysses.backward, False, ulysses.fake_kept),
+    "colossal": Method(colossal.forward, ring.backward, steps_alike=True),
+}
+
+
+def _context(num_kv_heads: int, key_width: int, axis: str, rest: Sequence[Any]) -> Context:
+    """Of ``ARGUMENTS``, the last of which is info."""
+    spec, block_id = make_spec(0, *rest), int(rest[-1][1])
+    return Context(spec, axis_named(axis), block_id, num_kv_heads, key_width)
+
+
+@torch.library.custom_op(
+    "paradyse::attention_across_ranks",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, str method, str axis, {ARGUMENTS}) "
+    "-> (Tensor, Tensor[])",
+)
+def attention_across_ranks(
+    q: Tensor, k: Tensor, v: Tensor, method: str, axis: str, *rest: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """``paradyse::attention`` where each rank holds some tokens.
+
+    Args:
+        q, k, v: this rank's tokens, [B, H, s, D], [B, Hk, s, D], [B, Hk, s, Dv], in the order of
+            ``TokenLayout.runs``.
+        method: a key of ``METHODS``. axis: the name for ``axis_named``.
+        rest: ``ARGUMENTS``. Masks and bias are of the whole sequence, equal on all ranks; a learned
+            bias gets its whole gradient on every rank. info, int64 [2] on the CPU, is required: the
+            sequence's length S, the block id.
+    Returns:
+        this rank's out [B, H, s, Dv], and what the method's backward needs besides. Rows of padding
+        tokens are 0.
+    Raises:
+        CollectiveError: another rank did not take part.
+        ValueError: a mask that does not fit the sequence.
+    """
+    context = _context(k.shape[1], q.shape[3], axis, rest)
+    out, kept = METHODS[method].forward(q, k, v, context)
+    return token_major(out), kept
+
+
+@torch.library.custom_op(
+    "paradyse::attention_across_ranks_backward",
+    mutates_args=(),
+    schema=f"({BACKWARD}, str method, str axis, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def attention_across_ranks_backward(
+    grad_out: Tensor,
+    saved: Sequence[Tensor],
+    num_kv_heads: int,
+    key_width: int,
+    bias_grad: bool,
+    method: str,
+    axis: str,
+    *rest: Any,
+) -> Grads:
+    """Gradients of this rank's q, k, v, and of the bias: whole, on every rank; of no elements
+    unless asked for.
+    """
+    at = _context(num_kv_heads, key_width, axis, rest)
+    dq, dk, dv, share = METHODS[method].backward(grad_out, saved, at, bias_grad)
+    d_bias = grad_out.new_empty(0)
+    if bias_grad:
+        assert at.spec.bias is not None
+        d_bias = at.spec.bias.new_zeros(at.spec.bias.shape) if share is None else share
+        if at.axis.size > 1:
+            d_bias = collectives.all_reduce(d_bias, at.axis, at.block_id)
+    return token_major(dq), token_major(dk), token_major(dv), d_bias
+
+
+@attention_across_ranks.register_fake
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, method: str, axis: str, *rest: Any
+) -> tuple[Tensor, list[Tensor]]:
+    out = empty_like_heads(q, v.shape[-1])
+    return out, METHODS[method].fake_kept(q, k, v, axis_named(axis))
+
+
+def _saved(inputs: tuple[Any, ...], outputs: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
+    q, k, v, method, *_ = inputs
+    out, kept = outputs
+    return [q, k, v, out, *kept] if METHODS[method].keeps_inputs else kept
+
+
+register_gradient(attention_across_ranks, attention_across_ranks_backward, _saved)
+
+
+def attend_across_ranks(call: AttentionCall, method: str, axis: Axis) -> Any:
+    """Results of ``paradyse::attention_across_ranks`` for ``call``, which has its ``info``."""
+    op = torch.ops.paradyse.attention_across_ranks
+    return op(*call.qkv, method, axis.name, *call.rest)
+
+
+def backward_across_ranks(
+    grad_out: Tensor,
+    out: Tensor,
+    kept: list[Tensor],
+    call: AttentionCall,
+    method: str,
+    axis: Axis,
+) -> Grads:
+    """Gradients through ``attend_across_ranks``, whose results were ``out`` and ``kept``, for an
+    autograd function that recomputes q, k and v; none of the bias.
+    """
+    op = torch.ops.paradyse.attention_across_ranks_backward
+    saved = _saved((*call.qkv, method), (out, kept))
+    sizes = (call.k.shape[1], call.q.shape[3])
+    grads: Grads = op(grad_out, saved, *sizes, False, method, axis.name, *call.rest)
+    return grads

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.factors import Factor, resolve
 from paradyse.graph.subgraph import is_weight, make_piece, run
 from paradyse.strategies.base import Scope, is_tensor
@@ -136,8 +137,8 @@ class _Analysis:
             if not columns:
                 raise Unsplittable("it has one intermediate column")
             return max(columns, key=lambda f: f.size), None
-        node = self.block.attention
-        q, k = self.names.of(node.args[0])[1], self.names.of(node.args[1])[1]
+        call = AttentionCall.of(self.block.attention)
+        q, k = self.names.of(call.q)[1], self.names.of(call.k)[1]
         if len(q) > 2:
             raise Unsplittable(f"its query heads are of {len(q)} factors {[f.size for f in q]}")
         if not q:
@@ -147,7 +148,7 @@ class _Analysis:
                 sizes = [[f.size for f in dim] for dim in (k, q)]
                 raise Unsplittable(f"KV heads {sizes[0]} do not divide query heads {sizes[1]}")
             return q
-        if not k and node.args[1].meta["val"].shape[1] == 1:
+        if not k and call.k.meta["val"].shape[1] == 1:
             return None, q[0]
         if k != q:
             raise Unsplittable("query and KV heads are named differently")

@@ -19,18 +19,6 @@ from paradyse.strategies.base import Scope, spec_dims
 from paradyse.strategies.groups.analyse import closure, factors_of, may_be_split
 from paradyse.strategies.groups.model import Groups, Leaf, Up, Weight
 
-_DEFAULTS = (None, None, None, None, -1, -1, -1, 1.0, 0.0, 0.0)
-
-
-def attention_extras(rest: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Of an attention's arguments after q, k and v.
-
-    Returns:
-        (key padding, document ids, bias) and (left, right, chunk, scale, softcap, dropout rate).
-    """
-    full = [*rest, *_DEFAULTS[len(rest) :]]
-    return full[:3], full[4:10]
-
 
 class Segments:
     """The parts of a block around its core, and what each reads."""

@@ -4,7 +4,7 @@ here.
 
 from __future__ import annotations
 
-from paradyse.kernels.head_exchange import HeadSlots
+from paradyse.kernels.head_slots import HeadSlots
 
 
 def deal_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import Piece
-from paradyse.kernels.head_exchange import HeadSlots
+from paradyse.kernels.head_slots import HeadSlots
 from paradyse.weights.slices import Form, Rows
 
 
