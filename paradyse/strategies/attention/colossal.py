@@ -26,10 +26,17 @@ from paradyse.strategies.attention.method import Context
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
-    """``Method.forward``: results as of ``ring.forward``, whose backward is this method's too.
+    """``Method.forward``: arguments and results as of ``ring.forward``; the backward is the ring's.
 
     Scores and probabilities share one [B, H, s, S] tensor, gone when forward ends: backward
     recomputes them from lse while keys and values go round.
+
+    Args:
+        q: [B, H, s, D], this rank's tokens.
+        k, v: [B, Hk, s, D] and [B, Hk, s, Dv].
+        at: the call.
+    Returns:
+        out [B, H, s, Dv] in q's dtype, [lse [B, H, s] in ``stat_dtype``].
     """
     axis, spec, exact = at.axis, at.spec, stat_dtype(q.dtype)
     layout, p, seq_len = axis.layout(spec.seq_len), axis.size, spec.seq_len

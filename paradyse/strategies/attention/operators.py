@@ -53,7 +53,8 @@ def attention_across_ranks(
     Args:
         q, k, v: this rank's tokens, [B, H, s, D], [B, Hk, s, D], [B, Hk, s, Dv], in the order of
             ``TokenLayout.runs``.
-        method: a key of ``METHODS``. axis: the name for ``axis_named``.
+        method: a key of ``METHODS``.
+        axis: the name for ``axis_named``.
         rest: ``ARGUMENTS``. Masks and bias are of the whole sequence, equal on all ranks; a learned
             bias gets its whole gradient on every rank. info, int64 [2] on the CPU, is required: the
             sequence's length S, the block id.
@@ -84,8 +85,17 @@ def attention_across_ranks_backward(
     axis: str,
     *rest: Any,
 ) -> Grads:
-    """Gradients of this rank's q, k, v, and of the bias: whole, on every rank; of no elements
-    unless asked for.
+    """Gradients through ``attention_across_ranks``.
+
+    Args:
+        grad_out: [B, H, s, Dv], of this rank's out.
+        saved: what the method's backward needs.
+        num_kv_heads, key_width: Hk and D.
+        bias_grad: whether the bias needs a gradient.
+        method, axis, rest: as of ``attention_across_ranks``.
+    Returns:
+        gradients of this rank's q, k, v, and the whole one of the bias, equal on all ranks; it has
+        no elements unless asked for.
     """
     at = _context(num_kv_heads, key_width, axis, rest)
     dq, dk, dv, share = METHODS[method].backward(grad_out, saved, at, bias_grad)
@@ -116,7 +126,9 @@ register_gradient(attention_across_ranks, attention_across_ranks_backward, _save
 
 
 def attend_across_ranks(call: AttentionCall, method: str, axis: Axis) -> Any:
-    """Results of ``paradyse::attention_across_ranks`` for ``call``, which has its ``info``."""
+    """Results of ``paradyse::attention_across_ranks`` for ``call``, which has its ``info``, by
+    ``method`` over the ranks of ``axis``.
+    """
     op = torch.ops.paradyse.attention_across_ranks
     return op(*call.qkv, method, axis.name, *call.rest)
 
@@ -131,6 +143,10 @@ def backward_across_ranks(
 ) -> Grads:
     """Gradients through ``attend_across_ranks``, whose results were ``out`` and ``kept``, for an
     autograd function that recomputes q, k and v; none of the bias.
+
+    Args:
+        grad_out: [B, H, s, Dv].
+        call, method, axis: as they were given there.
     """
     op = torch.ops.paradyse.attention_across_ranks_backward
     saved = _saved((*call.qkv, method), (out, kept))

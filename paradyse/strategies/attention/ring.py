@@ -36,8 +36,12 @@ def _unpack(message: Tensor, *like: Tensor) -> list[Tensor]:
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
     """``Method.forward``: attention of this rank's queries to the keys of all ranks.
 
+    Args:
+        q: [B, H, s, D], this rank's tokens.
+        k, v: [B, Hk, s, D] and [B, Hk, s, Dv].
+        at: the call.
     Returns:
-        out [B, H, s, Dv], [lse [B, H, s] in ``stat_dtype``].
+        out [B, H, s, Dv] in q's dtype, [lse [B, H, s] in ``stat_dtype``].
     """
     axis, spec = at.axis, at.spec
     layout, p = axis.layout(spec.seq_len), axis.size
@@ -68,6 +72,14 @@ def backward(
 
     Keys and values go round once more. Their gradients follow one hop behind, each rank adding its
     share, and take one more hop home. They are summed in ``stat_dtype``.
+
+    Args:
+        grad_out: [B, H, s, Dv].
+        saved: q, k, v, out and lse of ``forward``.
+        at: the call.
+        bias_grad: whether the bias needs a gradient.
+    Returns:
+        dq, dk, dv in the dtypes of q, k, v, and this rank's share of the bias's gradient or None.
     """
     q, k, v, out, lse = saved
     axis, spec = at.axis, at.spec

@@ -83,10 +83,16 @@ def _part(num_heads: int, value_width: int, at: Context) -> _Part:
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
     """``Method.forward``.
 
+    Args:
+        q: [B, H, s, D], this rank's tokens.
+        k, v: [B, Hk, s, D] and [B, Hk, s, Dv].
+        at: the call.
     Returns:
         this rank's out [B, H, s, Dv]; then, of its own heads over the whole sequence of N = p s
         tokens, lse [B, h, N], out [B, h, N, Dv] and the message [B, N, n (g D + D + Dv)] that
         brought q, k, v: for backward, which so has only gradients to send.
+    Raises:
+        ValueError: a bias of another number of heads.
     """
     part = _part(q.shape[1], v.shape[3], at)
     slots, spec = part.slots, part.spec(at.spec)
@@ -107,7 +113,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
 def backward(
     grad_out: Tensor, saved: Sequence[Tensor], at: Context, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``Method.backward``, from what ``forward`` gives for it alone."""
+    """``Method.backward``, from what ``forward`` gives for it alone.
+
+    Args:
+        grad_out: [B, H, s, Dv].
+        saved: lse, out and the message.
+        at: the call.
+        bias_grad: whether the bias needs a gradient.
+    Returns:
+        dq, dk, dv, and this rank's share of the bias's gradient; None where it computes no head.
+    """
     lse, out_h, qkv = saved
     _, num_heads, _, value_width = grad_out.shape
     part = _part(num_heads, value_width, at)
@@ -127,7 +142,9 @@ def backward(
 
 
 def fake_kept(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> list[Tensor]:
-    """``Method.fake_kept``."""
+    """``Method.fake_kept``: empty tensors for what ``forward`` keeps of ``q``, ``k`` and ``v`` on
+    this rank of ``axis``.
+    """
     slots = deal_heads(q.shape[1], k.shape[1], axis.size)
     b, _, s, d = q.shape
     n, g, dv = slots.slots_per_rank, slots.heads_per_slot, v.shape[3]
