@@ -27,7 +27,17 @@ from runner import Benchmark
 from paradyse.cli.commands.plan import dry_run_of
 from paradyse.cli.models import read_config
 from paradyse.planning.costs import BlockCost, Machine
-from paradyse.planning.curves import DEGREES, ESTIMATOR_NAMES, HYBRID, MIN_POINTS, Curve, Point
+from paradyse.planning.curves import (
+    DEGREES,
+    FOREST,
+    MIN_POINTS,
+    POLYNOMIAL,
+    Curve,
+    Growth,
+    Point,
+    fit_forest,
+    fit_polynomial,
+)
 from paradyse.planning.measured import REST, CostModel, prior_growths
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
@@ -35,6 +45,10 @@ from paradyse.types import BlockSpec, Workload
 
 Row = tuple[str, str, str, bool]
 """Kind, structure, variant, training."""
+
+HYBRID = "hybrid"
+"""What is used (``curves.Curve``); beside it the published forms alone."""
+ESTIMATOR_NAMES = (HYBRID, FOREST, POLYNOMIAL)
 
 
 @dataclass(frozen=True)
@@ -102,15 +116,29 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
         for where, fit, ask in splits(measured):
             for name in ESTIMATOR_NAMES:
                 samples = [{p: quantities(measured[p])[i] for p in fit} for i in range(3)]
-                curves = [Curve(of, name, g, degrees) for of, g in zip(samples, growths)]
+                curves = [estimator(of, name, g, degrees) for of, g in zip(samples, growths)]
                 for p in ask:
                     step_s, *held = quantities(measured[p])
-                    said_s, *said = (curve(*p)[0] for curve in curves)
+                    said_s, *said = (curve(*p) for curve in curves)
                     off_bytes = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
                     power = p[1].bit_length() - 1
                     off_s = abs(said_s / step_s - 1)
                     found.append(Error(name, where, label, power, off_s, off_bytes))
     return found
+
+
+def estimator(
+    measured: Mapping[Point, float], name: str, growth: Growth | None, degrees: Sequence[int]
+) -> Callable[[int, int], float]:
+    """(Batch, length) to one quantity."""
+    points = sorted(measured)
+    values = [max(measured[p], 1e-9) for p in points]
+    if name == FOREST:
+        return fit_forest(points, values)
+    if name == POLYNOMIAL:
+        return fit_polynomial(points, values, None, degrees)
+    curve = Curve(measured, growth, degrees)
+    return lambda batch, seq_len: curve(batch, seq_len)[0]
 
 
 def quantities(m: Measurement) -> tuple[float, float, float]:

@@ -26,28 +26,13 @@ import torch
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
 from paradyse.planning.costs import BlockCost, Link, Machine
-from paradyse.planning.curves import (
-    DEGREES,
-    ESTIMATOR_NAMES,
-    HYBRID,
-    MIN_POINTS,
-    Curve,
-    Growth,
-    Point,
-)
+from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, Growth, Point
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
 from paradyse.strategies import canonical_strategy
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
+from paradyse.types import BlockSpec, Workload
 
 log = logging.getLogger(__name__)
-
-ESTIMATORS: Mapping[str, str] = dict.fromkeys(ATTENTION_STRATEGIES, HYBRID)
-"""Strategy -> the estimator of its curves, one of ``ESTIMATOR_NAMES``. This is the place to give a
-strategy another; ``benchmarks/cost_error.py`` compares them on a profile."""
-
-PRIOR = "prior"
-"""Source of a cost that no curve made."""
 
 REST = "rest"
 """Kind of the measurements of what is not in a block."""
@@ -79,29 +64,16 @@ class CostModel:
 
     Args:
         profile: what was measured.
-        estimators: strategy -> estimator, for those that ``ESTIMATORS`` shall not decide.
         notes: what people should know of the profile, for ``explain``.
     Raises:
-        ValueError: an unknown strategy or estimator; a machine in the profile that is none.
+        ValueError: the machine in the profile is none.
     """
 
     margin = MARGIN
     """Share of what a step needs beyond static that is added to it."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        estimators: Mapping[str, str] | None = None,
-        notes: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, profile: Profile, notes: Sequence[str] = ()) -> None:
         self.profile, self.notes = profile, tuple(notes)
-        self.estimators = {**ESTIMATORS, **(estimators or {})}
-        for strategy, name in self.estimators.items():
-            if strategy not in ATTENTION_STRATEGIES or name not in ESTIMATOR_NAMES:
-                raise ValueError(
-                    f"estimator {name!r} of strategy {strategy!r}: legal are "
-                    f"{', '.join(ESTIMATOR_NAMES)} for {', '.join(ATTENTION_STRATEGIES)}"
-                )
         self.machine = _machine(profile)
         self.structures = frozenset(m.structure for m in profile.measurements if m.kind != REST)
         self.floor_bytes = max((m.floor_bytes for m in profile.measurements), default=0)
@@ -138,7 +110,7 @@ class CostModel:
             return replace(cost, time_s=cost.time_s - self._outside(block, variant, like))
 
         if key not in self._fitted:
-            self._fitted[key] = self._fit(samples, self.estimators[variant], measurable)
+            self._fitted[key] = self._fit(samples, measurable)
         curves, prior = self._fitted[key], measurable((workload.batch, workload.seq_len))
         if curves is not None:
             cost = _read(curves, workload, prior)
@@ -155,7 +127,7 @@ class CostModel:
         """
         key = REST, "", workload.training
         if key not in self._fitted:
-            self._fitted[key] = self._fit(self._samples(key), HYBRID, None)
+            self._fitted[key] = self._fit(self._samples(key), None)
         curves = self._fitted[key]
         if curves is None:
             return None
@@ -192,9 +164,7 @@ class CostModel:
             found = self._measured.get((structure, variant, True))
         return {p: _quantities(m, training) for p, m in (found or {}).items()}
 
-    def _fit(
-        self, samples: _Samples, estimator: str, prior: Callable[[Point], BlockCost] | None
-    ) -> _Curves | None:
+    def _fit(self, samples: _Samples, prior: Callable[[Point], BlockCost] | None) -> _Curves | None:
         if len(samples) < MIN_POINTS:
             return None
         growths: Sequence[Growth | None] = prior_growths(prior) if prior else (None,) * 3
@@ -202,7 +172,7 @@ class CostModel:
         degrees = DEGREES if prior else DEGREES[:1]
         return _Curves(
             *(
-                Curve({p: row[i] for p, row in samples.items()}, estimator, growth, degrees)
+                Curve({p: row[i] for p, row in samples.items()}, growth, degrees)
                 for i, growth in enumerate(growths)
             )
         )

@@ -16,9 +16,9 @@ from test_planner import MACHINE, SHORT, model, planner
 
 from paradyse.config import parse_options
 from paradyse.planning.costs import BlockCost
-from paradyse.planning.curves import ESTIMATOR_NAMES, Curve
+from paradyse.planning.curves import Curve
 from paradyse.planning.explain import explain_plan
-from paradyse.planning.measured import ESTIMATORS, MARGIN, CostModel, dtype_name, load_cost_model
+from paradyse.planning.measured import MARGIN, CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Measurement, Profile, Setting, append
@@ -188,20 +188,6 @@ def test_the_order_of_the_lines_does_not_matter() -> None:
     for s in (100, 700, 30_000):
         for name in ("metp", "ulysses_z"):
             assert a.cost(ATTENTION, name, work(s)) == b.cost(ATTENTION, name, work(s))
-
-
-def test_every_strategy_names_an_estimator() -> None:
-    assert set(ESTIMATORS) == set(ATTENTION_STRATEGIES)
-    assert set(ESTIMATORS.values()) <= set(ESTIMATOR_NAMES)
-    profile = profile_of({"metp": 1.0, "ulysses_z": 1.0})
-    m = CostModel(profile, {"metp": "forest", "ulysses_z": "polynomial"})
-    assert m.cost(ATTENTION, "metp", work(10**6)).source == "forest"
-    assert m.cost(ATTENTION, "ulysses_z", work(700)).source == "polynomial"
-    for wrong in ({"metp": "spline"}, {"ring": "forest"}):
-        with pytest.raises(
-            ValueError, match="legal are hybrid, forest, polynomial for megatron_ts,"
-        ):
-            CostModel(profile, wrong)
 
 
 def test_a_machine_that_is_none_is_refused() -> None:
