@@ -40,7 +40,7 @@ from paradyse.planning.curves import (
 )
 from paradyse.planning.measured import REST, CostModel, prior_growths
 from paradyse.planning.prior import gradient_sum_s, prior_cost
-from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
+from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
 from paradyse.types import BlockSpec, Workload
 
 Row = tuple[str, str, str, bool]
@@ -67,8 +67,8 @@ class Error:
 
 def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
     """By structure, the blocks of a model on the profile's ranks."""
-    setting = profile.setting
-    run = dry_run_of(config, None, setting.dtype, setting.num_ranks, setting.sharded)
+    header = profile.header
+    run = dry_run_of(config, None, header.dtype, header.num_ranks, header.sharded)
     return {b.structure: b for b in run.blocks}
 
 
@@ -79,12 +79,12 @@ def prior_of(
     _, structure, variant, training = row
     if structure not in blocks:
         return None
-    block, machine, setting = blocks[structure], CostModel(profile).machine, profile.setting
+    block, machine, header = blocks[structure], CostModel(profile).machine, profile.header
 
     def cost(at: Point) -> BlockCost:
-        w = Workload(*at, getattr(torch, setting.dtype), training, setting.num_ranks)
-        whole = prior_cost(block, variant, w, machine, setting.sharded)
-        sums_s = 0.0 if setting.sharded else gradient_sum_s(block, variant, w, machine)
+        w = Workload(*at, getattr(torch, header.dtype), training, header.num_ranks)
+        whole = prior_cost(block, variant, w, machine, header.sharded)
+        sums_s = 0.0 if header.sharded else gradient_sum_s(block, variant, w, machine)
         return replace(whole, time_s=whole.time_s - sums_s)
 
     return cost
@@ -160,9 +160,9 @@ def median_p90(errors: Sequence[Error], what: str) -> list[str]:
 def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
     """Measurements that were not made: the prior of a small machine, each off by some noise."""
     machine = Machine(9e10, 6e9, 1.5e-4, 1e9, attention_flops=5.5e10, op_overhead_s=3e-6)
-    setting = Setting({}, "none", 2, "float32", True, "eager", asdict(machine))
+    header = Header({}, "none", 2, "float32", True, "eager", asdict(machine))
     rng, rows = np.random.default_rng(0), []
-    for structure, block in blocks_of(config, Profile(setting, (), "a known law", 0)).items():
+    for structure, block in blocks_of(config, Profile(header, (), "a known law", 0)).items():
         for strategy in ("megatron_ts", "megatron_cz", "metp"):
             for s in (128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096):
                 c = prior_cost(
@@ -173,22 +173,22 @@ def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
                 held = c.saved_bytes, c.workspace_bytes
                 at = structure, block.kind, strategy, 1, s, True, MEASURED
                 rows.append(Measurement(*at, *times, *held))
-    return Profile(setting, tuple(rows), "a known law", 0)
+    return Profile(header, tuple(rows), "a known law", 0)
 
 
 def report_on(
     bench: Benchmark, profile: Profile, name: str, blocks: Mapping[str, BlockSpec]
 ) -> None:
     """Tables and goals of one profile."""
-    setting = profile.setting
+    header = profile.header
     known = {m.structure for m in profile.measurements if m.kind != REST} <= blocks.keys()
-    name = f"{name}, {setting.num_ranks} ranks"
+    name = f"{name}, {header.num_ranks} ranks"
     bench.add(
         f"## {name}",
         "",
-        f"{len(profile.measurements)} measurements on {setting.device}, {setting.num_ranks} ranks, "
-        f"{setting.dtype}, inner={setting.inner}, "
-        f"{'sharded' if setting.sharded else 'whole'} weights; the hybrid "
+        f"{len(profile.measurements)} measurements on {header.device}, {header.num_ranks} ranks, "
+        f"{header.dtype}, inner={header.inner}, "
+        f"{'sharded' if header.sharded else 'whole'} weights; the hybrid "
         f"{'looks' if known else 'cannot look'} at the prior.",
         "",
     )

@@ -30,7 +30,7 @@ from paradyse.planning.explain import PlanReport, Stats, attention_kernels, expl
 from paradyse.planning.machine import agreed_capacity, describe_device, device_of, measure_machine
 from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
-from paradyse.planning.profile_file import Setting, present_versions
+from paradyse.planning.profile_file import Header, present_versions
 from paradyse.profiling.online import Feedback
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
@@ -273,7 +273,7 @@ class _Graph:
         path, axis = self.capture.options.cost_model, self.axis
         if path is None or axis.size == 1 or not self.blocks:
             return None
-        present = Setting(
+        present = Header(
             versions=present_versions(),
             device=describe_device(device_of(axis)),
             num_ranks=axis.size,

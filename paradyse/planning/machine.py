@@ -196,7 +196,7 @@ def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
 
 
 def describe_device(device: torch.device) -> str:
-    """Its name, as ``profiles.Setting.device`` has it."""
+    """Its name, as ``profiles.Header.device`` has it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

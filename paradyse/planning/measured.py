@@ -28,7 +28,7 @@ from paradyse.distributed.session import Recent
 from paradyse.planning.costs import BlockCost, Link, Machine
 from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, Growth, Point
 from paradyse.planning.prior import gradient_sum_s, prior_cost
-from paradyse.planning.profile_file import MEASURED, Measurement, Profile, Setting, read_profile
+from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
 from paradyse.strategies import canonical_strategy
 from paradyse.types import BlockSpec, Workload
 
@@ -97,7 +97,7 @@ class CostModel:
         """
         variant = canonical_strategy(block.kind, strategy)
         key = block.structure, variant, workload.training
-        sharded = self.profile.setting.sharded
+        sharded = self.profile.header.sharded
         samples = self._samples(key)
         if not samples:
             prior = prior_cost(block, strategy, workload, self.machine, sharded)
@@ -153,7 +153,7 @@ class CostModel:
 
     def _outside(self, block: BlockSpec, variant: str, workload: Workload) -> float:
         """Seconds that a block's strategy causes but its own measurements do not have."""
-        if self.profile.setting.sharded or not workload.training:
+        if self.profile.header.sharded or not workload.training:
             return 0.0
         return gradient_sum_s(block, variant, workload, self.machine)
 
@@ -183,7 +183,7 @@ class CostModel:
         over = self._over.get(key, [])
         if training:  # needs what the forward alone needs, and more
             over = over + self._over.get((structure, variant, False), [])
-        limit = self.profile.setting.memory_limit or self.machine.capacity_bytes
+        limit = self.profile.header.memory_limit or self.machine.capacity_bytes
         if limit is None or not any(b <= workload.batch and s <= workload.seq_len for b, s in over):
             return cost
         return replace(cost, workspace_bytes=max(cost.workspace_bytes, limit + 1))
@@ -254,7 +254,7 @@ def _read(curves: _Curves, workload: Workload, prior: BlockCost | None = None) -
 
 def _machine(profile: Profile) -> Machine:
     """The rates that were measured with the profile, for the prior."""
-    given: dict[str, Any] = dict(profile.setting.machine)
+    given: dict[str, Any] = dict(profile.header.machine)
     known = {f.name for f in fields(Machine)}
     try:
         links = {n: Link(**link) for n, link in (given.pop("links", None) or {}).items()}
@@ -270,7 +270,7 @@ class _Models(Recent[tuple[object, ...], CostModel]):
     """By what profile and model they are of: their fits take a while."""
 
 
-def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) -> CostModel:
+def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> CostModel:
     """The cost model of the profile at ``path``, if it is one of these blocks as they run here.
 
     Args:
@@ -281,7 +281,7 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) ->
             dtype, with weights at rest otherwise, or of another model.
     """
     profile = read_profile(path)
-    measured = profile.setting
+    measured = profile.header
     again = f"paradyse profile --ranks {present.num_ranks}"
     layouts = {True: "sharded weights", False: "whole weights on every rank"}
     for ours, theirs, way_out in (
@@ -324,7 +324,7 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Setting) ->
     return known[key]
 
 
-def _differences(measured: Setting, present: Setting) -> tuple[str, ...]:
+def _differences(measured: Header, present: Header) -> tuple[str, ...]:
     """What may make the measurements wrong here, though they can be used."""
     pairs = [
         ("device", measured.device, present.device),
@@ -342,5 +342,5 @@ def _differences(measured: Setting, present: Setting) -> tuple[str, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As ``Setting.dtype`` has it."""
+    """As ``Header.dtype`` has it."""
     return str(dtype).removeprefix("torch.")

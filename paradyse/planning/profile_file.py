@@ -1,6 +1,6 @@
 """Measurements of a model's blocks on a machine, as a file of JSON lines.
 
-The first line says what was measured on (``Setting``), each further one is one ``Measurement``.
+The first line says what was measured on (``Header``), each further one is one ``Measurement``.
 Lines are appended as they are measured, so a run that is killed leaves a file that can be gone on
 with. Cost models are fitted when the file is loaded; nothing fitted is stored.
 """
@@ -28,7 +28,7 @@ MEASURED, OVER_LIMIT = "measured", "over the memory limit"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Header:
     """What the measurements of one file were made on."""
 
     versions: Mapping[str, str]
@@ -85,14 +85,14 @@ class Measurement:
 class Profile:
     """A file, read."""
 
-    setting: Setting
+    header: Header
     measurements: tuple[Measurement, ...]
     path: str
     checksum: int
     """Of what was read: equal on ranks that read the same."""
 
 
-_T = TypeVar("_T", Setting, Measurement)
+_T = TypeVar("_T", Header, Measurement)
 
 _AGAIN = "measure again with `paradyse profile`"
 _OUT = f"remove the line, or {_AGAIN}"
@@ -111,7 +111,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def present_versions() -> dict[str, str]:
-    """``Setting.versions`` of this process; "none" for what is not installed."""
+    """``Header.versions`` of this process; "none" for what is not installed."""
     found = {"python": platform.python_version()}
     for name in ("paradyse", "torch", "triton"):
         try:
@@ -121,14 +121,14 @@ def present_versions() -> dict[str, str]:
     return found
 
 
-def append(path: str | Path, setting: Setting, measurements: Iterable[Measurement] = ()) -> None:
-    """Add lines to the file at ``path``, which is made with ``setting`` first where it is missing.
+def append(path: str | Path, header: Header, measurements: Iterable[Measurement] = ()) -> None:
+    """Add lines to the file at ``path``, which is made with ``header`` first where it is missing.
 
     One process writes a file. Each line is flushed on its own, and what a killed writer left of a
     line is removed first, so a file is never more than one line short.
 
     Raises:
-        ValueError: the file holds measurements of another setting, or is not a profile.
+        ValueError: the file holds measurements of another header, or is not a profile.
     """
     path = Path(path)
     whole = path.read_bytes() if path.exists() else b""
@@ -136,7 +136,7 @@ def append(path: str | Path, setting: Setting, measurements: Iterable[Measuremen
     if kept.strip():
         held = _setting(kept.decode().splitlines()[0], f"{path}:1")
         for name in ("versions", "device", "num_ranks", "dtype", "sharded", "inner"):
-            ours, theirs = getattr(setting, name), getattr(held, name)
+            ours, theirs = getattr(header, name), getattr(held, name)
             if ours != theirs:
                 raise ValueError(
                     f"{path}: measured with {name} {theirs!r}, this would add measurements with "
@@ -146,7 +146,7 @@ def append(path: str | Path, setting: Setting, measurements: Iterable[Measuremen
         file.truncate(len(kept))
         file.seek(0, 2)
         if not kept.strip():
-            _write(file, asdict(setting))
+            _write(file, asdict(header))
         elif not kept.endswith(b"\n"):
             file.write(b"\n")
         for m in measurements:
@@ -191,20 +191,20 @@ def read_profile(path: str | Path) -> Profile:
     lines = kept.decode(errors="replace").splitlines()
     if not lines:
         raise ValueError(f"{path}: an empty file, not a profile; {_AGAIN}")
-    setting = _setting(lines[0], f"{path}:1")
+    header = _setting(lines[0], f"{path}:1")
     measurements = [
         _measurement(line, f"{path}:{i}") for i, line in enumerate(lines[1:], 2) if line.strip()
     ]
-    return Profile(setting, tuple(measurements), str(path), zlib.crc32(kept))
+    return Profile(header, tuple(measurements), str(path), zlib.crc32(kept))
 
 
-def _setting(line: str, where: str) -> Setting:
+def _setting(line: str, where: str) -> Header:
     found = _object(line, where)
     schema = found.get("schema")
     if schema != SCHEMA:
         what = f"schema {schema!r}" if "schema" in found else "no schema: this is not a profile"
         raise ValueError(f"{where}: {what}; this version reads schema {SCHEMA}: {_AGAIN}")
-    return _checked(Setting, found, where)
+    return _checked(Header, found, where)
 
 
 def _measurement(line: str, where: str) -> Measurement:

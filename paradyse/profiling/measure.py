@@ -33,9 +33,9 @@ from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.profile_file import (
     MEASURED,
     OVER_LIMIT,
+    Header,
     Measurement,
     Profile,
-    Setting,
     append,
     present_versions,
     read_profile,
@@ -110,7 +110,7 @@ def profile(
     Returns:
         The whole file, what was there before included.
     Raises:
-        ValueError: an argument is wrong, the file was measured under another setting, the model has
+        ValueError: an argument is wrong, the file was measured under another header, the model has
             no block to switch or returns no loss.
     """
     _check(lengths, batch, repeats, strategies, options)
@@ -119,7 +119,7 @@ def profile(
     names = [s for s in ATTENTION_STRATEGIES if s in (strategies or ATTENTION_STRATEGIES)]
     names = names if steps.axis.size > 1 else [REPLICATED]
     machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
-    setting = Setting(
+    header = Header(
         versions=present_versions(),
         device=describe_device(steps.device),
         num_ranks=steps.axis.size,
@@ -129,7 +129,7 @@ def profile(
         machine=asdict(machine),
         memory_limit=limit,
     )
-    book = _Book(Path(path), setting, machine, batch, training)
+    book = _Book(Path(path), header, machine, batch, training)
     ask = _Asked(tuple(names), repeats, limit or machine.capacity_bytes or math.inf)
     lengths = sorted(set(lengths))
     done, total = 0, len(lengths) * len(names)
@@ -204,9 +204,9 @@ class _Book:
     """The file: what is known, on all ranks alike, and what is written by the first."""
 
     def __init__(
-        self, path: Path, setting: Setting, machine: Machine, batch: int, training: bool
+        self, path: Path, header: Header, machine: Machine, batch: int, training: bool
     ) -> None:
-        self.path, self.setting, self.machine = path, setting, machine
+        self.path, self.header, self.machine = path, header, machine
         self.batch, self.training = batch, training
         self.known: dict[tuple[Part, int], Measurement] = {}
         for m in _from_first(self._open):
@@ -214,9 +214,9 @@ class _Book:
                 self.known[(m.structure, m.kind, m.strategy), m.seq_len] = m
 
     def _open(self) -> tuple[Measurement, ...]:
-        append(self.path, self.setting)
+        append(self.path, self.header)
         found = read_profile(self.path)
-        ours, theirs = self.setting.memory_limit, found.setting.memory_limit
+        ours, theirs = self.header.memory_limit, found.header.memory_limit
         if ours != theirs:
             raise ValueError(
                 f"{self.path}: measured with memory_limit {theirs!r}, this would add measurements "
@@ -240,7 +240,7 @@ class _Book:
         ]
         for part, m in zip(rows, made, strict=True):
             self.known[part, seq_len] = m
-        _from_first(lambda: append(self.path, self.setting, made))
+        _from_first(lambda: append(self.path, self.header, made))
 
     def read(self) -> Profile:
         return _from_first(lambda: read_profile(self.path))
@@ -423,7 +423,7 @@ class _Row:
         if rest is None or len(rows) < len(found):
             return 0
         w = self.steps.workload(seq_len)
-        left = [gradient_bytes(b, w, self.book.setting.sharded) for b in self.steps.blocks]
+        left = [gradient_bytes(b, w, self.book.header.sharded) for b in self.steps.blocks]
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
         alone = replace(self.book.machine, communicator_bytes=0)
         return max(peak_bytes(costs, 0, alone, [_held(rest)]), rest.floor_bytes)

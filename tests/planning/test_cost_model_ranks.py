@@ -15,12 +15,12 @@ from tiny import Tiny, tokens
 import paradyse
 from paradyse.planning.costs import Machine
 from paradyse.planning.machine import describe_device
-from paradyse.planning.profile_file import Measurement, Setting, append, present_versions
+from paradyse.planning.profile_file import Header, Measurement, append, present_versions
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES
 
-SETTING = Setting(
+HEADER = Header(
     versions=present_versions(),
     device=describe_device(torch.device("cpu")),
     num_ranks=2,
@@ -62,9 +62,7 @@ def disagreeing(paths: list[str]) -> None:
     step(cost_model=paths[dist.get_rank()])
 
 
-def write(
-    path: Path, blocks: list[tuple[str, str]], fastest: str, setting: Setting = SETTING
-) -> str:
+def write(path: Path, blocks: list[tuple[str, str]], fastest: str, header: Header = HEADER) -> str:
     rows = {}
     for structure, kind in blocks:
         for s in ATTENTION_STRATEGIES:
@@ -76,7 +74,7 @@ def write(
                     rows[key] = Measurement(
                         structure, kind, variant, 2, n, True, "measured", taken, taken
                     )
-    append(path, setting, rows.values())
+    append(path, header, rows.values())
     return str(path)
 
 
@@ -108,7 +106,7 @@ def test_ranks_with_different_profiles_are_told(pool2: RankPool, tmp_path: Path)
 def test_a_profile_of_other_ranks_or_another_model_is_refused(
     pool2: RankPool, tmp_path: Path
 ) -> None:
-    wide = write(tmp_path / "wide.jsonl", [("a", "mlp")], "metp", replace(SETTING, num_ranks=8))
+    wide = write(tmp_path / "wide.jsonl", [("a", "mlp")], "metp", replace(HEADER, num_ranks=8))
     other = write(tmp_path / "other.jsonl", [("a", "mlp")], "metp")
     for path, text in (
         (wide, "measure on 2 ranks: paradyse profile --ranks 2"),

@@ -21,12 +21,12 @@ from paradyse.planning.explain import explain_plan
 from paradyse.planning.measured import MARGIN, CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import gradient_sum_s, prior_cost
-from paradyse.planning.profile_file import OVER_LIMIT, Measurement, Profile, Setting, append
+from paradyse.planning.profile_file import OVER_LIMIT, Header, Measurement, Profile, append
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
 
 RATES = replace(MACHINE, links={}, capacity_bytes=2**36)
-SETTING = Setting(
+HEADER = Header(
     versions={"paradyse": "0.1.0", "torch": "2.13.0", "triton": "none"},
     device="a device",
     num_ranks=4,
@@ -82,7 +82,7 @@ def profile_of(
         for s, f in factors.items()
         for n in lengths
     }
-    return Profile(SETTING, (*rows.values(), *more), "p.jsonl", 1)
+    return Profile(HEADER, (*rows.values(), *more), "p.jsonl", 1)
 
 
 def work(seq_len: int, **changes: Any) -> Workload:
@@ -159,7 +159,7 @@ def over(seq_len: int, batch: int = 1, training: bool = True) -> Measurement:
 
 def test_what_did_not_fit_when_measured_needs_more_than_that_limit() -> None:
     m = CostModel(profile_of({"metp": 0.1}, more=[over(16_384)]))
-    limit = SETTING.memory_limit
+    limit = HEADER.memory_limit
     assert limit is not None
     for w in (work(16_384), work(20_000), work(16_384, batch=2)):
         assert m.cost(ATTENTION, "metp", w).workspace_bytes > limit
@@ -172,7 +172,7 @@ def test_what_did_not_fit_when_measured_needs_more_than_that_limit() -> None:
     assert again.cost(ATTENTION, "metp", work(8192)).workspace_bytes < limit  # the later line holds
     forward = CostModel(profile_of({"metp": 0.1}, more=[over(16_384, training=False)]))
     assert forward.cost(ATTENTION, "metp", work(16_384)).workspace_bytes > limit
-    unnamed = replace(m.profile, setting=replace(SETTING, memory_limit=None))
+    unnamed = replace(m.profile, header=replace(HEADER, memory_limit=None))
     need = CostModel(unnamed).cost(ATTENTION, "metp", work(16_384)).workspace_bytes
     assert need == RATES.capacity_bytes + 1  # measured up to what the device had
 
@@ -192,7 +192,7 @@ def test_the_order_of_the_lines_does_not_matter() -> None:
 
 def test_a_machine_that_is_none_is_refused() -> None:
     profile = replace(
-        profile_of({"metp": 1.0}), setting=replace(SETTING, machine={"links": {"x": 3}})
+        profile_of({"metp": 1.0}), header=replace(HEADER, machine={"links": {"x": 3}})
     )
     with pytest.raises(ValueError, match="p.jsonl:1: the fields of the machine .* measure again"):
         CostModel(profile)
@@ -280,7 +280,7 @@ def test_a_step_needs_its_floor_whatever_the_plan() -> None:
 def test_gradients_of_whole_weights_are_counted_with_the_strategy_that_sums_them() -> None:
     """They come at the end of the model's backward: measured with the rest, caused by a block."""
     profile = profile_of({"megatron_ts": 1.0, "megatron_cz": 1.0})
-    sharded = replace(profile, setting=replace(SETTING, sharded=True))
+    sharded = replace(profile, header=replace(HEADER, sharded=True))
     for strategy, messages in (("megatron_ts", 1), ("megatron_cz", 2)):
         whole, split = (
             CostModel(x).cost(MLP, strategy, work(2048)).time_s for x in (profile, sharded)
@@ -374,13 +374,13 @@ def test_curves_are_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fitted) == first
 
 
-PRESENT = replace(SETTING, machine={})
+PRESENT = replace(HEADER, machine={})
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "profile.jsonl"
-    append(path, SETTING, profile_of({"metp": 1.0}).measurements)
+    append(path, HEADER, profile_of({"metp": 1.0}).measurements)
     return str(path)
 
 
@@ -420,7 +420,7 @@ def test_another_device_or_version_is_noted_and_logged_once(
     file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = replace(
-        PRESENT, device="another", inner="eager", versions={**SETTING.versions, "torch": "2.14.0"}
+        PRESENT, device="another", inner="eager", versions={**HEADER.versions, "torch": "2.14.0"}
     )
     with caplog.at_level(logging.WARNING):
         first = load_cost_model(file, model(), here)
@@ -439,7 +439,7 @@ def test_another_device_or_version_is_noted_and_logged_once(
 def test_a_profile_that_grew_is_read_anew(file: str) -> None:
     before = load_cost_model(file, model(), PRESENT).cost(ATTENTION, "ulysses_z", work(700))
     more = profile_of({"ulysses_z": 5.0}).measurements
-    append(file, SETTING, more)
+    append(file, HEADER, more)
     after = load_cost_model(file, model(), PRESENT).cost(ATTENTION, "ulysses_z", work(700))
     assert (before.source, after.source) == ("prior", "forest")
 
@@ -447,4 +447,4 @@ def test_a_profile_that_grew_is_read_anew(file: str) -> None:
 def test_costs_of_the_prior_say_so() -> None:
     assert BlockCost(1.0, 1, 1, 1).source == "prior"
     assert {c.source for c in planner().costs(SHORT)[0].values()} == {"prior"}
-    assert dtype_name(torch.bfloat16) == SETTING.dtype
+    assert dtype_name(torch.bfloat16) == HEADER.dtype

@@ -14,14 +14,14 @@ import pytest
 from paradyse.planning.profile_file import (
     OVER_LIMIT,
     SCHEMA,
+    Header,
     Measurement,
-    Setting,
     append,
     present_versions,
     read_profile,
 )
 
-SETTING = Setting(
+HEADER = Header(
     versions={"paradyse": "0.1.0", "torch": "2.13.0"},
     device="cpu, two cores",
     num_ranks=2,
@@ -42,17 +42,17 @@ def file(tmp_path: Path) -> Path:
 
 def test_what_is_appended_is_read(file: Path) -> None:
     full = replace(ROW, sent_bytes={"all_gather": 7}, messages={"all_gather": 1})
-    append(file, SETTING)
+    append(file, HEADER)
     assert read_profile(file).measurements == ()
-    append(file, SETTING, [full])
-    append(file, SETTING, [LONG, ROW])
+    append(file, HEADER, [full])
+    append(file, HEADER, [LONG, ROW])
     profile = read_profile(file)
-    assert profile.setting == SETTING
+    assert profile.header == HEADER
     assert profile.measurements == (full, LONG, ROW)
     assert profile.path == str(file)
     assert len(file.read_text().splitlines()) == 4
     before = profile.checksum
-    append(file, SETTING, [ROW])
+    append(file, HEADER, [ROW])
     assert read_profile(file).checksum != before
 
 
@@ -60,13 +60,13 @@ def test_what_is_appended_is_read(file: Path) -> None:
 def test_a_line_cut_by_a_kill_is_dropped_and_the_file_gone_on_with(
     file: Path, cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    append(file, SETTING, [ROW])
+    append(file, HEADER, [ROW])
     whole = file.read_bytes()
     file.write_bytes(whole + json.dumps(asdict(LONG)).encode()[:cut])
     with caplog.at_level(logging.WARNING):
         assert read_profile(file).measurements == (ROW,)
     assert f"{file}: the last line was cut off" in caplog.text
-    append(file, SETTING, [LONG])
+    append(file, HEADER, [LONG])
     assert read_profile(file).measurements == (ROW, LONG)
     assert file.read_bytes().startswith(whole)
 
@@ -75,25 +75,25 @@ def test_a_setting_cut_by_a_kill_is_written_anew(file: Path) -> None:
     file.write_text('{"versions": {')
     with pytest.raises(ValueError, match="an empty file, not a profile; measure again"):
         read_profile(file)
-    append(file, SETTING, [ROW])
-    assert read_profile(file).setting == SETTING
+    append(file, HEADER, [ROW])
+    assert read_profile(file).header == HEADER
 
 
 def test_a_last_line_that_only_lacks_its_end_is_kept(file: Path) -> None:
-    append(file, SETTING, [ROW])
+    append(file, HEADER, [ROW])
     file.write_bytes(file.read_bytes().rstrip())
     assert read_profile(file).measurements == (ROW,)
-    append(file, SETTING, [LONG])
+    append(file, HEADER, [LONG])
     assert read_profile(file).measurements == (ROW, LONG)
 
 
 def test_measurements_of_two_settings_do_not_mix(file: Path) -> None:
-    append(file, SETTING, [ROW])
-    other_rates = replace(SETTING, machine={"matmul_flops": 2e11}, memory_limit=None)
+    append(file, HEADER, [ROW])
+    other_rates = replace(HEADER, machine={"matmul_flops": 2e11}, memory_limit=None)
     append(file, other_rates, [ROW])  # a machine measured twice is the same machine
     text = "measured with num_ranks 2, this would add measurements with 4; give another file"
     with pytest.raises(ValueError, match=re.escape(text)):
-        append(file, replace(SETTING, num_ranks=4), [ROW])
+        append(file, replace(HEADER, num_ranks=4), [ROW])
     assert len(read_profile(file).measurements) == 2
 
 
@@ -108,12 +108,12 @@ def test_a_missing_file_names_the_way_out(file: Path) -> None:
     ("first", "text"),
     [
         (
-            asdict(SETTING) | {"schema": SCHEMA + 1},
+            asdict(HEADER) | {"schema": SCHEMA + 1},
             "schema 2; this version reads schema 1: measure",
         ),
         ({"matmul_flops": 1.0}, "no schema: this is not a profile; this version reads schema 1"),
-        (asdict(SETTING) | {"num_ranks": "2"}, "num_ranks is '2', not int"),
-        (asdict(SETTING) | {"sharded": 1}, "sharded is 1, not bool"),
+        (asdict(HEADER) | {"num_ranks": "2"}, "num_ranks is '2', not int"),
+        (asdict(HEADER) | {"sharded": 1}, "sharded is 1, not bool"),
         ([1], "not an object of named fields"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_first_line_that_is_no_setting_is_refused(file: Path, first: Any, text
     ],
 )
 def test_a_line_that_is_no_measurement_is_named(file: Path, row: Any, text: str) -> None:
-    append(file, SETTING, [ROW])
+    append(file, HEADER, [ROW])
     with file.open("a") as f:
         f.write(json.dumps(asdict(ROW) | row) + "\n" + json.dumps(asdict(ROW)) + "\n")
     with pytest.raises(ValueError, match=re.escape(f"{file}:3: {text}")) as e:
@@ -148,7 +148,7 @@ def test_a_line_that_is_no_measurement_is_named(file: Path, row: Any, text: str)
 
 
 def test_a_broken_line_before_the_last_is_named(file: Path) -> None:
-    append(file, SETTING, [ROW])
+    append(file, HEADER, [ROW])
     with file.open("a") as f:
         f.write('{"structure": "a"}\n{"struct\n' + json.dumps(asdict(ROW)) + "\n")
     with pytest.raises(ValueError, match=r"profile.jsonl:3: no field 'kind'; no field 'strategy'"):

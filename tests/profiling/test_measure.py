@@ -135,7 +135,7 @@ def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_pat
     expected |= {("rest", "", n) for n in lengths}
     rows = {key(m): m for m in found.measurements}
     assert rows.keys() == expected and len(rows) == len(found.measurements)
-    assert found.setting.sharded is sharded and found.setting.num_ranks == 2
+    assert found.header.sharded is sharded and found.header.num_ranks == 2
     for m in rows.values():
         assert m.outcome == MEASURED and m.forward_s > 0 and m.backward_s > 0
         assert m.saved_bytes > 0 and m.sent_bytes and m.messages.keys() == m.sent_bytes.keys()
