@@ -87,7 +87,7 @@ def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> 
             at = [m for m in mine if (m.kind, m.structure, m.seq_len) == (kind, structure, n)]
             cells.append(_fastest(at))
         rows.append(cells)
-    title = f"fastest strategy of a block, batch {args.batch}, {found.setting.num_ranks} ranks"
+    title = f"fastest strategy of a block, batch {args.batch}, {found.header.num_ranks} ranks"
     show_table(console, title, ("length", *names), rows)
     text = f"{found.path}: {len(found.measurements)} measurements"
     console.print(text)
