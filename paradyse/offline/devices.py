@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from paradyse.planning.costs import Link, Machine
+from paradyse.planning.machine import CUDA_OVERLAP, NCCL_COMMUNICATOR_BYTES, RESERVE
 
 GB = 1e9
 """Vendors count bandwidth and, on their sheets, capacity in powers of ten."""
@@ -112,15 +113,6 @@ DEVICES: dict[str, Device] = {
 _NDR = Network(node_bandwidth=8 * 50 * GB)
 NETWORKS: dict[str, Network] = {"h100-80gb": _NDR, "h200-141gb": _NDR}
 """By the device they come with, where it is not ``Network``'s default."""
-
-RESERVE = 0.1
-"""Share of the memory left to the context and the allocator: as ``machine.RESERVE``."""
-
-COMMUNICATOR_BYTES = 400 * 2**20
-"""Of one NCCL communicator: as ``machine.NCCL_COMMUNICATOR_BYTES``."""
-
-OVERLAP = 0.9
-"""Share of a ring's attention that its messages hide behind: as ``machine.CUDA_OVERLAP``."""
 
 
 def read_cluster(name: str) -> Cluster:
@@ -219,10 +211,10 @@ def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloa
         bandwidth_bytes=min(x.bandwidth_bytes for x in links.values()),
         attention_flops=min(d.matmul_flops[dtype] * d.attention_share for d in devices),
         op_overhead_s=max(d.op_overhead_s for d in devices),
-        overlap=OVERLAP,
+        overlap=CUDA_OVERLAP,
         links=links,
         capacity_bytes=int(min(d.capacity_bytes for d in devices) * (1 - RESERVE)),
-        communicator_bytes=COMMUNICATOR_BYTES if num_gpus > 1 else 0,
+        communicator_bytes=NCCL_COMMUNICATOR_BYTES if num_gpus > 1 else 0,
         source=f"on paper: {num_gpus} x {names}{slowest}, {nodes} node{'s' * (nodes > 1)}",
     )
 

@@ -15,6 +15,7 @@ import torch
 from paradyse.config import Options
 from paradyse.offline.dry_run import DryRun
 from paradyse.planning.costs import BlockCost, Machine
+from paradyse.planning.explain import count_names
 from paradyse.planning.planner import Planner, longest_length
 from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
@@ -162,10 +163,6 @@ def _forecast(planner: Planner, plan: Plan, workload: Workload, bound: float) ->
 
 def plan_in_words(blocks: Sequence[BlockSpec], plan: Sequence[str]) -> str:
     """Per kind each strategy with how many blocks have it: ``attention metp; mlp 3 metp, ...``."""
-    parts = []
-    for kind in dict.fromkeys(b.kind for b in blocks):
-        names = [canonical_strategy(kind, s) for b, s in zip(blocks, plan) if b.kind == kind]
-        counts = {n: names.count(n) for n in names}
-        text = ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
-        parts.append(f"{kind} {text}")
-    return "; ".join(parts)
+    kinds = dict.fromkeys(b.kind for b in blocks)
+    pairs = [(b.kind, canonical_strategy(b.kind, s)) for b, s in zip(blocks, plan)]
+    return "; ".join(f"{kind} {count_names([s for k, s in pairs if k == kind])}" for kind in kinds)

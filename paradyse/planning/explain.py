@@ -5,6 +5,7 @@ Values with ``str()`` as plain text; with ``rich``, ``print`` of a console shows
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -335,11 +336,15 @@ class Stats:
         return Group(*[_rich_table(*t) for t in self._tables() if t[2]])
 
 
+def count_names(names: Sequence[str]) -> str:
+    """Each name once, with how many blocks have it where not all do: ``3 metp, 5 ulysses_z``."""
+    counts = Counter(names)
+    return ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
+
+
 def short_key(key: str) -> str:
     """A plan's key for people: each strategy once, with how many blocks it has."""
-    names = key.split(",") if key else []
-    counts = {n: names.count(n) for n in names}
-    return ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
+    return count_names(key.split(",") if key else [])
 
 
 @dataclass(frozen=True)

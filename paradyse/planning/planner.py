@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 
 Costs = tuple[dict[str, BlockCost], ...]
 """Per block, the cost of every strategy that can compute it."""
+
+
+MOST_PLANS = 4096
+"""Workloads whose plans are kept: more lengths than a batch of text has, and few megabytes."""
 
 
 def format_bytes(n: float) -> str:
@@ -97,9 +102,9 @@ class Planner:
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
         self._corrections: Corrections | None = None
-        self._plans: dict[Workload, Plan] = {}
-        self._auto: dict[tuple[tuple[str, ...], Workload], Plan] = {}
-        self._named: dict[Hashable, tuple[str, ...]] = {}
+        self._chosen = lru_cache(MOST_PLANS)(self._choose)
+        self._named = lru_cache(MOST_PLANS)(self._names)
+        self._planned = lru_cache(MOST_PLANS)(lambda w: self._decide(self.options.plan, w))
         self._previous: Plan | None = None
 
     def plan(self, workload: Workload) -> Plan:
@@ -112,12 +117,11 @@ class Planner:
             ValueError: the plan does not fit the model (number of names, a strategy that cannot
                 compute its block), the workload is empty, or nothing fits ``memory_limit``.
         """
-        if self._function is not None:
-            plan = self._decide(self._function(workload), workload)
-        elif (found := self._plans.get(workload)) is not None:
-            plan = found
+        plan: Plan
+        if self._function is None:
+            plan = self._planned(workload)
         else:
-            plan = self._plans[workload] = self._decide(self.options.plan, workload)
+            plan = self._decide(self._function(workload), workload)
         self._previous = plan
         return plan
 
@@ -137,36 +141,43 @@ class Planner:
         """Correct predictions from now on; plans are decided anew. On every rank alike."""
         self._corrections = corrections
         self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
-        self._plans.clear()
-        self._auto.clear()
+        self._planned.cache_clear()
+        self._chosen.cache_clear()
 
     def costs(self, workload: Workload) -> Costs:
         """Expected cost of every feasible strategy of every block: predicted, and corrected."""
         predicted, corrections = self.predicted_costs(workload), self._corrections
         if corrections is None:
             return predicted
-        known: dict[Hashable, dict[str, BlockCost]] = {}
-        for block, kind, costs in zip(self.blocks, self.kinds, predicted):
-            if kind not in known:
-                known[kind] = {
-                    s: corrections.apply(c, (kind, canonical_strategy(block.kind, s)), workload)
-                    for s, c in costs.items()
-                }
-        return tuple(known[k] for k in self.kinds)
+
+        def corrected(i: int) -> dict[str, BlockCost]:
+            of, kind = self.blocks[i].kind, self.kinds[i]
+            return {
+                s: corrections.apply(c, (kind, canonical_strategy(of, s)), workload)
+                for s, c in predicted[i].items()
+            }
+
+        return self._once_a_kind(corrected)
 
     def predicted_costs(self, workload: Workload) -> Costs:
         """The same by the cost model alone."""
-        machine = self.machine(workload.dtype)
-        known: dict[Hashable, dict[str, BlockCost]] = {}
-        for block, kind in zip(self.blocks, self.kinds):
-            if kind not in known:
-                known[kind] = {
-                    s: prior_cost(block, s, workload, machine, self.sharded)
-                    if self.cost_model is None
-                    else self.cost_model.cost(block, s, workload)
-                    for s in block.feasible()
-                }
-        return tuple(known[k] for k in self.kinds)
+        machine, model = self.machine(workload.dtype), self.cost_model
+
+        def predicted(i: int) -> dict[str, BlockCost]:
+            block = self.blocks[i]
+            return {
+                s: model.cost(block, s, workload)
+                if model
+                else prior_cost(block, s, workload, machine, self.sharded)
+                for s in block.feasible()
+            }
+
+        return self._once_a_kind(predicted)
+
+    def _once_a_kind(self, of: Callable[[int], dict[str, BlockCost]]) -> Costs:
+        """Per block what ``of`` says of the first block of its kind."""
+        found = {kind: of(self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
+        return tuple(found[kind] for kind in self.kinds)
 
     def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
         """Cost of what is not in a block, where any of it was measured."""
@@ -216,19 +227,10 @@ class Planner:
             raise ValueError(
                 f"workload is for {workload.num_ranks} ranks, the mesh axis has {self.num_ranks}"
             )
-        # What a function returns may be a list or a dict: read anew, as it cannot be looked up.
-        known = self._named.get(form) if isinstance(form, str | Plan) else None
-        names = known or self._names(form)
-        if isinstance(form, str | Plan):
-            self._named[form] = names
+        names = self._named(form) if isinstance(form, str | Plan) else self._names(form)
         if self.num_ranks == 1:
             return Plan((REPLICATED,) * len(self.blocks))
-        if AUTO not in names:
-            return Plan(names)
-        cached = self._auto.get((names, workload))
-        if cached is None:
-            cached = self._auto[names, workload] = self._choose(names, workload)
-        return cached
+        return self._chosen(names, workload) if AUTO in names else Plan(names)
 
     def _names(self, form: Any) -> tuple[str, ...]:
         """A name (or "auto") for every block, from any form of the plan; feasibility checked."""
@@ -308,7 +310,7 @@ class Planner:
         strategies = choices.fastest(limit)
         if strategies is None:
             strategies = self._over_the_limit(names, limit, workload)
-        best = self._smooth(Plan(strategies), names, choices, limit)
+        best = self._smooth(Plan(strategies), choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -372,20 +374,13 @@ class Planner:
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
         return strategies
 
-    def _smooth(
-        self,
-        best: Plan,
-        names: tuple[str, ...],
-        choices: Choices,
-        limit: float,
-    ) -> Plan:
+    def _smooth(self, best: Plan, choices: Choices, limit: float) -> Plan:
         """The previous plan instead, where it is legal, fits, and is nearly as fast."""
         previous = self._previous
         if previous is None or previous == best:
             return best
-        for block, name, s in zip(self.blocks, names, previous.strategies):
-            if s != name and (name != AUTO or s not in self.candidates(block)):
-                return best
+        if not all(s in names for s, names in zip(previous.strategies, choices.names)):
+            return best
         rest_s = sum(c.time_s for c in choices.rest)
         best_s = choices.time_s(best.strategies) - rest_s
         old_s = choices.time_s(previous.strategies) - rest_s
