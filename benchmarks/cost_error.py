@@ -180,15 +180,15 @@ def report_on(
     bench: Benchmark, profile: Profile, name: str, blocks: Mapping[str, BlockSpec]
 ) -> None:
     """Tables and goals of one profile."""
-    header = profile.header
+    first = profile.header
     known = {m.structure for m in profile.measurements if m.kind != REST} <= blocks.keys()
-    name = f"{name}, {header.num_ranks} ranks"
+    name = f"{name}, {first.num_ranks} ranks"
     bench.add(
         f"## {name}",
         "",
-        f"{len(profile.measurements)} measurements on {header.device}, {header.num_ranks} ranks, "
-        f"{header.dtype}, inner={header.inner}, "
-        f"{'sharded' if header.sharded else 'whole'} weights; the hybrid "
+        f"{len(profile.measurements)} measurements on {first.device}, {first.num_ranks} ranks, "
+        f"{first.dtype}, inner={first.inner}, "
+        f"{'sharded' if first.sharded else 'whole'} weights; the hybrid "
         f"{'looks' if known else 'cannot look'} at the prior.",
         "",
     )
