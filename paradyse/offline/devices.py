@@ -116,7 +116,7 @@ NETWORKS: dict[str, Network] = {"h100-80gb": _NDR, "h200-141gb": _NDR}
 
 
 def read_cluster(name: str) -> Cluster:
-    """The cluster of a device's name in ``DEVICES``, or of a TOML or JSON file.
+    """The cluster of a device's ``name`` in ``DEVICES``, or in a TOML or JSON file of this name.
 
     The file gives a table ``network`` with fields of ``Network``, and ``devices``, a list: each
     entry names a device of ``DEVICES`` as ``base``, or gives all fields, and may change any;
@@ -184,7 +184,7 @@ def _fill(kind: Any, base: Mapping[str, Any], changed: Mapping[str, Any], file: 
 
 
 def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloat16) -> Machine:
-    """Rates of one of ``num_gpus`` ranks that form one sequence axis.
+    """Rates of one of ``num_gpus`` ranks of ``cluster`` that form one sequence axis.
 
     Ranks fill nodes one after the other. All run one program on equal shares of the tokens, so
     among unequal devices the slowest rate and the smallest memory hold for every rank.
@@ -258,7 +258,7 @@ def _links(n: Network, link_bandwidth: float, p: int) -> dict[str, Link]:
 
 
 def describe_cluster(cluster: Cluster, num_gpus: int) -> Sequence[tuple[str, str]]:
-    """What ``machine_of`` starts from, for people: name and value."""
+    """What ``machine_of`` makes of ``cluster`` and ``num_gpus``, for people: name and value."""
     rows = []
     for d in cluster.devices:
         peak = d.matmul_flops.get(torch.bfloat16, max(d.matmul_flops.values())) / 1e12

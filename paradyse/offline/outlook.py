@@ -44,6 +44,7 @@ class PaperCosts:
         self.run, self.machine, self.sharded = run, machine, sharded
 
     def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
+        """Of ``block`` under ``strategy`` for ``workload``."""
         prior = prior_cost(block, strategy, workload, self.machine, self.sharded)
         sizes = self.run.block(block, strategy)
         saved, workspace = sizes.at(self.run.tokens(workload.seq_len, workload.batch))
@@ -51,7 +52,8 @@ class PaperCosts:
         return replace(prior, saved_bytes=saved, workspace_bytes=workspace + weights)
 
     def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
-        """Of embedding, head and loss: memory, and the time of their matmuls."""
+        """Of embedding, head and loss for ``workload``: memory, and the time of their matmuls; the
+        same whatever the ``blocks``."""
         tokens = self.run.tokens(workload.seq_len, workload.batch)
         tables, most, flops = 0, 0, 0.0
         for sizes in self.run.between:
@@ -109,8 +111,11 @@ def look_ahead(
 
     Args:
         lengths: tokens of a sequence; or a function of the longest length that fits.
-        batch: sequences a step. memory_limit: bytes a rank may use; None: what ``machine`` has.
+        dtype: of weights and activations.
+        batch: sequences a step.
         strategies: what the mixture may use; None: all.
+        memory_limit: bytes a rank may use; None: what ``machine`` has.
+        sharded: weights at rest are 1/p on each rank; as ``run`` was made.
     """
     limit = memory_limit if memory_limit is not None else machine.capacity_bytes
     machine = replace(machine, capacity_bytes=limit)
@@ -162,7 +167,8 @@ def _forecast(planner: Planner, plan: Plan, workload: Workload, bound: float) ->
 
 
 def plan_in_words(blocks: Sequence[BlockSpec], plan: Sequence[str]) -> str:
-    """Per kind each strategy with how many blocks have it: ``attention metp; mlp 3 metp, ...``."""
+    """Per kind of ``blocks`` each strategy of ``plan``, with how many blocks have it:
+    ``attention metp; mlp 3 metp, ...``."""
     kinds = dict.fromkeys(b.kind for b in blocks)
     pairs = [(b.kind, canonical_strategy(b.kind, s)) for b, s in zip(blocks, plan)]
     return "; ".join(f"{kind} {count_names([s for k, s in pairs if k == kind])}" for kind in kinds)

@@ -5,6 +5,9 @@ variants that have run: a step that needed less than was predicted does not show
 will. Lengths count by their scale, a power of two of tokens, so that an error at short lengths,
 such as Python's own time, is not taken for one at long ones. Memory at a scale that was not
 measured is corrected as at the nearest one that was.
+
+In all of this a ``key`` is a kind of block and a variant of it, a ``workload`` what a step is run
+on, a ``quantity`` one of the names below.
 """
 
 from __future__ import annotations
@@ -88,11 +91,16 @@ class Corrections:
         )
 
     def constant(self, quantity: str) -> int:
-        """``FLOOR`` or ``STATIC``; 0 where it was not measured."""
+        """Bytes of the ``quantity`` ``FLOOR`` or ``STATIC``; 0 where it was not measured."""
         return int(self.value(quantity, None, 0))
 
     def value(self, quantity: str, of: Hashable, at: int) -> float:
-        """Of bytes: a ratio at a scale; those of the rest at so many tokens; a constant at 0."""
+        """Of bytes.
+
+        Args:
+            of: the key of a ratio; None for bytes.
+            at: the scale of a ratio, the tokens of the rest's bytes, 0 for a constant.
+        """
         row = self.measured[quantity].get(of, {})
         if quantity in RATIOS:
             return max(1.0, nearest(row, at)) if row else 1.0
@@ -100,13 +108,13 @@ class Corrections:
 
 
 def nearest(row: Mapping[int, float], at: int) -> float:
-    """The value at the scale nearest to ``at``; of two the larger scale's."""
+    """The value of ``row`` at the scale nearest to ``at``; of two the larger scale's."""
     return row[min(row, key=lambda scale: (abs(scale - at), -scale))]
 
 
 def along(points: Mapping[int, float], at: int) -> float:
-    """Bytes at ``at`` tokens: between measured points and beyond the last two a straight line, as
-    embedding, head and loss grow; before the first, and with one alone, as there.
+    """Bytes at ``at`` tokens: between measured ``points`` and beyond the last two a straight line,
+    as embedding, head and loss grow; before the first, and with one alone, as there.
     """
     xs = sorted(points)
     if len(xs) == 1 or at <= xs[0]:

@@ -123,7 +123,8 @@ class Forest:
 
 
 def fit_forest(points: Sequence[Point], values: Sequence[float]) -> Forest:
-    """The published forest; equal measurements give an equal forest on every rank."""
+    """The published forest, through ``values`` at ``points``; equal measurements give an equal
+    forest on every rank."""
     from sklearn.ensemble import RandomForestRegressor
 
     forest = RandomForestRegressor(n_estimators=NUM_TREES, max_depth=MAX_DEPTH, random_state=0)
@@ -186,7 +187,8 @@ class Curve:
         return max(value, max(smaller, default=0.0)), POLYNOMIAL
 
     def covers(self, batch: int, seq_len: int) -> bool:
-        """Whether some measurement is at most as large in both, and some other at least."""
+        """Whether some measurement is at most as large in both ``batch`` and ``seq_len``, and some
+        other at least."""
         return any(b <= batch and s <= seq_len for b, s in self.measured) and any(
             b >= batch and s >= seq_len for b, s in self.measured
         )

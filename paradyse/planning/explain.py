@@ -22,7 +22,7 @@ Rows = list[tuple[str, ...]]
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; no trailing blanks."""
+    """``rows`` below their ``header``: columns as wide as they need to be, no trailing blanks."""
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * w for w in widths], *rows]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
@@ -39,7 +39,7 @@ def _rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def format_seconds(s: float) -> str:
-    """Seconds for people: ``1.25 ms``."""
+    """Seconds ``s`` for people: ``1.25 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if s >= scale or unit == "us":
             return f"{s / scale:.3g} {unit}"
@@ -164,7 +164,8 @@ class PlanReport:
 def attention_kernels(
     blocks: Sequence[BlockSpec], dtype: torch.dtype, device: torch.device
 ) -> tuple[str, ...]:
-    """Which kernel computes what, on a GPU; nothing on a CPU, where there is one."""
+    """Which kernel computes the attention of ``blocks`` in ``dtype``, if ``device`` is a GPU;
+    nothing on a CPU, where there is one kernel."""
     if device.type != "cuda":
         return ()
     capability = capability_of(device)
@@ -185,6 +186,10 @@ def explain_plan(
     """The report on the plan ``planner`` makes for ``workload``.
 
     Every rank of the axis must call it, as the machine may be measured for it.
+
+    Args:
+        gathered: what runs on gathered tensors, and why.
+        kernels: as of ``attention_kernels``.
     """
     plan = planner.plan(workload)
     if planner.num_ranks == 1:
@@ -337,13 +342,13 @@ class Stats:
 
 
 def count_names(names: Sequence[str]) -> str:
-    """Each name once, with how many blocks have it where not all do: ``3 metp, 5 ulysses_z``."""
+    """Each of ``names`` once, with how often where it is not the only one: ``3 metp, 5 ulysses_z``."""
     counts = Counter(names)
     return ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
 
 
 def short_key(key: str) -> str:
-    """A plan's key for people: each strategy once, with how many blocks it has."""
+    """A plan's ``key`` for people: each strategy once, with how many blocks it has."""
     return count_names(key.split(",") if key else [])
 
 

@@ -79,7 +79,8 @@ class _Timer:
 
 
 def device_capacity(device: torch.device, ranks_per_host: int = 1) -> int:
-    """Bytes one rank may use: the device's memory, or its part of the host's, less ``RESERVE``."""
+    """Bytes one rank may use: the memory of ``device``, or of a host's the part of one of
+    ``ranks_per_host``, less ``RESERVE``."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return int(total * (1 - RESERVE))
@@ -187,7 +188,7 @@ def measure_machine(
 
 
 def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
-    """Bytes that every rank of ``axis`` may use. Every rank must call it: it is a collective."""
+    """Bytes of ``device`` that every rank of ``axis`` may use; a collective of all its ranks."""
     device = device or device_of(axis)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
     mine = float(device_capacity(device, local_ranks))
@@ -196,7 +197,7 @@ def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
 
 
 def describe_device(device: torch.device) -> str:
-    """Its name, as ``profiles.Header.device`` has it."""
+    """The name of ``device``, as ``profiles.Header.device`` has it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -90,7 +90,7 @@ class CostModel:
                 self._over.setdefault(key, []).append((batch, seq_len))
 
     def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
-        """Predicted cost of ``block`` under ``strategy``, with its source.
+        """Predicted cost of ``block`` under ``strategy`` for ``workload``, with its source.
 
         Raises:
             ValueError: the strategy is unknown.
@@ -120,7 +120,7 @@ class CostModel:
         return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
 
     def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost | None:
-        """Predicted for all that is not in a block; None where too little of it was measured.
+        """Predicted for what of ``workload`` is in no block; None where too little was measured.
 
         What ``cost`` adds for ``blocks`` is taken off, as for the strategies that sum all their
         gradients: it was measured under all of them, and most do.
@@ -136,7 +136,7 @@ class CostModel:
         return replace(cost, time_s=max(0.0, cost.time_s - outside))
 
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
-        """What ``explain`` says of this profile for these blocks."""
+        """What ``explain`` says of this profile for these ``blocks``."""
         missing: dict[str, list[str]] = {}
         for b in blocks:
             if b.structure not in self.structures:
@@ -202,7 +202,7 @@ def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
 
 
 def prior_growths(prior: Callable[[Point], BlockCost]) -> tuple[Growth, Growth, Growth]:
-    """Of time, bytes saved and bytes of workspace."""
+    """Of time, bytes saved and bytes of workspace, by what ``prior`` says at two points."""
 
     def of(quantity: Callable[[BlockCost], float]) -> Growth:
         def growth(a: Point, b: Point) -> float:
@@ -342,5 +342,5 @@ def _differences(measured: Header, present: Header) -> tuple[str, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As ``Header.dtype`` has it."""
+    """``dtype`` as ``Header.dtype`` has it."""
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """From a workload to a plan: a strategy for every block.
 
 ``Planner.plan`` is a pure function of the workload and of state that all ranks share (options,
-blocks, agreed machine rates, the workloads before), so ranks agree without a word; a workload seen
-before is one dictionary look-up.
+blocks, agreed machine rates, the workloads before), so ranks agree without a word; a ``workload``
+seen before is one look-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_PLANS = 4096
 
 
 def format_bytes(n: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
+    """Bytes ``n`` for people: ``1.5 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(n) >= 1024 and len(units) > 1:
         n /= 1024
@@ -44,6 +44,7 @@ def format_bytes(n: float) -> str:
 
 
 def describe_workload(w: Workload) -> str:
+    """The workload ``w`` for people."""
     mode = "training" if w.training else "inference"
     dtype = str(w.dtype).removeprefix("torch.")
     return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
@@ -53,7 +54,8 @@ def longest_length(need: Callable[[int], float], limit: float, most: int) -> int
     """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
 
     Args:
-        need: of a length, growing with it. most: the search ends here.
+        need: of a length, growing with it.
+        most: the search ends here.
     """
     if need(1) > limit:
         return 0
@@ -138,7 +140,8 @@ class Planner:
         return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
 
     def correct(self, corrections: Corrections) -> None:
-        """Correct predictions from now on; plans are decided anew. On every rank alike."""
+        """Apply ``corrections`` to predictions from now on; plans are decided anew. On every rank
+        alike."""
         self._corrections = corrections
         self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
         self._planned.cache_clear()
@@ -187,19 +190,23 @@ class Planner:
         return () if rest is None else (rest,)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
-        """Predicted (seconds, peak bytes) of a step's blocks, and its rest where measured."""
+        """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
         choices = self._choices(plan.strategies, workload)
         return choices.time_s(plan.strategies), choices.peak(plan.strategies)
 
     def memory_limit(self, dtype: torch.dtype) -> float:
-        """Bytes a plan may need on a rank: the option, else the capacity, else infinite."""
+        """Bytes a plan may need on a rank: the option, else the capacity, else infinite.
+
+        Args:
+            dtype: of the workload, as the machine's rates are measured with it.
+        """
         if self.options.memory_limit is not None:
             return self.options.memory_limit
         capacity = self.machine(dtype).capacity_bytes
         return float("inf") if capacity is None else capacity
 
     def asked_by_name(self, workload: Workload, block: int) -> bool:
-        """Whether the plan option names the strategy of the block at this index."""
+        """Whether the plan option names the strategy of the block at index ``block``."""
         form = self.options.plan if self._function is None else self._function(workload)
         return bool(self._names(form)[block] != AUTO)
 

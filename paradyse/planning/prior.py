@@ -18,7 +18,7 @@ from paradyse.types import BlockSpec, Workload
 
 
 def seconds(work: Work, machine: Machine) -> float:
-    """Predicted time of ``work``; a ring's messages hide behind attention as far as they can."""
+    """Predicted time of ``work`` on ``machine``; a ring's messages hide behind attention as far as they can."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
     comm_s = 0.0
@@ -61,6 +61,9 @@ def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine:
     ``strategy``, predicted.
 
     They are at the end of the backward of the model, so in no block's measured time.
+
+    Args:
+        block, strategy, workload, machine: as of ``prior_cost``.
     """
     work = Work(block, workload)
     work.fetch_weights(strategy_named(strategy).weights, sharded=False)

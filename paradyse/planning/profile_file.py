@@ -122,7 +122,7 @@ def present_versions() -> dict[str, str]:
 
 
 def append(path: str | Path, header: Header, measurements: Iterable[Measurement] = ()) -> None:
-    """Add lines to the file at ``path``, which is made with ``header`` first where it is missing.
+    """Add ``measurements`` to the file at ``path``, which is made with ``header`` first where it is missing.
 
     One process writes a file. Each line is flushed on its own, and what a killed writer left of a
     line is removed first, so a file is never more than one line short.
@@ -169,7 +169,7 @@ def _without_cut_line(whole: bytes) -> bytes:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The measurements of a file.
+    """The measurements of the file at ``path``.
 
     A last line that was cut off by a kill is left out, and logged.
 

@@ -61,14 +61,14 @@ class Choices:
     machine: Machine
 
     def peak(self, strategies: Sequence[str]) -> int:
-        """Bytes of a rank that a step needs."""
+        """Bytes of a rank that a step needs under ``strategies``, one per block."""
         chosen = [c[s] for c, s in zip(self.costs, strategies)]
         held = peak_bytes(chosen, 0, self.machine, self.rest)
         floor = peak_bytes((), self.floor_bytes, self.machine)
         return self.static_bytes + max(math.ceil(held * (1 + self.margin)), floor)
 
     def time_s(self, strategies: Sequence[str]) -> float:
-        """Seconds of the blocks and the rest."""
+        """Seconds of the blocks under ``strategies``, and of the rest."""
         parts = [c[s] for c, s in zip(self.costs, strategies)]
         return sum(c.time_s for c in (*parts, *self.rest))
 

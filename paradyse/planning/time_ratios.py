@@ -11,6 +11,8 @@ off as those that did, and what was seen at one length tells less of another the
 A ratio that changes at once, by more than ``JUMP``, is a change of that variant and not of the
 machine: what is in common is learned from the others and from before. So when a collective becomes
 slow the planner tries what does without it, and then knows.
+
+A ``scale`` is that of ``corrections.scale_of``; a ``key`` is a kind of block and a variant of it.
 """
 
 from __future__ import annotations
