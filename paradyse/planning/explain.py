@@ -342,7 +342,7 @@ class Stats:
 
 
 def count_names(names: Sequence[str]) -> str:
-    """Each of ``names`` once, with how often where it is not the only one: ``3 metp, 5 ulysses_z``."""
+    """Each of ``names`` once, with how often where there are others: ``3 metp, 5 ulysses_z``."""
     counts = Counter(names)
     return ", ".join(n if c == len(names) else f"{c} {n}" for n, c in counts.items())
 

@@ -18,7 +18,8 @@ from paradyse.types import BlockSpec, Workload
 
 
 def seconds(work: Work, machine: Machine) -> float:
-    """Predicted time of ``work`` on ``machine``; a ring's messages hide behind attention as far as they can."""
+    """Predicted time of ``work`` on ``machine``; a ring's messages hide behind attention as far as
+    they can."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
     comm_s = 0.0

@@ -122,7 +122,7 @@ def present_versions() -> dict[str, str]:
 
 
 def append(path: str | Path, header: Header, measurements: Iterable[Measurement] = ()) -> None:
-    """Add ``measurements`` to the file at ``path``, which is made with ``header`` first where it is missing.
+    """Add ``measurements`` to the file at ``path``, which is made with ``header`` if it is missing.
 
     One process writes a file. Each line is flushed on its own, and what a killed writer left of a
     line is removed first, so a file is never more than one line short.
