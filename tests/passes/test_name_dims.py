@@ -1,0 +1,52 @@
+"""Which factor is batch and which is sequence: attention says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from pass_graphs import attend, context, toy, toy_inputs, trace
+from torch import Tensor
+
+from paradyse.passes.name_dims import attention, name_dims
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 5), (5, 2), (3, 3), (1, 5)])
+def test_batch_and_sequence_are_those_of_attention(batch: int, length: int) -> None:
+    ctx, gm = context(), trace(toy, *toy_inputs(batch, length), weights=7)
+    assert name_dims(gm, ctx) == len(gm.graph.nodes) - 1  # all but the output
+    (ids, *_) = gm.graph.nodes
+    (core,) = [n for n in gm.graph.nodes if n.target == attention]
+    b, s = ctx.names.of(ids)
+    assert (ctx.batch, ctx.seq) == (b[0] if b else None, s[0]) and ctx.seq.size == length
+    assert [ctx.names.of(core.args[0])[d] for d in (0, 2)] == [b, s]
+    assert not ctx.notes
+
+
+def test_rows_of_a_fused_weight_are_three_times_heads_times_width() -> None:
+    ctx, gm = context(), trace(toy, *toy_inputs(), weights=7)
+    name_dims(gm, ctx)
+    qkv = [n for n in gm.graph.nodes if n.op == "placeholder"][4]
+    assert [f.size for f in ctx.names.of(qkv)[0]] == [3, 4, 2]
+
+
+def disagreeing(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return attend(x, x, x), attend(y, y, y)
+
+
+X, Y = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 7, 3)
+UNNAMED = {
+    "no attention": (lambda x: x + 1, [X], "no scaled_dot_product_attention"),
+    "two sequences": (disagreeing, [X, Y], r"disagree on the sequence dim \(2 kinds\)"),
+    "one token": (lambda x: attend(x, x, x), [X[:, :, :1]], "a sequence of one token"),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_without_a_sequence_nothing_is_split_and_why_is_said(name: str) -> None:
+    fn, inputs, text = UNNAMED[name]
+    ctx = context()
+    name_dims(trace(fn, *inputs), ctx)
+    assert ctx.seq is None and ctx.batch is None
+    assert re.search(text, ctx.notes[0])

@@ -1,0 +1,144 @@
+"""Retrace, and the three passes that make a graph functional."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pass_graphs import context, operators, run, trace
+from torch import Tensor, fx, nn
+
+from paradyse.passes.retrace import (
+    InputLike,
+    Untraceable,
+    drop_grad_mode,
+    make_autocast_explicit,
+    remove_mutation,
+    retrace,
+)
+
+CPU = torch.device("cpu")
+
+
+def like(*shape: int, grad: bool = False) -> InputLike:
+    return InputLike(shape, torch.float32, CPU, grad)
+
+
+def test_operators_with_gradients_stay_whole() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return nn.functional.layer_norm(nn.functional.linear(x, w), (5,))
+
+    gm = retrace(fx.symbolic_trace(fn), [like(3, 7), like(5, 7, grad=True)])
+    assert operators(gm) == {"linear": 1, "layer_norm": 1}
+    grads = [n.meta["tensor_meta"].requires_grad for n in gm.graph.nodes if n.op != "output"]
+    assert grads == [False, True, True, True]
+
+
+def test_numbers_stand_for_what_item_gives() -> None:
+    gm = fx.symbolic_trace(lambda x, n: x * n.item())
+    assert operators(retrace(gm, [like(3), 2.5])) == {"mul": 1}
+    assert "item" in gm.code  # the graph that was given is as it was
+
+
+def test_the_body_of_a_checkpoint_is_traced_in_place_and_marked() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = fx.symbolic_trace(lambda x: (x.sin().cos(),))
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    body = graph.get_attr("body")
+    out = graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (body, x))
+    first = graph.call_function(operator.getitem, (out, 0))
+    graph.output((graph.call_method("exp", (first,)),))
+    root = Root()
+    for node in (*graph.nodes, *root.body.graph.nodes):
+        node.meta["stack_trace"] = "somewhere"  # as Dynamo's nodes have
+    gm = retrace(fx.GraphModule(root, graph), [like(3, grad=True)])
+    calls = (n for n in gm.graph.nodes if n.op == "call_function")
+    marked = {n.target for n in calls if n.meta.get("recompute")}
+    assert operators(gm) == {"sin": 1, "cos": 1, "exp": 1}
+    assert marked == {torch.ops.aten.sin.default, torch.ops.aten.cos.default}
+
+
+def test_other_operators_with_a_body_are_refused() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.higher_order.cond, (graph.placeholder("x"),)))
+    with pytest.raises(Untraceable, match="cond, whose body"):
+        retrace(fx.GraphModule({}, graph), [like(3)])
+
+
+def test_what_enters_a_region_without_gradients_is_detached() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * w + w
+        return y * w
+
+    gm = trace(fn, torch.randn(3), torch.randn(3, requires_grad=True))
+    assert operators(gm)["_set_grad_enabled"] == 2
+    assert drop_grad_mode(gm, context()) == 2
+    assert operators(gm) == {"detach": 2, "mul": 2, "add": 1}
+    x, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    out = run(gm, x, w)
+    (got,) = torch.autograd.grad(out.sum(), w)
+    torch.testing.assert_close(got, x * w.detach() + w.detach())
+
+
+def test_writes_become_values() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        y.mul_(2)
+        return y + y.clamp_(max=3)
+
+    x = torch.randn(5)
+    gm = trace(fn, x)
+    assert remove_mutation(gm, context()) == 2
+    assert operators(gm) == {"add": 2, "mul": 1, "clamp": 1}
+    torch.testing.assert_close(run(gm, x), fn(x))
+
+
+def into_input(x: Tensor) -> Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def through_a_view(x: Tensor) -> Tensor:
+    y = x + 1
+    y[0].add_(1)
+    return y * 2
+
+
+def under_a_view(x: Tensor) -> Tensor:
+    y = x + 1
+    first = y[0]
+    y.add_(1)
+    return first * 2
+
+
+@pytest.mark.parametrize("fn", [into_input, through_a_view, under_a_view])
+def test_writes_that_others_see_are_refused(fn: Callable[..., Any]) -> None:
+    with pytest.raises(Untraceable, match="writes into"):
+        remove_mutation(trace(fn, torch.randn(3, 4)), context())
+
+
+def test_the_casts_of_autocast_are_in_the_graph() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = nn.functional.linear(x, w)
+            z = nn.functional.linear(x, w)
+        return y.float() + z
+
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    gm = trace(fn, x, w)
+    assert make_autocast_explicit(gm, context()) == 4  # two switches, two products
+    assert operators(gm) == {"to": 3, "linear": 2, "add": 1}  # each input is cast once
+    torch.testing.assert_close(run(gm, x, w), fn(x, w))
+
+
+def test_without_autocast_nothing_is_cast() -> None:
+    gm = trace(lambda x: x.double() @ x.double().mT, torch.randn(3, 4))
+    assert make_autocast_explicit(gm, context()) == 0
