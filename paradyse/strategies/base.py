@@ -41,11 +41,11 @@ class StepContext:
     """
 
     position: int
-    """In the order of steps."""
+    """Position among the steps."""
     block_id: int
-    """What its messages are booked to."""
+    """Block id that its messages are booked to."""
     sizes: Mapping[str, int]
-    """Sizes at hand: "B", "S" and "s"."""
+    """Sizes of the call: "B", "S" and "s"."""
     common: Common
     get: Callable[[fx.Node, str], Any]
     """An input, on the rank's tokens ("s") or whole ("S")."""
@@ -138,7 +138,7 @@ class Strategy:
     """How one block is computed in parallel: an entry of ``paradyse.strategies.STRATEGIES``."""
 
     name: str
-    """As plans spell it."""
+    """The name that plans use."""
     build: Callable[[Scope, Any, Piece], Any]
     """Scope, block and its piece -> a callable of ``StepContext`` that computes the block."""
     count: Callable[[Work], None]
@@ -180,9 +180,9 @@ class LoweredPiece:
     fn: Callable[[dict[str, Any], Sequence[Tensor], Iterator[Tensor]], Sequence[Any]]
     """Sizes by letter, ``StepContext.common`` and the piece's own tensors -> its outputs."""
     dims: Sequence[Dims]
-    """Of the piece's own tensors."""
+    """Dims of the piece's own tensors."""
     eager: bool = False
-    """Run operator by operator: not worth a compiled region."""
+    """Whether to run it operator by operator, as a compiled region is not worth it."""
     _modes: dict[Any, Compiled] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

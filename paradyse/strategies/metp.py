@@ -331,7 +331,7 @@ class MetpVariant:
 def _gradients(
     outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> list[Any]:
-    """Of ``inputs``; None for those that ``outputs`` do not depend on."""
+    """Gradients of ``inputs``; None for those that ``outputs`` do not depend on."""
     pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad]
     if not pairs:
         return [None] * len(inputs)

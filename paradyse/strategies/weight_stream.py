@@ -139,17 +139,17 @@ class GroupTensors:
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """Of a sum over groups of values like ``x``: 16-bit ones are added up in 32 bits."""
+    """Dtype of a sum over groups of values like ``x``: 32 bits for those of 16."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def _padded_rows(rows: Tensor, form: Rows, group: int) -> Tensor:
-    """W_g from the rows that exist: zeros for those that are missing."""
+    """W_g from the rows that are not padding, with zeros for those that are."""
     return rows if -1 not in form.groups[group] else form.packed(group).take(rows, 0)
 
 
 def _real_rows(grad: Tensor, form: Rows, group: int) -> Tensor:
-    """Of the gradient of W_g the rows that exist."""
+    """The rows of the gradient of W_g that are not padding."""
     if -1 not in form.groups[group]:
         return grad
     shape = list(grad.shape)

@@ -66,9 +66,9 @@ class Work:
         """Tokens that a rank holds of one sequence, padding included."""
         self.tokens = workload.batch * self.local_len
         self.x_bytes = self.tokens * block.hidden * self.itemsize
-        """Of the rank's tokens of the residual stream."""
+        """Bytes of the residual stream on the rank's tokens."""
         self.out_bytes = self.heads_bytes(block.num_heads)
-        """Of attention's output on the rank's tokens; 0 for an MLP."""
+        """Bytes of attention's output on the rank's tokens; 0 for an MLP."""
         self.is_attention = block.kind == "attention"
         n = block.num_weight_elements
         if self.is_attention:
@@ -87,21 +87,21 @@ class Work:
         self.columns = ups + downs
         """What projections give and take per token, besides the residual stream."""
         self.up_share = ups / max(1, ups + downs)
-        """Share of the projections' operations that are ahead of attention or the activation."""
+        """Share of the projections' operations that precede attention or the activation."""
         self.between_bytes = self.tokens * read * self.itemsize
-        """Of the values between the projections that backward reads: q, k, v or an MLP's."""
+        """Bytes of the values between the projections that backward reads: q, k, v or an MLP's."""
         self.flops = self.attention_flops = 0.0
-        """Of linears, and of attention."""
+        """Operations of linears, and of attention."""
         self.moved_bytes = self.num_ops = 0.0
-        """Read and written in the rank's own memory; launches of small operators."""
+        """Bytes read and written in the rank's own memory; launches of small operators."""
         self.sent_bytes: dict[str, float] = defaultdict(float)
-        """Per collective, by this rank."""
+        """What this rank sends, per collective."""
         self.messages: dict[str, float] = defaultdict(float)
         self.saved_bytes = self.workspace_bytes = 0.0
-        """Held from the block's forward to its backward, and only while the block runs."""
+        """Bytes held from the block's forward to its backward, and those only while it runs."""
 
     def heads_bytes(self, num_heads: float) -> float:
-        """Of the rank's tokens of ``num_heads`` heads."""
+        """Bytes of ``num_heads`` heads on the rank's tokens."""
         return self.tokens * num_heads * self.block.head_dim * self.itemsize
 
     def send(self, collective: str, num_bytes: float, messages: float = 1) -> None:

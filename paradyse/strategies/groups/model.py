@@ -35,7 +35,7 @@ class Weight:
         return value
 
     def shape(self) -> list[int]:
-        """Of the parameter in ``form``."""
+        """Shape of the parameter in ``form``."""
         shape = list(self.node.meta["val"].shape)
         if self.form is not None:
             shape[self.form.dim] = len(self.form.groups[0])
@@ -76,7 +76,7 @@ class Up:
 
 
 def up_weights(ups: Sequence[Up]) -> list[Weight]:
-    """Of the linears of ``ups``, each with its bias."""
+    """Weights of the linears of ``ups``, each with its bias."""
     parts = [part for up in ups for part in up.parts]
     return [w for part in parts for w in (part.weight, part.bias) if w is not None]
 
@@ -105,7 +105,7 @@ class Groups:
 
     @property
     def weights(self) -> list[Weight]:
-        """Of the up projections, of the core and of the down projections, without these' biases."""
+        """Weights of up projections, core and down projections, without biases of the last."""
         region = [Weight(n, form) for n, form in self.region_weights.items()]
         return [*up_weights(self.ups), *region, *(d.weight for d in self.downs)]
 
