@@ -38,13 +38,13 @@ _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "coloss
 
 
 def masks_of(attention: fx.Node | None) -> set[fx.Node]:
-    """The key padding, document ids and bias of an attention node: they stay whole."""
+    """The key padding, document ids and bias of ``attention``, a node or None: they stay whole."""
     return set(AttentionCall.of(attention).mask_nodes) if attention is not None else set()
 
 
 def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
-    """The attention operator of ``strategy``, called with the arguments of
-    ``paradyse::attention``.
+    """The attention operator of ``strategy`` over the axis of ``scope``, called with the arguments
+    of ``paradyse::attention``; ``common`` is ``StepContext.common``.
     """
     *_, info, seed = common
 
@@ -106,7 +106,11 @@ class LocalPiece:
 def zero_variant(
     scope: Scope, piece: Piece, attention: fx.Node | None, strategy: str
 ) -> LocalPiece:
-    """A whole block as one local piece, on the rank's tokens."""
+    """A whole block as one local ``piece`` on the rank's tokens, ``attention`` by ``strategy``.
+
+    Args:
+        scope: what all variants of the capture share.
+    """
     layout = SPLIT if scope.axis.size > 1 else WHOLE
     return LocalPiece(scope, piece, layout, strategy, attention)
 

@@ -260,8 +260,10 @@ class MetpVariant:
         and log-sum-exp.
 
         Args:
-            tensors: the local values, the whole weights. needs: which need gradients; the
-                stages then run as they will in backward, so that nothing is compiled twice.
+            call: what the step knows besides ``tensors``.
+            tensors: the local values, the weights (whole, or sharded by groups).
+            needs: which need gradients; the stages then run as they will in backward, so that
+                nothing is compiled twice.
         """
         totals: list[Tensor] = []
         ys: list[Tensor] = []
@@ -295,6 +297,11 @@ class MetpVariant:
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``. Each group's graph is built for its group alone, in two parts:
         the columns behind attention are gone before queries, keys and values are made again.
+
+        Args:
+            call, tensors, needs: as ``forward_groups`` had them.
+            saved: attention's output and log-sum-exp of each group in turn.
+            grads_of_sums: per down projection, of its sum over groups.
         """
         taken = self._taken(call, tensors)
         for place, index in enumerate(self.used):

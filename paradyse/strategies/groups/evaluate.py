@@ -52,7 +52,9 @@ def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], 
     """``fn(x, dim)`` at the sequence dim of ``x``, apart from what is merged into that dim.
 
     Args:
-        node: whose value ``x`` is. sizes: of the factors in ``x``.
+        node: whose value ``x`` is.
+        sizes: of the factors in ``x``.
+        fn: of a tensor and a dim; it may change the size of that dim.
     """
     dims = scope.names.of(node)
     at = next(i for i, d in enumerate(dims) if scope.seq in d)
