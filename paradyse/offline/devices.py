@@ -48,7 +48,7 @@ class Device:
     """Of the peak, by an elementwise operator. A copy on an H100 moves 3.0 of 3.35 TB/s, on an H200
     4.3 of 4.8 (torch 2.11, measured)."""
     op_overhead_s: float = 5e-6
-    """Seconds to launch one operator from Python: the default of ``cost.Machine``."""
+    """Seconds to launch one operator from Python: the default of ``costs.Machine``."""
 
 
 @dataclass(frozen=True)

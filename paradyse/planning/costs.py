@@ -75,7 +75,7 @@ class BlockCost:
     """Held from the block's backward to the end of the step: gradients of whole weights, which are
     summed over ranks when all are there."""
     source: str = "prior"
-    """What the time comes from: "prior", "forest" or "polynomial" (``cost_curves``), "online"."""
+    """What the time comes from: "prior", "forest" or "polynomial" (``curves``), "online"."""
     memory_source: str = ""
     """"online" where the bytes were corrected by this run; empty where they are as predicted."""
 

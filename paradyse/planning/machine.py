@@ -197,7 +197,7 @@ def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
 
 
 def describe_device(device: torch.device) -> str:
-    """The name of ``device``, as ``profiles.Header.device`` has it."""
+    """The name of ``device``, as ``profile_file.Header.device`` has it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -1,6 +1,6 @@
 """Costs from a profile: one curve for each block structure, strategy and quantity.
 
-Time, bytes saved for backward and bytes of workspace are predicted by curves (``cost_curves``)
+Time, bytes saved for backward and bytes of workspace are predicted by curves (``curves``)
 where a strategy was measured, by the analytic prior (``prior_cost``) where it was not. The
 prior always gives what a rank sends, which it counts exactly, and the time of bringing together the
 gradients of whole weights, which a strategy causes but the rest of the step is measured with.

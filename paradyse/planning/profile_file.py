@@ -43,7 +43,7 @@ class Header:
     inner: str
     """Compiler of the pieces."""
     machine: Mapping[str, object]
-    """Fields of ``cost.Machine``: rates of a rank, latency and bandwidth of each collective."""
+    """Fields of ``costs.Machine``: rates of a rank, latency and bandwidth of each collective."""
     memory_limit: int | None = None
     """Bytes of a rank at which measuring stopped; None: none was set."""
     schema: int = SCHEMA

@@ -1,13 +1,13 @@
 """Measures a model's blocks under each strategy, on the ranks at hand, into a file of JSON lines.
 
 Whole training steps of the user's own model run under one strategy after the other. What is
-measured of a block is what it takes inside such a step (``profiler_marks``): its collectives wait
+measured of a block is what it takes inside such a step (``marks``): its collectives wait
 for the ranks as they do in training, and what lies between blocks is apart, as ``rest``. Times are
 medians over repeats and over blocks of equal structure; of ranks the slowest counts, and the one
 that holds or sends most.
 
 Memory is watched in a step of its own, with gradients in place as from a step before. Such a step
-needs static + the most its blocks hold at any moment (``cost.peak_bytes``), or static + floor if
+needs static + the most its blocks hold at any moment (``costs.peak_bytes``), or static + floor if
 that is more: where weights are replicated their gradients are summed at the end of backward, when
 nothing is saved any more. The time of that is part of ``rest``, while its bytes are booked to the
 blocks that own the weights, as ``paradyse.stats`` books them.
