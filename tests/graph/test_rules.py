@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-import paradyse.passes.name_dims  # noqa: F401  registers the rule of attention
+import paradyse.graph.infer  # noqa: F401  registers the rules
 from paradyse.graph import subgraph
 from paradyse.graph.factors import RULES, Dim, Factor, Names, size_of
 
 aten = torch.ops.aten
-attention = torch.ops.paradyse.attention.default
 
 
 class Arg:

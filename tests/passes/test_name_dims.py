@@ -9,7 +9,8 @@ import torch
 from pass_graphs import attend, context, toy, toy_inputs, trace
 from torch import Tensor
 
-from paradyse.passes.name_dims import attention, name_dims
+from paradyse.graph.attention_call import ATTENTION
+from paradyse.passes.name_dims import name_dims
 
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 5), (5, 2), (3, 3), (1, 5)])
@@ -17,7 +18,7 @@ def test_batch_and_sequence_are_those_of_attention(batch: int, length: int) -> N
     ctx, gm = context(), trace(toy, *toy_inputs(batch, length), weights=7)
     assert name_dims(gm, ctx) == len(gm.graph.nodes) - 1  # all but the output
     (ids, *_) = gm.graph.nodes
-    (core,) = [n for n in gm.graph.nodes if n.target == attention]
+    (core,) = [n for n in gm.graph.nodes if n.target is ATTENTION]
     b, s = ctx.names.of(ids)
     assert (ctx.batch, ctx.seq) == (b[0] if b else None, s[0]) and ctx.seq.size == length
     assert [ctx.names.of(core.args[0])[d] for d in (0, 2)] == [b, s]
