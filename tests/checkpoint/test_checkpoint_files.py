@@ -206,14 +206,14 @@ def refuse_together(folder: str, where: str) -> tuple[str, str, str]:
     """One rank's model, file system or disk differs; all ranks raise."""
     import torch.distributed as dist
 
-    from paradyse.checkpoint import folder
+    from paradyse.checkpoint import folder as files
 
     one = dist.get_rank() == 1
     run = small_run(1)
     before = contents(*run)
     patch = pytest.MonkeyPatch()
     if where == "load" and one:
-        patch.setattr(folder, "_size_bytes", lambda file: None)
+        patch.setattr(files, "_size_bytes", lambda file: None)
     if where == "write" and one:
         patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(RuntimeError if where == "write" else ValueError) as error:
