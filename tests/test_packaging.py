@@ -65,6 +65,18 @@ def test_passes_and_kernels_are_flat_and_have_no_init() -> None:
         assert not list((ROOT / folder).glob("*/*.py"))
 
 
+MIRRORED = ("passes", "paradyse/graph", "paradyse/runtime", "paradyse/distributed")
+"""Folders of which every module has a test file of its name."""
+
+
+@pytest.mark.parametrize("folder", MIRRORED)
+def test_every_module_has_its_test_file(folder: str) -> None:
+    tests = ROOT / "tests" / Path(folder).name
+    modules = {f.stem for f in (ROOT / folder).glob("*.py")} - {"__init__"}
+    missing = [m for m in sorted(modules) if not (tests / f"test_{m}.py").exists()]
+    assert not missing, f"{tests.relative_to(ROOT)} has no test_*.py for {missing}"
+
+
 def test_transformers_imports_inside_the_checkout() -> None:
     code = "from transformers.models.llama import modeling_llama as m; print(m.LlamaModel.__name__)"
     assert python(code, ROOT) == "LlamaModel"
