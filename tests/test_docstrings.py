@@ -14,23 +14,16 @@ import paradyse
 ROOT = Path(__file__).resolve().parent.parent
 
 COMPLETE = (
-    "paradyse/backend.py",
-    "paradyse/checkpoint",
-    "paradyse/cli",
-    "paradyse/config.py",
-    "paradyse/data.py",
-    "paradyse/distributed",
-    "paradyse/graph",
-    "paradyse/offline",
-    "paradyse/planning",
-    "paradyse/profiling",
-    "paradyse/runtime",
-    "paradyse/strategies",
-    "paradyse/torch_private.py",
-    "paradyse/trainer.py",
-    "paradyse/types.py",
-    "paradyse/verification.py",
-    "paradyse/weights",
+    "paradyse",
+    "passes/dump.py",
+    "passes/fold_attention.py",
+    "passes/mask_values.py",
+    "passes/name_dims.py",
+    "passes/outline_blocks.py",
+    "passes/pipeline.py",
+    "passes/retrace.py",
+    "passes/simplify.py",
+    "passes/split_steps.py",
 )
 """Folders and files, whole."""
 
