@@ -44,6 +44,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Configs:
+    """The tiles of the three kernels."""
+
     forward: Config
     keys: Config
     """dk and dv: a program has block_n keys and steps through block_m queries."""
