@@ -63,7 +63,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
         [*command, *tests], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=LIMIT_S,
     )  # fmt: skip
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return done.returncode, failed[1] if failed else (done.stdout + done.stderr)[-2000:]
 
 
