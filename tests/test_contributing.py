@@ -69,7 +69,7 @@ LINES = (
         r"(STRATEGIES = )",
         r"from paradyse.strategies.toy import TOY\n\1",
     ),
-    ("passes/pipeline.py", r"(\n    outline_blocks,\n\))", r"\n    count_adds,\1"),
+    ("passes/pipeline.py", r"(\nPASSES[^\n]*\()", r"\1\n    count_adds,"),
     ("passes/pipeline.py", r"(\nlog = )", r"from paradyse.passes.count_adds import count_adds\n\1"),
 )
 """File, what stands there, and with the new line in it."""
