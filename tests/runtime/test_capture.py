@@ -92,7 +92,7 @@ def test_the_dump_has_every_pass_with_named_dims(tmp_path):
     assert "layers.1.mlp" in (tmp_path / "plan_batch2_length7.txt").read_text()
     text = (tmp_path / files[-2]).read_text()
     assert "[B, S, 32]" in text and "# layers.1.mlp" in text
-    assert "# step 2, block: layers.0.mlp(" in text
+    assert ", block: layers.0.mlp(" in text
 
 
 def test_explain_needs_a_graph_and_names_the_blocks():
