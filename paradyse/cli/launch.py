@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+DEVICES = ("auto", "cpu", "cuda")
+"""What ``choose_device`` may be asked for."""
 RANKS_PER_CORE = 4
 """CPU ranks beyond this many a core only wait for each other."""
 GRACE_S = 3.0

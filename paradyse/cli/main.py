@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paradyse.cli import launch
+
 MIN_CAP = 16
 INNER = ("inductor", "aot_eager", "eager")
 DTYPES = ("float32", "float64", "bfloat16")
-HERE = ("auto", "cpu", "cuda")
-"""Devices of this machine."""
 
 
 def _at_least(low: int, unit: str = "") -> Callable[[str], int]:
@@ -116,7 +116,7 @@ def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> Non
         text += ". Or one that is not here: a100-80gb, ..., or a TOML or JSON file"
         _flag(group, "--device", text, "auto", metavar="NAME")
     else:
-        _flag(group, "--device", text, "auto", choices=HERE)
+        _flag(group, "--device", text, "auto", choices=launch.DEVICES)
     text = "give up after this many seconds (default: %(default).0f)"
     _flag(group, "--timeout", text, 1800.0, _seconds, "S")
     _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
@@ -349,9 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"paradyse {args.command}: {e}", file=sys.stderr)
         return 2
     except RuntimeError as e:
-        from paradyse.cli.launch import RanksFailed
-
-        if not isinstance(e, RanksFailed):
+        if not isinstance(e, launch.RanksFailed):
             raise
         print(f"paradyse {args.command}: {e}", file=sys.stderr)
         return 1

@@ -12,7 +12,6 @@ import torch
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
-from paradyse.cli.main import HERE
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
@@ -72,7 +71,7 @@ def run_plan(args: argparse.Namespace) -> int:
         RanksFailed: a rank failed.
     """
     integrations.require_transformers()
-    if args.gpus or args.device not in HERE:
+    if args.gpus or args.device not in launch.DEVICES:
         _plan_on_paper(args)
     else:
         _plan_here(args)
