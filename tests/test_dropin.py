@@ -163,7 +163,9 @@ def train_with_cache(family: str) -> None:
 
 
 @MOSTLY_TWO
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", pytest.param("mistral", marks=pytest.mark.slow)]
+)
 def test_cache_left_on(nproc: int, family: str, ranks: Ranks) -> None:
     ranks(nproc).run(train_with_cache, family, timeout_s=200)
 
@@ -188,7 +190,7 @@ def train_under_autocast(family: str) -> list[tuple[float, float, float, float]]
 
 
 @MOSTLY_TWO
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_autocast(nproc: int, family: str, ranks: Ranks) -> None:
     """No further from float32 than twice eager autocast: both round to 8 bits, in other places."""
     for rows in ranks(nproc).run(train_under_autocast, family, timeout_s=200):
@@ -220,7 +222,7 @@ def train_with_dropout(family: str, plans: tuple[str, ...]) -> dict[str, list[mo
     return steps
 
 
-@pytest.mark.parametrize("family", DROPOUT)
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "bert"])
 def test_dropout(family: str, pool1: RankPool, pool2: RankPool) -> None:
     plans = ("megatron_cz", "ulysses_z", "colossal_z", "megatron_ts", "metp")
     (one,) = pool1.run(train_with_dropout, family, plans[:1], timeout_s=200)

@@ -176,6 +176,7 @@ def test_two_replicas_of_two_ranks(pool1: RankPool, pool4: RankPool, tmp_path: P
         assert_equal_runs(got, want)
 
 
+@pytest.mark.slow
 def test_data_without_a_length(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     """Two replicas of one rank: samples of a stream go round, as in batches of two."""
     options = {"train_sampling_strategy": "sequential"}
@@ -186,6 +187,7 @@ def test_data_without_a_length(pool1: RankPool, pool2: RankPool, tmp_path: Path)
         assert_equal_runs(got, want)
 
 
+@pytest.mark.slow
 def test_bfloat16(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     """bf16=True: accelerate's autocast. Losses are off by bfloat16's rounding (2^-8) of logits."""
     (want,) = pool1.run(plain, str(tmp_path / "plain"), {"bf16": True}, timeout_s=100)
@@ -246,6 +248,7 @@ def start(folder: Path, num_ranks: int, *options: str) -> History:
     return history
 
 
+@pytest.mark.slow
 def test_example_trains_saves_and_resumes(pool1: RankPool, tmp_path: Path) -> None:
     """The example on two ranks: losses of one plain process, also after going on from a save."""
     import transformers

@@ -2,64 +2,61 @@
 
 The logarithm of measured over predicted seconds, of a variant at a scale of lengths, is taken for a
 sum: what all variants of the kind of block have in common (the machine's state, Python's own time),
-what is the variant's own (the prediction is wrong of it), and noise. Each of the first two is a
-mean of what was measured, weighted by how exactly it was and by how near its scale is, and drawn to
-zero by what is expected of it (the normal-normal model; Gelman et al., Bayesian Data Analysis, 3rd
-edition, section 5.4). So little is made of a single measurement, a variant that never ran is as far
-off as those that did, and what was seen at one length tells less of another the further it lies.
+what is the variant's own (the prediction is wrong of it), and noise. The first two are Gaussian
+processes over the scale. The estimate is the mean that they have given the measurements (Rasmussen
+and Williams 2006, "Gaussian Processes for Machine Learning", section 2.2): little is made of a
+single measurement, a variant that never ran is as far off as those that did, and what was seen at
+one length tells less of another the further it lies.
 
 A ratio that changes at once, by more than ``JUMP``, is a change of that variant and not of the
 machine: what is in common is learned from the others and from before. So when a collective becomes
 slow the planner tries what does without it, and then knows.
-
-A ``scale`` is that of ``corrections.scale_of``; a ``key`` is a kind of block and a variant of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 Key = tuple[Hashable, str]
 """A kind of block (``Planner.kinds``) and a variant of it."""
 
-COMMON = 0.22
-"""Standard deviation, of logarithms, of what all variants have in common."""
-OWN_OF_PROFILE, OWN_OF_PRIOR = 0.07, 0.35
-"""Of what is a variant's own: the errors of predictions from measurements (7 % in the median,
-``benchmarks/results/cost_error.md``), and of the analytic prior's."""
+COMMON, COMMON_OF_SCALE = 0.2, 0.1
+"""Standard deviations, of logarithms: of what all variants have in common, at all scales and at
+one alone."""
+OWN_OF_PROFILE, OWN_OF_PRIOR = 0.05, 0.25
+"""Of what is a variant's own, at all scales, and at one alone as much again: the errors of
+predictions from measurements, and of the analytic prior's."""
 NOISE = 0.15
 """Of one measurement: the median of a few steps, the slowest rank's."""
 COMMON_REACH, OWN_REACH = 2.0, 1.0
-"""Scales after which ``COMMON_NEAR`` and ``OWN_NEAR`` are a third as much."""
-COMMON_NEAR, OWN_NEAR = 0.2, 0.5
-"""Share of what is known of one scale that says nothing of scales far from it."""
+"""Scales after which what is known of one tells a third as much of another."""
 JUMP = 0.5
-"""No noise but a change, if it is seen twice."""
+"""No noise but a change."""
 MEMORY = 16
 """Measurements that count, of a variant at a scale."""
 DIGITS = 6
 """Of an estimate: ranks with other processors may round it differently."""
 
+Array = np.ndarray
 
-@dataclass(frozen=True)
+
+@dataclass
 class _Mean:
-    """Of the last ``MEMORY`` measurements, about."""
+    """Of the last ``MEMORY`` measurements, about; the latest counts the more the fewer they are."""
 
     value: float
     count: int = 1
 
-    def plus(self, latest: float) -> _Mean:
-        count = min(self.count + 1, MEMORY)
-        return _Mean(self.value + (latest - self.value) / count, count)
-
-    def precision(self, more: float = 0.0) -> float:
-        """One over the variance: of the noise, and ``more``."""
-        return 1 / (NOISE**2 / self.count + more)
+    def add(self, latest: float) -> None:
+        self.count = min(self.count + 1, MEMORY)
+        self.value += (latest - self.value) / self.count
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Cell:
     """One variant at one scale, logarithms."""
 
@@ -69,63 +66,102 @@ class _Cell:
     jumped: bool = False
     """The last measurement was far from those before."""
 
-    def plus(self, latest: float) -> _Cell:
+    def add(self, latest: float) -> None:
         jumps = abs(latest - self.now.value) > JUMP
-        twice = jumps and self.jumped  # no accident
-        now = _Mean(latest, MEMORY // 2) if twice else self.now.plus(latest)
-        near = abs(latest - self.steady.value) <= JUMP
-        return _Cell(now, self.steady.plus(latest) if near else self.steady, jumps)
+        if jumps and self.jumped:  # twice: no accident
+            self.now = _Mean(latest, MEMORY // 2)
+        else:
+            if jumps:
+                self.now.count = 1
+            self.now.add(latest)
+        self.jumped = jumps
+        if abs(latest - self.steady.value) <= JUMP:
+            self.steady.add(latest)
 
 
-_Cells = Mapping[tuple[str, int], _Cell]
-"""(Variant, scale) -> what was measured."""
+def _alike(scales: Array, others: Array, reach: float) -> Array:
+    """How much one scale tells of another: [number of scales, number of others], 0 to 1."""
+    return np.exp(-np.abs(scales[:, None] - others[None, :]) / reach)
 
 
-def _alike(scale: int, other: int, near: float, reach: float) -> float:
-    """How much one scale tells of another: 0 to 1."""
-    return 1 - near + near * math.exp(-abs(scale - other) / reach)
+def _common(scales: Array, others: Array) -> Array:
+    """Covariance of what is in common, between scales."""
+    return COMMON**2 + COMMON_OF_SCALE**2 * _alike(scales, others, COMMON_REACH)
 
 
-def _common(cells: _Cells, scale: int, own: float) -> float:
-    """What all variants have in common."""
-    total, weights = 0.0, COMMON**-2
-    for (_, at), cell in cells.items():
-        weight = _alike(scale, at, COMMON_NEAR, COMMON_REACH) * cell.steady.precision(own**2)
-        total, weights = total + weight * cell.steady.value, weights + weight
-    return total / weights
+def _own(deviation: float, scales: Array, others: Array) -> Array:
+    """Covariance of what is one variant's own, between scales."""
+    return deviation**2 * (1 + _alike(scales, others, OWN_REACH))
+
+
+@dataclass(frozen=True, eq=False)
+class KindRatios:
+    """The estimate for one kind of block."""
+
+    variants: tuple[str, ...]
+    """Of each measured cell: its variant and, in the same order, all that follows."""
+    scales: Array
+    common_weights: Array
+    own_weights: Array
+    own: float
+    """Standard deviation of what is a variant's own."""
+    _known: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def fit(cls, cells: Mapping[tuple[str, int], _Cell], own: float) -> KindRatios:
+        """The estimate.
+
+        Args:
+            cells: (variant, scale) -> what was measured.
+            own: standard deviation of what is a variant's own.
+        """
+        variants = tuple(v for v, _ in cells)
+        scales = np.array([float(s) for _, s in cells])
+        same = np.array([[a == b for b in variants] for a in variants])
+        of_own, common = same * _own(own, scales, scales), _common(scales, scales)
+        steady, now = ([getattr(c, what) for c in cells.values()] for what in ("steady", "now"))
+
+        def solve(covariance: Array, values: Array, means: Iterable[_Mean]) -> Array:
+            noise = np.diag([NOISE**2 / m.count for m in means])
+            return np.asarray(np.linalg.solve(covariance + noise, values))
+
+        common_weights = solve(common + of_own, np.array([m.value for m in steady]), steady)
+        left = np.array([m.value for m in now]) - common @ common_weights
+        return cls(variants, scales, common_weights, solve(of_own, left, now), own)
+
+    def ratio(self, variant: str, scale: int) -> float:
+        """Expected measured over predicted seconds of ``variant`` at ``scale``."""
+        known = self._known.get((variant, scale))
+        if known is None:
+            at = np.array([float(scale)])
+            mine = np.array([v == variant for v in self.variants])
+            log = _common(at, self.scales) @ self.common_weights
+            log += (mine * _own(self.own, at, self.scales)) @ self.own_weights
+            known = self._known[variant, scale] = round(math.exp(float(log[0])), DIGITS)
+        return known
 
 
 @dataclass(frozen=True)
 class Ratios:
     """The estimates for all kinds of blocks; a kind that was not measured is as predicted."""
 
-    of_kind: Mapping[Hashable, _Cells] = field(default_factory=dict)
-    own: float = OWN_OF_PRIOR
-    """Standard deviation of what is a variant's own."""
-    _known: dict[tuple[Key, int], float] = field(default_factory=dict, compare=False)
-
-    def scales(self, key: Key) -> set[int]:
-        """Where this very variant was measured."""
-        return {scale for v, scale in self.of_kind.get(key[0], {}) if v == key[1]}
+    of_kind: Mapping[Hashable, KindRatios] = field(default_factory=dict)
 
     def knows(self, key: Key) -> bool:
-        """Whether this very variant was measured."""
-        return bool(self.scales(key))
+        """Whether the variant of ``key`` was measured."""
+        kind = self.of_kind.get(key[0])
+        return kind is not None and key[1] in kind.variants
+
+    def scales(self, key: Key) -> set[int]:
+        """Where the variant of ``key`` was measured."""
+        kind = self.of_kind.get(key[0])
+        return (
+            {int(s) for v, s in zip(kind.variants, kind.scales) if v == key[1]} if kind else set()
+        )
 
     def ratio(self, key: Key, scale: int) -> float:
-        """Expected measured over predicted seconds."""
-        if (key, scale) not in self._known:
-            self._known[key, scale] = round(math.exp(self._log(key, scale)), DIGITS)
-        return self._known[key, scale]
-
-    def _log(self, key: Key, scale: int) -> float:
-        cells, total, weights = self.of_kind.get(key[0], {}), 0.0, self.own**-2
-        for (variant, at), cell in cells.items():
-            if variant == key[1]:
-                weight = _alike(scale, at, OWN_NEAR, OWN_REACH) * cell.now.precision()
-                total += weight * (cell.now.value - _common(cells, at, self.own))
-                weights += weight
-        return _common(cells, scale, self.own) + total / weights
+        """Expected measured over predicted seconds of ``key`` at ``scale``."""
+        return self.of_kind[key[0]].ratio(key[1], scale) if key[0] in self.of_kind else 1.0
 
 
 class TimeRatios:
@@ -138,13 +174,19 @@ class TimeRatios:
     def __init__(self, own: float) -> None:
         self._own = own
         self._cells: dict[Hashable, dict[tuple[str, int], _Cell]] = {}
+        self._stale: set[Hashable] = set()
+        self._fitted: dict[Hashable, KindRatios] = {}
 
     def add(self, key: Key, scale: int, ratio: float) -> None:
-        """One measurement: ``ratio`` is measured over predicted seconds, above 0."""
+        """One measurement of ``key`` at ``scale``: ``ratio`` is measured over predicted seconds,
+        above 0."""
         kind, variant = key
         cells, log = self._cells.setdefault(kind, {}), math.log(ratio)
-        cell = cells.get((variant, scale))
-        cells[variant, scale] = cell.plus(log) if cell else _Cell(_Mean(log), _Mean(log))
+        if (cell := cells.get((variant, scale))) is None:
+            cells[variant, scale] = _Cell(_Mean(log), _Mean(log))
+        else:
+            cell.add(log)
+        self._stale.add(kind)
 
     @property
     def empty(self) -> bool:
@@ -153,4 +195,7 @@ class TimeRatios:
 
     def estimate(self) -> Ratios:
         """From all that was measured so far."""
-        return Ratios({kind: dict(cells) for kind, cells in self._cells.items()}, self._own)
+        for kind in self._stale:
+            self._fitted[kind] = KindRatios.fit(self._cells[kind], self._own)
+        self._stale.clear()
+        return Ratios(dict(self._fitted))

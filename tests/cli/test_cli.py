@@ -153,6 +153,7 @@ def test_without_transformers_the_way_out_is_told(
     assert "pip install 'transformers" in refused(capsys, "demo")
 
 
+@pytest.mark.slow
 def test_demo_trains_compares_and_checks() -> None:
     code, out = run("demo", "--steps", "4", "--cap", "256", "--rounds", "1", *TINY)
     assert code == 0, out
@@ -187,6 +188,7 @@ def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: P
     assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_bench_writes_time_plan_and_memory_of_every_run(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("300  # a comment\n24\n")
     few = ["--lengths-file", str(tmp_path / "lengths.txt"), "--strategies", "megatron_cz,metp"]

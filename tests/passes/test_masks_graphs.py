@@ -131,8 +131,7 @@ HOWS = {"plain": "", "left": ", key padding", "packed": ", documents"}
 @pytest.mark.parametrize(
     ("family", "nproc", "hows"),
     [
-        ("gemma3", 1, ("plain",)),
-        ("gemma3", 2, ("left",)),
+        ("gemma3", 1, ("left",)),
         ("phi3", 2, ("plain", "packed")),
         *(
             pytest.param(family, nproc, tuple(HOWS), marks=pytest.mark.slow)

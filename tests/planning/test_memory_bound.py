@@ -87,7 +87,8 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
 def test_auto_trains_what_any_strategy_can(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
     found, other = pool2.run(train_to_a_limit, str(tmp_path / "p"), sharded, timeout_s=300)
     assert found == other

@@ -361,6 +361,7 @@ def _under_autocast() -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_autocast(pool2: RankPool) -> None:
     for found in pool2.run(_under_autocast, timeout_s=300):
         for plan, error, eager in found:

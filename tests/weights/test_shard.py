@@ -24,7 +24,7 @@ def test_two_ranks(family: str, pool2: RankPool) -> None:
     assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
 
 
-@families("llama_odd")
+@families()
 def test_four_ranks(family: str, pool4: RankPool) -> None:
     batches = PACKED if FAMILIES[family].packs else SHORT
     args = (family, torch.float32, batches, "eager", PLANS, True)

@@ -67,7 +67,11 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
 
 
 @pytest.mark.parametrize(
-    "kind", ["sgd", "loop", "foreach", "fused", "scaler", "accumulate", "frozen"]
+    "kind",
+    [
+        *("sgd", "foreach", "scaler", "accumulate", "frozen"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("loop", "fused")),
+    ],
 )
 def test_optimizers(kind: str, pool2: RankPool) -> None:
     """Losses, norms that clip_grad_norm_ returns, and weights equal one process.
@@ -239,7 +243,7 @@ def give_part_of_a_weight() -> float:
     torch.manual_seed(0)
     table = paradyse.shard(nn.Embedding(6, 4)).weight
     want = whole(table)[1:5]
-    (full,), gathered = gather([table], 0, False, Shelf())
+    (full,), gathered = gather([table], 0, False, Shelf(ahead=True))
     (got,) = gathered.release([full[1:5]])
     assert full.untyped_storage().nbytes() == 0
     got.sum().backward()
