@@ -33,7 +33,7 @@ from paradyse.planning.curves import (
     MIN_POINTS,
     POLYNOMIAL,
     Curve,
-    Growth,
+    GrowthFactor,
     Point,
     fit_forest,
     fit_polynomial,
@@ -128,7 +128,7 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
 
 
 def estimator(
-    measured: Mapping[Point, float], name: str, growth: Growth | None, degrees: Sequence[int]
+    measured: Mapping[Point, float], name: str, growth: GrowthFactor | None, degrees: Sequence[int]
 ) -> Callable[[int, int], float]:
     """(Batch, length) to one quantity."""
     points = sorted(measured)

@@ -67,10 +67,11 @@ class Options:
 OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 
-def did_you_mean(value: str, legal: Collection[str]) -> str:
-    """Text `` (did you mean 'x'?)`` of the name in ``legal`` closest to ``value``, or nothing."""
-    close = difflib.get_close_matches(value, list(legal), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _not_legal(value: Any, legal: Collection[str]) -> str:
+    """The end of a message: ``value``, the name in ``legal`` closest to it, and all of those."""
+    close = difflib.get_close_matches(value, legal, n=1) if isinstance(value, str) else []
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"{value!r}{hint}; legal: {', '.join(legal)}"
 
 
 def check_strategy(name: Any, where: str, auto: bool = True) -> str:
@@ -84,8 +85,7 @@ def check_strategy(name: Any, where: str, auto: bool = True) -> str:
     if isinstance(name, str) and (name in ATTENTION_STRATEGIES or (auto and name == AUTO)):
         return name
     legal = ((AUTO,) if auto else ()) + ATTENTION_STRATEGIES
-    hint = did_you_mean(name, legal) if isinstance(name, str) else ""
-    raise ValueError(f"{where}: unknown strategy {name!r}{hint}; legal: {', '.join(legal)}")
+    raise ValueError(f"{where}: unknown strategy {_not_legal(name, legal)}")
 
 
 def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
@@ -108,10 +108,7 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
     if isinstance(value, Mapping):
         for key in value:
             if key not in BLOCK_KINDS:
-                raise ValueError(
-                    f"{where}: unknown kind of block {key!r}{did_you_mean(str(key), BLOCK_KINDS)}; "
-                    f"legal: {', '.join(BLOCK_KINDS)}"
-                )
+                raise ValueError(f"{where}: unknown kind of block {_not_legal(key, BLOCK_KINDS)}")
         by_kind: dict[str, str | tuple[str, ...]] = {}
         for key, given in value.items():
             form = parse_plan(given, f"{where}[{key!r}]")
@@ -156,8 +153,7 @@ def parse_bytes(value: Any, where: str = "option 'memory_limit'") -> int:
 def _one_of(value: Any, key: str, legal: tuple[str, ...]) -> str:
     if value in legal:
         return str(value)
-    hint = did_you_mean(value, legal) if isinstance(value, str) else ""
-    raise ValueError(f"option {key!r}: unknown value {value!r}{hint}; legal: {', '.join(legal)}")
+    raise ValueError(f"option {key!r}: unknown value {_not_legal(value, legal)}")
 
 
 def _names(value: Any, key: str) -> tuple[str, ...]:
@@ -203,9 +199,7 @@ def _smoothing(value: Any) -> float:
 
 
 def _mesh(value: Any) -> Any:
-    if isinstance(getattr(value, "ndim", None), int) and callable(
-        getattr(value, "get_group", None)
-    ):
+    if isinstance(getattr(value, "ndim", None), int) and hasattr(value, "get_group"):
         return value
     raise ValueError(
         f"option 'mesh': give a torch DeviceMesh or None, not {type(value).__name__} {value!r}"
@@ -222,9 +216,8 @@ def _passes_off(value: Any, pass_names: Collection[str] | None) -> tuple[str, ..
     names = _names(value, "passes_off")
     for name in names:
         if not isinstance(name, str) or (pass_names is not None and name not in pass_names):
-            legal = f"; legal: {', '.join(pass_names)}" if pass_names is not None else ""
-            hint = did_you_mean(name, pass_names or ()) if isinstance(name, str) else ""
-            raise ValueError(f"option 'passes_off': unknown pass {name!r}{hint}{legal}")
+            told = repr(name) if pass_names is None else _not_legal(name, pass_names)
+            raise ValueError(f"option 'passes_off': unknown pass {told}")
     return names
 
 
@@ -258,10 +251,7 @@ def parse_options(
     checked = {}
     for key, value in (options or {}).items():
         if key not in parsers:
-            raise ValueError(
-                f"unknown option {key!r}{did_you_mean(str(key), OPTION_NAMES)}; "
-                f"legal: {', '.join(OPTION_NAMES)}"
-            )
+            raise ValueError(f"unknown option {_not_legal(key, OPTION_NAMES)}")
         if value is not None:
             checked[key] = parsers[key](value)
     return Options(**checked)

@@ -262,22 +262,15 @@ def describe_cluster(cluster: Cluster, num_gpus: int) -> Sequence[tuple[str, str
     rows = []
     for d in cluster.devices:
         peak = d.matmul_flops.get(torch.bfloat16, max(d.matmul_flops.values())) / 1e12
-        rows.append(
-            (
-                d.name,
-                f"{peak:.0f} TFLOP/s x {d.matmul_share:g} (attention x {d.attention_share:g}), "
-                f"{d.memory_bandwidth / GB:.0f} GB/s x {d.memory_share:g}, "
-                f"{d.capacity_bytes / 2**30:.1f} GiB, link {d.link_bandwidth / GB:.0f} GB/s",
-            )
+        rates = (
+            f"{peak:.0f} TFLOP/s x {d.matmul_share:g} (attention x {d.attention_share:g}), "
+            f"{d.memory_bandwidth / GB:.0f} GB/s x {d.memory_share:g}, "
+            f"{d.capacity_bytes / 2**30:.1f} GiB, link {d.link_bandwidth / GB:.0f} GB/s"
         )
-    n = cluster.network
-    rows.append(
-        (
-            "network",
-            f"{n.gpus_per_node} a node, {n.node_bandwidth / GB:.0f} GB/s from node to node, "
-            f"links x {n.link_share:g}",
-        )
-    )
+        rows.append((d.name, rates))
+    n, ports = cluster.network, cluster.network.node_bandwidth / GB
+    links = f"{ports:.0f} GB/s from node to node, links x {n.link_share:g}"
+    rows.append(("network", f"{n.gpus_per_node} a node, {links}"))
     if len(cluster.devices) > 1:
         rows.append(("unequal", "the slowest rate and the smallest memory hold for every rank"))
     return rows

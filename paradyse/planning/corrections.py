@@ -53,7 +53,9 @@ def scale_of(workload: Workload) -> int:
 class Corrections:
     """Equal on all ranks."""
 
-    measured: Mapping[str, Rows]
+    measured: Mapping[str, Rows] = field(
+        default_factory=lambda: {quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)}
+    )
     """Quantity of bytes -> what ranks agreed that they measured."""
     times: Ratios = field(default_factory=Ratios)
 

@@ -45,7 +45,7 @@ and 22 %."""
 Point = tuple[int, int]
 """Batch and length."""
 
-Growth = Callable[[Point, Point], float]
+GrowthFactor = Callable[[Point, Point], float]
 """How much larger a quantity is at the second point than at the first."""
 
 
@@ -155,7 +155,7 @@ class Curve:
     def __init__(
         self,
         measured: Mapping[Point, float],
-        growth: Growth | None = None,
+        growth: GrowthFactor | None = None,
         degrees: Sequence[int] = DEGREES,
     ) -> None:
         self.measured = measured

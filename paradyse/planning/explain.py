@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from paradyse.kernels.selection import capability_of, describe_choices
-from paradyse.planning.costs import BlockCost
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
@@ -132,16 +131,14 @@ class PlanReport:
         return tables
 
     def _headline(self) -> str:
-        lines = [f"plan for {describe_workload(self.workload)}"]
-        if self.time_s is not None and self.peak_bytes is not None:
-            limit = (
-                "" if self.limit_bytes == float("inf") else f" of {format_bytes(self.limit_bytes)}"
-            )
-            lines.append(
-                f"predicted: {format_seconds(self.time_s)} a step, peak "
-                f"{format_bytes(self.peak_bytes)}{limit}; machine: {self.machine}"
-            )
-        return "\n".join(lines)
+        headline = f"plan for {describe_workload(self.workload)}"
+        if self.time_s is None or self.peak_bytes is None:
+            return headline
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes < float("inf") else ""
+        return (
+            f"{headline}\npredicted: {format_seconds(self.time_s)} a step, peak "
+            f"{format_bytes(self.peak_bytes)}{limit}; machine: {self.machine}"
+        )
 
     def _notes(self) -> str:
         gathered = (f"on gathered tensors: {g}" for g in self.gathered)
@@ -253,7 +250,8 @@ def _block_rows(
             reason = _why_not_faster(planner, workload, plan, i, s)
             why = f"{_slower(c.time_s, best.time_s)}, but {reason}"
         sources = c.source, c.memory_source
-        rows.append(StrategyRow(s, why, c.time_s, _memory(c), c.comm_bytes, *sources))
+        held = c.saved_bytes + c.workspace_bytes
+        rows.append(StrategyRow(s, why, c.time_s, held, c.comm_bytes, *sources))
     return tuple(rows)
 
 
@@ -270,10 +268,6 @@ def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, s:
 
 def _over(peak: int, limit: float) -> str:
     return f"does not fit: needs {format_bytes(peak)} of {format_bytes(limit)}"
-
-
-def _memory(c: BlockCost) -> int:
-    return c.saved_bytes + c.workspace_bytes
 
 
 def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> StrategyRow:

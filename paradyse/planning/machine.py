@@ -12,7 +12,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -47,35 +46,21 @@ class Machines(dict[tuple[torch.dtype, str], Machine]):
     """What was measured on an axis, by dtype and device."""
 
 
-@dataclass(frozen=True)
-class _Timer:
-    """Times calls on one device."""
-
-    device: torch.device
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def best(self, call: Callable[[], object], repeats: int = 4, inner: int = 1) -> float:
-        """Seconds of the fastest of ``repeats`` runs, per call, after one to warm up."""
-        return min(self._times(call, repeats, inner))
-
-    def usual(self, call: Callable[[], object], repeats: int) -> float:
-        """The median instead: a message also waits for the other ranks' threads to be scheduled."""
-        return statistics.median(self._times(call, repeats, 1))
-
-    def _times(self, call: Callable[[], object], repeats: int, inner: int) -> list[float]:
-        call()
-        times = []
-        for _ in range(repeats):
-            self.sync()
-            start = time.perf_counter()
-            for _ in range(inner):
-                call()
-            self.sync()
-            times.append((time.perf_counter() - start) / inner)
-        return times
+def _times(
+    device: torch.device, call: Callable[[], object], repeats: int = 4, inner: int = 1
+) -> list[float]:
+    """Seconds of each of ``repeats`` runs on ``device``, per call, after one to warm up."""
+    sync = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    call()
+    times = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        for _ in range(inner):
+            call()
+        sync()
+        times.append((time.perf_counter() - start) / inner)
+    return times
 
 
 def device_capacity(device: torch.device, ranks_per_host: int = 1) -> int:
@@ -93,46 +78,46 @@ def device_capacity(device: torch.device, ranks_per_host: int = 1) -> int:
     return int(total * (1 - RESERVE)) // max(1, ranks_per_host)
 
 
-def _compute_rates(timer: _Timer, dtype: torch.dtype) -> dict[str, float]:
+def _compute_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Seconds per unit of work: rates would not average over ranks as times do."""
-    device = timer.device
     cuda = device.type == "cuda"
     n = 4096 if cuda else 384
     a = torch.ones(n, n, dtype=dtype, device=device)
-    matmul_s = timer.best(lambda: a @ a, inner=1 if cuda else 2) / (2 * n**3)
+    matmul_s = min(_times(device, lambda: a @ a, inner=1 if cuda else 2)) / (2 * n**3)
 
     heads, s, d = (16, 4096, 64) if cuda else (4, 384, 64)
     q = torch.ones(1, heads, s, d, dtype=dtype, device=device)
     attention = torch.nn.functional.scaled_dot_product_attention
-    attention_s = timer.best(lambda: attention(q, q, q), inner=1) / (4 * heads * s * s * d)
+    attention_s = min(_times(device, lambda: attention(q, q, q))) / (4 * heads * s * s * d)
 
     x = torch.ones((64 if cuda else 4) << 20, dtype=torch.float32, device=device)
     y = torch.empty_like(x)
-    memory_s = timer.best(lambda: torch.mul(x, 2.0, out=y)) / (2 * x.numel() * 4)
+    memory_s = min(_times(device, lambda: torch.mul(x, 2.0, out=y))) / (2 * x.numel() * 4)
 
     tiny = torch.ones(8, device=device)
-    op_s = timer.best(lambda: torch.add(tiny, 1.0), inner=100)
+    op_s = min(_times(device, lambda: torch.add(tiny, 1.0), inner=100))
     return {"matmul": matmul_s, "attention": attention_s, "memory": memory_s, "op": op_s}
 
 
-def _exchange(x: torch.Tensor, axis: Axis, block_id: int) -> None:
-    collectives.ring_exchange([x], axis, block_id).wait()
+def _link_times(device: torch.device, axis: Axis, block_id: int) -> dict[str, float]:
+    """Seconds of a small and of a large message for every collective: medians, as a message also
+    waits for the other ranks' threads to be scheduled."""
 
+    def exchange(x: torch.Tensor) -> None:
+        collectives.ring_exchange([x], axis, block_id).wait()
 
-def _link_times(timer: _Timer, axis: Axis, block_id: int) -> dict[str, float]:
-    """Seconds of a small and of a large message for every collective."""
     p, times = axis.size, dict[str, float]()
     for size, elements, repeats in (("small", _SMALL, 11), ("large", _LARGE, 5)) * _ROUNDS:
-        x = torch.ones(p, -(-elements // p), device=timer.device)
+        x = torch.ones(p, -(-elements // p), device=device)
         calls: dict[str, Callable[[], object]] = {
             "all_gather": partial(collectives.all_gather, x[0], axis, block_id),
             "reduce_scatter": partial(collectives.reduce_scatter, x, axis, block_id),
             "all_reduce": partial(collectives.all_reduce, x, axis, block_id),
             "all_to_all": partial(collectives.all_to_all, x, axis, block_id),
-            "ring_exchange": partial(_exchange, x, axis, block_id),
+            "ring_exchange": partial(exchange, x),
         }
         for name, call in calls.items():
-            key, taken = f"{name} {size}", timer.usual(call, repeats)
+            key, taken = f"{name} {size}", statistics.median(_times(device, call, repeats))
             times[key] = min(times.get(key, taken), taken)
     return times
 
@@ -207,14 +192,14 @@ def describe_device(device: torch.device) -> str:
 
 
 def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
-    timer, p = _Timer(device), axis.size
+    p = axis.size
     if axis.group is not None:
         collectives.all_reduce(
             torch.ones(1, device=device), axis, collectives.AGREEMENT
         )  # start together
-    times = _compute_rates(timer, dtype)
+    times = _compute_rates(device, dtype)
     if p > 1:
-        times |= _link_times(timer, axis, collectives.register_block(axis, "machine measurement"))
+        times |= _link_times(device, axis, collectives.register_block(axis, "machine measurement"))
     names = list(times)
     times = dict(zip(names, _agree([times[n] for n in names], axis, device, dist.ReduceOp.MAX)))
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
 from paradyse.planning.costs import BlockCost, Link, Machine
-from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, Growth, Point
+from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, GrowthFactor, Point
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
 from paradyse.strategies import canonical_strategy
@@ -43,14 +44,8 @@ MARGIN = 0.02
 (hidden 256, two ranks, 1,625 tokens, by ``Steps.memory``); all else was within 1 %."""
 
 
-@dataclass(frozen=True)
-class _Curves:
-    """Of one variant, with or without gradients."""
-
-    time_s: Curve
-    saved_bytes: Curve
-    workspace_bytes: Curve
-
+QUANTITIES = ("time_s", "saved_bytes", "workspace_bytes")
+"""What is measured of a block and read off curves, as fields of ``BlockCost``."""
 
 _Key = tuple[str, str, bool]
 """Structure, variant, training."""
@@ -81,7 +76,7 @@ class CostModel:
         when gradients of replicated weights are summed."""
         self._measured: dict[_Key, dict[Point, Measurement]] = {}
         self._over: dict[_Key, list[Point]] = {}
-        self._fitted: dict[_Key, _Curves | None] = {}
+        self._fitted: dict[_Key, list[Curve]] = {}
         latest = {(_key(m), m.batch, m.seq_len): m for m in profile.measurements}
         for (key, batch, seq_len), m in latest.items():
             if m.outcome == MEASURED:
@@ -112,10 +107,7 @@ class CostModel:
         if key not in self._fitted:
             self._fitted[key] = self._fit(samples, measurable)
         curves, prior = self._fitted[key], measurable((workload.batch, workload.seq_len))
-        if curves is not None:
-            cost = _read(curves, workload, prior)
-        else:
-            cost = _scaled(prior, samples, measurable)
+        cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         outside = self._outside(block, variant, workload)
         return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
 
@@ -128,10 +120,9 @@ class CostModel:
         key = REST, "", workload.training
         if key not in self._fitted:
             self._fitted[key] = self._fit(self._samples(key), None)
-        curves = self._fitted[key]
-        if curves is None:
+        if not self._fitted[key]:
             return None
-        cost = _read(curves, workload)
+        cost = _read(self._fitted[key], workload, BlockCost(0.0, 0, 0, 0))
         outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
         return replace(cost, time_s=max(0.0, cost.time_s - outside))
 
@@ -164,18 +155,17 @@ class CostModel:
             found = self._measured.get((structure, variant, True))
         return {p: _quantities(m, training) for p, m in (found or {}).items()}
 
-    def _fit(self, samples: _Samples, prior: Callable[[Point], BlockCost] | None) -> _Curves | None:
+    def _fit(self, samples: _Samples, prior: Callable[[Point], BlockCost] | None) -> list[Curve]:
+        """A curve for each of ``QUANTITIES``; none where too little was measured."""
         if len(samples) < MIN_POINTS:
-            return None
-        growths: Sequence[Growth | None] = prior_growths(prior) if prior else (None,) * 3
+            return []
+        growths: Sequence[GrowthFactor | None] = prior_growths(prior) if prior else (None,) * 3
         # Embedding, head and loss are linear in the tokens.
         degrees = DEGREES if prior else DEGREES[:1]
-        return _Curves(
-            *(
-                Curve({p: row[i] for p, row in samples.items()}, growth, degrees)
-                for i, growth in enumerate(growths)
-            )
-        )
+        return [
+            Curve({p: row[i] for p, row in samples.items()}, growth, degrees)
+            for i, growth in enumerate(growths)
+        ]
 
     def _over_limit(self, cost: BlockCost, key: _Key, workload: Workload) -> BlockCost:
         """At or beyond a workload that did not fit: more than the limit it did not fit."""
@@ -201,35 +191,28 @@ def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
     return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
 
 
-def prior_growths(prior: Callable[[Point], BlockCost]) -> tuple[Growth, Growth, Growth]:
-    """Of time, bytes saved and bytes of workspace, by what ``prior`` says at two points."""
+def prior_growths(prior: Callable[[Point], BlockCost]) -> list[GrowthFactor]:
+    """Of each of ``QUANTITIES``, by what ``prior`` says at two points."""
 
-    def of(quantity: Callable[[BlockCost], float]) -> Growth:
-        def growth(a: Point, b: Point) -> float:
-            less, more = quantity(prior(a)), quantity(prior(b))
-            return more / less if less > 0 else 1.0
+    def growth(quantity: str, a: Point, b: Point) -> float:
+        less, more = (float(getattr(prior(at), quantity)) for at in (a, b))
+        return more / less if less > 0 else 1.0
 
-        return growth
-
-    return (
-        of(lambda c: c.time_s),
-        of(lambda c: c.saved_bytes),
-        of(lambda c: c.workspace_bytes),
-    )
+    return [partial(growth, quantity) for quantity in QUANTITIES]
 
 
 def _scaled(
     prior: BlockCost, samples: _Samples, measurable: Callable[[Point], BlockCost]
 ) -> BlockCost:
     """The prior, times what was measured over what the prior says there."""
-    logs: tuple[list[float], ...] = ([], [], [])
-    for at, measured in samples.items():
-        said = measurable(at)
-        pairs = zip(measured, (said.time_s, said.saved_bytes, said.workspace_bytes))
-        for ratios, (y, x) in zip(logs, pairs):
-            if x > 0 and y > 0:
-                ratios.append(math.log(y / x))
-    time, saved, workspace = (math.exp(sum(x) / len(x)) if x else 1.0 for x in logs)
+    said = {at: measurable(at) for at in samples}
+
+    def ratio(i: int, quantity: str) -> float:
+        pairs = ((row[i], getattr(said[at], quantity)) for at, row in samples.items())
+        logs = [math.log(y / x) for y, x in pairs if x > 0 and y > 0]
+        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+    time, saved, workspace = (ratio(i, q) for i, q in enumerate(QUANTITIES))
     return replace(
         prior,
         time_s=prior.time_s * time,
@@ -238,17 +221,12 @@ def _scaled(
     )
 
 
-def _read(curves: _Curves, workload: Workload, prior: BlockCost | None = None) -> BlockCost:
+def _read(curves: Sequence[Curve], workload: Workload, prior: BlockCost) -> BlockCost:
     """The curves' answers; what is not measured is the prior's."""
-    batch, seq_len = workload.batch, workload.seq_len
-    time_s, source = curves.time_s(batch, seq_len)
-    return BlockCost(
-        time_s=time_s,
-        saved_bytes=math.ceil(curves.saved_bytes(batch, seq_len)[0]),
-        workspace_bytes=math.ceil(curves.workspace_bytes(batch, seq_len)[0]),
-        comm_bytes=prior.comm_bytes if prior else 0,
-        left_bytes=prior.left_bytes if prior else 0,
-        source=source,
+    (time_s, source), *sizes = (curve(workload.batch, workload.seq_len) for curve in curves)
+    saved, workspace = (math.ceil(num_bytes) for num_bytes, _ in sizes)
+    return replace(
+        prior, time_s=time_s, saved_bytes=saved, workspace_bytes=workspace, source=source
     )
 
 
@@ -284,23 +262,15 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> 
     measured = profile.header
     again = f"paradyse profile --ranks {present.num_ranks}"
     layouts = {True: "sharded weights", False: "whole weights on every rank"}
-    for ours, theirs, way_out in (
-        (
-            f"{present.num_ranks} ranks",
-            f"{measured.num_ranks} ranks",
-            f"measure on {present.num_ranks} ranks: {again}",
-        ),
-        (
-            present.dtype,
-            measured.dtype,
-            f"measure in this dtype: {again} --dtype {present.dtype}",
-        ),
-        (
-            layouts[present.sharded],
-            layouts[measured.sharded],
-            "measure the model as it is trained, " + layouts[present.sharded],
-        ),
-    ):
+    here, there = (
+        (f"{h.num_ranks} ranks", h.dtype, layouts[h.sharded]) for h in (present, measured)
+    )
+    ways_out = (
+        f"measure on {present.num_ranks} ranks: {again}",
+        f"measure in this dtype: {again} --dtype {present.dtype}",
+        f"measure the model as it is trained, {layouts[present.sharded]}",
+    )
+    for ours, theirs, way_out in zip(here, there, ways_out, strict=True):
         if ours != theirs:
             raise ValueError(
                 f"profile {path}: measured with {theirs}, this runs with {ours}; {way_out}, or "
@@ -326,18 +296,17 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> 
 
 def _differences(measured: Header, present: Header) -> tuple[str, ...]:
     """What may make the measurements wrong here, though they can be used."""
-    pairs = [
-        ("device", measured.device, present.device),
-        ("inner", measured.inner, present.inner),
-        *(
-            (name, measured.versions.get(name, "unknown"), present.versions.get(name, "unknown"))
-            for name in ("paradyse", "torch", "triton")
-        ),
-    ]
+
+    def described(h: Header) -> dict[str, str]:
+        names = ("paradyse", "torch", "triton")
+        versions = {name: h.versions.get(name, "unknown") for name in names}
+        return {"device": h.device, "inner": h.inner, **versions}
+
+    theirs, ours = described(measured), described(present)
     return tuple(
-        f"measured on {name} {theirs}, running on {ours}"
-        for name, theirs, ours in pairs
-        if theirs != ours
+        f"measured on {name} {theirs[name]}, running on {ours[name]}"
+        for name in ours
+        if theirs[name] != ours[name]
     )
 
 

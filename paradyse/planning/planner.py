@@ -103,7 +103,7 @@ class Planner:
         self._function = options.plan if callable(options.plan) else None
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
-        self._corrections: Corrections | None = None
+        self._corrections = Corrections()
         self._chosen = lru_cache(MOST_PLANS)(self._choose)
         self._named = lru_cache(MOST_PLANS)(self._names)
         self._planned = lru_cache(MOST_PLANS)(lambda w: self._decide(self.options.plan, w))
@@ -119,13 +119,11 @@ class Planner:
             ValueError: the plan does not fit the model (number of names, a strategy that cannot
                 compute its block), the workload is empty, or nothing fits ``memory_limit``.
         """
-        plan: Plan
         if self._function is None:
-            plan = self._planned(workload)
+            self._previous = self._planned(workload)
         else:
-            plan = self._decide(self._function(workload), workload)
-        self._previous = plan
-        return plan
+            self._previous = self._decide(self._function(workload), workload)
+        return self._previous
 
     @property
     def chooses(self) -> bool:
@@ -149,14 +147,12 @@ class Planner:
 
     def costs(self, workload: Workload) -> Costs:
         """Expected cost of every feasible strategy of every block: predicted, and corrected."""
-        predicted, corrections = self.predicted_costs(workload), self._corrections
-        if corrections is None:
-            return predicted
+        predicted = self.predicted_costs(workload)
 
         def corrected(i: int) -> dict[str, BlockCost]:
             of, kind = self.blocks[i].kind, self.kinds[i]
             return {
-                s: corrections.apply(c, (kind, canonical_strategy(of, s)), workload)
+                s: self._corrections.apply(c, (kind, canonical_strategy(of, s)), workload)
                 for s, c in predicted[i].items()
             }
 
@@ -184,9 +180,8 @@ class Planner:
 
     def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
         """Cost of what is not in a block, where any of it was measured."""
-        model, corrections = self.cost_model, self._corrections
-        rest = model.rest(workload, self.blocks) if model else None
-        rest = corrections.apply_to_rest(rest, workload) if corrections else rest
+        rest = self.cost_model.rest(workload, self.blocks) if self.cost_model else None
+        rest = self._corrections.apply_to_rest(rest, workload)
         return () if rest is None else (rest,)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
@@ -285,13 +280,13 @@ class Planner:
         return tuple(names[b.layer] for b in self.blocks)
 
     def _by_kind(self, form: PlanByKind, where: str) -> tuple[str, ...]:
-        for kind, given in (("attention", form.attention), ("mlp", form.mlp)):
+        of = {"attention": form.attention, "mlp": form.mlp}
+        for kind, given in of.items():
             if not isinstance(given, str) and len(given) != self._num_blocks(kind):
                 raise ValueError(
                     f"{where}[{kind!r}]: {len(given)} names given, but the model has "
                     f"{self._num_blocks(kind)} {kind} blocks"
                 )
-        of = {"attention": form.attention, "mlp": form.mlp}
         per_block = [(of[b.kind], b.layer) for b in self.blocks]
         return tuple(g if isinstance(g, str) else g[i] for g, i in per_block)
 
@@ -345,20 +340,17 @@ class Planner:
     def _choices(self, names: Sequence[str], workload: Workload) -> Choices:
         """For every block what its name allows."""
         free = {k: self.candidates(b) for k, b in zip(self.kinds, self.blocks)}
+        model = self.cost_model
+        floor, margin = (model.floor_bytes, model.margin) if model else (0, 0.0)
         return Choices(
             [free[k] if n == AUTO else (n,) for k, n in zip(self.kinds, names)],
             self.costs(workload),
             self.rest(workload),
             self.static_bytes,
-            self._floor_bytes() if workload.training else 0,
-            self.cost_model.margin if self.cost_model else 0.0,
+            max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
+            margin,
             self.machine(workload.dtype),
         )
-
-    def _floor_bytes(self) -> int:
-        """What every plan of a training step needs beyond static at some moment."""
-        predicted = self.cost_model.floor_bytes if self.cost_model else 0
-        return max(predicted, self._corrections.constant(FLOOR) if self._corrections else 0)
 
     def _over_the_limit(
         self, names: tuple[str, ...], limit: float, workload: Workload
@@ -389,7 +381,6 @@ class Planner:
         if not all(s in names for s, names in zip(previous.strategies, choices.names)):
             return best
         rest_s = sum(c.time_s for c in choices.rest)
-        best_s = choices.time_s(best.strategies) - rest_s
-        old_s = choices.time_s(previous.strategies) - rest_s
+        best_s, old_s = (choices.time_s(p.strategies) - rest_s for p in (best, previous))
         keep = old_s <= best_s * (1 + self.options.smoothing)
         return previous if keep and choices.peak(previous.strategies) <= limit else best

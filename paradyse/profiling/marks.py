@@ -8,11 +8,13 @@ gradient of an output comes before the block's own backward, that of an input af
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx
@@ -38,11 +40,22 @@ FETCH, FETCHED, TAKEN = "fetch", "fetched", "taken"
 that the present block does not keep."""
 
 
-class Probe(Protocol):
-    """What is read at every mark."""
+class Probe(ABC):
+    """What is read at every mark; entered as a context for as long as it reads."""
 
+    context: AbstractContextManager[Any] = nullcontext()
+    """What must be entered."""
+
+    @abstractmethod
     def note(self) -> None:
         """Read the value of this moment."""
+
+    def __enter__(self) -> Self:
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
 
 
 @dataclass
@@ -59,7 +72,7 @@ class Watch:
         self.probe.note()
 
 
-class Clock:
+class Clock(Probe):
     """Seconds at every mark; on CUDA by events of the device, for which the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +105,7 @@ class Level:
     """Most bytes held at any moment since the mark before."""
 
 
-class DeviceMemory:
+class DeviceMemory(Probe):
     """The CUDA allocator's own statistics.
 
     Args:
@@ -104,12 +117,6 @@ class DeviceMemory:
     def __init__(self, reset: bool = True) -> None:
         self.reset = reset
         self._points: list[tuple[int, int]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def note(self) -> None:
         found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
@@ -123,19 +130,14 @@ class DeviceMemory:
         return self._points[0][0]
 
     def read(self) -> list[Level]:
-        first = self.first_bytes
-        return [Level(held - first, peak - first) for held, peak in self._levels()]
-
-    def _levels(self) -> list[tuple[int, int]]:
-        if self.reset:
-            return self._points
-        out = self._points[:1]
+        first, levels = self.first_bytes, self._points[:1]
         for (before, highest), (held, peak) in pairwise(self._points):
-            out.append((held, peak if peak > highest else max(before, held)))
-        return out
+            known = self.reset or peak > highest
+            levels.append((held, peak if known else max(before, held)))
+        return [Level(held - first, peak - first) for held, peak in levels]
 
 
-class SavedMemory:
+class SavedMemory(Probe):
     """What autograd keeps for backward, on a device whose allocator keeps no statistics.
 
     Entered as a context, it sees all that is saved. It does not see workspace, so a peak is what is
@@ -148,15 +150,8 @@ class SavedMemory:
     def __init__(self, given: Iterable[Any]) -> None:
         self._given = frozenset(storages(given))
         self._saved = Saved()
-        self._hooks = self._saved.watch()
+        self.context = self._saved.watch()
         self._held: list[int] = []
-
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
 
     def note(self) -> None:
         self._held.append(self._saved.alive_bytes(self._given))
@@ -166,23 +161,16 @@ class SavedMemory:
         return [Level(held, max(held, before)) for held, before in pairs]
 
 
-class HostMemory:
+class HostMemory(Probe):
     """The CPU allocator keeps no statistics, but tells the profiler of every piece of memory."""
 
     NAME = "paradyse mark"
 
     def __init__(self) -> None:
         cpu = torch.profiler.ProfilerActivity.CPU
-        self._profile = torch.profiler.profile(
+        self.context = self._profile = torch.profiler.profile(
             activities=[cpu], profile_memory=True, acc_events=True
         )
-
-    def __enter__(self) -> Self:
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
 
     def note(self) -> None:
         with torch.profiler.record_function(self.NAME):
@@ -197,21 +185,22 @@ class HostMemory:
         taken: dict[int, int] = {}
         lost: list[int] = []
         for i, (_, num_bytes, address) in enumerate(events):
-            if num_bytes is not None and num_bytes > 0:
-                lost += [taken[address]] if address in taken else []
+            if num_bytes is None:
+                continue
+            before = taken.pop(address, None)
+            if num_bytes > 0:
+                lost += [before] if before is not None else []
                 taken[address] = i
-            elif num_bytes is not None:
-                taken.pop(address, None)
         for i in (*lost, *taken.values()):
             at = bisect_right(marks, i)
             if at < len(marks):
                 changes[marks[at]] -= changes[i]
         held = list(accumulate(changes))
-        first, levels, since = held[marks[0]], [], marks[0]
-        for i in marks:  # what counts until a mark is still held just before it
-            levels.append(Level(held[i] - first, max(held[since:i] or held[i : i + 1]) - first))
-            since = i
-        return levels
+        first = held[marks[0]]
+        return [  # what counts until a mark is still held just before it
+            Level(held[i] - first, max(held[since:i] or held[i : i + 1]) - first)
+            for since, i in pairwise((marks[0], *marks))
+        ]
 
     def _events(self) -> Iterator[tuple[int, int | None, int]]:
         """(Nanoseconds, bytes, address) of all memory taken or given back; no bytes for a mark."""

@@ -20,7 +20,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ from paradyse.planning.profile_file import (
     read_profile,
 )
 from paradyse.profiling.marks import StepMemory
-from paradyse.profiling.steps import MakeBatch, Steps
+from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec
 from paradyse.weights.sharded_tensor import ShardedTensor
@@ -130,23 +130,22 @@ def profile(
         memory_limit=limit,
     )
     book = _Book(Path(path), header, machine, batch, training)
-    ask = _Asked(tuple(names), repeats, limit or machine.capacity_bytes or math.inf)
+    most = limit or machine.capacity_bytes or math.inf
     lengths = sorted(set(lengths))
+    tell = progress if progress is not None and _is_first() else lambda _: None
     done, total = 0, len(lengths) * len(names)
     with steps.prepared():
         steps.find_blocks(lengths[0])
         for seq_len in lengths:
-            row = _Row(steps, book, ask, seq_len)
+            row = _Row(steps, book, names, most, seq_len)
             for name in names:
-                if progress is not None and _is_first():
-                    progress(Progress(done, total, f"{seq_len} tokens, {name}"))
+                tell(Progress(done, total, f"{seq_len} tokens, {name}"))
                 row.prepare(name)
                 done += 1
-            row.time()
+            row.time(repeats)
             row.close()
-    if progress is not None and _is_first():
-        progress(Progress(done, total, ""))
-    return book.read()
+    tell(Progress(done, total, ""))
+    return _from_first(lambda: read_profile(path))
 
 
 def _check(
@@ -224,13 +223,15 @@ class _Book:
             )
         return found.measurements
 
-    def get(self, part: Part, seq_len: int, outcome: str = MEASURED) -> Measurement | None:
+    def get(self, part: Part, seq_len: int) -> Measurement | None:
+        """What was measured, if it was not over the limit."""
         found = self.known.get((part, seq_len))
-        return found if found is not None and found.outcome == outcome else None
+        return found if found is not None and found.outcome == MEASURED else None
 
-    def lengths(self) -> list[int]:
-        """Those with any measurement."""
-        return sorted({seq_len for _, seq_len in self.known})
+    def was_over(self, part: Part, before: int) -> bool:
+        """Whether ``part`` was over the limit at a length below ``before``."""
+        rows = self.known.items()
+        return any(m.outcome == OVER_LIMIT for (p, n), m in rows if p == part and n < before)
 
     def add(self, seq_len: int, rows: Mapping[Part, Mapping[str, Any]]) -> None:
         """Write down ``rows``: the fields of each part."""
@@ -242,121 +243,98 @@ class _Book:
             self.known[part, seq_len] = m
         _from_first(lambda: append(self.path, self.header, made))
 
-    def read(self) -> Profile:
-        return _from_first(lambda: read_profile(self.path))
-
-
-@dataclass
-class _Samples:
-    """What this rank saw of the blocks of one part."""
-
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    saved_bytes: list[int] = field(default_factory=list)
-    workspace_bytes: list[int] = field(default_factory=list)
-    floor_bytes: int = 0
-    sent_bytes: list[Counter[str]] = field(default_factory=list)
-    messages: list[Counter[str]] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Fields of a measurement: of what adds up over blocks the mean."""
-        return {
-            "forward_s": statistics.median(self.forward_s),
-            "backward_s": statistics.median(self.backward_s),
-            "saved_bytes": max(0, math.ceil(statistics.fmean(self.saved_bytes))),
-            "workspace_bytes": max(self.workspace_bytes),
-            "floor_bytes": self.floor_bytes,
-            "sent_bytes": _mean(self.sent_bytes),
-            "messages": _mean(self.messages),
-        }
-
 
 def _mean(counts: Sequence[Counter[str]]) -> dict[str, int]:
     total: Counter[str] = sum(counts, Counter())
     return {name: math.ceil(n / len(counts)) for name, n in sorted(total.items())}
 
 
-def _worst(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest of every field, over ranks."""
-    out: dict[str, Any] = {}
-    for name in ranks[0]:
-        values = [r[name] for r in ranks]
-        if isinstance(values[0], Mapping):
-            keys = sorted({k for v in values for k in v})
-            out[name] = {k: max(v.get(k, 0) for v in values) for k in keys}
-        else:
-            out[name] = max(values)
-    return out
+SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
+    "forward_s": statistics.median,
+    "backward_s": statistics.median,
+    "saved_bytes": lambda values: max(0, math.ceil(statistics.fmean(values))),
+    "workspace_bytes": max,
+    "floor_bytes": max,
+    "sent_bytes": _mean,
+    "messages": _mean,
+}
+"""What a field of a measurement is of a rank's samples; the mean of what adds up over blocks."""
 
 
-@dataclass(frozen=True)
-class _Asked:
-    names: tuple[str, ...]
-    repeats: int
-    limit: float
-    """Bytes."""
+def _largest(ranks: Sequence[Any]) -> Any:
+    """The largest of what ranks measured, of counts each."""
+    if not isinstance(ranks[0], Mapping):
+        return max(ranks)
+    return {k: max(r.get(k, 0) for r in ranks) for k in sorted(set().union(*ranks))}
 
 
 class _Row:
-    """The measurements at one length."""
+    """The measurements at one length, of strategies ``names`` up to ``limit`` bytes."""
 
-    def __init__(self, steps: Steps, book: _Book, ask: _Asked, seq_len: int) -> None:
-        self.steps, self.book, self.ask, self.seq_len = steps, book, ask, seq_len
+    def __init__(
+        self, steps: Steps, book: _Book, names: Sequence[str], limit: float, seq_len: int
+    ) -> None:
+        self.steps, self.book, self.seq_len = steps, book, seq_len
+        self.names, self.limit = names, limit
         self.memory: dict[str, StepMemory] = {}
         """Of the strategies that are to be timed."""
-        self.samples: dict[Part, _Samples] = {}
+        self.samples: dict[Part, dict[str, list[Any]]] = {}
+        """What this rank saw of the blocks of each part, by field of a measurement."""
         self.over = {
-            name
-            for name in ask.names
-            for n in book.lengths()
-            if n <= seq_len and any(book.get(p, n, OVER_LIMIT) for p in self._parts(name))
+            name for name in names if any(book.was_over(p, seq_len + 1) for p in self._parts(name))
         }
 
     def _part(self, block: BlockSpec, name: str) -> Part:
         taken = name if name in (*block.feasible(), REPLICATED) else block.feasible()[0]
         return block.structure, block.kind, canonical_strategy(block.kind, taken)
 
-    def _parts(self, name: str) -> Counter[Part]:
-        """What a step under the strategy is made of, and how many of each."""
-        return Counter(self._part(b, name) for b in self.steps.blocks)
+    def _parts(self, name: str) -> list[Part]:
+        """What a step under the strategy is made of, beside the rest; each once."""
+        return list(dict.fromkeys(self._part(b, name) for b in self.steps.blocks))
 
     def _missing(self, parts: Iterable[Part]) -> list[Part]:
         return [p for p in parts if (p, self.seq_len) not in self.book.known]
 
     def prepare(self, name: str) -> None:
         """Watch the memory of a step under the strategy, unless all of it is in the book."""
-        if name not in self.over and self._missing(self._parts(name)):
+        if self._missing(self._parts(name)):
             self._prepare(name)
 
-    def time(self) -> None:
-        """Time what was prepared, and write it down.
+    def time(self, least: int) -> None:
+        """Time what was prepared ``least`` times or more, and write it down.
 
         Strategies take turns, so what disturbs the machine for a while disturbs them alike.
         """
         if not self.memory and self._missing([REST]):  # all that a kill left out
-            for name in self.ask.names:
-                if not self.memory and name not in self.over:
+            for name in self.names:
+                if not self.memory:
                     self._prepare(name)
-        repeats, i = dict.fromkeys(self.memory, self.ask.repeats), 0
-        while left := [name for name, n in repeats.items() if i < n]:
-            for name in left:
-                step_s = self._time(name, first=i == 0)
-                if i == 0:
-                    often = math.ceil(LEAST_S / max(_everyone(step_s)))
-                    repeats[name] = max(repeats[name], min(often, MOST_REPEATS * repeats[name]))
-            i += 1
+        repeats = dict.fromkeys(self.memory, least)
+        for name in repeats:
+            often = math.ceil(LEAST_S / max(_everyone(self._time(name, first=True))))
+            repeats[name] = max(least, min(often, MOST_REPEATS * least))
+        for i in range(1, max(repeats.values(), default=0)):
+            for name in [name for name, n in repeats.items() if i < n]:
+                self._time(name, first=False)
         missing = self._missing(self.samples)
-        self._write({p: self.samples[p] for p in missing})
+        mine = [
+            {field: SUMMARIES[field](values) for field, values in self.samples[p].items()}
+            for p in missing
+        ]
+        ranks = zip(*_everyone(mine), strict=True)
+        fields = [{name: _largest([r[name] for r in of]) for name in of[0]} for of in ranks]
+        self.book.add(self.seq_len, dict(zip(missing, fields, strict=True)))
 
     def close(self) -> None:
         """Write down what was over the limit."""
-        lost = [p for s in self.ask.names if s in self.over for p in self._missing(self._parts(s))]
-        earlier = [n for n in self.book.lengths() if n < self.seq_len]
-        lost = [p for p in lost if not any(self.book.get(p, n, OVER_LIMIT) for n in earlier)]
+        parts = [p for s in self.names if s in self.over for p in self._parts(s)]
+        lost = [p for p in self._missing(parts) if not self.book.was_over(p, self.seq_len)]
         self.book.add(self.seq_len, {p: {"outcome": OVER_LIMIT} for p in lost})
 
     def _prepare(self, name: str) -> None:
-        memory = None if self._predicted_peak(name) > self.ask.limit else self._memory(name)
+        if name in self.over:
+            return
+        memory = None if self._predicted_peak(name) > self.limit else self._memory(name)
         if memory is None:
             self.over.add(name)
             log.info("%s at %d tokens: %s", name, self.seq_len, OVER_LIMIT)
@@ -371,22 +349,22 @@ class _Row:
         sent = steps.traffic() if first else {}
         for block, forward_s in times.forward_s.items():
             part = REST if block == -1 else self._part(steps.block_of[block], name)
-            of = self.samples.setdefault(part, _Samples())
-            of.forward_s.append(forward_s)
-            of.backward_s.append(times.backward_s.get(block, 0.0))
+            seen: dict[str, Any] = {
+                "forward_s": forward_s,
+                "backward_s": times.backward_s.get(block, 0.0),
+            }
             if first:
-                of.saved_bytes.append(memory.saved_bytes[block])
-                of.workspace_bytes.append(memory.workspace_bytes[block])
-                of.sent_bytes.append(sent[block][0] - before[block][0])
-                of.messages.append(sent[block][1] - before[block][1])
-        rest = self.samples[REST]
-        rest.floor_bytes = max(rest.floor_bytes, memory.floor_bytes)
+                seen |= {
+                    "saved_bytes": memory.saved_bytes[block],
+                    "workspace_bytes": memory.workspace_bytes[block],
+                    "floor_bytes": memory.floor_bytes if part == REST else 0,
+                    "sent_bytes": sent[block][0] - before[block][0],
+                    "messages": sent[block][1] - before[block][1],
+                }
+            samples = self.samples.setdefault(part, {})
+            for field, value in seen.items():
+                samples.setdefault(field, []).append(value)
         return times.step_s
-
-    def _write(self, samples: Mapping[Part, _Samples]) -> None:
-        ranks = _everyone([s.summary() for s in samples.values()])
-        worst = [_worst(of) for of in zip(*ranks, strict=True)]
-        self.book.add(self.seq_len, dict(zip(samples, worst, strict=True)))
 
     def _memory(self, name: str) -> StepMemory | None:
         """Memory of a step; None where it is over the limit on any rank."""
@@ -394,7 +372,8 @@ class _Row:
         try:
             self.steps.run(self.seq_len, name)
             memory = self.steps.memory(self.seq_len, name)
-            over = self.steps.static_bytes() + memory.peak_bytes > self.ask.limit
+            static = static_bytes(self.steps.model, self.steps.training)
+            over = static + memory.peak_bytes > self.limit
         except (MemoryError, RuntimeError) as e:
             if not _is_out_of_memory(e):
                 raise
@@ -405,15 +384,16 @@ class _Row:
 
     def _predicted_peak(self, name: str) -> float:
         """By growth between the two lengths before; in proportion to the length after one."""
-        points = [(n, self._beyond_static(name, n)) for n in self.book.lengths()]
-        points = [(n, num_bytes) for n, num_bytes in points if num_bytes and n < self.seq_len]
+        lengths = sorted({n for _, n in self.book.known if n < self.seq_len})
+        points = [(n, held) for n in lengths if (held := self._beyond_static(name, n))]
         if not points:
             return 0.0
         (n, held), power = points[-1], 1.0
         if len(points) > 1:
             m, less = points[-2]
             power = min(2.0, max(1.0, math.log(held / less) / math.log(n / m)))
-        return self.steps.static_bytes() + held * (self.seq_len / n) ** power
+        static = static_bytes(self.steps.model, self.steps.training)
+        return static + held * (self.seq_len / n) ** power
 
     def _beyond_static(self, name: str, seq_len: int) -> int:
         """What a step needs, by what was measured; 0 where something is missing."""

@@ -20,8 +20,8 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,9 +58,8 @@ from paradyse.profiling.marks import (
 )
 from paradyse.runtime.frame import MakeFrame
 from paradyse.runtime.program import Program, StepConstants
-from paradyse.strategies import canonical_strategy
 from paradyse.torch_private import at_end_of_backward, saved_tensors_hooks_are_free
-from paradyse.types import Workload
+from paradyse.types import Plan, Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -168,12 +167,10 @@ class Feedback:
         self._of_scale: Counter[int] = Counter()
         self._known: dict[tuple[Key, int], int] = {}
         """Key and scale -> the most tokens whose memory was watched."""
-        self._open: StepWatch | None = None
-        """The record of the last watched call, until the next call."""
         self._records: list[_Record] = []
         """Records since the last agreement."""
         self._agreement: _Agreement | None = None
-        self._known_keys: dict[tuple[str, ...], Mapping[Key, Sequence[int]]] = {}
+        self._keys = cache(self._find_keys)
 
     def run(
         self, args: Sequence[Any], constants: StepConstants, workload: Workload, make: MakeFrame
@@ -187,9 +184,8 @@ class Feedback:
             make: makes the frame of a call that is not watched here.
         """
         self._calls += 1
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        if self._records and (last := self._records[-1].watch) is not None:
+            last.close()
         if self._calls % REFRESH_EVERY == 0:
             self._start_agreement()
         elif self._calls % REFRESH_EVERY == SETTLE:
@@ -197,39 +193,33 @@ class Feedback:
         strategies, scale = constants.strategies, scale_of(workload)
         self._runs[strategies] += 1
         self._of_scale[scale] += 1
-        if self._runs[strategies] <= WARM_UP:
-            return make(self.program, args, constants).run()
-        if self._is_new(strategies, workload):
-            record = self._watch_memory(args, workload, strategies)
-        elif self._of_scale[scale] % SAMPLE_EVERY == 0:
-            clock = Clock(self.program.device)
-            record = _Record(self._calls, workload, strategies, False, StepWatch(clock))
-        else:
-            return make(self.program, args, constants).run()
-        self._records.append(record)
-        self._open = watch = record.watch
-        if watch is None:
+        record = None
+        if self._runs[strategies] > WARM_UP:
+            if self._is_new(strategies, workload):
+                record = self._watch_memory(args, workload, strategies)
+            elif self._of_scale[scale] % SAMPLE_EVERY == 0:
+                clock = Clock(self.program.device)
+                record = _Record(self._calls, workload, strategies, False, StepWatch(clock))
+        if record is not None:
+            self._records.append(record)
+        if record is None or (watch := record.watch) is None:
             return make(self.program, args, constants).run()
         watch.mark(START)
-        probe = watch.probe
         try:
-            with probe if isinstance(probe, SavedMemory) else nullcontext():
+            with watch.probe:
                 return WatchedFrame(watch, self.program, args, constants).run()
         except BaseException:
             record.watch = None
             watch.close()
             raise
 
-    def _keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
+    def _find_keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
         """Keys of a plan's variants, each with the places of its blocks."""
-        found = self._known_keys.get(strategies)
-        if found is None:
-            pairs = zip(self.planner.blocks, self.planner.kinds, strategies, strict=True)
-            members: dict[Key, list[int]] = {}
-            for i, (block, kind, s) in enumerate(pairs):
-                members.setdefault((kind, canonical_strategy(block.kind, s)), []).append(i)
-            found = self._known_keys[strategies] = members
-        return found
+        variants = self.planner.variants(Plan(strategies))
+        members: dict[Key, list[int]] = {}
+        for i, key in enumerate(zip(self.planner.kinds, variants, strict=True)):
+            members.setdefault(key, []).append(i)
+        return members
 
     def _is_new(self, strategies: tuple[str, ...], workload: Workload) -> bool:
         """Whether memory is to be watched: once it is known that backward follows calls."""
@@ -297,15 +287,14 @@ class Feedback:
     def _read(self, records: Sequence[_Record]) -> dict[Slot, float]:
         """What this rank saw in ``records``; 0 where it saw nothing. The slots are the same on all
         ranks."""
-        slots = {slot: 0.0 for r in records for slot in self._slots_of(r)}
-        times: dict[Slot, list[float]] = {}
+        seen: dict[Slot, list[float]] = {slot: [] for r in records for slot in self._slots_of(r)}
         for r in records:
-            if r.memory:
-                slots |= {slot: max(slots[slot], n) for slot, n in self._memory(r).items()}
-            else:
-                for key, ratio in self._times(r):
-                    times.setdefault((TIME, key, scale_of(r.workload)), []).append(ratio)
-        return slots | {slot: statistics.median(ratios) for slot, ratios in times.items()}
+            for slot, value in self._memory(r) if r.memory else self._times(r):
+                seen[slot].append(value)
+        return {
+            slot: statistics.median(values or [0.0]) if slot[0] == TIME else max(values, default=0)
+            for slot, values in seen.items()
+        }
 
     def _slots_of(self, record: _Record) -> Iterator[Slot]:
         """The slots that the record has values for."""
@@ -317,11 +306,11 @@ class Feedback:
             yield from ((quantity, None, tokens) for quantity in REST)
             yield from ((quantity, None, 0) for quantity in CONSTANTS)
 
-    def _times(self, record: _Record) -> list[tuple[Key, float]]:
+    def _times(self, record: _Record) -> Iterator[tuple[Slot, float]]:
         """Measured over predicted seconds of the blocks whose forward and backward were seen."""
         watch, parts = record.watch, dict[int, list[float]]()
         if watch is None:
-            return []
+            return
         assert isinstance(watch.probe, Clock)
         at = {step.block_id: i for i, step in enumerate(self.program.block_steps)}
         seconds = watch.probe.read()
@@ -330,38 +319,35 @@ class Feedback:
                 parts.setdefault(at[span.block], []).append(
                     seconds[span.exit] - seconds[span.first]
                 )
-        costs = self.planner.predicted_costs(record.workload)
-        return [
-            (key, sum(parts[i]) / costs[i][record.strategies[i]].time_s)
-            for key, members in self._keys(record.strategies).items()
-            for i in members
-            if len(parts.get(i, ())) == 2
-        ]
+        costs, scale = self.planner.predicted_costs(record.workload), scale_of(record.workload)
+        for key, members in self._keys(record.strategies).items():
+            for i in members:
+                if len(parts.get(i, ())) == 2:
+                    ratio = sum(parts[i]) / costs[i][record.strategies[i]].time_s
+                    yield (TIME, key, scale), ratio
 
-    def _memory(self, record: _Record) -> dict[Slot, float]:
-        """What the call held, as slots; nothing where it was not watched or had no backward."""
+    def _memory(self, record: _Record) -> Iterator[tuple[Slot, float]]:
+        """What the call held; nothing where it was not watched or had no backward."""
         watch = record.watch
         if watch is None or not any(what == GRAD for what, _ in watch.marks):
-            return {}
+            return
         probe = watch.probe
         assert isinstance(probe, DeviceMemory | SavedMemory)
         held = memory_of(watch, probe.read())
         scale, tokens = scale_of(record.workload), num_tokens(record.workload)
         costs = self.planner.predicted_costs(record.workload)
-        found: dict[Slot, float] = {}
         for key, at in self._keys(record.strategies).items():
             cost = costs[at[0]][record.strategies[at[0]]]
             ids = [self.program.block_steps[i].block_id for i in at]
             saved = max(0.0, statistics.fmean(held.saved_bytes[i] for i in ids))
             workspace = max(held.workspace_bytes[i] for i in ids)
-            found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
-            found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
-        found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
-        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
-        found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
+            yield (SAVED, key, scale), saved / max(1, cost.saved_bytes)
+            yield (WORKSPACE, key, scale), workspace / max(1, cost.workspace_bytes)
+        yield (REST_SAVED, None, tokens), max(1.0, held.saved_bytes[-1])  # above 0: it was seen
+        yield (REST_WORKSPACE, None, tokens), held.workspace_bytes[-1]
+        yield (FLOOR, None, 0), max(0, held.floor_bytes - record.missing_bytes)
         if isinstance(probe, DeviceMemory):
-            found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
-        return found
+            yield (STATIC, None, 0), probe.first_bytes + record.missing_bytes
 
 
 def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Corrections) -> bool:

@@ -128,11 +128,7 @@ class Steps:
     def memory(self, seq_len: int, plan: str) -> StepMemory:
         """What a step of ``seq_len`` tokens under ``plan`` holds beside gradients."""
         inputs = self._inputs(seq_len)
-        gc.collect()
-        with (
-            collectives.settled(),
-            DeviceMemory() if self.device.type == "cuda" else HostMemory() as probe,
-        ):
+        with _memory_probe(self.device) as probe:
             watch = Watch(probe)
             self._step(inputs, plan, watch)
         return memory_of(watch, probe.read())
@@ -150,25 +146,19 @@ class Steps:
 
     def traffic(self) -> dict[int, tuple[Counter[str], Counter[str]]]:
         """Bytes sent and messages so far per block id; -1 is what is in no block."""
-        found = {
-            i: (t.sent_bytes, t.calls)
-            for i in self.block_of
-            for t in (collectives.traffic(self.axis, i),)
+        between = [p.schedule.between_id for p in self._programs]
+        members = {**{i: [i] for i in self.block_of}, -1: between}
+        booked = {i: [collectives.traffic(self.axis, m) for m in of] for i, of in members.items()}
+        empty = Counter[str]()
+        return {
+            i: (sum((t.sent_bytes for t in of), empty), sum((t.calls for t in of), empty))
+            for i, of in booked.items()
         }
-        counts = {i: (sent.copy(), calls.copy()) for i, (sent, calls) in found.items()}
-        between = [collectives.traffic(self.axis, p.schedule.between_id) for p in self._programs]
-        sent = sum((t.sent_bytes for t in between), Counter[str]())
-        counts[-1] = (sent, sum((t.calls for t in between), Counter[str]()))
-        return counts
 
     def workload(self, seq_len: int) -> Workload:
         """The planner's ``Workload`` of a step of ``seq_len`` tokens."""
         dtype = self.parameters[0].dtype
         return Workload(self.batch, seq_len, dtype, self.training, self.axis.size)
-
-    def static_bytes(self) -> int:
-        """Bytes as of the function ``static_bytes``."""
-        return static_bytes(self.model, self.training)
 
     def free(self) -> None:
         """Let go of what a step left behind that found no memory."""
@@ -185,11 +175,7 @@ class Steps:
 
     def _step(self, inputs: Mapping[str, Any], plan: str, watch: Watch | None = None) -> None:
         self._plan = self._feasible(plan)
-
-        def mark(at: str) -> None:
-            if watch is not None:
-                watch.mark(at)
-
+        mark = watch.mark if watch is not None else lambda at: None
         mark(START)
         with frames_by(partial(WatchedFrame, watch)) if watch is not None else nullcontext():
             out = self._compiled(**inputs)
@@ -222,6 +208,13 @@ def static_bytes(model: torch.nn.Module, training: bool) -> int:
     return max(held, torch.cuda.memory_allocated()) if on_cuda else held
 
 
+@contextmanager
+def _memory_probe(device: torch.device) -> Iterator[DeviceMemory | HostMemory]:
+    gc.collect()
+    with collectives.settled(), DeviceMemory() if device.type == "cuda" else HostMemory() as probe:
+        yield probe
+
+
 def peak_beyond(device: torch.device, step: Callable[[], object]) -> int:
     """The most bytes that a step holds at any moment beyond those held when it began.
 
@@ -229,8 +222,7 @@ def peak_beyond(device: torch.device, step: Callable[[], object]) -> int:
         device: that the step runs on.
         step: runs a compiled model, which has run before.
     """
-    gc.collect()
-    with DeviceMemory() if device.type == "cuda" else HostMemory() as probe, collectives.settled():
+    with _memory_probe(device) as probe:
         watch = Watch(probe)
         watch.mark(START)
         with frames_by(partial(WatchedFrame, watch)):
