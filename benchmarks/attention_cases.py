@@ -1,16 +1,16 @@
 """What the attention benchmarks compare: masks, contenders, and attention in float64."""
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
 from paradyse.kernels.attention_mask import AttentionSpec
@@ -18,8 +18,7 @@ from paradyse.kernels.selection import BACKWARD, CAUSAL, FORWARD, FULL, capabili
 
 LIBRARIES = {"aten_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Kernels of ``paradyse.kernels.selection`` that SDPA can be held to."""
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ANY = [*LIBRARIES.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 MASKS = {
     CAUSAL: "causal",
@@ -36,7 +35,7 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and the gradient of out, [B, H, S, D], laid out as [B, S, H, D]."""
-Visible = Callable[[Any, Tensor, Tensor], Tensor]
+Visible = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,73 +57,67 @@ class Case:
     def scale(self) -> float:
         return self.width**-0.5
 
-    def inputs(self) -> Inputs:
-        generator = torch.Generator(self.device).manual_seed(self.tokens)
-
-        def heads(n: int) -> Tensor:
-            shape = self.batch, self.tokens, n, self.width
-            x = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
-            return x.transpose(1, 2)
-
-        q, k, v, grad = map(heads, (self.heads, self.kv_heads, self.kv_heads, self.heads))
-        if self.mask == "padding":  # what rows that see nothing give is nobody's business
-            grad[:, :, : self.num_padded] = 0
-        return q, k, v, grad
-
     @property
     def num_padded(self) -> int:
         return self.tokens // 8
 
     @cached_property
+    def positions(self) -> Tensor:
+        """[S] int64."""
+        return torch.arange(self.tokens, device=self.device)
+
+    def inputs(self) -> Inputs:
+        generator = torch.Generator(self.device).manual_seed(self.tokens)
+        heads = self.heads, self.kv_heads, self.kv_heads, self.heads
+        shapes = [(self.batch, self.tokens, n, self.width) for n in heads]
+        where: Any = {"generator": generator, "device": self.device, "dtype": self.dtype}
+        q, k, v, grad = (torch.randn(shape, **where).transpose(1, 2) for shape in shapes)
+        if self.mask == "padding":  # what rows that see nothing give is nobody's business
+            grad[:, :, : self.num_padded] = 0
+        return q, k, v, grad
+
+    @cached_property
     def documents(self) -> Tensor:
-        """[B, S] int64: documents of unlike lengths."""
+        """[S] int64: documents of unlike lengths, the same in every sequence."""
         generator = torch.Generator().manual_seed(self.tokens)
         cuts = torch.randperm(self.tokens - 1, generator=generator)[: self.num_documents - 1] + 1
         starts = torch.zeros(self.tokens, dtype=torch.int64)
         starts[cuts] = 1
-        return starts.cumsum(0).to(self.device).expand(self.batch, -1)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """[B, S] bool: what is no padding."""
-        at = torch.arange(self.tokens, device=self.device)
-        return (at >= self.num_padded).expand(self.batch, -1)
+        return starts.cumsum(0).to(self.device)
 
     @cached_property
     def spec(self) -> AttentionSpec:
+        def of_all(x: Tensor, mask: str) -> Tensor | None:
+            return x.expand(self.batch, -1) if mask == self.mask else None
+
         return AttentionSpec(
             self.tokens,
             self.scale,
             left=self.window - 1 if self.mask == "window" else None,
             right=None if self.mask == FULL else 0,
-            key_padding=self.real if self.mask == "padding" else None,
-            document_ids=self.documents if self.mask == "documents" else None,
+            key_padding=of_all(self.positions >= self.num_padded, "padding"),
+            document_ids=of_all(self.documents, "documents"),
         )
 
     def visibility(self) -> Visible:
-        """Whether sequence b's query i sees key j, of indices that broadcast.
+        """Whether query i sees key j, of indices that broadcast.
 
         Closed over numbers and tensors alone, so that it compiles.
         """
-        window, num_padded = self.window, self.num_padded
-        if self.mask == FULL:
-            return lambda b, i, j: (i >= 0) & (j >= 0)
-        if self.mask == "window":
-            return lambda b, i, j: (j <= i) & (i - j < window)
-        if self.mask == "padding":
-            return lambda b, i, j: (j <= i) & (j >= num_padded)
-        if self.mask == "documents":
-            documents = self.documents[0].contiguous()  # the same in every sequence
-            return lambda b, i, j: (j <= i) & (documents[i] == documents[j])
-        return lambda b, i, j: j <= i
-
-    def pairs(self) -> int:
-        """Visible pairs of one sequence."""
-        keys, visible = torch.arange(self.tokens, device=self.device), self.visibility()
-        return sum(int(visible(0, rows[:, None], keys).sum()) for rows in keys.split(1024))
+        window, num_padded, documents = self.window, self.num_padded, self.documents
+        return {
+            CAUSAL: lambda i, j: j <= i,
+            FULL: lambda i, j: (i >= 0) & (j >= 0),
+            "window": lambda i, j: (j <= i) & (i - j < window),
+            "documents": lambda i, j: (j <= i) & (documents[i] == documents[j]),
+            "padding": lambda i, j: (j <= i) & (j >= num_padded),
+        }[self.mask]
 
     def operations(self, direction: str) -> float:
-        each = 4.0 * self.batch * self.heads * self.width * self.pairs()
+        """Of the visible pairs, forward or backward."""
+        at, visible = self.positions, self.visibility()
+        pairs = sum(int(visible(rows[:, None], at).sum()) for rows in at.split(1024))
+        each = 4.0 * self.batch * self.heads * self.width * pairs
         return each * (1 if direction == FORWARD else 2.5)
 
 
@@ -142,17 +135,17 @@ class Contender:
         leaves = [x.detach().requires_grad_(self.differentiable) for x in inputs[:3]]
         return self.attend(*leaves), leaves
 
-    def results(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """out, and dq, dk, dv where there is a backward."""
-        out, leaves = self.forward(inputs)
-        grads = torch.autograd.grad(out, leaves, inputs[3]) if self.differentiable else ()
-        return (out.detach(), *grads)
-
     def steps(self, inputs: Inputs) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Forward and backward, each to be called again and again."""
         out, leaves = self.forward(inputs)
         backward = partial(torch.autograd.grad, out, leaves, inputs[3], retain_graph=True)
         return partial(self.forward, inputs), backward
+
+    def results(self, inputs: Inputs) -> tuple[Tensor, ...]:
+        """out, and dq, dk, dv where there is a backward."""
+        out, leaves = self.forward(inputs)
+        grads = torch.autograd.grad(out, leaves, inputs[3]) if self.differentiable else ()
+        return (out.detach(), *grads)
 
 
 def ours(case: Case) -> Contender:
@@ -187,23 +180,20 @@ def interpreted(case: Case) -> Contender:
 def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Contender:
     """SDPA of one backend or of PyTorch's choice: plain masks by its flag, the others, or all, by
     the boolean mask [1, 1, S, S] that HuggingFace models build."""
-    masks: list[Tensor | None] = []
-    causal = case.mask == CAUSAL and not dense
+    dense |= case.mask not in PLAIN
+    mask = cache(lambda: dense_mask(case) if dense else None)
+    options: Any = {"is_causal": case.mask == CAUSAL and not dense, "scale": case.scale}
+    options["enable_gqa"] = case.heads != case.kv_heads
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not masks:
-            masks.append(dense_mask(case) if dense or case.mask not in PLAIN else None)
-        chosen = sdpa_kernel(backend) if backend else contextlib.nullcontext()
-        options = {"is_causal": causal, "scale": case.scale, "enable_gqa": q.shape != k.shape}
-        with chosen:
-            return F.scaled_dot_product_attention(q, k, v, masks[0], **options)
+        with sdpa_kernel([backend] if backend else ANY):
+            return F.scaled_dot_product_attention(q, k, v, mask(), **options)
 
     return Contender(name, attend)
 
 
 def dense_mask(case: Case) -> Tensor:
-    at = torch.arange(case.tokens, device=case.device)
-    mask = case.visibility()(0, at[:, None], at)
+    mask = case.visibility()(case.positions[:, None], case.positions)
     if case.mask == "padding":  # as HuggingFace does: a row that sees nothing is no number
         mask[: case.num_padded] = True
     return mask[None, None]
@@ -211,21 +201,18 @@ def dense_mask(case: Case) -> Tensor:
 
 def flex(case: Case) -> Contender:
     """flex_attention, compiled; on a CPU eager and forward alone."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    cuda, attend = case.device == "cuda", flex_attention
+    cuda, attend, visible = case.device == "cuda", flex_attention, case.visibility()
     if cuda:
         torch._dynamo.reset()  # a case is a compilation of its own
         attend = torch.compile(flex_attention, dynamic=False)
-    blocks: list[Any] = []
-    visible = case.visibility()
+
+    @cache
+    def blocks() -> Any:
+        sizes = None, None, case.tokens, case.tokens
+        return create_block_mask(lambda b, h, i, j: visible(i, j), *sizes, device=case.device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not blocks:
-            sizes = None, None, case.tokens, case.tokens
-            mask_mod = lambda b, h, i, j: visible(b, i, j)  # noqa: E731
-            blocks.append(create_block_mask(mask_mod, *sizes, device=case.device))
-        return attend(q, k, v, block_mask=blocks[0], scale=case.scale)
+        return attend(q, k, v, block_mask=blocks(), scale=case.scale)
 
     return Contender("flex_attention" if cuda else "flex_attention, forward", run, cuda)
 
@@ -248,22 +235,17 @@ def contenders(case: Case) -> Iterator[Contender]:
 
 def exact(case: Case, inputs: Inputs) -> Inputs:
     """out, dq, dk, dv [S, D] of the last sequence's last head, in float64, by blocks of rows."""
-    q, k, v, grad = (x[-1, -1].double() for x in inputs)
-    s = case.tokens
-    keys, visible = torch.arange(s, device=q.device), case.visibility()
-    outs, dqs = [], []
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for rows in keys.split(1024):
-        seen = visible(case.batch - 1, rows[:, None], keys)
-        scores = (q[rows] @ k.T * case.scale).masked_fill(~seen, -torch.inf)
-        p = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
-        out = p @ v
-        ds = p * (grad[rows] @ v.T - (grad[rows] * out).sum(-1, keepdim=True)) * case.scale
-        dv += p.T @ grad[rows]
-        dk += ds.T @ q[rows]
-        outs.append(out)
-        dqs.append(ds @ k)
-    return torch.cat(outs), torch.cat(dqs), dk, dv
+    *leaves, grad = (x[-1, -1].double() for x in inputs)
+    q, k, v = (x.requires_grad_() for x in leaves)
+    outs, visible = [], case.visibility()
+    for rows in case.positions.split(1024):
+        seen = visible(rows[:, None], case.positions)
+        seen |= ~seen.any(-1, keepdim=True)  # a row that sees nothing has no gradient
+        out = (q[rows] @ k.T * case.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        out.backward(grad[rows])
+        outs.append(out.detach())
+    assert q.grad is not None and k.grad is not None and v.grad is not None
+    return torch.cat(outs), q.grad, k.grad, v.grad
 
 
 def check(case: Case, contender: Contender, inputs: Inputs) -> None:

@@ -20,14 +20,15 @@ import json
 import math
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import DTYPES, MASKS, PLAIN, Case, check, contenders
-from runner import Benchmark, log, median, take_turns
+from attention_cases import MASKS, PLAIN, Case, check, contenders
+from runner import Benchmark, benchmark, log, median, take_turns
 
 from paradyse.kernels.selection import BACKWARD, FORWARD, KERNELS, VARIABLE, capability_of
 
@@ -60,7 +61,7 @@ def case_of(mask: str, tokens: int, width: int, dtype: str) -> Case:
     """16,384 tokens a batch, 2,048 / width heads; documents of 2,048 tokens on average."""
     batch, heads = max(1, 16384 // tokens), 2048 // width
     sizes = batch, heads, heads, min(4096, tokens // 4), max(3, tokens // 2048)
-    return Case(mask, tokens, width, DTYPES[dtype], "cuda", *sizes)
+    return Case(mask, tokens, width, getattr(torch, dtype), "cuda", *sizes)
 
 
 def measure(case: Case, runs: int) -> Times:
@@ -68,19 +69,14 @@ def measure(case: Case, runs: int) -> Times:
     inputs, n = case.inputs(), case.tokens
     times: Times = {}
     turns: dict[str, Callable[[int], float]] = {}
-
-    def turn(key: str, step: Callable[[], Any]) -> None:
-        seconds_of(step, 1)
-        repeats = max(1, int(2e-3 / seconds_of(step, 1)))
-        turns[key] = lambda n: seconds_of(step, repeats)
-
     for c in contenders(case):
         times[c.name] = dict.fromkeys((FORWARD, BACKWARD), math.inf)
         try:
             check(case, c, inputs)
-            forward, backward = c.steps(inputs)
-            turn(f"{c.name}/{FORWARD}", forward)
-            turn(f"{c.name}/{BACKWARD}", backward)
+            for direction, step in zip((FORWARD, BACKWARD), c.steps(inputs), strict=True):
+                seconds_of(step, 1)
+                repeats = max(1, int(2e-3 / seconds_of(step, 1)))
+                turns[f"{c.name}/{direction}"] = lambda n, f=step, r=repeats: seconds_of(f, r)
         except torch.OutOfMemoryError:
             log(f"{c.name}: out of memory")
         torch.cuda.empty_cache()
@@ -119,12 +115,11 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     rows = []
     where = {"capability": capability_of(torch.device("cuda")), "mask": case.mask}
     where |= {"dtype": str(case.dtype).removeprefix("torch."), "width": case.width}
-    for direction in (FORWARD, BACKWARD):
-        seconds = {n: times[n][direction] for n in KERNELS if n in times}
-        seconds = {n: s for n, s in seconds.items() if s < math.inf}
+    for d in (FORWARD, BACKWARD):
+        seconds = {n: times[n][d] for n in KERNELS if n in times and times[n][d] < math.inf}
         if seconds:
             found = {"kernel": min(seconds, key=seconds.__getitem__), "tokens": case.tokens}
-            rows.append({**where, "direction": direction, **found, "seconds": seconds})
+            rows.append({**where, "direction": d, **found, "seconds": seconds})
     return rows
 
 
@@ -135,7 +130,7 @@ def run_checks() -> int:
     if torch.cuda.is_available():
         device, names = "cuda", ["bfloat16", "float16"]
     for name, mask, (tokens, width) in product(names, MASKS, ((64, 16), (200, 64), (257, 24))):
-        case = Case(mask, tokens, width, DTYPES[name], device, 2, 2, 2, tokens // 4)
+        case = Case(mask, tokens, width, getattr(torch, name), device, 2, 2, 2, tokens // 4)
         for c in contenders(case):
             try:
                 check(case, c, case.inputs())
@@ -147,12 +142,12 @@ def run_checks() -> int:
     return int(failed > 0)
 
 
-def main() -> int:
-    bench = Benchmark("attention_gpu", __doc__, QUICK, **OPTIONS)
-    args, bench.dtype = bench.args, bench.args.dtype
+@benchmark(QUICK, **OPTIONS)
+def main(bench: Benchmark, args: Namespace) -> str:
+    bench.dtype = args.dtype
     os.environ[VARIABLE] = "triton"  # ours is timed as ours, whatever the table says
     if args.check:
-        return run_checks()
+        sys.exit(run_checks())
     if not torch.cuda.is_available():
         sys.exit(
             "attention_gpu needs a CUDA device, and PyTorch sees none; `--check` compares results "
@@ -180,8 +175,4 @@ def main() -> int:
         text = json.dumps({"rows": [r for rows in chosen.values() for r in rows]}, indent=1)
         args.write_table.write_text(text + "\n")
         bench.add("", f"Fastest kernels of plain masks: {args.write_table.name}")
-    return bench.finish("one GPU")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "one GPU"

@@ -9,16 +9,15 @@ the same five strategies for every block, as the heuristic needs it.
 
 import math
 import random
-import sys
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from published import published
-from runner import Benchmark, median
+from runner import Benchmark, benchmark, median, seconds_of
 
 from paradyse.config import parse_options
 from paradyse.planning.costs import BlockCost, Machine
@@ -73,34 +72,23 @@ def cached_s(layers: int, calls: int) -> tuple[float, float]:
     planner = Planner(parse_options(None), blocks, 8, lambda dtype: RATES)
     workload = Workload(1, 8192, torch.bfloat16, True, 8)
     guard = Guard(planner.plan, True, workload)
-
-    def seconds(call: Callable[[], Any]) -> float:
-        call()
-        times = []
-        for _ in range(calls):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return median(times)
-
-    asked_s = seconds(lambda: planner.plan(workload))
-    return asked_s, seconds(lambda: guard(1, 8192, True, lambda plan: plan))
+    ask, enter = partial(planner.plan, workload), partial(guard, 1, 8192, True, lambda plan: plan)
+    asked_s, entered_s = ([seconds_of(call) for _ in range(calls)] for call in (ask, enter))
+    return median(asked_s), median(entered_s)
 
 
-def main() -> int:
-    tables = {"type": int, "default": 100, "help": "of each depth"}
-    bench = Benchmark("choice", __doc__, {"tables": 5}, tables=tables)
-    num_tables = bench.args.tables
-    bench.add(f"{num_tables} random tables of costs for each depth, five strategies.", "")
+@benchmark({"tables": 5}, tables=100)
+def main(bench: Benchmark, args: Namespace) -> str:
+    bench.add(f"{args.tables} random tables of costs for each depth, five strategies.")
     rows, worst, exact_96 = [], 0.0, 0.0
     for layers in (8, 24, 96):
-        gaps, exact_s, heuristic_s = compare(layers, num_tables)
+        gaps, exact_s, heuristic_s = compare(layers, args.tables)
         fit = [g for g in gaps if g < math.inf]
         worst = min([worst, *fit])
         exact_96 = median(exact_s)
-        row = [f"{layers} layers", f"{sum(g > 1e-9 for g in fit) / num_tables:.0%}"]
+        row = [f"{layers} layers", f"{sum(g > 1e-9 for g in fit) / args.tables:.0%}"]
         row += [f"{median(fit):.2%}", f"{np.quantile(fit, 0.9):.2%}", f"{max(fit):.1%}"]
-        row += [f"{1 - len(fit) / num_tables:.1%}", f"{exact_96 * 1e3:.3f}"]
+        row += [f"{1 - len(fit) / args.tables:.1%}", f"{exact_96 * 1e3:.3f}"]
         row += [f"{np.quantile(exact_s, 0.99) * 1e3:.3f}", f"{median(heuristic_s) * 1e3:.2f}"]
         rows.append(row)
     header = ["model", "heuristic slower in", "median gap", "90 %", "largest"]
@@ -112,8 +100,4 @@ def main() -> int:
     bench.at_most("largest advantage of the heuristic, share of time", abs(worst), 1e-9)
     bench.at_most("exact choice for 96 layers, ms", exact_96 * 1e3, 50)
     bench.at_most("a workload seen before, us", max(cached, guarded) * 1e6, 20)
-    return bench.finish("one thread")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "one thread"

@@ -14,15 +14,17 @@ the blocks' widths must be known: those of the models given, found by their stru
 """
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from contenders import llama
-from runner import Benchmark
+from runner import Benchmark, benchmark
 
 from paradyse.cli.commands.plan import dry_run_of
 from paradyse.cli.models import read_config
@@ -43,6 +45,10 @@ from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
 from paradyse.types import BlockSpec, Workload
 
+PROFILES = {"flags": ["profiles"], "nargs": "*", "help": "files that `paradyse profile` wrote"}
+MODEL: dict[str, Any] = {"action": "append", "default": [], "metavar": "CONFIG.json"}
+MODEL["help"] = "of a profiled model, for the prior; once for each (default: no prior)"
+
 Row = tuple[str, str, str, bool]
 """Kind, structure, variant, training."""
 
@@ -51,18 +57,9 @@ HYBRID = "hybrid"
 ESTIMATOR_NAMES = (HYBRID, FOREST, POLYNOMIAL)
 
 
-@dataclass(frozen=True)
-class Error:
-    """Of one prediction, relative."""
-
-    estimator: str
-    where: str
-    label: str
-    """Kind and variant."""
-    power: int
-    """The length lies between 2^power and its double."""
-    time: float
-    memory: float
+Error = dict[str, Any]
+"""Of one prediction: ``estimator``, ``where``, ``label`` (kind and variant), ``power`` (the length
+lies between 2^power and its double), and the relative errors of ``time`` and ``memory``."""
 
 
 def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
@@ -74,11 +71,9 @@ def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
 
 def prior_of(
     profile: Profile, row: Row, blocks: Mapping[str, BlockSpec]
-) -> Callable[[Point], BlockCost] | None:
+) -> Callable[[Point], BlockCost]:
     """The prior, of what is measured of a block: without the messages of its gradients."""
     _, structure, variant, training = row
-    if structure not in blocks:
-        return None
     block, machine, header = blocks[structure], CostModel(profile).machine, profile.header
 
     def cost(at: Point) -> BlockCost:
@@ -109,21 +104,20 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
             rows.setdefault(row, {})[m.batch, m.seq_len] = m
     found = []
     for row, measured in rows.items():
-        prior = prior_of(profile, row, blocks)
-        growths = prior_growths(prior) if prior else (None,) * 3
+        known = row[1] in blocks
+        growths = prior_growths(prior_of(profile, row, blocks)) if known else (None,) * 3
         degrees = DEGREES[:1] if row[0] == REST else DEGREES
         label = " ".join(filter(None, (row[0], row[2])))
-        for where, fit, ask in splits(measured):
-            for name in ESTIMATOR_NAMES:
-                samples = [{p: quantities(measured[p])[i] for p in fit} for i in range(3)]
-                curves = [estimator(of, name, g, degrees) for of, g in zip(samples, growths)]
-                for p in ask:
-                    step_s, *held = quantities(measured[p])
-                    said_s, *said = (curve(*p) for curve in curves)
-                    off_bytes = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
-                    power = p[1].bit_length() - 1
-                    off_s = abs(said_s / step_s - 1)
-                    found.append(Error(name, where, label, power, off_s, off_bytes))
+        for (where, fit, ask), name in product(splits(measured), ESTIMATOR_NAMES):
+            samples = [{p: quantities(measured[p])[i] for p in fit} for i in range(3)]
+            curves = [estimator(of, name, g, degrees) for of, g in zip(samples, growths)]
+            for p in ask:
+                step_s, *held = quantities(measured[p])
+                said_s, *said = (curve(*p) for curve in curves)
+                off_bytes = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
+                error = {"estimator": name, "where": where, "label": label}
+                error |= {"power": p[1].bit_length() - 1, "time": abs(said_s / step_s - 1)}
+                found.append(error | {"memory": off_bytes})
     return found
 
 
@@ -131,14 +125,14 @@ def estimator(
     measured: Mapping[Point, float], name: str, growth: GrowthFactor | None, degrees: Sequence[int]
 ) -> Callable[[int, int], float]:
     """(Batch, length) to one quantity."""
+    if name == HYBRID:
+        curve = Curve(measured, growth, degrees)
+        return lambda *at: curve(*at)[0]
     points = sorted(measured)
     values = [max(measured[p], 1e-9) for p in points]
     if name == FOREST:
         return fit_forest(points, values)
-    if name == POLYNOMIAL:
-        return fit_polynomial(points, values, None, degrees)
-    curve = Curve(measured, growth, degrees)
-    return lambda batch, seq_len: curve(batch, seq_len)[0]
+    return fit_polynomial(points, values, None, degrees)
 
 
 def quantities(m: Measurement) -> tuple[float, float, float]:
@@ -146,14 +140,14 @@ def quantities(m: Measurement) -> tuple[float, float, float]:
 
 
 def select(errors: Sequence[Error], **equal: object) -> list[Error]:
-    return [e for e in errors if all(getattr(e, k) == v for k, v in equal.items())]
+    return [e for e in errors if all(e[k] == v for k, v in equal.items())]
 
 
 def median_p90(errors: Sequence[Error], what: str) -> list[str]:
     """In percent."""
     if not errors:
         return ["-", "-"]
-    values = 100 * np.quantile([getattr(e, what) for e in errors], (0.5, 0.9))
+    values = 100 * np.quantile([e[what] for e in errors], (0.5, 0.9))
     return [f"{v:.1f} %" for v in values]
 
 
@@ -161,19 +155,15 @@ def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
     """Measurements that were not made: the prior of a small machine, each off by some noise."""
     machine = Machine(9e10, 6e9, 1.5e-4, 1e9, attention_flops=5.5e10, op_overhead_s=3e-6)
     header = Header({}, "none", 2, "float32", True, "eager", asdict(machine))
-    rng, rows = np.random.default_rng(0), []
-    for structure, block in blocks_of(config, Profile(header, (), "a known law", 0)).items():
-        for strategy in ("megatron_ts", "megatron_cz", "metp"):
-            for s in (128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096):
-                c = prior_cost(
-                    block, strategy, Workload(1, s, torch.float32, True, 2), machine, True
-                )
-                step_s = c.time_s * math.exp(noise * rng.standard_normal())
-                times = step_s / 3, step_s / 1.5
-                held = c.saved_bytes, c.workspace_bytes
-                at = structure, block.kind, strategy, 1, s, True, MEASURED
-                rows.append(Measurement(*at, *times, *held))
-    return Profile(header, tuple(rows), "a known law", 0)
+    law, rng, rows = Profile(header, (), "a known law", 0), np.random.default_rng(0), []
+    lengths = 128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096
+    strategies = "megatron_ts", "megatron_cz", "metp"
+    for block, strategy, s in product(blocks_of(config, law).values(), strategies, lengths):
+        c = prior_cost(block, strategy, Workload(1, s, torch.float32, True, 2), machine, True)
+        step_s = c.time_s * math.exp(noise * rng.standard_normal())
+        row = block.structure, block.kind, strategy, 1, s, True, MEASURED, step_s / 3, step_s / 1.5
+        rows.append(Measurement(*row, c.saved_bytes, c.workspace_bytes))
+    return replace(law, measurements=tuple(rows))
 
 
 def report_on(
@@ -190,7 +180,6 @@ def report_on(
         f"{first.dtype}, inner={first.inner}, "
         f"{'sharded' if first.sharded else 'whole'} weights; the hybrid "
         f"{'looks' if known else 'cannot look'} at the prior.",
-        "",
     )
     errors = errors_of(profile, blocks)
     hybrid, rows, by_length = select(errors, estimator=HYBRID), [], []
@@ -198,10 +187,9 @@ def report_on(
     for where in wheres:
         for n in sorted(ESTIMATOR_NAMES):
             of = select(errors, where=where, estimator=n)
-            rows.append(
-                [n, where, str(len(of)), *median_p90(of, "time"), *median_p90(of, "memory")]
-            )
-        for power in sorted({e.power for e in select(errors, where=where)}):
+            counted = [n, where, str(len(of))]
+            rows.append([*counted, *median_p90(of, "time"), *median_p90(of, "memory")])
+        for power in sorted({e["power"] for e in select(errors, where=where)}):
             of = select(hybrid, where=where, power=power)
             row = [f"{where}, {2**power} to {2 ** (power + 1) - 1}", str(len(of))]
             for n in ESTIMATOR_NAMES:
@@ -209,30 +197,26 @@ def report_on(
             by_length.append(row + median_p90(of, "memory"))
     header = ["time median", "time p90", "memory median", "p90"]
     bench.table(["estimator", "where", "predictions", *header], rows)
-    bench.add("", "The hybrid's time errors by strategy:", "")
+    bench.add("", "The hybrid's time errors by strategy:")
     rows = []
-    for label in sorted({e.label for e in hybrid}):
+    for label in sorted({e["label"] for e in hybrid}):
         of_each = [select(hybrid, where=w, label=label) for w in wheres]
         rows.append([label, *(median_p90(of, "time")[0] for of in of_each)])
     bench.table(["part", *(f"{w}, median" for w in wheres)], rows)
-    bench.add("", "Errors by length, in tokens:", "")
+    bench.add("", "Errors by length, in tokens:")
     header = ["lengths", "predictions"]
     for what in (*(f"{n}, time" for n in ESTIMATOR_NAMES), f"{HYBRID}, memory"):
         header += [f"{what} median", "p90"]
     bench.table(header, by_length)
     bench.add("")
     for where in wheres:
-        off = [100 * e.time for e in select(hybrid, where=where)]
+        off = [100 * e["time"] for e in select(hybrid, where=where)]
         bench.at_most(f"{name}: median time error {where}, %", float(np.median(off)), 10)
         bench.at_most(f"{name}: 90th percentile {where}, %", float(np.quantile(off, 0.9)), 25)
 
 
-def main() -> int:
-    profiles = {"flag": "profiles", "nargs": "*", "help": "files that `paradyse profile` wrote"}
-    model: dict[str, Any] = {"action": "append", "default": [], "metavar": "CONFIG.json"}
-    model["help"] = "of a profiled model, for the prior; once for each (default: no prior)"
-    bench = Benchmark("cost_error", __doc__, profiles=profiles, model=model)
-    args = bench.args
+@benchmark(profiles=PROFILES, model=MODEL)
+def main(bench: Benchmark, args: Namespace) -> str:
     if not args.profiles and not args.quick:
         raise SystemExit("give the path of a profile, or --quick")
     if args.quick:
@@ -243,15 +227,8 @@ def main() -> int:
     for path in args.profiles:
         profile = read_profile(path)
         needed = {m.structure for m in profile.measurements if m.kind != REST}
-        name, blocks = Path(path).stem, {}
-        for config in configs:
-            found = blocks_of(config, profile)
-            if needed <= found.keys():
-                name, blocks = str(config["model_type"]), found
-                break
+        found = ((str(c["model_type"]), blocks_of(c, profile)) for c in configs)
+        fitting = (of for of in found if needed <= of[1].keys())
+        name, blocks = next(fitting, (Path(path).stem, {}))
         report_on(bench, profile, name, blocks)
-    return bench.finish("predictions only")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return "predictions only"

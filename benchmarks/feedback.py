@@ -9,51 +9,39 @@ that no plan changes. Memory is watched once for a variant and a scale of length
 has such a step, against the others of the table.
 """
 
-import sys
 from argparse import Namespace
 from functools import partial
 
-import torch
-from contenders import AUTO, Contender, llama
-from runner import Benchmark, check_equal, median, milliseconds, seconds_of, take_turns
+from contenders import AUTO, llama, ours
+from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.launch import Rank
+from paradyse.profiling.online import REFRESH_EVERY, WARM_UP
+from paradyse.runtime.registry import captures_of
 
 STRATEGY = "ulysses_z"
-OPTIONS = {"layers": 4, "hidden": 256, "lengths": (128, 384, 1024), "runs": 7}
-OPTIONS |= {"ranks": 2, "inner": "inductor"}
+OPTIONS = {"layers": 4, "hidden": 256, "lengths": (128, 384, 1024), "runs": 7, "ranks": 2}
 QUICK = {"layers": 2, "hidden": 64, "lengths": (33, 64), "runs": 3, "inner": "eager"}
 
 
 def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
     """Seconds of a step at each length: without and with feedback, and with memory watched."""
-    from paradyse.profiling.online import REFRESH_EVERY, WARM_UP
-    from paradyse.runtime.registry import captures_of
-
     model = llama(args.layers, args.hidden)
-    options = {"plan": AUTO, "inner": args.inner, "strategies": [STRATEGY]}
-    run = torch.compile(model, backend="paradyse", options=options, dynamic=True)
-    contender = Contender(model, run)
+    contender = ours(model, AUTO, args.inner, dynamic=True, strategies=[STRATEGY])
     for seq_len in args.lengths:
         contender.loss(seq_len)
-    (graph,) = [g for c in captures_of(run) for g in c.graphs.values()]
+    (graph,) = [g for c in captures_of(contender.run) for g in c.graphs.values()]
     feedback = graph.feedback
     assert feedback is not None
 
     def steps_s(seq_len: int, fed: bool, count: int) -> float:
         graph.feedback = feedback if fed else None
-        ids = contender.tokens(seq_len)
-        return seconds_of(lambda: [contender.step(ids) for _ in range(count)]) / count
+        return contender.time_s(seq_len, count)
 
     def watched_s(seq_len: int) -> float:
         feedback._known.clear()  # as if the length were new
         return steps_s(seq_len, True, 1)
 
-    for seq_len in args.lengths:
-        fed = contender.loss(seq_len)
-        graph.feedback = None
-        check_equal({"without": contender.loss(seq_len), "with": fed})
-        graph.feedback = feedback
     turns = {
         "without": partial(steps_s, fed=False, count=REFRESH_EVERY),
         "with": partial(steps_s, fed=True, count=REFRESH_EVERY),
@@ -65,13 +53,12 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
     return found
 
 
-def main() -> int:
-    bench = Benchmark("feedback", __doc__, QUICK, **OPTIONS)
-    args, taken = bench.args, bench.on_ranks(measure)
+@benchmark(QUICK, **OPTIONS, inner="inductor")
+def main(bench: Benchmark, args: Namespace) -> None:
+    taken = bench.on_ranks(measure)
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, {STRATEGY}, {bench.ranks}; "
         f"milliseconds a step, medians of {args.runs} interleaved rounds.",
-        "",
     )
     rows, shares = [], []
     for n in args.lengths:
@@ -83,8 +70,3 @@ def main() -> int:
     bench.table(["tokens", "without", "with feedback", "share of time", "memory watched"], rows)
     what = "share of time that feedback costs, median of the lengths, %"
     bench.at_most(what, 100 * median(shares), 1.0)
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,44 +8,32 @@ gather of weights that was not there yet when it was asked for: a wait of over 0
 the messages need the processors that compute, so little can hide; on GPUs they do not.
 """
 
-import sys
 import time
 from argparse import Namespace
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from contenders import Switched, llama
-from runner import Benchmark, check_equal, median, milliseconds, seconds_of, take_turns
+from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
+import paradyse
 from paradyse.cli.launch import Rank
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import resolve_axis
+from paradyse.weights.unshard import LookAhead
 
 PLANS = ("megatron_cz", "ulysses_z", "megatron_ts", "metp")
 WAIT_S = 1e-4
-OPTIONS = {"layers": 4, "hidden": 256, "lengths": (256, 2048), "runs": 7}
-OPTIONS |= {"ranks": 2, "inner": "inductor"}
+OPTIONS = {"layers": 4, "hidden": 256, "lengths": (256, 2048), "runs": 7, "ranks": 2}
 QUICK = {"layers": 2, "hidden": 64, "lengths": (64,), "runs": 3, "inner": "eager"}
 
-
-@dataclass(frozen=True)
-class Step:
-    """What was seen of a step."""
-
-    time_s: float
-    exposed: int
-    """Waits of over ``WAIT_S``."""
-    waited_s: float
-    loss: float
+Step = tuple[float, int, float]
+"""Seconds, waits of over ``WAIT_S``, and the seconds of all waits."""
 
 
 def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[Step]]]]:
     """Plan -> ahead or without -> length -> steps."""
-    import paradyse
-    from paradyse.distributed import collectives
-    from paradyse.distributed.axis import resolve_axis
-    from paradyse.weights.unshard import LookAhead
-
     waits: list[float] = []
     wait = collectives.Pending.wait
 
@@ -57,41 +45,35 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[S
         return out
 
     contender = Switched(paradyse.shard(llama(args.layers, args.hidden)), args.inner)
-    losses: list[float] = []
 
     def step(seq_len: int, ahead: bool) -> Step:
         waits.clear()
-        ids = contender.tokens(seq_len)
         with patch.object(resolve_axis().session.of(LookAhead), "on", ahead):
-            taken = seconds_of(lambda: losses.append(float(contender.step(ids))))
-        return Step(taken, sum(w > WAIT_S for w in waits), sum(waits), losses.pop())
+            taken = contender.time_s(seq_len)
+        return taken, sum(w > WAIT_S for w in waits), sum(waits)
 
     turns = {"ahead": partial(step, ahead=True), "without": partial(step, ahead=False)}
     found = {}
     with patch.object(collectives.Pending, "wait", timed):
         for plan in PLANS:
             contender.under(plan)
-            for n in args.lengths:
-                check_equal({name: turn(n).loss for name, turn in turns.items()})
-            found[plan] = take_turns(turns, args.lengths, range(-1, args.runs))
+            found[plan] = take_turns(turns, args.lengths, range(-2, args.runs))
             rank.send(f"{plan} done")
     return found
 
 
-def main() -> int:
-    bench = Benchmark("look_ahead", __doc__, QUICK, **OPTIONS)
-    args, found = bench.args, bench.on_ranks(measure)
+@benchmark(QUICK, **OPTIONS, inner="inductor")
+def main(bench: Benchmark, args: Namespace) -> None:
+    found = bench.on_ranks(measure)
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, sharded over {bench.ranks}; "
         f"medians of {args.runs} interleaved runs.",
-        "",
     )
     rows = []
     for plan, ways in found.items():
         for n in args.lengths:
-            (a, w), (more, most), (early, late) = (
-                [median([getattr(s, name) for s in of[n]]) for of in ways.values()]
-                for name in ("time_s", "exposed", "waited_s")
+            (a, more, early), (w, most, late) = (
+                map(median, zip(*of[n], strict=True)) for of in ways.values()
             )
             row = [f"{plan}, {n} tokens", milliseconds(a), milliseconds(w), f"{a / w:.2f}"]
             row += [f"{more:.0f}", f"{most:.0f}", milliseconds(early), milliseconds(late)]
@@ -99,8 +81,3 @@ def main() -> int:
     header = ["plan", "step ahead, ms", "without, ms", "ratio"]
     header += ["exposed waits ahead", "without", "waited ahead, ms", "without, ms"]
     bench.table(header, rows)
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

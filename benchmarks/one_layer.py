@@ -14,15 +14,15 @@ interpolated on logarithmic scales. Writes ``one_layer.md`` and ``one_layer.png`
 """
 
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from contenders import AUTO, Contender, Switched, llama
-from runner import Benchmark, is_noise, median, milliseconds, take_turns
+from runner import Benchmark, benchmark, is_noise, median, milliseconds, take_turns
 
+import paradyse
 from paradyse.cli.charts import Chart, Line, Page, write_png
 from paradyse.cli.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES
@@ -37,21 +37,16 @@ Times = Mapping[str, Mapping[int, Sequence[float]]]
 
 def measure(rank: Rank, args: Namespace) -> tuple[Times, dict[int, str]]:
     """Seconds of every step, and the key of the plan that auto takes at each length."""
-    import paradyse
-
-    layer, reference = (
-        Switched(llama(1, args.hidden), args.inner),
-        Contender(llama(1, args.hidden)),
-    )
+    model, reference = llama(1, args.hidden), Contender(llama(1, args.hidden))
+    layer = Switched(model, args.inner)
     lengths, choices = sorted(args.lengths), (*ATTENTION_STRATEGIES, AUTO)
     for choice in choices:
         for n in {lengths[0], lengths[len(lengths) // 2], lengths[-1]}:
             layer.under(choice).check(choice, reference, n)
         rank.send(f"{choice} agrees with eager")
-    plans = {}
     for n in lengths:
         layer.under(AUTO).loss(n)
-        plans[n] = paradyse.stats(layer.run).plan_per_length[n]
+    plans = dict(paradyse.stats(layer.run).plan_per_length)
     turns = {c: lambda n, c=c: layer.under(c).time_s(n) for c in choices}
     return take_turns(turns, lengths, range(-1, args.rounds), rank.send), plans
 
@@ -100,29 +95,25 @@ def is_at_the_front(crossing: Crossing, times: Times) -> bool:
 
 def page_of(title: str, times: Times, crossings: Sequence[Crossing]) -> Page:
     """The picture; crossings of the fastest strategies are marked."""
-    lines = [
-        Line(c, tuple((n, median(t), True) for n, t in sorted(of.items())))
-        for c, of in times.items()
-    ]
+    points = {c: tuple((n, median(of[n]), True) for n in sorted(of)) for c, of in times.items()}
+    lines = tuple(Line(c, p) for c, p in points.items())
     marks = tuple((c.at, c.time_s, f"{c.at:,.0f}") for c in crossings if is_at_the_front(c, times))
-    return Page(title, [Chart("Time of a step", "s", tuple(lines), marks=marks)])
+    return Page(title, [Chart("Time of a step", "s", lines, marks=marks)])
 
 
-def main() -> int:
-    bench = Benchmark("one_layer", __doc__, QUICK, **OPTIONS)
-    args = bench.args
+@benchmark(QUICK, **OPTIONS)
+def main(bench: Benchmark, args: Namespace) -> None:
     times, plans = bench.on_ranks(measure)
     title = f"Llama of one layer, hidden {args.hidden}, {bench.ranks}"
     bench.add(
         f"{title}. Milliseconds a step, medians of {args.rounds} interleaved rounds, the slower "
         "rank; the strategy is switched before every step.",
-        "",
     )
     rows = []
-    for n, plan in plans.items():
+    for n in sorted(plans):
         best = fastest(times, n)
         cells = [milliseconds(median(of[n])) + "*" * (c == best) for c, of in times.items()]
-        rows.append([str(n), *cells, " + ".join(plan.split(","))])
+        rows.append([str(n), *cells, plans[n].replace(",", " + ")])
     bench.table(["tokens", *times, "plan of auto"], rows)
     bench.add("", "`*` fastest strategy", "", "## Crossings", "")
     pairs = combinations(ATTENTION_STRATEGIES, 2)
@@ -140,8 +131,3 @@ def main() -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         drawn = write_png(args.out / "one_layer.png", page_of(title, times, crossings))
         bench.add("", "![times](one_layer.png)" if drawn else "No picture without matplotlib.")
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,14 +13,15 @@ compared. Peak memory is the resident peak (VmHWM, so Linux only) of a process o
 contender after one step, libraries included.
 """
 
-import sys
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from contenders import Contender, llama
-from runner import Benchmark, alone, log, median, take_turns
+from runner import Benchmark, alone, benchmark, log, median, take_turns
 
 BACKENDS = ("inductor", "paradyse")
 
@@ -42,6 +43,8 @@ class Case:
 
 
 CASES = {"short": Case(12, 512, 512), "long": Case(2, 256, 16384)}
+OPTIONS: dict[str, Any] = {"long_runs": 3, "short_runs": 21, "no_memory": False}
+OPTIONS["only"] = {"choices": tuple(CASES)}
 QUICK = {"short": Case(3, 64, 128), "long": Case(2, 64, 1024)}
 
 
@@ -63,35 +66,23 @@ def peak_gib(case: Case, backend: str) -> float:
     return kib / 2**20
 
 
-def main() -> int:
-    only, quick = {"choices": ("short", "long")}, {"short_runs": 5}
-    memory = {"action": "store_true", "help": "skip the peak memory runs"}
-    options = {"long_runs": 3, "short_runs": 21, "only": only, "no_memory": memory}
-    bench = Benchmark("one_process", __doc__, quick, **options)
-    args = bench.args
+@benchmark({"short_runs": 5}, **OPTIONS)
+def main(bench: Benchmark, args: Namespace) -> str:
     bench.add(
         f"Training step of a Llama in one process, medians of interleaved runs: {args.short_runs} "
         f"of the short case, {args.long_runs} of the long one.",
-        "",
     )
-    ratio, rows = {}, []
+    rows = []
     for name, case in (QUICK if args.quick else CASES).items():
         if args.only not in (None, name):
             continue
         theirs, ours = measure(case, args.short_runs if name == "short" else args.long_runs)
-        ratio[name] = theirs / ours
-        peaks = ["", ""]
-        if not args.no_memory:
-            peaks = [f"{alone(peak_gib, case, b):.2f}" for b in BACKENDS]
+        peaks = ["" if args.no_memory else f"{alone(peak_gib, case, b):.2f}" for b in BACKENDS]
         rows.append([str(case), f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}", *peaks])
+        if name == "long":
+            bench.at_least("long, inductor's time over paradyse's", theirs / ours, 4)
+        else:
+            bench.at_most("short, paradyse's time over inductor's", ours / theirs, 1.05)
     header = ["model", "inductor, s", "paradyse, s", "ratio"]
     bench.table([*header, "inductor peak, GiB", "paradyse peak, GiB"], rows)
-    if "long" in ratio:
-        bench.at_least("long, inductor's time over paradyse's", ratio["long"], 4)
-    if "short" in ratio:
-        bench.at_most("short, paradyse's time over inductor's", 1 / ratio["short"], 1.05)
-    return bench.finish(f"one process of {torch.get_num_threads()} threads")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return f"one process of {torch.get_num_threads()} threads"

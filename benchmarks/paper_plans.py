@@ -8,10 +8,11 @@ Nothing is trained or measured on a device: see ``paradyse/offline/dry_run.py`` 
 """
 
 import time
+from argparse import Namespace
 from typing import Any
 
 import torch
-from runner import Benchmark
+from runner import Benchmark, benchmark
 
 from paradyse.cli.commands.plan import default_lengths, dry_run_of, remarks, tables_of
 from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
@@ -21,34 +22,25 @@ from paradyse.planning.explain import text_table
 # LLaMA-13B (arXiv 2302.13971, table 2) and OPT-13B (arXiv 2205.01068, table 1).
 SIZES = {"num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40}
 MODELS: dict[str, dict[str, Any]] = {
-    "LLaMA-13B": {
-        **SIZES,
-        "model_type": "llama",
-        "intermediate_size": 13824,
-        "vocab_size": 32000,
-    },
-    "OPT-13B": {
-        **SIZES,
-        "model_type": "opt",
-        "word_embed_proj_dim": 5120,
-        "ffn_dim": 20480,
-        "vocab_size": 50272,
-    },
+    "LLaMA-13B": {"model_type": "llama", "intermediate_size": 13824, "vocab_size": 32000},
+    "OPT-13B": {"model_type": "opt", "ffn_dim": 20480, "vocab_size": 50272},
 }
+MODELS["OPT-13B"]["word_embed_proj_dim"] = 5120
 
 # Two kinds in one axis: the older has half the memory.
 UNEQUAL = Cluster((DEVICES["a100-80gb"], DEVICES["a100-40gb"]), Network())
 
 
-def main() -> None:
-    quick = {"gpus": (2,), "layers": 1}
-    layers = {"type": int, "help": "fewer than the models have"}
-    args = Benchmark("paper_plans", __doc__, quick, gpus=(8, 1024), layers=layers).args
+LAYERS = {"type": int, "help": "fewer than the models have"}
+
+
+@benchmark({"gpus": (2,), "layers": 1}, gpus=(8, 1024), layers=LAYERS)
+def main(bench: Benchmark, args: Namespace) -> None:
     a100 = read_cluster("a100-80gb")
     for num_gpus in args.gpus:
         for name, config in MODELS.items():
             start = time.process_time()
-            run = dry_run_of(config, args.layers, "bfloat16", num_gpus, sharded=True)
+            run = dry_run_of(SIZES | config, args.layers, "bfloat16", num_gpus, sharded=True)
             took = time.process_time() - start
             clusters = {"a100-80gb": a100}
             if num_gpus <= 8:
@@ -62,7 +54,3 @@ def main() -> None:
                     print(f"{title}\n{text_table(header, rows)}\n", flush=True)
     for remark in remarks(machine)[1:]:
         print(f"note: {remark}")
-
-
-if __name__ == "__main__":
-    main()

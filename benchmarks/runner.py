@@ -1,8 +1,9 @@
 """The runner that all benchmarks share: options, processes, turns, and the report.
 
-A ``Benchmark`` has the options and the report. What it measures runs in this process, in fresh ones
-(``alone``) or on ranks (``Benchmark.on_ranks``). Losses are compared before anything is timed
-(``check_equal``), and contenders take turns (``take_turns``).
+``benchmark`` makes a function a command, and hands it a ``Benchmark``, which has the options and
+the report. What it measures runs in this process, in fresh ones (``alone``) or on ranks
+(``Benchmark.on_ranks``). Losses are compared before anything is timed (``check_equal``), and
+contenders take turns (``take_turns``).
 """
 
 import argparse
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -31,6 +31,15 @@ from paradyse.planning.machine import describe_device
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
+
+SWITCH = {"action": "store_true"}
+WHERE = "folder of the report; default benchmarks/results, with --quick none is written"
+OPTIONS: dict[str, Any] = {
+    "quick": SWITCH | {"help": "tiny sizes, to see that it runs"},
+    "report_only": SWITCH | {"help": "exit with 0 even if a goal is missed"},
+    "out": {"type": Path, "metavar": "FOLDER", "help": WHERE},
+}
+"""Of every benchmark."""
 
 T = TypeVar("T")
 median = statistics.median
@@ -138,7 +147,7 @@ class Benchmark:
         doc: the benchmark's docstring, for ``--help``.
         quick: other defaults under ``--quick``: tiny sizes.
         options: name to default value, whose type is the option's. False makes a switch, a tuple
-            takes several values, None a string, and a dict is what ``add_argument`` is given.
+            takes several values, and a dict is what ``add_argument`` is given.
             ``ranks`` and ``inner`` make a benchmark on ranks.
     """
 
@@ -152,21 +161,16 @@ class Benchmark:
         parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        switch = partial(parser.add_argument, action="store_true")
-        switch("--quick", help="tiny sizes, to see that it runs")
-        switch("--report-only", help="exit with 0 even if a goal is missed")
-        where = "folder of the report; default benchmarks/results, with --quick none is written"
-        parser.add_argument("--out", type=Path, metavar="FOLDER", help=where)
-        for option, default in options.items():
+        for option, default in (OPTIONS | options).items():
+            given = {"default": default, "type": type(default)}
             if isinstance(default, dict):
                 given = dict(default)
             elif default is False:
-                given = {"action": "store_true"}
+                given = dict(SWITCH)
             elif isinstance(default, tuple):
-                given = {"nargs": "*", "type": type((*default, "")[0]), "default": default}
-            else:
-                given = {"type": str if default is None else type(default), "default": default}
-            parser.add_argument(given.pop("flag", f"--{option.replace('_', '-')}"), **given)
+                given |= {"nargs": "*", "type": type(default[0])}
+            flag = f"--{option.replace('_', '-')}"
+            parser.add_argument(*given.pop("flags", [flag]), **given)
         self.args = parser.parse_args()
         if self.args.quick:
             parser.set_defaults(**quick or {})
@@ -175,10 +179,13 @@ class Benchmark:
             self.args.out = RESULTS
 
     @property
+    def num_ranks(self) -> str:
+        return "two" if self.args.ranks == 2 else str(self.args.ranks)
+
+    @property
     def ranks(self) -> str:
         """``two ranks, gloo, inner=inductor``"""
-        p = self.args.ranks
-        return f"{'two' if p == 2 else p} ranks, gloo, inner={self.args.inner}"
+        return f"{self.num_ranks} ranks, gloo, inner={self.args.inner}"
 
     def on_ranks(self, measure: Callable[[Rank, argparse.Namespace], T]) -> T:
         """What rank 0 of ``--ranks`` returns of ``measure(rank, args)``, a function of a module of
@@ -199,38 +206,44 @@ class Benchmark:
     def add(self, *lines: str) -> None:
         """Shows lines, and keeps them for the report."""
         self.lines += lines
-        for line in lines:
-            print(line, flush=True)
+        print(*lines, sep="\n", flush=True)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A Markdown table; the first column is text, the others are numbers."""
+        if self.lines and self.lines[-1]:
+            self.add("")
         first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
-        self.add(_row(header, first, widths))
-        self.add("|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""]))
-        self.add(*(_row(cells, first, widths) for cells in rows))
 
-    def at_least(self, what: str, value: float, limit: float, word: str = "at least") -> None:
+        def line(cells: Sequence[str]) -> str:
+            rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
+            return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
+
+        rule = "|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""])
+        self.add(line(header), rule, *map(line, rows))
+
+    def at_least(self, what: str, value: float, limit: float) -> None:
         """A goal."""
-        met = value >= limit if word == "at least" else value <= limit
-        state = "met" if met else "**missed**"
-        self.goals.append(f"- {what}: {value:.2f}, goal {word} {limit:g}: {state}")
-        self.missed |= not met
+        self._goal(f"{what}: {value:.2f}, goal at least {limit:g}", value >= limit)
 
     def at_most(self, what: str, value: float, limit: float) -> None:
         """A goal."""
-        self.at_least(what, value, limit, "at most")
+        self._goal(f"{what}: {value:.2f}, goal at most {limit:g}", value <= limit)
 
-    def finish(self, threads: str = "") -> int:
-        """Adds goals, machine and command, and writes the report.
+    def _goal(self, text: str, met: bool) -> None:
+        self.goals.append(f"- {text}: {'met' if met else '**missed**'}")
+        self.missed |= not met
+
+    def finish(self, threads: str | None = None) -> int:
+        """Adds goals, machine and command, and writes the report, if there is one.
 
         Args:
             threads: what the benchmark ran on; default: its ranks, of one thread each.
         Returns:
             The exit status: 1 where a goal is missed.
         """
-        if not threads:
-            p = self.args.ranks
-            threads = f"{'two' if p == 2 else p} processes of one thread"
+        if not (self.lines or self.goals):
+            return 0
+        threads = threads or f"{self.num_ranks} processes of one thread"
         if self.goals:
             self.add("", "## Goals", "", *self.goals)
         self.add("", "## Machine", "", *(f"- {s}" for s in _machine(threads, self.dtype)))
@@ -241,9 +254,32 @@ class Benchmark:
         return int(self.missed and not (self.args.report_only or self.args.quick))
 
 
-def _row(cells: Sequence[str], first: int, widths: Sequence[int]) -> str:
-    rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
-    return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
+Main = Callable[["Benchmark", argparse.Namespace], str | None]
+
+
+def benchmark(
+    quick: Mapping[str, Any] | None = None, **options: Any
+) -> Callable[[Main], Callable[[], int]]:
+    """Makes ``main(bench, args)``, the last function of a file, what the file runs.
+
+    Args:
+        quick, options: as of ``Benchmark``.
+    Returns:
+        The decorator. ``main`` returns what it ran on, as ``finish`` is told, and the command the
+        exit status.
+    """
+
+    def decorate(main: Main) -> Callable[[], int]:
+        def command() -> int:
+            name = Path(main.__code__.co_filename).stem
+            bench = Benchmark(name, main.__globals__["__doc__"], quick, **options)
+            return bench.finish(main(bench, bench.args))
+
+        if main.__module__ == "__main__":
+            sys.exit(command())
+        return command
+
+    return decorate
 
 
 def _machine(threads: str, dtype: str) -> list[str]:

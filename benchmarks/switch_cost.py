@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 from contenders import Contender, Switched, llama
-from runner import Benchmark, is_noise, median, milliseconds, noise_of
+from runner import Benchmark, benchmark, is_noise, median, milliseconds, noise_of
 
+import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.types import ATTENTION_STRATEGIES
 
-OPTIONS = {"layers": 2, "hidden": 256, "lengths": (128, 512), "rounds": 9}
-OPTIONS |= {"ranks": 2, "inner": "inductor"}
+OPTIONS = {"layers": 2, "hidden": 256, "lengths": (128, 512), "rounds": 9, "ranks": 2}
 QUICK = {"hidden": 64, "lengths": (64,), "rounds": 3, "inner": "eager"}
 LEVEL = 0.95
 """Of all comparisons of a table together."""
@@ -66,12 +66,13 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     rng = random.Random(0)  # the same on all ranks
     samples = {(n, after): Samples() for n in args.lengths for after in ATTENTION_STRATEGIES}
     pairs = list(permutations(ATTENTION_STRATEGIES, 2))
-    for (n, after), of in samples.items():
-        watch_memory(switched, n, after, of)
+    for before, after in pairs:
+        for n in args.lengths:
+            watch_memory(switched, n, before, after, samples[n, after])
     rank.send("memory done")
     for r in range(args.rounds + 1):
         for n in args.lengths:
-            for after, before in pairs:
+            for before, after in pairs:
                 taken = {}
                 for first in rng.sample((before, after), 2):
                     switched.under(first).loss(n)
@@ -83,32 +84,27 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     return samples
 
 
-def watch_memory(model: Switched, n: int, after: str, samples: Samples) -> None:
-    """Peaks, after every other strategy and as often without a switch; and the bytes sent.
+def watch_memory(model: Switched, n: int, before: str, after: str, samples: Samples) -> None:
+    """Peaks, after a switch and without one; and the bytes sent.
 
     Raises:
         SystemExit: a step sends more after a switch.
     """
     sent = {}
-    for before in ATTENTION_STRATEGIES:
-        if before == after:
-            continue
-        for first, peaks in ((before, samples.switched_bytes), (after, samples.same_bytes)):
-            model.under(first).loss(n)
-            start = messages(model)
-            peaks.append(model.under(after).peak_bytes(n))
-            sent[first] = messages(model) - start
-        if sent[before] != sent[after]:
-            sys.exit(
-                f"not timed: {after} at {n} tokens sends {dict(sent[before])} after {before}, "
-                f"{dict(sent[after])} after itself"
-            )
+    for first, peaks in ((before, samples.switched_bytes), (after, samples.same_bytes)):
+        model.under(first).loss(n)
+        start = messages(model)
+        peaks.append(model.under(after).peak_bytes(n))
+        sent[first] = messages(model) - start
+    if sent[before] != sent[after]:
+        sys.exit(
+            f"not timed: {after} at {n} tokens sends {dict(sent[before])} after {before}, "
+            f"{dict(sent[after])} after itself"
+        )
 
 
 def messages(model: Switched) -> Counter[str]:
     """Bytes and messages so far, of each collective."""
-    import paradyse
-
     stats = paradyse.stats(model.run)
     calls = {f"messages of {k}": n for k, n in stats.calls_per_collective.items()}
     return Counter({**stats.bytes_per_collective, **calls})
@@ -137,15 +133,14 @@ def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:
     return rows, beyond
 
 
-def main() -> int:
-    bench = Benchmark("switch_cost", __doc__, QUICK, **OPTIONS)
-    args, found = bench.args, bench.on_ranks(measure)
+@benchmark(QUICK, **OPTIONS, inner="inductor")
+def main(bench: Benchmark, args: Namespace) -> None:
+    found = bench.on_ranks(measure)
     pairs = len(ATTENTION_STRATEGIES) - 1
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, {bench.ranks}; {args.rounds} "
         f"interleaved rounds of {pairs} other strategies before each; medians of pairs, the slower "
         "rank. Both kinds of step send equal bytes.",
-        "",
     )
     rows, beyond = rows_of(found)
     header = ["step", "after a switch, ms", "without, ms", "longer by", "noise", "within"]
@@ -160,8 +155,3 @@ def main() -> int:
     )
     bench.at_most("rows beyond the noise, of time or memory", beyond, 0)
     bench.at_most("noise of all pairs together, % of a step", 100 * noise_of(shares), MOST_NOISE)
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,14 +10,14 @@ one-process eager; then the contenders take turns on each length, and the slower
 is compared is the time of the whole trace: the sum over the lengths of the medians.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from contenders import AUTO, Contender, llama, ours, plans_of
 from counterparts import ContextParallel, TensorParallel
-from runner import Benchmark, median, milliseconds, take_turns
+from runner import Benchmark, benchmark, median, milliseconds, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 from paradyse.cli.launch import Rank
@@ -39,9 +39,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     """Seconds of every step, and the plans of ``auto``."""
     mesh = init_device_mesh("cpu", (rank.size,))
 
-    def model() -> Any:
-        return llama(args.layers, args.hidden, heads=8, kv_heads=4)
-
+    model = partial(llama, args.layers, args.hidden, heads=8, kv_heads=4)
     make: dict[str, Callable[[], Contender]] = {
         TENSOR: lambda: TensorParallel(model(), mesh),
         RING: lambda: ContextParallel(model(), mesh, compiled=False),
@@ -61,16 +59,15 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "plans": plans}
 
 
-def main() -> int:
-    bench = Benchmark("two_ranks", __doc__, QUICK, **OPTIONS)
-    args, result = bench.args, bench.on_ranks(measure)
+@benchmark(QUICK, **OPTIONS)
+def main(bench: Benchmark, args: Namespace) -> None:
+    result = bench.on_ranks(measure)
     names, lengths = list(result["seconds"]), sorted(args.trace)
     times = {c: {n: median(of[n]) for n in lengths} for c, of in result["seconds"].items()}
     total = {c: sum(of.values()) for c, of in times.items()}
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, 8 heads, 4 KV heads, {bench.ranks}.",
         f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank.",
-        "",
     )
     rows = [[str(n), *(milliseconds(times[c][n]) for c in names)] for n in lengths]
     rows.append(["whole trace", *(milliseconds(total[c]) for c in names)])
@@ -90,8 +87,3 @@ def main() -> int:
             best = min(rivals, key=total.__getitem__)
             what = f"`auto` over the fastest of PyTorch's ({best}), the trace"
             bench.at_least(what, total[best] / total[AUTO], 1.2)
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
