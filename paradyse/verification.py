@@ -47,28 +47,24 @@ def verify(
         def plan(workload: Workload) -> Any:
             return current[0]
 
-        compiled = torch.compile(
-            model, backend="paradyse", options={**(options or {}), "plan": plan}
-        )
+        given = {**(options or {}), "plan": plan}
+        compiled = torch.compile(model, backend="paradyse", options=given)
         _step(compiled, model, batch)
         graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
         blocks = graphs[-1].blocks if graphs else ()
         rows = []
         plans = _plans(blocks) if axis.size > 1 and blocks else {"auto": "auto"}
         tolerance = TOLERANCES.get(next(model.parameters()).dtype, 5e-2)
-        for name, given in plans.items():
-            if isinstance(given, str) and given != "auto":
-                rows.append(VerifyRow(name, infeasible=given, tolerance=tolerance))
+        for name, planned in plans.items():
+            if isinstance(planned, str) and planned != "auto":
+                rows.append(VerifyRow(name, infeasible=planned, tolerance=tolerance))
                 continue
-            current[0] = given
+            current[0] = planned
             got, got_grads = _step(compiled, model, batch)
             worst, error = _worst(grads, got_grads)
             loss_error = abs(got - loss) / max(abs(loss), 1e-30)
-            rows.append(
-                VerifyRow(
-                    name if axis.size > 1 else REPLICATED, loss_error, worst, error, "", tolerance
-                )
-            )
+            name = name if axis.size > 1 else REPLICATED
+            rows.append(VerifyRow(name, loss_error, worst, error, "", tolerance))
         first = next(v for v in batch.values() if isinstance(v, Tensor))
         ranks = f"{axis.size} rank{'s' * (axis.size > 1)}"
         text = f"{type(model).__name__}, batch {list(first.shape)}, {ranks}"
@@ -84,13 +80,11 @@ def _plans(blocks: Any) -> dict[str, Any]:
     plans: dict[str, Any] = {}
     for s in ATTENTION_STRATEGIES:
         reasons = [f"{b.name}: {b.infeasible[s]}" for b in blocks if s in b.infeasible]
-        plans[s] = (
-            reasons[0]
-            if len(reasons) == len(blocks)
-            else Plan(tuple(s if s not in b.infeasible else b.feasible()[0] for b in blocks))
-        )
-        if reasons and len(reasons) < len(blocks):
-            plans[f"{s} where feasible"] = plans.pop(s)
+        if len(reasons) == len(blocks):
+            plans[s] = reasons[0]
+        else:
+            names = tuple(b.feasible()[0] if s in b.infeasible else s for b in blocks)
+            plans[f"{s} where feasible" if reasons else s] = Plan(names)
     plans["mixed"] = Plan(tuple(b.feasible()[i % len(b.feasible())] for i, b in enumerate(blocks)))
     return plans
 
@@ -100,7 +94,7 @@ def _step(
 ) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     out = call(**batch)
-    loss = out.loss if hasattr(out, "loss") else None
+    loss = getattr(out, "loss", None)
     if loss is None:
         raise ValueError("the model returned no loss; put labels into the batch")
     loss.backward()
@@ -121,8 +115,7 @@ def _worst(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, 
     worst, error = "", 0.0
     for name, g in want.items():
         scale = g.double().norm().item()
-        if scale < 1e-6 * whole:
-            scale = whole
+        scale = whole if scale < 1e-6 * whole else scale
         e = (got[name].double() - g.double()).norm().item() / max(scale, 1e-30)
         if not e <= error:
             worst, error = name, e

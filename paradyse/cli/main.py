@@ -6,13 +6,15 @@ Nothing of torch is imported before a command is chosen, so that ``--help`` is i
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from paradyse.cli import launch
+from paradyse.cli.corpus import MIN_TOKENS
 
-MIN_CAP = 16
 INNER = ("inductor", "aot_eager", "eager")
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -52,30 +54,19 @@ def _length_grid(text: str) -> list[int]:
     return sorted({round(first * factor**i) for i in range(count)})
 
 
-def _seconds(text: str) -> float:
-    return float(_at_least(1, " second")(text))
-
-
-def _strategy(text: str, auto: bool = True) -> str:
-    from paradyse.config import check_strategy
-
+def _parsed(parser: str, text: str, *more: Any) -> Any:
+    """``text`` by the ``parser`` of that name in ``config``, which is imported on demand."""
     try:
-        return check_strategy(text, "it", auto)
+        return pkgutil.resolve_name(f"paradyse.config:{parser}")(text, "it", *more)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e).removeprefix("it: ")) from None
+
+
+_strategy = partial(_parsed, "check_strategy")
 
 
 def _strategies(text: str) -> list[str]:
-    return [_strategy(part, auto=False) for part in text.split(",")]
-
-
-def _bytes(text: str) -> int:
-    from paradyse.config import parse_bytes
-
-    try:
-        return parse_bytes(text, "it")
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e).removeprefix("it: ")) from None
+    return [_parsed("check_strategy", part, False) for part in text.split(",")]
 
 
 def _flag(
@@ -118,7 +109,7 @@ def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> Non
     else:
         _flag(group, "--device", text, "auto", choices=launch.DEVICES)
     text = "give up after this many seconds (default: %(default).0f)"
-    _flag(group, "--timeout", text, 1800.0, _seconds, "S")
+    _flag(group, "--timeout", text, 1800.0, _at_least(1, " second"), "S")
     _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
 
 
@@ -160,7 +151,7 @@ def _add_seed(parser: argparse._ActionsContainer) -> None:
 def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> None:
     _count(parser, "--steps", what, steps)
     text = "longest sequence, in tokens"
-    _flag(parser, "--cap", text, 4096, _at_least(MIN_CAP, " tokens"), "N")
+    _flag(parser, "--cap", text, 4096, _at_least(MIN_TOKENS, " tokens"), "N")
     _add_seed(parser)
 
 
@@ -171,7 +162,7 @@ def _add_strategies(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _add_memory_limit(parser: argparse.ArgumentParser, what: str) -> None:
     text = f"{what} (default: what it has)"
-    _flag(parser, "--memory-limit", text, type=_bytes, metavar="BYTES")
+    _flag(parser, "--memory-limit", text, type=partial(_parsed, "parse_bytes"), metavar="BYTES")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -316,23 +307,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
-    match args.command:
-        case "demo":
-            from paradyse.cli.commands.demo import run_demo as run
-        case "verify":
-            from paradyse.cli.commands.verify import run_verify as run
-        case "profile":
-            from paradyse.cli.commands.profile import run_profile as run
-        case "plan":
-            from paradyse.cli.commands.plan import run_plan as run
-        case "bench":
-            from paradyse.cli.commands.bench import run_bench as run
-        case "doctor":
-            from paradyse.cli.commands.doctor import run_doctor as run
-    return run(args)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv``.
 
@@ -340,19 +314,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: well, 1: something failed, 2: a flag is wrong, 130: Ctrl-C.
     """
     args = make_parser().parse_args(argv)
+    name = args.command
     try:
-        return _run(args)
+        exit_code: int = pkgutil.resolve_name(f"paradyse.cli.commands.{name}:run_{name}")(args)
+        return exit_code
     except KeyboardInterrupt:
         print("interrupted; the ranks have been ended", file=sys.stderr)
         return 130
-    except ValueError as e:
-        print(f"paradyse {args.command}: {e}", file=sys.stderr)
-        return 2
-    except RuntimeError as e:
-        if not isinstance(e, launch.RanksFailed):
-            raise
-        print(f"paradyse {args.command}: {e}", file=sys.stderr)
-        return 1
+    except (ValueError, launch.RanksFailed) as e:
+        print(f"paradyse {name}: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
 
 
 if __name__ == "__main__":
