@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from paradyse.graph.attention_call import ATTENTION, AttentionCall
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_values import shape_of
 from paradyse.passes.recover_masks import Recovery, label
@@ -38,28 +37,15 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
         found = _match(node) if node.target is aten.matmul.default else None
         if found is None:
             continue
-        if found.mask is not None and isinstance(why := masks.recover(found.mask), str):
+        if found.bias is not None and isinstance(why := masks.recover(found.bias), str):
             reasons[why].append(label(node))
             continue
         emit = Emitter(gm.graph, node)
-        bias = found.mask
-        while bias is not None and len(shape_of(bias)) < 4:
-            bias = emit.call(aten.unsqueeze.default, (bias, 0))
-        call = AttentionCall(
-            found.q,
-            found.k,
-            found.v,
-            bias=bias,
-            scale=found.scale,
-            softcap=found.softcap,
-            dropout_p=found.dropout_p,
-        )
-        attention = emit.call(ATTENTION, call.args, keep_meta=True)
-        result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
-        node.replace_all_uses_with(result)
-        dead, used = node, node.args[0]
-        gm.graph.erase_node(dead)
-        while found.dropout not in (None, dead):  # random, so it is not taken for dead
+        if found.bias is not None:
+            found = replace(found, bias=emit.four_dims(found.bias))
+        used = node.args[0]
+        emit.replace_by(found)
+        while used.target is not aten.softmax.int:  # dropout is random, so not taken for dead
             dead, used = used, used.args[0]
             gm.graph.erase_node(dead)
         count += 1
@@ -69,21 +55,7 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
-@dataclass
-class _Attention:
-    """What a product of probabilities and values was found to compute."""
-
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
-    mask: fx.Node | None = None
-    scale: float = 1.0
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    dropout: fx.Node | None = None
-
-
-def _match(product: fx.Node) -> _Attention | None:
+def _match(product: fx.Node) -> AttentionCall | None:
     cast, v = product.args
     p = dropped = _below_casts(cast)
     if dropped.target is aten.dropout.default and _alone(dropped):
@@ -93,16 +65,16 @@ def _match(product: fx.Node) -> _Attention | None:
     found = _match_sum(_below_casts(p.args[0]))
     if found is None:
         return None
-    found.v = v
+    found = replace(found, v=v)
     if p is not dropped:
         _, rate, training = dropped.args
         if not isinstance(rate, int | float) or not isinstance(training, bool):
             return None
-        found.dropout, found.dropout_p = dropped, float(rate) if training else 0.0
+        found = replace(found, dropout_p=float(rate) if training else 0.0)
     return found if _fits(found) else None
 
 
-def _match_sum(node: fx.Node) -> _Attention | None:
+def _match_sum(node: fx.Node) -> AttentionCall | None:
     """Scores, and a mask added to them."""
     if node.target is not aten.add.Tensor or not _alone(node) or node.kwargs:
         return _match_scores(node)
@@ -110,12 +82,11 @@ def _match_sum(node: fx.Node) -> _Attention | None:
         if isinstance(scores, fx.Node) and isinstance(mask, fx.Node):
             found = _match_scores(_below_casts(scores))
             if found is not None:
-                found.mask = mask
-                return found
+                return replace(found, bias=mask)
     return None
 
 
-def _match_scores(node: fx.Node) -> _Attention | None:
+def _match_scores(node: fx.Node) -> AttentionCall | None:
     """The product of queries and keys, times a number, and capped."""
     if not _alone(node):
         return None
@@ -123,7 +94,7 @@ def _match_scores(node: fx.Node) -> _Attention | None:
         q, k = node.args
         if k.target is not aten.transpose.int or {d % 4 for d in k.args[1:]} != {2, 3}:
             return None
-        return _Attention(q, k.args[0], k)
+        return AttentionCall(q, k.args[0], k)
     x, factor = _times_number(node)
     if x is None:
         return None
@@ -133,14 +104,11 @@ def _match_scores(node: fx.Node) -> _Attention | None:
         found = _match_scores(_below_casts(inside)) if inside is not None else None
         if found is None or found.softcap or not factor > 0 or abs(factor * inverse - 1) > 1e-6:
             return None
-        found.softcap = factor
-        return found
+        return replace(found, softcap=factor)
     found = _match_scores(x)
-    if found is not None:
-        if found.softcap:  # times a number after the cap: no operator of ours
-            return None
-        found.scale *= factor
-    return found
+    if found is None or found.softcap:  # times a number after the cap: no operator of ours
+        return None
+    return replace(found, scale=found.scale * factor)
 
 
 def _times_number(node: fx.Node) -> tuple[fx.Node | None, float]:
@@ -166,16 +134,16 @@ def _alone(x: fx.Node) -> bool:
     return len(x.users) == 1
 
 
-def _fits(found: _Attention) -> bool:
+def _fits(found: AttentionCall) -> bool:
     """Whether the operator computes it: the batch, heads and tokens of all parts go together."""
-    q, k, v = (shape_of(x) for x in (found.q, found.k, found.v))
-    dtypes = {x.meta["val"].dtype for x in (found.q, found.k, found.v)}
+    q, k, v = (shape_of(x) for x in found.qkv)
+    dtypes = {x.meta["val"].dtype for x in found.qkv}
     if not len(q) == len(k) == len(v) == 4 or len(dtypes) > 1:
         return False
     if q != k or k[:3] != v[:3]:
         return False
-    if found.mask is None:
+    if found.bias is None:
         return True
-    mask, scores = shape_of(found.mask), (*q[:3], k[2])
+    mask, scores = shape_of(found.bias), (*q[:3], k[2])
     fits = all(n in (1, scores[i - len(mask)]) for i, n in enumerate(mask))
-    return len(mask) <= 4 and fits and found.mask.meta["val"].dtype.is_floating_point
+    return len(mask) <= 4 and fits and found.bias.meta["val"].dtype.is_floating_point

@@ -109,6 +109,7 @@ class Not:
     value: Bool
 
 
+@dataclass(frozen=True, eq=False)
 class _Parts:
     """Equality ignores the order of the parts."""
 
@@ -123,14 +124,12 @@ class _Parts:
         return hash((type(self).__name__, frozenset(self.parts)))
 
 
-@dataclass(frozen=True, eq=False)
 class And(_Parts):
-    parts: tuple[Bool, ...]
+    """All of the parts; of none, true."""
 
 
-@dataclass(frozen=True, eq=False)
 class Or(_Parts):
-    parts: tuple[Bool, ...]
+    """Any of the parts; of none, false."""
 
 
 Bool = Le0 | Eq0 | Not | And | Or | Load

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.passes.mask_domain import (
     Abs,
     And,
@@ -63,6 +64,19 @@ class Emitter:
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if x.meta["val"].dtype == dtype else self.call(aten.to.dtype, (x, dtype))
+
+    def four_dims(self, mask: fx.Node) -> fx.Node:
+        """``mask``, which broadcasts to [B, H, S, S], with all four dims."""
+        while mask.meta["val"].dim() < 4:
+            mask = self.call(aten.unsqueeze.default, (mask, 0))
+        return mask
+
+    def replace_by(self, call: AttentionCall) -> None:
+        """Put the output of ``call`` where ``place`` is, which goes."""
+        attention = self.call(ATTENTION, call.args, keep_meta=True)
+        result = self.call(operator.getitem, (attention, 0), keep_meta=True)
+        self.place.replace_all_uses_with(result)
+        self.graph.erase_node(self.place)
 
     def table(self, value: Expr) -> fx.Node:
         """``value`` as a tensor [B, S], bool or int64."""

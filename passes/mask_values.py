@@ -46,16 +46,11 @@ _FILLS = ("zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones")
 _VALUE_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
 _COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
 _LOGIC = {
-    "__and__": conj,
-    "bitwise_and": conj,
-    "logical_and": conj,
-    "__or__": disj,
-    "bitwise_or": disj,
-    "logical_or": disj,
-    "__xor__": lambda a, b: choose(a, negate(b), b),
-    "bitwise_xor": lambda a, b: choose(a, negate(b), b),
-    "logical_xor": lambda a, b: choose(a, negate(b), b),
+    "and": conj,
+    "or": disj,
+    "xor": lambda a, b: choose(a, negate(b), b),
 }
+"""By names without ``bitwise_``, ``logical_`` and underscores."""
 
 
 class NotUnderstood(Exception):
@@ -131,8 +126,9 @@ class MaskValues:
             return self.value(node.args[0])
         if name in _CASTS:
             return self._cast(node)
-        if name in _LOGIC and (_is_bool(node)):
-            return _LOGIC[name](*(as_bool(self._operand(a, node)) for a in node.args[:2]))
+        logic = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
+        if logic in _LOGIC and _is_bool(node):
+            return _LOGIC[logic](*(as_bool(self._operand(a, node)) for a in node.args[:2]))
         if name in _COMPARISONS:
             return self._compare(name, node)
         if name in _FILLS:

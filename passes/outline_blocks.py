@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ _PASSED = {aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten._to_c
 """Operators that may stand between a value and one of several linears that read it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """One switchable block: nodes in graph order, from the residual stream to the residual
     stream.
@@ -119,12 +120,10 @@ class _Finder:
         for block in found:
             block.layer = counts[block.kind]
             counts[block.kind] += 1
-            block.label = self._label(block)
+            parts = re.split(r"[].[]", block.down.meta.get("module", ""))
+            layer = next(filter(str.isdigit, parts), block.layer)
+            block.label = f"layers.{layer}.{block.kind}"
         return found
-
-    def _label(self, block: Block) -> str:
-        parts = re.split(r"[].[]", block.down.meta.get("module", ""))
-        return f"layers.{next(filter(str.isdigit, parts), block.layer)}.{block.kind}"
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(set(nodes), key=self.order.__getitem__)
@@ -255,25 +254,22 @@ class _Finder:
         """Give each block what follows it up to the residual stream, alike for blocks alike in
         their core; drop those of which several values are left.
         """
-        growths = {id(b): self._growth(b) for b in blocks}
-        groups: dict[str, list[Block]] = {}
+        growths = {b: self._growth(b) for b in blocks}
+        groups = defaultdict[str, list[Block]](list)
         for block in blocks:
-            groups.setdefault(self._shape_key(block), []).append(block)
-        dropped: set[int] = set()
+            groups[self._shape_key(block)].append(block)
         for group in groups.values():
-            cut = self._common_cut(group, [growths[id(b)] for b in group])
+            cut = self._common_cut(group, [growths[b] for b in group])
             for block in group:
-                nodes, cuts = growths[id(block)]
+                nodes, cuts = growths[block]
                 several = len(block.downs) > 1
                 if several and not cuts:
-                    dropped.add(id(block))
                     self._drop(block)
                     continue
                 at = max(cut, 0) if several else cut
                 block.post = nodes[: cuts[at]] if at >= 0 else []
-                for node in block.post:
-                    self.taken[node] = block
-        return [b for b in blocks if id(b) not in dropped]
+                self.taken.update(dict.fromkeys(block.post, block))
+        return [b for b in blocks if self.taken.get(b.down) is b]
 
     def _drop(self, block: Block) -> None:
         others = ", ".join(map(str, block.downs[1:]))

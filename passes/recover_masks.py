@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -27,14 +26,7 @@ _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _MERGES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
-class Notes(Protocol):
-    """What this pass needs of the context."""
-
-    def note(self, message: str) -> None:
-        """Keep ``message`` for the reports."""
-
-
-def recover_masks(gm: fx.GraphModule, ctx: Notes) -> int:
+def recover_masks(gm: fx.GraphModule, ctx: Any) -> int:
     """Replace SDPA, and what ``fold_attention`` made, by a ``paradyse::attention`` that knows its
     mask by position, not by element.
 
@@ -113,7 +105,9 @@ class Recovery:
             found = self.recover(mask)
             if isinstance(found, str):
                 self.reasons[f"dense mask kept, it {found}"].append(label(node))
-                bias = self._dense(mask, emit)
+                if mask not in self.biases:
+                    self.biases[mask] = emit.four_dims(mask)
+                bias = self.biases[mask]
             else:
                 spec = found if call.right < 0 else replace(found, right=call.right)
                 if spec.padding != TRUE:
@@ -127,11 +121,7 @@ class Recovery:
             bias = emit.cast(bias, out)
         masks: dict[str, Any] = {"key_padding": padding, "document_ids": documents, "bias": bias}
         masks |= {"left": spec.left, "right": spec.right, "chunk": spec.chunk}
-        args = replace(call, q=q, k=k, v=v, **masks).args
-        attention = emit.call(ATTENTION, args, keep_meta=True)
-        result = emit.call(operator.getitem, (attention, 0), keep_meta=True)
-        node.replace_all_uses_with(result)
-        self.graph.erase_node(node)
+        emit.replace_by(replace(call, q=q, k=k, v=v, **masks))
         return True
 
     def _refusal(self, call: AttentionCall) -> str | None:
@@ -178,15 +168,6 @@ class Recovery:
             documents = isinstance(parts[0], Lin)
             self.emitted[parts] = emit.documents(parts) if documents else emit.table(parts[0])
         return self.emitted[parts]
-
-    def _dense(self, mask: fx.Node, emit: Emitter) -> fx.Node:
-        """The mask as [B | 1, H | 1, S | 1, S | 1], a view of what the model made."""
-        if mask not in self.biases:
-            bias = mask
-            while len(shape_of(bias)) < 4:
-                bias = emit.call(aten.unsqueeze.default, (bias, 0))
-            self.biases[mask] = bias
-        return self.biases[mask]
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -258,7 +258,9 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
             node.replace_input_with(arg, casts[arg, dtype])
         count += 1
     if casts:  # a cast of a placeholder may have landed between placeholders
-        _placeholders_first(gm)
+        first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+        for node in gm.graph.find_nodes(op="placeholder"):
+            first.prepend(node)
     return count
 
 
@@ -277,9 +279,3 @@ def _runs_to(node: fx.Node, dtype: torch.dtype, cast: torch.dtype | None) -> boo
     except RuntimeError:
         return False
     return bool(out.dtype == dtype)
-
-
-def _placeholders_first(gm: fx.GraphModule) -> None:
-    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
-    for node in gm.graph.find_nodes(op="placeholder"):
-        first.prepend(node)

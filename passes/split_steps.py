@@ -90,7 +90,11 @@ class Schedule:
         """Whether a call draws random numbers."""
         pieces = [*(s.piece for s in self.steps), *self.tails.values()]
         nodes = (n for piece in pieces for n in piece.nodes)
-        return any(n.target == aten.dropout.default or _drops(n) for n in nodes)
+        return any(
+            n.target == aten.dropout.default
+            or (n.target is ATTENTION and AttentionCall.of(n).dropout_p > 0)
+            for n in nodes
+        )
 
     @cached_property
     def weight_owners(self) -> dict[fx.Node, int]:
@@ -224,8 +228,3 @@ def _is_small(piece: Piece) -> bool:
     metas = (n.meta.get("tensor_meta") for n in piece.inputs)
     grads = any(getattr(m, "requires_grad", False) for m in metas)
     return len(piece.nodes) <= (EAGER_NODES if grads else EAGER_INDEX_NODES)
-
-
-def _drops(node: fx.Node) -> bool:
-    """Whether it is attention with dropout."""
-    return node.target is ATTENTION and AttentionCall.of(node).dropout_p > 0

@@ -345,8 +345,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "folded attention without its scale",
         "passes/fold_attention.py",
-        "found.scale *= factor",
-        "pass",
+        "scale=found.scale * factor",
+        "scale=found.scale",
         FOLD,
     ),
     Fault(
