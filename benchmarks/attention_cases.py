@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
+from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.selection import BACKWARD, CAUSAL, FORWARD, FULL, capability_of, supported
 
@@ -170,7 +171,7 @@ def interpreted(case: Case) -> Contender:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-            return flash_runs.backward(grad, *ctx.saved_tensors, *where)
+            return flash_runs.backward(Backward(grad, *ctx.saved_tensors), *where)
 
     runs = ((0, case.tokens),)
     where = (runs, runs, case.spec)

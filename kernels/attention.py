@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paradyse.kernels.attention_core import Call, Problem, stat_dtype
+from paradyse.kernels.attention_core import Backward, Call, Grads, Problem, adjacent, stat_dtype
 from paradyse.kernels.attention_mask import (
     AttentionSpec,
     Intervals,
@@ -69,7 +69,7 @@ def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
             for b in range(num_sequences)
         ]
         if all(x is not None for x in own):
-            return _by_sequence([x for x in own if x is not None], k.shape[2], q.element_size())
+            return _by_sequence([x for x in own if x is not None], q.element_size())
     if call.dense:  # scores, a copy or two, for every head
         per_pair = 2 * num_sequences * num_heads
     else:  # a mask
@@ -78,20 +78,10 @@ def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
             per_pair = max(per_pair, spec.bias.shape[0]) * min(spec.bias.shape[1], num_heads)
     blocked = call.dense or data_mask or spec.bias is not None
     tiles = _position_tiles(*where, per_pair * q.element_size(), blocked)
-    covers = _covers(tiles, num_rows, k.shape[2])
-    return [Problem(slice(0, num_sequences), intervals, tiles, data_mask, covers)]
+    return [Problem(slice(0, num_sequences), intervals, tiles, data_mask)]
 
 
-def _covers(tiles: tuple[Tile, ...], num_rows: int, num_keys: int) -> bool:
-    return len(tiles) == 1 and (tiles[0].r0, tiles[0].r1, tiles[0].k0, tiles[0].k1) == (
-        0,
-        num_rows,
-        0,
-        num_keys,
-    )
-
-
-def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[Problem]:
+def _by_sequence(own: list[Intervals], itemsize: int) -> list[Problem]:
     """One problem for each stretch of sequences that are masked alike."""
     problems, begin = [], 0
     for b in range(1, len(own) + 1):
@@ -102,8 +92,7 @@ def _by_sequence(own: list[Intervals], num_keys: int, itemsize: int) -> list[Pro
         ):
             continue
         tiles = segments(own[begin], itemsize)
-        covers = _covers(tiles, len(own[begin].lo), num_keys)
-        problems.append(Problem(slice(begin, b), own[begin], tiles, False, covers))
+        problems.append(Problem(slice(begin, b), own[begin], tiles, False))
         begin = b
     return problems
 
@@ -135,7 +124,11 @@ def _prepared(x: Tensor, width: int, dense: bool) -> Tensor:
         return x.to(stat_dtype(x.dtype))
     if x.shape[-1] < width:
         return F.pad(x, (0, width - x.shape[-1]))
-    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+    return adjacent(x)
+
+
+def _all_prepared(given: Backward, width: int, dense: bool) -> Backward:
+    return Backward._make([*(_prepared(x, width, dense) for x in given[:5]), given.lse])
 
 
 def _call(
@@ -203,7 +196,7 @@ def attention_forward(
     dtype, width, value_width = q.dtype, max(q.shape[-1], v.shape[-1]), v.shape[-1]
     qkv = [_prepared(x, width, call.dense) for x in (q, k, v)]
     problems = _problems(q, k, call)
-    if len(problems) == 1 and problems[0].covers:
+    if len(problems) == 1 and problems[0].is_one_tile(q.shape[2], k.shape[2]):
         out, lse = call.forward(problems[0], problems[0].tiles[0], *qkv)
         return out[..., :value_width].to(dtype), lse
     b, h, n, _ = q.shape
@@ -212,8 +205,8 @@ def attention_forward(
     pending: tuple[Tensor, Tensor] | None = None
     for problem in problems:
         for i, tile in enumerate(problem.tiles):
-            rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
-            parts = [x[problem.batch, :, y] for x, y in zip(qkv, (rows, keys, keys), strict=True)]
+            places = (tile.rows, tile.keys, tile.keys)
+            parts = [x[problem.batch, :, at] for x, at in zip(qkv, places, strict=True)]
             o, s = call.forward(problem, tile, *parts)
             if pending is not None:
                 o, s = merge_partials(*pending, o, s)
@@ -221,113 +214,77 @@ def attention_forward(
             if i + 1 < len(problem.tiles) and not problem.tiles[i + 1].first:
                 pending = o.to(s.dtype), s
                 continue
-            out[problem.batch, :, rows] = o[..., :value_width]
-            lse[problem.batch, :, rows] = s
+            out[problem.batch, :, tile.rows] = o[..., :value_width]
+            lse[problem.batch, :, tile.rows] = s
     return out, lse
 
 
-def attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_runs: Runs,
-    kv_runs: Runs,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Grads:
     """Gradients through these keys.
 
     Args:
-        grad_out: [B, H, Sq, Dv]. q, k, v, q_runs, kv_runs, spec: of ``attention_forward``.
-        out, lse: over *all* keys that the queries see, here or elsewhere.
+        given: of these queries and keys. q_runs, kv_runs, spec: of ``attention_forward``.
     Returns:
         dq, dk, dv, like q, k, v: dq is this subset's share of the sum, dk and
         dv these queries' share.
     Raises:
         ValueError: as ``attention_forward``.
     """
+    qkv = q, k, v = given.q, given.k, given.v
     call = _call(q, k, v, q_runs, kv_runs, spec)
     if isinstance(q, FakeTensor):
-        dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in qkv)
         return dq, dk, dv
     if q.is_cuda:
-        found = library_backward(grad_out, q, k, v, out, lse, q_runs, kv_runs, spec)
+        found = library_backward(given, q_runs, kv_runs, spec)
         if found is not None:
             return found
     kernels = _triton_kernels(q, k, v, spec)
     if kernels is not None:
-        return kernels.backward(grad_out, q, k, v, out, lse, q_runs, kv_runs, spec)
-    width = max(q.shape[-1], v.shape[-1])
-    grad_out, out, q_, k_, v_ = (_prepared(x, width, call.dense) for x in (grad_out, out, q, k, v))
+        return kernels.backward(given, q_runs, kv_runs, spec)
+    given = _all_prepared(given, max(q.shape[-1], v.shape[-1]), call.dense)
     problems = _problems(q, k, call)
-    if len(problems) == 1 and problems[0].covers:
-        grads = call.backward(problems[0], problems[0].tiles[0], grad_out, q_, k_, v_, out, lse)
+    if len(problems) == 1 and problems[0].is_one_tile(q.shape[2], k.shape[2]):
+        grads = call.backward(problems[0], problems[0].tiles[0], given)
     else:
         exact = stat_dtype(q.dtype)
         grads = tuple(  # in [B, S, H, D] order, as the values usually come
             torch.zeros_like(
                 x.transpose(1, 2), dtype=exact, memory_format=torch.contiguous_format
             ).transpose(1, 2)
-            for x in (q_, k_, v_)
+            for x in given[1:4]
         )
         for problem in problems:
             for tile in problem.tiles:
-                b, rows, keys = problem.batch, slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
-                by_row = [x[b, :, rows] for x in (grad_out, q_, out, lse)]
-                g, q_i, o, s = by_row
-                dq, dk, dv = call.backward(
-                    problem, tile, g, q_i, k_[b, :, keys], v_[b, :, keys], o, s
-                )
-                grads[0][b, :, rows].add_(dq)
-                grads[1][b, :, keys].add_(dk)
-                grads[2][b, :, keys].add_(dv)
-    dq, dk, dv = (g[..., : x.shape[-1]].to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+                shares = call.backward(problem, tile, given.cut(tile, problem.batch))
+                places = (tile.rows, tile.keys, tile.keys)
+                for grad, at, share in zip(grads, places, shares, strict=True):
+                    grad[problem.batch, :, at].add_(share)
+    dq, dk, dv = (g[..., : x.shape[-1]].to(x.dtype) for g, x in zip(grads, qkv, strict=True))
     return dq, dk, dv
 
 
-def bias_gradient(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_runs: Runs,
-    kv_runs: Runs,
-    spec: AttentionSpec,
-) -> Tensor:
+def bias_gradient(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tensor:
     """Gradient of a learned float ``spec.bias`` through these queries and keys, as T5 needs it.
 
     Args:
-        the arguments of ``attention_backward``.
+        given, q_runs, kv_runs, spec: the arguments of ``attention_backward``.
     Returns:
         a tensor of the bias's shape and dtype.
     """
     assert spec.bias is not None
-    if isinstance(q, FakeTensor):
+    if isinstance(given.q, FakeTensor):
         return torch.empty_like(spec.bias)
     call = Call(spec, q_runs, kv_runs, dense=True)
-    grad_out, out, q, k, v = (_prepared(x, 0, True) for x in (grad_out, out, q, k, v))
+    given = _all_prepared(given, 0, True)
+    q, k = given.q, given.k
     total = torch.zeros(spec.bias.shape, dtype=stat_dtype(q.dtype), device=q.device)
     own_heads = spec.bias.shape[1] not in (1, q.shape[1])
     heads = spec.head_ids.to(q.device) if own_heads and spec.head_ids is not None else None
     for problem in _problems(q, k, call):
         for tile in problem.tiles:
-            rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
-            q_i, mask = q[:, :, rows], call.mask(problem, tile, q)
-            _, ds = call.score_gradient(
-                problem,
-                tile,
-                grad_out[:, :, rows],
-                q_i,
-                k[:, :, keys],
-                v[:, :, keys],
-                out[:, :, rows],
-                lse[:, :, rows],
-                mask,
-            )
+            mask = call.mask(problem, tile, q)
+            _, ds = call.score_gradient(problem, tile, given.cut(tile), mask)
             for dim in range(4):
                 if total.shape[dim] == 1:
                     ds = ds.sum(dim, keepdim=True)
@@ -337,9 +294,9 @@ def bias_gradient(
                 places[1] = heads.clamp(max=total.shape[1] - 1)
                 ds = ds * inside[:, None, None]
             if total.shape[2] > 1:
-                places[2] = run_positions(q_runs, q.device)[rows]
+                places[2] = run_positions(q_runs, q.device)[tile.rows]
             if total.shape[3] > 1:
-                places[3] = run_positions(kv_runs, q.device)[keys]
+                places[3] = run_positions(kv_runs, q.device)[tile.keys]
             index = [x.view([-1 if i == j else 1 for j in range(4)]) for i, x in enumerate(places)]
             total.index_put_(tuple(index), ds, accumulate=True)
     return total.to(spec.bias.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,42 @@ from paradyse.torch_private import cpu_flash, cpu_flash_backward
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of log-sum-exps and of accumulation: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+Grads = tuple[Tensor, Tensor, Tensor]
+"""dq, dk, dv, each of the shape of what it is the gradient of."""
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """``x`` with adjacent elements along the last dim, and no broadcast ones."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+class Backward(NamedTuple):
+    """What gradients are computed from: some queries, and some keys that they see."""
+
+    grad_out: Tensor
+    """[B, H, Sq, Dv]."""
+    q: Tensor
+    """[B, H, Sq, D]."""
+    k: Tensor
+    """[B, Hk, Sk, D]."""
+    v: Tensor
+    """[B, Hk, Sk, Dv]."""
+    out: Tensor
+    """[B, H, Sq, Dv], over *all* keys that the queries see, here or elsewhere."""
+    lse: Tensor
+    """[B, H, Sq] in ``stat_dtype``, over all these keys."""
+
+    def cut(self, tile: Tile, batch: slice = slice(None)) -> Backward:
+        """The rows and keys of ``tile`` of the sequences ``batch``."""
+        rows, keys = tile.rows, tile.keys
+        places = (rows, rows, keys, keys, rows, rows)
+        return Backward(*(x[batch, :, at] for x, at in zip(self, places, strict=True)))
+
+    def readable(self) -> Backward:
+        """In memory that GPU kernels read: ``adjacent``, the lse contiguous."""
+        return Backward._make([*map(adjacent, self[:5]), self.lse.contiguous()])
 
 
 # Dense tiles: plain PyTorch, any device, dropout
@@ -78,15 +115,18 @@ def times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """One plan: sequences ``batch`` whose visible keys are the same."""
+    """The tiles of the sequences ``batch`` whose visible keys are the same."""
 
     batch: slice
     intervals: Intervals
     tiles: tuple[Tile, ...]
     data_mask: bool
     """Key padding and documents are not part of the intervals."""
-    covers: bool
-    """The plan is one tile that holds every row and key."""
+
+    def is_one_tile(self, num_rows: int, num_keys: int) -> bool:
+        """Whether one tile holds every row and key."""
+        bounds = [(t.r0, t.r1, t.k0, t.k1) for t in self.tiles]
+        return bounds == [(0, num_rows, 0, num_keys)]
 
 
 @dataclass(frozen=True)
@@ -143,21 +183,12 @@ class Call:
             lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         return out, lse
 
-    def backward(
-        self,
-        problem: Problem,
-        tile: Tile,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of dq, dk, dv."""
+    def backward(self, problem: Problem, tile: Tile, given: Backward) -> Grads:
+        """The tile's share of dq, dk, dv; ``given`` already cut to it."""
+        grad, q, k, v, out, lse = given
         mask = self.mask(problem, tile, q)
         if self.dense:
-            p, ds = self.score_gradient(problem, tile, grad, q, k, v, out, lse, mask)
+            p, ds = self.score_gradient(problem, tile, given, mask)
             if (cap := self.spec.softcap) is not None:
                 capped = times_keys(q, k).mul_(self.spec.scale / cap).tanh_()
                 ds.mul_(capped.square_().neg_().add_(1))
@@ -167,40 +198,22 @@ class Call:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s - inf) = 0
         b, kv_heads, n, _ = k.shape
         group = q.shape[1] // kv_heads
-        expand = (
-            group > 1 and b * kv_heads < torch.get_num_threads()
-        )  # the kernel splits work by KV head
+        # The kernel splits work by KV head.
+        expand = group > 1 and b * kv_heads < torch.get_num_threads()
         if expand:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        dq, dk, dv = cpu_flash_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            0.0,
-            tile.kind == DIAGONAL,
-            attn_mask=mask,
-            scale=self.spec.scale,
-        )
+        options = {"attn_mask": mask, "scale": self.spec.scale}
+        causal = tile.kind == DIAGONAL
+        dq, dk, dv = cpu_flash_backward(grad, q, k, v, out, lse, 0.0, causal, **options)
         if expand:
             dk, dv = (x.unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
         return dq, dk, dv
 
     def score_gradient(
-        self,
-        problem: Problem,
-        tile: Tile,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
+        self, problem: Problem, tile: Tile, given: Backward, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Probabilities after dropout, and the gradient of the scores after softcap and bias."""
+        grad, q, k, v, out, lse = given
         p, _ = _softmax_tile(q, k, mask, self.spec, lse)
         ds = times_keys(grad, v)
         keep = self.dropout(problem, tile, q)

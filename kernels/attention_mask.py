@@ -89,6 +89,14 @@ class Tile:
     first: bool = True
     """No earlier tile of the plan holds these rows."""
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.r0, self.r1)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k0, self.k1)
+
 
 @dataclass(frozen=True)
 class Intervals:

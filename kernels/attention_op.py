@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
-from paradyse.kernels.attention_core import stat_dtype
+from paradyse.kernels.attention_core import Backward, stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.torch_private import schema_of, tree_leaves
 
@@ -195,7 +195,7 @@ def _backward(
     grad_out: Tensor, saved: Sequence[Tensor], kv: int, width: int, bias_grad: bool, *rest: Any
 ) -> Grads:
     runs = ((0, grad_out.shape[2]),)
-    args = (grad_out, *saved, runs, runs, make_spec(grad_out.shape[2], *rest))
+    args = (Backward(grad_out, *saved), runs, runs, make_spec(grad_out.shape[2], *rest))
     dq, dk, dv = attention_backward(*args)
     d_bias = bias_gradient(*args) if bias_grad else grad_out.new_empty(0)
     return token_major(dq), token_major(dk), token_major(dv), d_bias

@@ -15,12 +15,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from paradyse.kernels.attention_core import Backward, Grads
+from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_keys import keys_kernel
 from paradyse.kernels.flash_pairs import load_tile
-from paradyse.kernels.flash_plan import Plan, padded_width
+from paradyse.kernels.flash_plan import device_configs, launch, padded_width, scalars
 from paradyse.kernels.flash_queries import queries_kernel
+from paradyse.kernels.flash_tiles import Visibility
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -64,26 +66,18 @@ def delta_kernel(
     tl.store(shift + line, value, mask=inside)
 
 
-def launch_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec) -> Grads:
     """Gradients through a call that ``refusal`` has nothing against.
 
     Args:
-        grad_out, out: [B, H, Sq, Dv]. q, k, v: as of ``launch_forward``. All with adjacent elements
-            along the last dim. lse: [B, H, Sq] float32, contiguous.
+        given: ``Backward.readable``. visibility, spec: of this call.
     Returns:
         dq, dk, dv in the dtype of q, each laid out as [B, S, H, D].
     """
+    grad_out, q, k, v, out, lse = given
     b, h, n, d = q.shape
     kv_heads, num_keys, dv_width = k.shape[1], k.shape[2], v.shape[-1]
-    configs, constants = plan.configs, plan.constants()
+    configs = device_configs(q, v, visibility)
     split = _split(b, h, kv_heads, num_keys, configs.keys.block_n, q.device)
     sums = q.dtype if split == 1 else torch.float32
     dq = q.new_empty((b, n, h, d))
@@ -101,57 +95,20 @@ def launch_backward(
             *grad_out.stride()[:3],
             h,
             n,
-            plan.scalars()[1],
+            scalars(spec)[1],
             DV=dv_width,
             BLOCK_DV=padded_width(dv_width),
             BLOCK=64,
             enable_fp_fusion=True,
         )
-    tensors, statistics = (q, k, v, grad_out), (shift, delta)
-    strides = [s for x in tensors for s in x.stride()[:2]]
-    for name, x in zip("QKVG", tensors, strict=True):
-        constants[f"STRIDE_{name}"] = x.stride(2)
-    masks, pairs, bias_strides = plan.mask_tensors(), plan.pair_tensors(), plan.bias_strides()
-    sizes = (n, num_keys, plan.visibility.num_masks, *plan.scalars(), plan.spec.scale)
-    group = h // kv_heads
-    config = configs.keys
+    inputs, call = (q, k, v, grad_out), (visibility, spec)
     if num_keys and b:
-        keys_kernel[(triton.cdiv(num_keys, config.block_n), b * kv_heads * split)](
-            *tensors,
-            *statistics,
-            dk,
-            dv,
-            *masks,
-            plan.segments(config.block_m, config.block_n, transposed=True),
-            *pairs,
-            *strides,
-            *bias_strides,
-            h,
-            group,
-            split,
-            *sizes,
-            **config.constants(),
-            **constants,
-            **config.options(),
-        )
-    config = configs.queries
+        to_keys = (shift, delta, dk, dv, split, spec.scale)
+        programs = b * kv_heads * split
+        launch(keys_kernel, configs.keys, programs, inputs, to_keys, *call, transposed=True)
     if lse.numel():
-        queries_kernel[(triton.cdiv(n, config.block_m), b * h)](
-            *tensors,
-            *statistics,
-            dq,
-            *masks,
-            plan.segments(config.block_m, config.block_n, transposed=False),
-            *pairs,
-            *strides,
-            *bias_strides,
-            h,
-            group,
-            *sizes,
-            **config.constants(),
-            **constants,
-            **config.options(),
-        )
+        to_queries = (shift, delta, dq, spec.scale)
+        launch(queries_kernel, configs.queries, b * h, inputs, to_queries, *call)
     whole_dk, whole_dv = (x[0] if split == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
     return dq.transpose(1, 2), whole_dk.transpose(1, 2), whole_dv.transpose(1, 2)
 

@@ -20,103 +20,6 @@ from paradyse.kernels.flash_tiles import ROW_INTS, segments_of
 _ROW_INTS = tl.constexpr(ROW_INTS)
 
 
-@triton.jit
-def _keys_tile(
-    dk,
-    dv,
-    k,
-    v,
-    q,
-    grad,
-    stride_q,
-    stride_g,
-    start,
-    num_rows,
-    key_position,
-    key_document,
-    shift,
-    delta,
-    rows,
-    row_documents,
-    seed,
-    b,
-    h,
-    head_ids,
-    bias,
-    stride_bias_row,
-    stride_bias_key,
-    pre,
-    post,
-    inv_keep,
-    threshold,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    HAS_HEAD_IDS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    at = start + tl.arange(0, BLOCK_M)
-    valid = at < num_rows
-    NEEDS_POSITION: tl.constexpr = DROPOUT or BIAS > 0
-    lo, hi, document, position, row_hash = at, at, at, at, at
-    if MASKED:
-        inside = valid
-        lo, hi, document, position = load_queries(
-            at, inside, rows, row_documents, num_rows, NEEDS_POSITION, HAS_LO, HAS_DOCUMENTS
-        )
-        row_shift = tl.load(shift + at, mask=inside, other=-float("inf"))
-        row_delta = tl.load(delta + at, mask=inside, other=0.0)
-        valid = row_shift > -float("inf")
-    else:
-        if NEEDS_POSITION:
-            position = tl.load(rows + 2 * num_rows + at)
-        row_shift = tl.load(shift + at)
-        row_delta = tl.load(delta + at)
-    # In this orientation a thread has many queries. Products that start from shift and delta need
-    # no register for either.
-    BLOCK_N: tl.constexpr = k.shape[0]
-    if SOFTCAP or BIAS == 2:
-        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        base = (row_shift * post)[None, :]
-    else:
-        scores = tl.broadcast_to(row_shift[None, :], [BLOCK_N, BLOCK_M])
-        base = 0.0
-    if DROPOUT:
-        row_hash = head_hash(seed, b, h, head_ids, position, HAS_HEAD_IDS)
-    q_tile = load_tile(q, start, stride_q, valid, D, BLOCK_D, BLOCK_M, MASKED, WIDEN)
-    scores = tl.dot(k, tl.trans(q_tile), scores, input_precision="ieee")
-    p, slope = probabilities(
-        scores, base, lo[None, :], hi[None, :], position[None, :], document[None, :],
-        key_position[:, None], key_document[:, None], bias, stride_bias_row, stride_bias_key, pre,
-        post, MASKED, HAS_LO, HAS_DOCUMENTS, SOFTCAP, BIAS,
-    )  # fmt: skip
-    g_tile = load_tile(grad, start, stride_g, valid, DV, BLOCK_DV, BLOCK_M, MASKED, WIDEN)
-    if DROPOUT:
-        keep = kept_pairs(row_hash[None, :], hash_keys(key_position)[:, None], threshold)
-        dropped = tl.where(keep, p * inv_keep, 0.0)
-    else:
-        dropped = p
-    dv = tl.dot(dropped.to(g_tile.dtype), g_tile, dv, input_precision="ieee")
-    if DROPOUT:
-        dp = tl.dot(v, tl.trans(g_tile), input_precision="ieee")
-        ds = p * (tl.where(keep, dp * inv_keep, 0.0) + row_delta[None, :])
-    else:
-        dp = tl.broadcast_to(row_delta[None, :], [BLOCK_N, BLOCK_M])
-        ds = p * tl.dot(v, tl.trans(g_tile), dp, input_precision="ieee")
-    if SOFTCAP:
-        ds = ds * slope
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=["num_heads", "group", "split", "num_rows", "num_keys", "threshold"])
 def keys_kernel(
     q,
@@ -127,6 +30,8 @@ def keys_kernel(
     delta,
     dk,
     dv,
+    split,
+    scale,
     rows,
     row_documents,
     key_positions,
@@ -149,7 +54,6 @@ def keys_kernel(
     stride_bias_key,
     num_heads,
     group,
-    split,
     num_rows,
     num_keys,
     num_masks,
@@ -157,7 +61,6 @@ def keys_kernel(
     post,
     inv_keep,
     threshold,
-    scale,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -204,6 +107,7 @@ def keys_kernel(
     dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     heads = group // split
+    NEEDS_POSITION: tl.constexpr = DROPOUT or BIAS > 0
     for i in range(heads):
         h = kv_head * group + part * heads + i
         h64 = h.to(tl.int64)
@@ -211,19 +115,69 @@ def keys_kernel(
         head_q = q + b64 * stride_qb + h64 * stride_qh
         head_g = grad + b64 * stride_gb + h64 * stride_gh
         head_bias = bias + b64 * stride_bias_b + h64 * stride_bias_h
-        for kind in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
-            count, where = segments_of(segments, kind)
+        for MASKED in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
+            count, where = segments_of(segments, MASKED)
             for s in range(count):
                 begin, end = tl.load(where + 2 * s), tl.load(where + 2 * s + 1)
-                for m in tl.range(begin, end, num_stages=MASKED_STAGES if kind == 1 else None):
-                    dk_tile, dv_tile = _keys_tile(
-                        dk_tile, dv_tile, k_tile, v_tile, head_q, head_g, STRIDE_Q, STRIDE_G,
-                        m * BLOCK_M, num_rows, key_position, key_document, shift + line,
-                        delta + line, rows, row_documents, seed, b, h, head_ids, head_bias,
-                        stride_bias_row, stride_bias_key, pre, post, inv_keep, threshold,
-                        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, kind == 1, HAS_LO, HAS_DOCUMENTS,
-                        SOFTCAP, BIAS, DROPOUT, HAS_HEAD_IDS, WIDEN,
+                for m in tl.range(begin, end, num_stages=MASKED_STAGES if MASKED else None):
+                    start_m = m * BLOCK_M
+                    row_at = start_m + tl.arange(0, BLOCK_M)
+                    there = row_at < num_rows
+                    lo, hi, document, position = row_at, row_at, row_at, row_at
+                    if MASKED:
+                        lo, hi, document, position = load_queries(
+                            row_at, there, rows, row_documents, num_rows, NEEDS_POSITION, HAS_LO,
+                            HAS_DOCUMENTS,
+                        )  # fmt: skip
+                        row_shift = tl.load(shift + line + row_at, mask=there, other=-float("inf"))
+                        row_delta = tl.load(delta + line + row_at, mask=there, other=0.0)
+                        there = row_shift > -float("inf")
+                    else:
+                        if NEEDS_POSITION:
+                            position = tl.load(rows + 2 * num_rows + row_at)
+                        row_shift = tl.load(shift + line + row_at)
+                        row_delta = tl.load(delta + line + row_at)
+                    # In this orientation a thread has many queries. Products that start from shift
+                    # and delta need no register for either.
+                    if SOFTCAP or BIAS == 2:
+                        scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                        base = (row_shift * post)[None, :]
+                    else:
+                        scores = tl.broadcast_to(row_shift[None, :], [BLOCK_N, BLOCK_M])
+                        base = 0.0
+                    if DROPOUT:
+                        row_hash = head_hash(seed, b, h, head_ids, position, HAS_HEAD_IDS)
+                    q_tile = load_tile(
+                        head_q, start_m, STRIDE_Q, there, D, BLOCK_D, BLOCK_M, MASKED, WIDEN
+                    )
+                    scores = tl.dot(k_tile, tl.trans(q_tile), scores, input_precision="ieee")
+                    p, slope = probabilities(
+                        scores, base, lo[None, :], hi[None, :], position[None, :],
+                        document[None, :], key_position[:, None], key_document[:, None], head_bias,
+                        stride_bias_row, stride_bias_key, pre, post, MASKED, HAS_LO, HAS_DOCUMENTS,
+                        SOFTCAP, BIAS,
                     )  # fmt: skip
+                    g_tile = load_tile(
+                        head_g, start_m, STRIDE_G, there, DV, BLOCK_DV, BLOCK_M, MASKED, WIDEN
+                    )
+                    if DROPOUT:
+                        key_hash = hash_keys(key_position)
+                        keep = kept_pairs(row_hash[None, :], key_hash[:, None], threshold)
+                        dropped = tl.where(keep, p * inv_keep, 0.0)
+                    else:
+                        dropped = p
+                    dv_tile = tl.dot(
+                        dropped.to(g_tile.dtype), g_tile, dv_tile, input_precision="ieee"
+                    )
+                    if DROPOUT:
+                        dp = tl.dot(v_tile, tl.trans(g_tile), input_precision="ieee")
+                        ds = p * (tl.where(keep, dp * inv_keep, 0.0) + row_delta[None, :])
+                    else:
+                        dp = tl.broadcast_to(row_delta[None, :], [BLOCK_N, BLOCK_M])
+                        ds = p * tl.dot(v_tile, tl.trans(g_tile), dp, input_precision="ieee")
+                    if SOFTCAP:
+                        ds = ds * slope
+                    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
     # dk and dv are contiguous: [split, B, Sk, Hk, D].
     batches = tl.num_programs(1) // (split * kv_heads)
     token = ((part * batches + b).to(tl.int64) * num_keys + start_n) * kv_heads + kv_head

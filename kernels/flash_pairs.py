@@ -24,25 +24,6 @@ def tanh(x):
 
 
 @triton.jit
-def visible_pairs(
-    lo,
-    hi,
-    row_document,
-    key_position,
-    key_document,
-    HAS_LO: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-):
-    """Whether a query sees a key, bias aside: bool, of the shape to which all broadcast."""
-    seen = key_position <= hi
-    if HAS_LO:
-        seen = seen & (key_position >= lo)
-    if HAS_DOCUMENTS:
-        seen = seen & (row_document == key_document)
-    return seen
-
-
-@triton.jit
 def mix(x):
     """``attention_mask._mix`` on uint32."""
     x = (x ^ (x >> 16)) * 0x45D9F3B
@@ -76,25 +57,37 @@ def kept_pairs(row_hash, key_hash, threshold):
 
 
 @triton.jit
-def add_bias(
+def mask_scores(
     scores,
-    seen,
-    bias,
+    lo,
+    hi,
     row_position,
+    row_document,
     key_position,
-    stride_row,
-    stride_key,
+    key_document,
+    bias,
+    stride_bias_row,
+    stride_bias_key,
     post,
+    HAS_LO: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Scores, which are still to be multiplied by ``post`` to be of base 2, and what is visible,
-    after the bias of one sequence and head.
+    """Scores after the bias of one sequence and head, and whether a query sees a key: bool, of the
+    shape to which all broadcast. Scores are still to be multiplied by ``post`` to be of base 2.
     """
-    where = bias + row_position.to(tl.int64) * stride_row + key_position.to(tl.int64) * stride_key
-    if BIAS == 1:
-        seen = seen & (tl.load(where, mask=seen, other=0) != 0)
-    if BIAS == 2:
-        scores += tl.load(where, mask=seen, other=0).to(tl.float32) * (_LOG2_E / post)
+    seen = key_position <= hi
+    if HAS_LO:
+        seen = seen & (key_position >= lo)
+    if HAS_DOCUMENTS:
+        seen = seen & (row_document == key_document)
+    if BIAS > 0:
+        rows = bias + row_position.to(tl.int64) * stride_bias_row
+        where = rows + key_position.to(tl.int64) * stride_bias_key
+        if BIAS == 1:
+            seen = seen & (tl.load(where, mask=seen, other=0) != 0)
+        else:
+            scores += tl.load(where, mask=seen, other=0).to(tl.float32) * (_LOG2_E / post)
     return scores, seen
 
 
@@ -229,14 +222,10 @@ def probabilities(
         scores = tanh(scores * pre)
         slope = 1.0 - scores * scores
     if MASKED:
-        seen = visible_pairs(
-            lo, hi, row_document, key_position, key_document, HAS_LO, HAS_DOCUMENTS
-        )
-        if BIAS > 0:
-            scores, seen = add_bias(
-                scores, seen, bias, row_position, key_position, stride_bias_row, stride_bias_key,
-                post, BIAS,
-            )  # fmt: skip
+        scores, seen = mask_scores(
+            scores, lo, hi, row_position, row_document, key_position, key_document, bias,
+            stride_bias_row, stride_bias_key, post, HAS_LO, HAS_DOCUMENTS, BIAS,
+        )  # fmt: skip
         return tl.where(seen, tl.exp2(scores * post + base), 0.0), slope
     else:
         return tl.exp2(scores * post + base), slope

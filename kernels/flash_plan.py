@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -31,15 +32,6 @@ class Config:
     num_stages: int
     masked_stages: int = 1
     """The depth in loops over partly visible tiles, which need more registers."""
-
-    def constants(self) -> dict[str, int]:
-        sizes = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
-        return {**sizes, "MASKED_STAGES": self.masked_stages}
-
-    def options(self) -> dict[str, Any]:
-        """Of the launch. Contraction is set because its default depends on Triton's version."""
-        stages = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return {**stages, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -124,91 +116,96 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The arguments that the kernels of one call share."""
+def device_configs(q: Tensor, v: Tensor, visibility: Visibility) -> Configs:
+    """Tile sizes of a call that ``refusal`` has nothing against.
 
-    visibility: Visibility
-    spec: AttentionSpec
-    configs: Configs
-    num_heads: int
-    width: int
-    value_width: int
-    widen: bool
-
-    def bias(self) -> Tensor | None:
-        """[B|1, H|1, S|1, S|1], bool as uint8."""
-        bias = self.spec.head_bias(self.num_heads)
-        if bias is None:
-            return None
-        bias = bias.to(self.visibility.rows.device)
-        return bias.view(torch.uint8) if bias.dtype == torch.bool else bias
-
-    def mask_tensors(self) -> tuple[Tensor, ...]:
-        x = self.visibility
-        return x.rows, x.row_documents, x.key_positions, x.key_documents
-
-    def pair_tensors(self) -> tuple[Tensor, ...]:
-        """Bias, seed, indices of heads; something in place of what is not there."""
-        absent = self.visibility.rows
-        given = (self.bias(), self.spec.seed, self.spec.head_ids)
-        return tuple(absent if x is None else x.to(absent.device) for x in given)
-
-    def bias_strides(self) -> tuple[int, ...]:
-        """Of sequences, heads, queries and keys; 0 along a dim of size 1."""
-        bias = self.bias()
-        if bias is None:
-            return 0, 0, 0, 0
-        return tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True))
-
-    def scalars(self) -> tuple[float, float, float, int]:
-        """Before and after the softcap, by what scores are multiplied, to base 2; 1 / (1 - p) of
-        dropout; the hash from which on a pair is kept, as int32 of the same bits.
-        """
-        p = self.spec.dropout_p
-        threshold = min(int(p * 2**32), 2**32 - 1)
-        threshold -= 2**32 if threshold >= 2**31 else 0
-        inv_keep = 1 / (1 - p) if p < 1 else 0.0
-        if self.spec.softcap is None:
-            return 1.0, self.spec.scale * LOG2_E, inv_keep, threshold
-        return self.spec.scale / self.spec.softcap, self.spec.softcap * LOG2_E, inv_keep, threshold
-
-    def constants(self) -> dict[str, Any]:
-        bias = self.spec.bias
-        kind = NO_BIAS if bias is None else BOOL_BIAS if bias.dtype == torch.bool else FLOAT_BIAS
-        return {
-            "D": self.width,
-            "DV": self.value_width,
-            "BLOCK_D": padded_width(self.width),
-            "BLOCK_DV": padded_width(self.value_width),
-            "HAS_LO": self.visibility.has_lo,
-            "HAS_DOCUMENTS": self.visibility.has_documents,
-            "SOFTCAP": self.spec.softcap is not None,
-            "BIAS": kind,
-            "DROPOUT": self.spec.dropout_p > 0,
-            "HAS_HEAD_IDS": self.spec.head_ids is not None,
-            "WIDEN": self.widen,
-        }
-
-    def segments(self, block_m: int, block_n: int, transposed: bool) -> Tensor:
-        return self.visibility.segments(block_m, block_n, transposed, self.spec.bias is None)
+    Args:
+        q, v: [B, H, Sq, D], [B, Hk, Sk, Dv]. visibility: of this call.
+    """
+    if INTERPRETED:
+        return _INTERPRETED_CONFIGS
+    widest = max(q.shape[-1], v.shape[-1])
+    capability, documents = _capability(q.device.index), visibility.has_documents
+    return configs_for(capability, q.element_size(), widest, documents)
 
 
-def make_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def scalars(spec: AttentionSpec) -> tuple[float, float, float, int]:
+    """What kernels take of ``spec``: by what scores are multiplied before and after the softcap, to
+    base 2; 1 / (1 - p) of dropout; the hash from which on a pair is kept, as int32 of the same
+    bits.
+    """
+    p = spec.dropout_p
+    threshold = min(int(p * 2**32), 2**32 - 1)
+    threshold -= 2**32 if threshold >= 2**31 else 0
+    inv_keep = 1 / (1 - p) if p < 1 else 0.0
+    if spec.softcap is None:
+        return 1.0, spec.scale * LOG2_E, inv_keep, threshold
+    return spec.scale / spec.softcap, spec.softcap * LOG2_E, inv_keep, threshold
+
+
+def launch(
+    kernel: Any,
+    config: Config,
+    programs: int,
+    inputs: Sequence[Tensor],
+    own: Sequence[Any],
     visibility: Visibility,
     spec: AttentionSpec,
-) -> Plan:
-    """The plan of a call that ``refusal`` has nothing against."""
-    width, value_width = q.shape[-1], v.shape[-1]
-    if INTERPRETED:
-        configs = _INTERPRETED_CONFIGS
-    else:
-        capability = _capability(q.device.index)
-        widest, documents = max(width, value_width), visibility.has_documents
-        configs = configs_for(capability, q.element_size(), widest, documents)
-    widen = INTERPRETED and q.dtype == torch.bfloat16
-    sizes = (q.shape[1], width, value_width)
-    return Plan(visibility, spec, configs, *sizes, widen)
+    transposed: bool = False,
+) -> None:
+    """Launch one of the attention kernels.
+
+    Args:
+        kernel: takes ``inputs``, ``own``, then what is the same for all kernels.
+        config: its tile. programs: how many a tile has.
+        inputs: q, k, v as of ``refusal``, and the gradient of the output where it is needed.
+        visibility, spec: of the call.
+        transposed: a program has a tile of keys, not of queries.
+    """
+    q, k, v = inputs[:3]
+    bias, kind = spec.head_bias(q.shape[1]), NO_BIAS
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if bias is not None:
+        kind, bias = FLOAT_BIAS, bias.to(q.device)
+        if bias.dtype == torch.bool:
+            kind, bias = BOOL_BIAS, bias.view(torch.uint8)
+        bias_strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))
+    rows = visibility.rows  # in place of what is not there
+    pairs = (rows if x is None else x.to(q.device) for x in (bias, spec.seed, spec.head_ids))
+    table = visibility.segments(config.block_m, config.block_n, transposed, bias is None)
+    kernel[(table.shape[1], programs)](
+        *inputs,
+        *own,
+        rows,
+        visibility.row_documents,
+        visibility.key_positions,
+        visibility.key_documents,
+        table,
+        *pairs,
+        *(s for x in inputs for s in x.stride()[:2]),
+        *bias_strides,
+        q.shape[1],
+        q.shape[1] // k.shape[1],
+        q.shape[2],
+        k.shape[2],
+        visibility.num_masks,
+        *scalars(spec),
+        D=q.shape[3],
+        DV=v.shape[3],
+        BLOCK_D=padded_width(q.shape[3]),
+        BLOCK_DV=padded_width(v.shape[3]),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        MASKED_STAGES=config.masked_stages,
+        HAS_LO=visibility.has_lo,
+        HAS_DOCUMENTS=visibility.has_documents,
+        SOFTCAP=spec.softcap is not None,
+        BIAS=kind,
+        DROPOUT=spec.dropout_p > 0,
+        HAS_HEAD_IDS=spec.head_ids is not None,
+        WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        **{f"STRIDE_{name}": x.stride(2) for name, x in zip("QKVG", inputs)},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=True,  # its default depends on Triton's version
+    )

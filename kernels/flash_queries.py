@@ -20,67 +20,6 @@ from paradyse.kernels.flash_tiles import ROW_INTS, segments_of
 _ROW_INTS = tl.constexpr(ROW_INTS)
 
 
-@triton.jit
-def _queries_tile(
-    dq,
-    q,
-    grad,
-    k,
-    v,
-    stride_k,
-    stride_v,
-    start,
-    num_keys,
-    base,
-    delta,
-    lo,
-    hi,
-    row_position,
-    row_document,
-    row_hash,
-    key_positions,
-    key_documents,
-    bias,
-    stride_bias_row,
-    stride_bias_key,
-    pre,
-    post,
-    inv_keep,
-    threshold,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    valid, position, document = load_keys(
-        start, num_keys, key_positions, key_documents, BLOCK_N, MASKED, HAS_DOCUMENTS, DROPOUT
-    )
-    k_tile = load_tile(k, start, stride_k, valid, D, BLOCK_D, BLOCK_N, MASKED, WIDEN)
-    scores = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
-    p, slope = probabilities(
-        scores, base[:, None], lo[:, None], hi[:, None], row_position[:, None],
-        row_document[:, None], position[None, :], document[None, :], bias, stride_bias_row,
-        stride_bias_key, pre, post, MASKED, HAS_LO, HAS_DOCUMENTS, SOFTCAP, BIAS,
-    )  # fmt: skip
-    v_tile = load_tile(v, start, stride_v, valid, DV, BLOCK_DV, BLOCK_N, MASKED, WIDEN)
-    dp = tl.dot(grad, tl.trans(v_tile), input_precision="ieee")
-    if DROPOUT:
-        keep = kept_pairs(row_hash[:, None], hash_keys(position)[None, :], threshold)
-        dp = tl.where(keep, dp * inv_keep, 0.0)
-    ds = p * (dp + delta[:, None])
-    if SOFTCAP:
-        ds = ds * slope
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["num_heads", "group", "num_rows", "num_keys", "threshold"])
 def queries_kernel(
     q,
@@ -90,6 +29,7 @@ def queries_kernel(
     shift,
     delta,
     dq,
+    scale,
     rows,
     row_documents,
     key_positions,
@@ -119,7 +59,6 @@ def queries_kernel(
     post,
     inv_keep,
     threshold,
-    scale,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -171,17 +110,34 @@ def queries_kernel(
         row_hash = head_hash(seed, b, h, head_ids, row_position, HAS_HEAD_IDS)
         threshold = threshold.to(tl.uint32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for kind in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
-        count, where = segments_of(segments, kind)
+    for MASKED in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
+        count, where = segments_of(segments, MASKED)
         for s in range(count):
             begin, end = tl.load(where + 2 * s), tl.load(where + 2 * s + 1)
-            for n in tl.range(begin, end, num_stages=MASKED_STAGES if kind == 1 else None):
-                acc = _queries_tile(
-                    acc, q_tile, g_tile, k, v, STRIDE_K, STRIDE_V, n * BLOCK_N, num_keys,
-                    row_base, row_delta, lo, hi, row_position, row_document, row_hash,
-                    key_positions, key_documents, bias, stride_bias_row, stride_bias_key, pre,
-                    post, inv_keep, threshold, D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, kind == 1,
-                    HAS_LO, HAS_DOCUMENTS, SOFTCAP, BIAS, DROPOUT, WIDEN,
+            for n in tl.range(begin, end, num_stages=MASKED_STAGES if MASKED else None):
+                start_n = n * BLOCK_N
+                there, position, document = load_keys(
+                    start_n, num_keys, key_positions, key_documents, BLOCK_N, MASKED,
+                    HAS_DOCUMENTS, DROPOUT,
                 )  # fmt: skip
+                k_tile = load_tile(k, start_n, STRIDE_K, there, D, BLOCK_D, BLOCK_N, MASKED, WIDEN)
+                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                p, slope = probabilities(
+                    scores, row_base[:, None], lo[:, None], hi[:, None], row_position[:, None],
+                    row_document[:, None], position[None, :], document[None, :], bias,
+                    stride_bias_row, stride_bias_key, pre, post, MASKED, HAS_LO, HAS_DOCUMENTS,
+                    SOFTCAP, BIAS,
+                )  # fmt: skip
+                v_tile = load_tile(
+                    v, start_n, STRIDE_V, there, DV, BLOCK_DV, BLOCK_N, MASKED, WIDEN
+                )
+                dp = tl.dot(g_tile, tl.trans(v_tile), input_precision="ieee")
+                if DROPOUT:
+                    keep = kept_pairs(row_hash[:, None], hash_keys(position)[None, :], threshold)
+                    dp = tl.where(keep, dp * inv_keep, 0.0)
+                ds = p * (dp + row_delta[:, None])
+                if SOFTCAP:
+                    ds = ds * slope
+                acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
     place = dq + ((b64 * num_rows + start_m) * num_heads + h64) * D
     store_tile(place, num_heads * D, acc * scale, inside, D, BLOCK_M, BLOCK_D)

@@ -12,10 +12,11 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from paradyse.kernels.attention_core import Backward, Grads, adjacent
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
 from paradyse.kernels.flash_backward import launch_backward
 from paradyse.kernels.flash_forward import launch_forward
-from paradyse.kernels.flash_plan import Plan, make_plan, refusal
+from paradyse.kernels.flash_plan import refusal
 from paradyse.kernels.flash_tiles import Visibility, describe_mask
 
 log = logging.getLogger(__name__)
@@ -48,45 +49,22 @@ def _by_position(
         return describe_mask(_positions(q_runs, device), _positions(kv_runs, device), spec)
 
 
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
-) -> Plan:
+def _visibility(q: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Visibility:
     if spec.key_padding is None and spec.document_ids is None:
-        visibility = _by_position(q_runs, kv_runs, spec.positional, q.device)
-    else:
-        at = _positions(q_runs, q.device), _positions(kv_runs, q.device)
-        visibility = describe_mask(*at, spec)
-    return make_plan(q, k, v, visibility, spec)
-
-
-def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(
-        x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous() for x in tensors
-    )
+        return _by_position(q_runs, kv_runs, spec.positional, q.device)
+    return describe_mask(_positions(q_runs, q.device), _positions(kv_runs, q.device), spec)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """``attention.attention_forward`` of a call that ``supports`` allows; runs in any order."""
-    q, k, v = _readable(q, k, v)
-    return launch_forward(q, k, v, _plan(q, k, v, q_runs, kv_runs, spec))
+    visibility = _visibility(q, q_runs, kv_runs, spec)
+    return launch_forward(adjacent(q), adjacent(k), adjacent(v), visibility, spec)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_runs: Runs,
-    kv_runs: Runs,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Grads:
     """``attention.attention_backward`` of a call that ``supports`` allows; runs in any order.
     Gradients are the same in every run.
     """
-    grad_out, q, k, v, out, lse = _readable(grad_out, q, k, v, out, lse)
-    plan = _plan(q, k, v, q_runs, kv_runs, spec)
-    return launch_backward(grad_out, q, k, v, out, lse.contiguous(), plan)
+    return launch_backward(given.readable(), _visibility(given.q, q_runs, kv_runs, spec), spec)

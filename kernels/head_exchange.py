@@ -11,6 +11,7 @@ pass of a kernel (``triton_exchange``) from the tensors at hand to those that ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +76,13 @@ def receive_heads_reference(
 # Public functions
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and not isinstance(x, FakeTensor)
+def _kernels(x: Tensor) -> ModuleType | None:
+    """``triton_exchange`` on CUDA. Imported late: Triton is for Linux only."""
+    if not x.is_cuda or isinstance(x, FakeTensor):
+        return None
+    from paradyse.kernels import triton_exchange
+
+    return triton_exchange
 
 
 def send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
@@ -89,19 +95,15 @@ def send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
         [p, B, s, W], slice r for rank r: side by side n g heads of the first tensor and n heads of
         each of the others; padding heads are 0.
     """
-    if _on_gpu(tensors[0]):
-        from paradyse.kernels.triton_exchange import launch_send_heads
-
-        return launch_send_heads(slots, tensors)
+    if (kernels := _kernels(tensors[0])) is not None:
+        return kernels.launch_send_heads(slots, tensors)
     return send_heads_reference(slots, tensors)
 
 
 def receive_tokens(message: Tensor) -> Tensor:
     """[p, B, s, W], slice r from rank r, to [B, p s, W]: the tokens in the sequence's order."""
-    if _on_gpu(message):
-        from paradyse.kernels.triton_exchange import launch_receive_tokens
-
-        return launch_receive_tokens(message)
+    if (kernels := _kernels(message)) is not None:
+        return kernels.launch_receive_tokens(message)
     return receive_tokens_reference(message)
 
 
@@ -114,10 +116,8 @@ def send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         [p, B, s, W] as of ``send_heads``; padding heads are 0.
     """
-    if _on_gpu(tensors[0]):
-        from paradyse.kernels.triton_exchange import launch_send_tokens
-
-        return launch_send_tokens(slots, tensors)
+    if (kernels := _kernels(tensors[0])) is not None:
+        return kernels.launch_send_tokens(slots, tensors)
     return send_tokens_reference(slots, tensors)
 
 
@@ -130,8 +130,6 @@ def receive_heads(slots: HeadSlots, message: Tensor, widths: Sequence[int]) -> t
     Returns:
         [B, H, s, D], then [B, Hk, s, D'] of each other width.
     """
-    if _on_gpu(message):
-        from paradyse.kernels.triton_exchange import launch_receive_heads
-
-        return launch_receive_heads(slots, message, widths)
+    if (kernels := _kernels(message)) is not None:
+        return kernels.launch_receive_heads(slots, message, widths)
     return receive_heads_reference(slots, message, widths)

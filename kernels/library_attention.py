@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.kernels.attention_mask import (
-    DIAGONAL,
-    AttentionSpec,
-    Runs,
-    Tile,
-)
+from paradyse.kernels.attention_core import Backward, Grads, adjacent
+from paradyse.kernels.attention_mask import DIAGONAL, AttentionSpec, Runs, Tile
 from paradyse.kernels.attention_mask import FULL as FULL_TILE
 from paradyse.kernels.selection import (
     ATEN_FLASH,
@@ -120,22 +116,12 @@ def _flash_forward(
     return out, lse
 
 
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(given: Backward, causal: bool, scale: float) -> Grads:
+    _, q, k, *_ = given
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
     lengths: Any = (None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = flash_attention_backward(
-        grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset, scale=scale
-    )
+    dq, dk, dv = flash_attention_backward(*given, *lengths, 0.0, causal, seed, offset, scale=scale)
     return dq, dk, dv
 
 
@@ -146,20 +132,13 @@ def _cudnn_forward(
     return out, lse.view(q.shape[:3])
 
 
-def _cudnn_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(given: Backward, causal: bool, scale: float) -> Grads:
+    *others, lse = given
+    q, k = given.q, given.k
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
-    others: Any = (None, None, None, q.shape[2], k.shape[2])
+    lengths: Any = (None, None, None, q.shape[2], k.shape[2])
     dq, dk, dv = cudnn_attention_backward(
-        grad, q, k, v, out, lse[..., None], seed, offset, *others, 0.0, causal, scale=scale
+        *others, lse[..., None], seed, offset, *lengths, 0.0, causal, scale=scale
     )
     return dq, dk, dv
 
@@ -170,11 +149,11 @@ FORWARD_KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 """(q, k, v, causal, scale) -> out [B, H, Sq, D], lse [B, H, Sq] float32, natural logarithm."""
 
-BACKWARD_KERNELS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+BACKWARD_KERNELS: dict[str, Callable[[Backward, bool, float], Grads]] = {
     ATEN_FLASH: _flash_backward,
     CUDNN: _cudnn_backward,
 }
-"""(grad, q, k, v, out, lse, causal, scale) -> dq, dk, dv."""
+"""Of the tile, whether it is causal, and the scale of the scores; ``given`` is ``readable``."""
 
 
 # Public functions
@@ -205,11 +184,6 @@ def selected_tile(
     return (tile, kernel) if kernel in FORWARD_KERNELS else None
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    """With adjacent elements along the last dim, and no broadcast ones."""
-    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
-
-
 def _token_major_zeros(like: Tensor) -> Tensor:
     b, h, s, d = like.shape
     return like.new_zeros(b, s, h, d).transpose(1, 2)
@@ -223,8 +197,8 @@ def library_forward(
     if selected is None:
         return None
     tile, kernel = selected
-    rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
-    parts = (_adjacent(x) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
+    rows, keys = tile.rows, tile.keys
+    parts = (adjacent(x) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
     out, lse = FORWARD_KERNELS[kernel](*parts, tile.kind == DIAGONAL, spec.scale)
     if (tile.r0, tile.r1) == (0, q.shape[2]):
         return out, lse
@@ -236,41 +210,24 @@ def library_forward(
 
 
 def library_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_runs: Runs,
-    kv_runs: Runs,
-    spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+    given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
+) -> Grads | None:
     """``attention_backward`` by a kernel of PyTorch's; None where it is not the one to use."""
+    qkv = q, k, v = given.q, given.k, given.v
     selected = selected_tile(q, k, v, q_runs, kv_runs, spec, BACKWARD)
     if selected is None:
         return None
     tile, kernel = selected
-    rows, keys = slice(tile.r0, tile.r1), slice(tile.k0, tile.k1)
-    parts = (
-        _adjacent(x)
-        for x in (
-            grad_out[:, :, rows].to(q.dtype),
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            out[:, :, rows].to(q.dtype),
-        )
-    )
-    lse_rows = lse[:, :, rows].contiguous()
-    grads = BACKWARD_KERNELS[kernel](*parts, lse_rows, tile.kind == DIAGONAL, spec.scale)
+    part = given.cut(tile)
+    part = part._replace(grad_out=part.grad_out.to(q.dtype), out=part.out.to(q.dtype)).readable()
+    grads = BACKWARD_KERNELS[kernel](part, tile.kind == DIAGONAL, spec.scale)
     found = []
-    for grad, like, part in zip(grads, (q, k, v), (rows, keys, keys), strict=True):
+    for grad, like, at in zip(grads, qkv, (tile.rows, tile.keys, tile.keys), strict=True):
         if grad.shape == like.shape:
             found.append(grad)
             continue
         whole = _token_major_zeros(like)
-        whole[:, :, part] = grad
+        whole[:, :, at] = grad
         found.append(whole)
     dq, dk, dv = found
     return dq, dk, dv

@@ -32,6 +32,15 @@ def _copy(SOURCE, source_row, PLACE, place_row, there, filled, width, WIDTH: tl.
 
 
 @triton.jit
+def _program_rows(num_rows, ROWS: tl.constexpr):
+    """The sequence and the rows of it that a program copies, and which of them there are."""
+    blocks = tl.cdiv(num_rows, ROWS)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return b, row, row < num_rows
+
+
+@triton.jit
 def _balanced_position(row, rows_per_rank, chunk, num_ranks):
     """Rank, row of the rank, and global position of the rows of all ranks, one rank after the
     other.
@@ -58,10 +67,7 @@ def send_heads_kernel(
     if HAS_KEYS:
         heads += 2 * n
         columns += n * (width + value_width)
-    blocks = tl.cdiv(num_rows, ROWS)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < num_rows
+    b, row, there = _program_rows(num_rows, ROWS)
     rank, part = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     place = ((rank * num_sequences + b) * num_rows + row) * columns
     if part < query_heads:
@@ -93,15 +99,13 @@ def receive_tokens_kernel(
 ):  # fmt: skip
     """Grid: tiles of rows of all sequences, tiles of columns."""
     num_rows = rows_per_rank * num_ranks
-    blocks = tl.cdiv(num_rows, ROWS)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b, row, there = _program_rows(num_rows, ROWS)
     rank, local, position = _balanced_position(row, rows_per_rank, chunk, num_ranks)
     begin = tl.program_id(1).to(tl.int64) * WIDTH
     source = ((rank * num_sequences + b) * rows_per_rank + local) * columns + begin
     place = (b * num_rows + position) * columns + begin
     rest = columns - begin
-    _copy(MESSAGE, source, TOKENS, place, row < num_rows, rest, rest, WIDTH)
+    _copy(MESSAGE, source, TOKENS, place, there, rest, rest, WIDTH)
 
 
 @triton.jit
@@ -119,10 +123,7 @@ def send_tokens_kernel(
     if HAS_KEYS:
         columns += n * (width + value_width)
     num_rows = rows_per_rank * num_ranks
-    blocks = tl.cdiv(num_rows, ROWS)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < num_rows
+    b, row, there = _program_rows(num_rows, ROWS)
     rank, local, position = _balanced_position(row, rows_per_rank, chunk, num_ranks)
     part = tl.program_id(1).to(tl.int64)
     place = ((rank * num_sequences + b) * rows_per_rank + local) * columns
@@ -177,10 +178,7 @@ def receive_heads_kernel(
     columns = n * g * width
     if HAS_KEYS:
         columns += n * (width + value_width)
-    blocks = tl.cdiv(num_rows, ROWS)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < num_rows
+    b, row, there = _program_rows(num_rows, ROWS)
     token = b * num_rows + row
     head = tl.program_id(1).to(tl.int64)
     if head < num_heads:
@@ -207,12 +205,11 @@ def receive_heads_kernel(
             )  # fmt: skip
 
 
-def _tile(width: int) -> dict[str, int]:
-    """Options of a launch: rows and columns of a program's tile."""
+def tile_options(width: int) -> dict[str, int]:
+    """Options of a launch: rows and columns of a program's tile of rows of ``width`` elements."""
     columns = triton.next_power_of_2(max(width, 1))
-    tile = {"ROWS": max(1, TILE // columns), "WIDTH": columns}
-    # Copies alone, but Triton 3.9 warns where it is not said.
-    return {**tile, "enable_fp_fusion": True}
+    # Fusion is set because its default depends on Triton's version.
+    return {"ROWS": max(1, TILE // columns), "WIDTH": columns, "enable_fp_fusion": True}
 
 
 def _three(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
@@ -233,7 +230,7 @@ def launch_send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     b, _, s, d = q.shape
     p, widths = slots.num_ranks, [x.shape[3] for x in tensors]
     message = q.new_empty(p, b, s, sum(slots.columns(widths)))
-    tile = _tile(max(widths))
+    tile = tile_options(max(widths))
     if message.numel():
         grid = (b * triton.cdiv(s, tile["ROWS"]), p * sum(slots.message_heads(len(tensors))))
         send_heads_kernel[grid](
@@ -257,7 +254,7 @@ def launch_receive_tokens(message: Tensor) -> Tensor:
         return message[0]
     message = message.contiguous()
     tokens = message.new_empty(b, p * s, w)
-    tile = _tile(min(w, 1024))
+    tile = tile_options(min(w, 1024))
     if tokens.numel():
         grid = (b * triton.cdiv(p * s, tile["ROWS"]), triton.cdiv(w, tile["WIDTH"]))
         receive_tokens_kernel[grid](message, tokens, b, s, _chunk(s, p), p, w, **tile)
@@ -271,7 +268,7 @@ def launch_send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     p, widths = slots.num_ranks, [x.shape[3] for x in tensors]
     s = n // p
     message = q.new_empty(p, b, s, sum(slots.columns(widths)))
-    tile = _tile(max(widths))
+    tile = tile_options(max(widths))
     if message.numel():
         grid = (b * triton.cdiv(n, tile["ROWS"]), sum(slots.message_heads(len(tensors))))
         send_tokens_kernel[grid](
@@ -292,7 +289,7 @@ def launch_receive_heads(
     heads = [slots.num_heads, *[slots.num_kv_heads] * (len(widths) - 1)]
     results = [message.new_empty(b, s, h, w) for h, w in zip(heads, widths)]
     (q, k, v), has_keys = _three(results)
-    tile = _tile(max(widths))
+    tile = tile_options(max(widths))
     if message.numel():
         grid = (b * triton.cdiv(s, tile["ROWS"]), sum(heads))
         receive_heads_kernel[grid](

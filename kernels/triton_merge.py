@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096
-"""Elements of ``out`` that one program merges."""
+from paradyse.kernels.triton_exchange import tile_options
 
 
 @triton.jit
@@ -80,12 +79,6 @@ def merge_kernel(
     tl.store(place, merged.to(RESULT.dtype.element_ty), mask=inside)
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a program's tile."""
-    columns = triton.next_power_of_2(max(width, 1))
-    return max(1, TILE // columns), columns
-
-
 def launch_merge(
     out: Tensor, lse: Tensor, out_i: Tensor, lse_i: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -97,10 +90,10 @@ def launch_merge(
     if out.numel() == 0:
         return result, result_lse.copy_(torch.logaddexp(lse, lse_i))
     out, out_i = (x if x.stride(3) == 1 else x.contiguous() for x in (out, out_i))
-    rows, columns = _tile(d)
-    merge_kernel[(b * h * triton.cdiv(s, rows),)](
+    tile = tile_options(d)
+    merge_kernel[(b * h * triton.cdiv(s, tile["ROWS"]),)](
         out, lse, out_i, lse_i, result, result_lse, h, s, d,
         *out.stride()[:3], *lse.stride(), *out_i.stride()[:3], *lse_i.stride(),
-        *result.stride()[:3], ROWS=rows, WIDTH=columns, enable_fp_fusion=True,
+        *result.stride()[:3], **tile,
     )  # fmt: skip
     return result, result_lse

@@ -31,7 +31,7 @@ GATHER_OPS = 40
 """The same of gathering or scattering tokens: an operator and one message."""
 
 
-def visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
+def count_visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
     """Pairs (query, key) of ``seq_len`` tokens that may see each other under ``mask``; None is all.
 
     What padding and documents hide is counted as seen.
@@ -77,7 +77,7 @@ class Work:
             """Query and KV heads of one of p groups, padding and copies included."""
             self.padded_weights = n * self.own_heads * self.p / block.num_heads
             """Elements of the weights of all groups."""
-            self.pairs = visible_pairs(block.mask, workload.seq_len)
+            self.pairs = count_visible_pairs(block.mask, workload.seq_len)
             ups = (block.num_heads + 2 * block.num_kv_heads) * block.head_dim
             read, downs = ups, block.num_heads * block.head_dim
         else:

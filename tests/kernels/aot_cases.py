@@ -21,6 +21,7 @@ from aot import SHARED_LIMIT, compiled, launches
 from torch import Tensor
 
 from paradyse.kernels import flash_plan, triton_exchange, triton_merge
+from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_backward import launch_backward
 from paradyse.kernels.flash_forward import launch_forward
@@ -64,9 +65,9 @@ def flash(width: int, **mask: Any) -> None:
     q, k, v = heads(HEADS, width), heads(KV_HEADS, width), heads(KV_HEADS, width)
     spec = AttentionSpec(TOKENS, width**-0.5, right=0, **mask)
     positions = torch.empty(TOKENS, dtype=torch.int32, device="meta")
-    plan = flash_plan.make_plan(q, k, v, describe_mask(positions, positions, spec), spec)
-    out, lse = launch_forward(q, k, v, plan)
-    launch_backward(torch.empty_like(out), q, k, v, out, lse, plan)
+    visibility = describe_mask(positions, positions, spec)
+    out, lse = launch_forward(q, k, v, visibility, spec)
+    launch_backward(Backward(torch.empty_like(out), q, k, v, out, lse), visibility, spec)
 
 
 def cases() -> Iterator[Case]:

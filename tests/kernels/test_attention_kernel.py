@@ -23,6 +23,7 @@ from paradyse.kernels.attention import (
     bias_gradient,
     merge_partials,
 )
+from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, dropout_keep, run_positions
 
 # Relative norms. float64: sums of a few hundred terms. float32: the project's bound is 1e-4; ours
@@ -132,9 +133,10 @@ def check(
         x[:, :, pad] = torch.nan
     with torch.no_grad():
         out, lse = attention_forward(q, k, v, *runs, spec)
-        grads = [*attention_backward(grad, q, k, v, out, lse, *runs, spec)]
+        given = Backward(grad, q, k, v, out, lse)
+        grads = [*attention_backward(given, *runs, spec)]
         if learned:
-            grads.append(bias_gradient(grad, q, k, v, out, lse, *runs, spec))
+            grads.append(bias_gradient(given, *runs, spec))
     assert out.dtype == dtype and lse.dtype == kernel.stat_dtype(dtype)
     assert torch.equal(lse == -torch.inf, lse0 == -torch.inf)
     seen = lse0 > -torch.inf
@@ -233,7 +235,7 @@ def test_subsets_of_keys_compose(p: int, positions: str) -> None:
     q, k, v, grad = make(b, 4, 2, s, s, 8, 8, torch.float64)
     whole: Runs = ((0, s),)
     out0, lse0 = attention_forward(q, k, v, whole, whole, spec)
-    grads0 = attention_backward(grad, q, k, v, out0, lse0, whole, whole, spec)
+    grads0 = attention_backward(Backward(grad, q, k, v, out0, lse0), whole, whole, spec)
     cuts = [s * i // p for i in range(p + 1)]
     parts = [(((a, e - a),), slice(a, e)) for a, e in itertools.pairwise(cuts)]
     out, lse = torch.zeros_like(out0), torch.full_like(lse0, -torch.inf)
@@ -241,8 +243,9 @@ def test_subsets_of_keys_compose(p: int, positions: str) -> None:
         part = attention_forward(q, k[:, :, at], v[:, :, at], whole, runs, spec)
         out, lse = merge_partials(out, lse, *part)
     torch.testing.assert_close((out, lse), (out0, lse0), rtol=1e-12, atol=1e-12)
+    given = Backward(grad, q, k, v, out, lse)
     each = [
-        attention_backward(grad, q, k[:, :, at], v[:, :, at], out, lse, whole, runs, spec)
+        attention_backward(given._replace(k=k[:, :, at], v=v[:, :, at]), whole, runs, spec)
         for runs, at in parts
     ]
     dq, dk, dv = zip(*each, strict=True)
@@ -338,7 +341,7 @@ def test_nothing_has_s_times_s_elements(positions: str, name: str, monkeypatch: 
     whole: Runs = ((0, s),)
     with Largest() as largest:
         out, lse = attention_forward(q, k, v, whole, whole, spec)
-        attention_backward(grad, q, k, v, out, lse, whole, whole, spec)
+        attention_backward(Backward(grad, q, k, v, out, lse), whole, whole, spec)
     kernel._position_tiles.cache_clear()
     assert largest.elements < s * s / 4
 

@@ -17,6 +17,7 @@ from reference import dense_attention, visible_pairs
 from torch import Tensor
 
 from paradyse.kernels.attention import merge_partials
+from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
 from paradyse.kernels.flash_plan import refusal
 from paradyse.kernels.flash_runs import backward, forward
@@ -56,7 +57,7 @@ def check(
         x[:, :, positions >= spec.seq_len] = torch.nan
     with poisoned_memory():
         out, lse = forward(q, k, v, q_runs, kv_runs, spec)
-        grads = backward(grad, q, k, v, out, lse, q_runs, kv_runs, spec)
+        grads = backward(Backward(grad, q, k, v, out, lse), q_runs, kv_runs, spec)
     assert out.dtype == dtype and not out.isnan().any()
     unseen = lse0 == -torch.inf
     assert torch.equal(lse == -torch.inf, unseen) and (out[unseen] == 0).all()
@@ -223,7 +224,7 @@ def test_subsets_of_keys_compose(name: str) -> None:
     parts += [(k[:, :, cut:], v[:, :, cut:], whole, ((cut, s - cut),), spec)]
     for part in parts:
         out, lse = merge_partials(out, lse, *forward(q, *part))
-    each = [backward(grad, q, *part[:2], out, lse, *part[2:]) for part in parts]
+    each = [backward(Backward(grad, q, *part[:2], out, lse), *part[2:]) for part in parts]
     dq, dk, dv = zip(*each, strict=True)
     got = (out, sum(dq), torch.cat(dk, 2), torch.cat(dv, 2))
     for x, want in zip(got, (out0, *grads0), strict=True):
@@ -236,7 +237,7 @@ def test_gradients_are_the_same_in_every_run() -> None:
     where = (((0, s),), ((0, s),), AttentionSpec(s, 0.3, **mask("left padding", s, 1)))
     q, k, v, grad = make((1, 4, 1, 16, 16), s, s, torch.float32)
     out, lse = forward(q, k, v, *where)
-    first, again = (backward(grad, q, k, v, out, lse, *where) for _ in range(2))
+    first, again = (backward(Backward(grad, q, k, v, out, lse), *where) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
@@ -326,6 +327,6 @@ def test_hidden_tiles_are_not_read() -> None:
     spec = AttentionSpec(s, 0.3, right=0)
     where = (((0, 64),), ((0, s),), spec)
     out, lse = forward(q[:, :, :64], k, v, *where)
-    dq, dk, dv = backward(grad[:, :, :64], q[:, :, :64], k, v, out, lse, *where)
+    dq, dk, dv = backward(Backward(grad[:, :, :64], q[:, :, :64], k, v, out, lse), *where)
     assert not any(x.isnan().any() for x in (out, lse, dq, dk, dv))
     assert (dk[:, :, 64:] == 0).all() and (dv[:, :, 64:] == 0).all()

@@ -18,6 +18,7 @@ from paradyse.kernels.attention import (
     attention_backward,
     attention_forward,
 )
+from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import (
     DIAGONAL,
     AttentionSpec,
@@ -102,11 +103,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
     return attention_forward(q, k, v, ((0, q.shape[2]),), ((0, k.shape[2]),), spec)
 
 
-def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
-    out, lse, causal, scale = rest
-    spec = AttentionSpec(q.shape[2] + k.shape[2], scale, right=0 if causal else None)
-    runs: tuple[Runs, Runs] = (((0, q.shape[2]),), ((0, k.shape[2]),))
-    return attention_backward(grad, q, k, v, out, lse, *runs, spec)
+def _plain_backward(given: Backward, causal: bool, scale: float) -> tuple[Any, ...]:
+    n, n_k = given.q.shape[2], given.k.shape[2]
+    spec = AttentionSpec(n + n_k, scale, right=0 if causal else None)
+    return attention_backward(given, ((0, n),), ((0, n_k),), spec)
 
 
 def _compare(dtype: torch.dtype, device: str, tolerance: float) -> None:
@@ -132,7 +132,7 @@ def _compare(dtype: torch.dtype, device: str, tolerance: float) -> None:
         torch.testing.assert_close(
             got[1].double()[finite], want[1].detach()[finite], rtol=0, atol=10 * tolerance
         )
-        back = library_backward(grad, q, k, v, *got, *runs, spec)
+        back = library_backward(Backward(grad, q, k, v, *got), *runs, spec)
         assert back is not None
         for x, y in zip((got[0], *back), (want[0], *grads), strict=True):
             assert float((x.double() - y.detach()).norm() / y.detach().norm()) <= tolerance

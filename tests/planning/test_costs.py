@@ -17,7 +17,7 @@ from paradyse.planning.costs import BlockCost, Link, Machine, peak_bytes
 from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.attention.operators import attend_across_ranks
-from paradyse.strategies.work import visible_pairs
+from paradyse.strategies.work import count_visible_pairs
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
 
 CAUSAL = MaskSpec(right=0)
@@ -134,7 +134,7 @@ def test_visible_pairs_are_counted_exactly(mask: MaskSpec | None, s: int) -> Non
         seen &= j <= i + m.right
     if m.chunk is not None:
         seen &= i // m.chunk == j // m.chunk
-    assert visible_pairs(mask, s) == int(seen.sum())
+    assert count_visible_pairs(mask, s) == int(seen.sum())
 
 
 @pytest.mark.parametrize("strategy", ATTENTION_STRATEGIES)

@@ -18,7 +18,7 @@ from paradyse.kernels.attention import (
     attention_forward,
     bias_gradient,
 )
-from paradyse.kernels.attention_core import stat_dtype
+from paradyse.kernels.attention_core import Backward, stat_dtype
 from paradyse.kernels.merge import merge
 from paradyse.strategies.attention.method import Context
 
@@ -95,7 +95,7 @@ def backward(
         if message is not None and step + 1 < p:
             pending = collectives.ring_exchange([message], axis, at.block_id)
         runs = layout.runs((axis.rank - step) % p)
-        part = (grad_out, q, k, v, out, lse, own, runs, spec)
+        part = (Backward(grad_out, q, k, v, out, lse), own, runs, spec)
         dq, dk, dv = attention_backward(*part)
         if bias_grad:
             d_bias_i = bias_gradient(*part)

@@ -14,6 +14,7 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
+from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.attention_op import empty_lse, token_major
 from paradyse.kernels.head_exchange import (
@@ -132,10 +133,11 @@ def backward(
     del received
     d_heads, d_bias = part.heads(qkv), None
     if part.real[0]:
-        args = (grad_h, *d_heads, out_h, lse, runs, runs, part.spec(at.spec))
+        given = Backward(grad_h, *d_heads, out_h, lse)
+        args = (given, runs, runs, part.spec(at.spec))
         d_heads = attention_backward(*args)
         d_bias = bias_gradient(*args) if bias_grad else None
-        del args
+        del args, given
     received = _exchange(send_tokens(slots, d_heads), at)
     dq, dk, dv = receive_heads(slots, received, part.widths)
     return dq, dk, dv, d_bias
