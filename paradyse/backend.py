@@ -15,13 +15,7 @@ from torch import Tensor, fx
 
 from paradyse.config import Options, parse_options
 from paradyse.distributed import collectives
-from paradyse.distributed.agreement import (
-    PROFILE,
-    WEIGHTS,
-    check_agreement,
-    checksum,
-    must_check,
-)
+from paradyse.distributed.agreement import PROFILE, WEIGHTS, check_agreement, checksum, must_check
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import OPTIONAL
@@ -51,7 +45,7 @@ from paradyse.strategies.base import WHOLE, VariantCache
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend
 from paradyse.types import Plan, Workload
-from paradyse.weights.sharded_tensor import ShardedTensor, relayout
+from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
 
 log = logging.getLogger(__name__)
@@ -243,19 +237,12 @@ class _Graph:
         self.axis = axis
         self.blocks = describe_blocks(program)
         weights = [p() for p in capture.parameters]
-        static = sum(4 * _held_bytes(w) for w in weights if w is not None)
+        static = sum(4 * rows_here(w).nbytes for w in weights if w is not None)
         self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
         self.cost_model = self._cost_model()
         self._profiled: Machine | None = None
-        self.planner = Planner(
-            options,
-            self.blocks,
-            axis.size,
-            self._machine,
-            static,
-            bool(capture.sharded),
-            self.cost_model,
-        )
+        known = self._machine, static, bool(capture.sharded), self.cost_model
+        self.planner = Planner(options, self.blocks, axis.size, *known)
         like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
         self.guard = Guard(self.planner.plan, not callable(options.plan), like)
         self.data = [
@@ -300,7 +287,8 @@ class _Graph:
         def make(plan: Plan) -> StepConstants:
             return self._make(sizes, plan)
 
-        constants = self.guard(sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled(), make)
+        batch, seq_len, training = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
+        constants = self.guard(batch, seq_len, training, make)
         if self.axis.size > 1:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
             self._agree(args, sizes, constants)
@@ -308,17 +296,16 @@ class _Graph:
         if replicas.size > 1 and must_check(replicas, False):
             check_agreement(replicas, [], {WEIGHTS: self._checksum_of_weights()}, "")
         make_frame = current_frames()
-        if self.feedback is None or not torch.is_grad_enabled():
+        if self.feedback is None or not training:
             return make_frame(self.program, args, constants).run()
-        workload = self.guard.workload(sizes.get("B", 1), sizes[WHOLE], True)
+        workload = self.guard.workload(batch, seq_len, training)
         return self.feedback.run(args, constants, workload, make_frame)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan.strategies)
         found = self._constants.get(key)
         if found is None:
-            found = self.program.constants_for(sizes, plan.strategies)
-            self._constants[key] = found
+            found = self._constants[key] = self.program.constants_for(sizes, plan.strategies)
             if self.capture.options.dump and self.axis.rank == 0:
                 self._dump_plan(self.capture.options.dump, sizes, plan)
         return found
@@ -355,14 +342,8 @@ class _Graph:
         held = [w for w in (p() for p in self.capture.parameters) if w is not None]
         if replicated:
             held = [w for w in held if not isinstance(w, ShardedTensor)]
-        rows = [w.local if isinstance(w, ShardedTensor) else w.detach() for w in held]
-        sums = [x.double().sum() for x in rows]
+        sums = [rows_here(w).detach().double().sum() for w in held]
         return checksum([torch.stack(sums)]) if sums else 0
-
-
-def _held_bytes(weight: Tensor) -> int:
-    held = weight.local if isinstance(weight, ShardedTensor) else weight
-    return held.numel() * held.element_size()
 
 
 def _check_shards(examples: Sequence[Any], axis: Axis) -> None:
@@ -419,14 +400,7 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
             else "no graph of this model is known yet: run one step of the compiled model first"
         )
     capture, graph = graphs[-1]
-    like = Workload(
-        batch_size,
-        seq_len,
-        graph.dtype,
-        torch.is_grad_enabled(),
-        capture.axis.size,
-        describe_masks(graph.blocks),
-    )
+    like = graph.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
     kernels = attention_kernels(graph.blocks, graph.dtype, device_of(capture.axis))
     return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes), kernels)
 

@@ -133,13 +133,13 @@ class TrainerMixin(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, SHARDS).is_dir():
-            if checkpoint is not None and _is_sharded(self.model):
-                whole = [n for n in WHOLE_OPTIMIZER if Path(checkpoint, n).exists()]
-                if whole:
-                    raise ValueError(
-                        f"{Path(checkpoint, whole[0])} was written by a run whose weights were "
-                        "whole on every rank; leave paradyse.shard out to go on from it"
-                    )
+            files = [Path(checkpoint, n) for n in WHOLE_OPTIMIZER] if checkpoint else []
+            whole = [file for file in files if file.exists()]
+            if whole and _is_sharded(self.model):
+                raise ValueError(
+                    f"{whole[0]} was written by a run whose weights were whole on every rank; "
+                    "leave paradyse.shard out to go on from it"
+                )
             return super()._load_optimizer_and_scheduler(checkpoint)
         load_checkpoint(Path(checkpoint, SHARDS), self.model, _plain(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER)))

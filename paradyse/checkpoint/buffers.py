@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paradyse.torch_private import buffers_of, parameters_of, unsaved_buffers_of
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
 
 Place = tuple[nn.Module, dict[str, Any], str]
 """The module that holds a tensor, the one of its dicts that has it, and its key there."""
@@ -37,7 +37,7 @@ class Held:
 
     @property
     def on_meta(self) -> bool:
-        return _rows(self.tensor).is_meta
+        return rows_here(self.tensor).is_meta
 
     def replace(self, new: Tensor) -> None:
         """Put ``new`` in its place, everywhere.
@@ -54,7 +54,7 @@ class Held:
     def with_memory(self, device: torch.device) -> Any:
         """A tensor of its kind on ``device``, without values; of a sharded one the rank's rows."""
         x = self.tensor
-        new: Any = torch.empty_like(_rows(x).detach(), device=device)
+        new: Any = torch.empty_like(rows_here(x).detach(), device=device)
         if isinstance(x, ShardedTensor):
             new = x.with_rows(new)
         if isinstance(x, nn.Parameter):
@@ -63,10 +63,6 @@ class Held:
             if name not in vars(new):
                 setattr(new, name, value)
         return new
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.local if isinstance(x, ShardedTensor) else x
 
 
 def held_tensors(model: nn.Module) -> list[Held]:

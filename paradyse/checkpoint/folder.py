@@ -9,6 +9,7 @@ The next save removes what a killed one left.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -42,18 +43,14 @@ def make_room(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints in ``folder``, the newest last."""
+def _complete(folder: Path, below: float = math.inf) -> list[Path]:
+    """Complete checkpoints in ``folder`` of steps ``below`` one, the newest last."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _COMPLETE.fullmatch(path.name)
-        if match and (path / METADATA).is_file():
+        if match and int(match[1]) < below and (path / METADATA).is_file():
             found.append((int(match[1]), match[2] is None, path))
     return [path for *_, path in sorted(found)]
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removesuffix(".old").removeprefix("step-"))
 
 
 def newest(folder: Path) -> Path:
@@ -102,7 +99,7 @@ def finish(unfinished: Path, path: Path, metadata: Any, step: int, keep: int | N
     _sync(path.parent)
     _remove(old)
     if keep is not None:
-        former = [p for p in _complete(path.parent) if _step_of(p) < step]
+        former = _complete(path.parent, below=step)
         for p in former[: max(len(former) - (keep - 1), 0)]:
             _remove(p)
 
@@ -140,13 +137,9 @@ def damage_of(path: Path, metadata: Any) -> str:
     for piece in metadata.storage_data.values():
         end = piece.offset + piece.length
         needed[piece.relative_path] = max(end, needed.get(piece.relative_path, 0))
-    sizes = {name: _size_bytes(path / name) for name in needed}
-    missing = [name for name, size in sizes.items() if size is None]
-    short = [
-        f"{name} has {size} of {needed[name]} bytes"
-        for name, size in sizes.items()
-        if size is not None and size < needed[name]
-    ]
+    sizes = {n: size for n in needed if (size := _size_bytes(path / n)) is not None}
+    missing = [n for n in needed if n not in sizes]
+    short = [f"{n} has {s} of {needed[n]} bytes" for n, s in sizes.items() if s < needed[n]]
     parts = [f"missing are {listed(missing)}"] * bool(missing) + [listed(short)] * bool(short)
     return "; ".join(parts)
 

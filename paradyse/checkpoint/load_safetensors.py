@@ -239,35 +239,25 @@ def _match(
     """
     wanted = [h for h in tensors if h.stored]
     spell, base = _spelling(model, [n for h in wanted for n in h.names], entries)
-    keys: dict[Held, tuple[str, ...]] = {}
-    missing: list[str] = []
-    kept: list[str] = []
-    misfits: list[str] = []
-    for held in wanted:
-        found = tuple(k for k in dict.fromkeys(map(spell, held.names)) if k in entries)
-        if found:
-            keys[held] = found
-            misfits += [m for k in found if (m := _misfit(held, k, entries[k]))]
-        else:
-            (missing if strict or held.on_meta else kept).append(held.names[0])
-    used = {k for found in keys.values() for k in found}
+    named = {h: [k for k in dict.fromkeys(map(spell, h.names)) if k in entries] for h in wanted}
+    keys = {held: tuple(found) for held, found in named.items() if found}
+    lacking = [held for held in wanted if held not in keys]
+    missing = [held.names[0] for held in lacking if strict or held.on_meta]
+    kept = [held.names[0] for held in lacking if not (strict or held.on_meta)]
+    pairs = [(held, k) for held, found in keys.items() for k in found]
+    misfits = [m for held, k in pairs if (m := _misfit(held, k, entries[k]))]
+    used = {k for _, k in pairs}
     skipped = [k for k in entries if k not in used]
     patterns = (*MADE_ANEW, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()))
     known = {spell(n) for h in tensors for n in h.names}
-    extra = [
-        k
-        for k in skipped
-        if k.startswith(base) and k not in known and not any(re.search(p, k) for p in patterns)
-    ]
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} of the model's tensors are missing: {listed(missing)}")
-    if misfits:
-        problems.append(f"{len(misfits)} do not fit: {listed(misfits)}")
-    if extra and strict:
-        problems.append(
-            f"{len(extra)} have no place in the model: {listed(extra)} (strict=False skips them)"
-        )
+    odd = [k for k in skipped if k.startswith(base) and k not in known]
+    extra = [k for k in odd if not any(re.search(p, k) for p in patterns)]
+    found_wrong = (
+        (missing, "of the model's tensors are missing", ""),
+        (misfits, "do not fit", ""),
+        (extra if strict else [], "have no place in the model", " (strict=False skips them)"),
+    )
+    problems = [f"{len(of)} {what}: {listed(of)}{hint}" for of, what, hint in found_wrong if of]
     return keys, skipped, kept, problems
 
 

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,19 +120,21 @@ def load_checkpoint(
     """
     ranks = _Ranks(process_group)
     path = ranks.first(lambda: files.newest(Path(folder)))
-    mine = {name_before_compile(n): x for n, x in model.state_dict().items()}
+    mine = _weights(model)
     saved = ranks.together(lambda: _checked(path, mine, optimizer is not None))
-    values = _read_values(path, saved, optimizer is not None, ranks)
+    wanted = ("run", "optimizer.param_groups.") if optimizer is not None else ("run",)
+    present = saved.state_dict_metadata.items()
+    values: dict[str, Any] = {k: _blank(x) for k, x in present if k.startswith(wanted)}
+    ranks.read(path, values)
     step, kind, extra = values.pop("run")
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
-        given = optimizer
         groups = _param_groups(values, saved)
-        ranks.together(lambda: _check_optimizer(path, kind, groups, given, model))
+        ranks.together(partial(_check_optimizer, path, kind, groups, optimizer, model))
         state = _blank_state(saved, model)
     entries = {f"model.{n}": x for n, x in mine.items()} | state
-    _read(path, entries, ranks)
+    ranks.read(path, entries)
     others = {n: entries[f"model.{n}"] for n, x in mine.items() if not isinstance(x, Tensor)}
     if others:
         original_module(model).load_state_dict(others, strict=False)
@@ -184,6 +187,12 @@ class _Ranks:
             told = [f"on rank {r}: {type(x).__name__}: {x}" for r, (x, _) in e.failures.items()]
             raise RuntimeError(f"the checkpoint's {call.__name__} failed {listed(told)}") from e
 
+    def read(self, path: Path, entries: dict[str, Any]) -> None:
+        """Fill ``entries``, flat names as in the metadata: tensors in place, values anew."""
+        import torch.distributed.checkpoint as dcp
+
+        self.call_dcp(dcp.load, entries, storage_reader=dcp.FileSystemReader(path))
+
     def _gather(self, x: Any) -> list[Any]:
         every = [x] if self.alone else [None] * dist.get_world_size(self.group)
         if not self.alone:
@@ -210,9 +219,12 @@ def _described(error: Exception | None) -> tuple[type[Exception], str] | None:
 # Entries, and whether a checkpoint has them
 
 
+def _weights(model: nn.Module) -> dict[str, Any]:
+    return {name_before_compile(n): x for n, x in model.state_dict().items()}
+
+
 def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    weights = {name_before_compile(n): x for n, x in model.state_dict().items()}
-    entries: dict[str, Any] = {"model": weights}
+    entries: dict[str, Any] = {"model": _weights(model)}
     if optimizer is not None:
         names = [n for group in _group_names(optimizer, model) for n in group]
         state = optimizer.state_dict()
@@ -285,39 +297,23 @@ def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     missing = [n for n in mine if n not in saved]
     unknown = [n for n in saved if n not in mine]
     shapes = []
-    for name in mine.keys() & saved.keys():
+    for name in sorted(mine.keys() & saved.keys()):
         there, here = getattr(saved[name], "size", None), getattr(mine[name], "shape", None)
         if there != here:
             text = ["no tensor" if s is None else str(list(s)) for s in (there, here)]
             shapes.append(f"{name} ({text[0]} there, {text[1]} here)")
     out = [f"it lacks {listed(missing)}"] * bool(missing)
     out += [f"it has {listed(unknown)} besides"] * bool(unknown)
-    return out + [f"shapes differ: {listed(sorted(shapes))}"] * bool(shapes)
+    return out + [f"shapes differ: {listed(shapes)}"] * bool(shapes)
 
 
 # Reading
-
-
-def _read(path: Path, entries: dict[str, Any], ranks: _Ranks) -> None:
-    """Fill ``entries``, flat names as in the metadata: tensors in place, values anew."""
-    import torch.distributed.checkpoint as dcp
-
-    ranks.call_dcp(dcp.load, entries, storage_reader=dcp.FileSystemReader(path))
 
 
 def _blank(entry: Any) -> Tensor | None:
     """A tensor that an entry of the metadata can be read into; None for a value."""
     size = getattr(entry, "size", None)
     return None if size is None else torch.empty(size, dtype=entry.properties.dtype)
-
-
-def _read_values(path: Path, metadata: Any, with_optimizer: bool, ranks: _Ranks) -> dict[str, Any]:
-    """The entry "run" and, on demand, those of the optimizer's parameter groups."""
-    wanted = ("run", "optimizer.param_groups.") if with_optimizer else ("run",)
-    entries = metadata.state_dict_metadata
-    values = {k: _blank(entry) for k, entry in entries.items() if k.startswith(wanted)}
-    _read(path, values, ranks)
-    return values
 
 
 def _param_groups(values: Mapping[str, Any], metadata: Any) -> list[dict[str, Any]]:

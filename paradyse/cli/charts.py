@@ -83,8 +83,8 @@ def svg_of(chart: Chart) -> str:
     if not points:
         return "<svg/>"
     values = [v for _, v, _ in points] + ([chart.limit] if chart.limit else [])
-    xs, low, high = [n for n, _, _ in points], min(values) / 1.3, max(values) * 1.3
-    x = _scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) * 2, LEFT, WIDTH - RIGHT)
+    xs, low, high = sorted({n for n, _, _ in points}), min(values) / 1.3, max(values) * 1.3
+    x = _scale(xs[0], xs[-1] if len(xs) > 1 else xs[0] * 2, LEFT, WIDTH - RIGHT)
     y = _scale(low, high, HEIGHT - BOTTOM, TOP)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">']
     parts.append(f"<title>{escape(chart.title)}</title>")
@@ -93,7 +93,7 @@ def svg_of(chart: Chart) -> str:
             f'<path d="M{LEFT} {y(t):.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>'
             + _text(LEFT - 6, y(t) + 4, f"{_number(t)} {chart.unit}", "end")
         )
-    for n in sorted(set(xs))[:: max(1, len(set(xs)) // 6)]:
+    for n in xs[:: max(1, len(xs) // 6)]:
         parts.append(
             f'<path d="M{x(n):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#eee"/>'
             + _text(x(n), HEIGHT - BOTTOM + 18, _number(n))
@@ -105,12 +105,10 @@ def svg_of(chart: Chart) -> str:
         parts.append(_text(WIDTH - RIGHT + 8, at + 4, "limit", "start", "#c00"))
     for i, line in enumerate(chart.lines):
         colour, wide = COLOURS.get(line.name, BLACK), 1.5 if line.name in COLOURS else 3
-        for fits, dash in ((True, ""), (False, ' stroke-dasharray="4 4"')):
-            d = _path([(x(n), y(v), f) for n, v, f in line.points], fits)
-            if d:
-                parts.append(
-                    f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="{wide}"{dash}/>'
-                )
+        style = f'fill="none" stroke="{colour}" stroke-width="{wide}"'
+        for part, dash in zip(_parts(line), ("", ' stroke-dasharray="4 4"')):
+            d = "L".join(f"{x(n):.1f} {y(v):.1f}" for n, v, _ in part)
+            parts += [f'<path d="M{d}" {style}{dash}/>'] * bool(part)
         parts.append(_text(WIDTH - RIGHT + 8, TOP + 30 + 18 * i, line.name, "start", colour))
     for n, v, text in chart.marks:
         at = f'cx="{x(n):.1f}" cy="{y(v):.1f}"'
@@ -119,11 +117,11 @@ def svg_of(chart: Chart) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _path(points: Sequence[tuple[float, float, bool]], fits: bool) -> str:
-    """Through the points that fit, or from the last of them through the others."""
+def _parts(line: Line) -> tuple[Sequence[tuple[float, float, bool]], ...]:
+    """The points that fit, and from the last of them the others."""
+    points = line.points
     first = next((i for i, p in enumerate(points) if not p[2]), len(points))
-    part = points[:first] if fits else points[max(0, first - 1) :] if first < len(points) else ()
-    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b, _ in part) if part else ""
+    return points[:first], points[max(0, first - 1) :] if first < len(points) else ()
 
 
 def svg_of_bands(bands: Bands) -> str:
@@ -135,9 +133,9 @@ def svg_of_bands(bands: Bands) -> str:
     names: dict[str, None] = {}
     for i, (n, shares) in enumerate(zip(bands.lengths, bands.shares, strict=True)):
         top, left = float(TOP), LEFT + i * step
-        for name, share in shares.items():
+        for name in (s for s in ATTENTION_STRATEGIES if s in shares):
             names[name] = None
-            tall = share * (height - TOP - BOTTOM)
+            tall = shares[name] * (height - TOP - BOTTOM)
             parts.append(
                 f'<rect x="{left + 1:.1f}" y="{top:.1f}" width="{step - 2:.1f}" '
                 f'height="{tall:.1f}" fill="{COLOURS[name]}"/>'
@@ -169,19 +167,18 @@ class Page:
     bands: Sequence[Bands] = ()
 
 
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+
 def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
     """Writes ``page`` to ``path``, self-contained HTML: charts as inline SVG, then ``tables``."""
     body = [f"<h1>{escape(page.title)}</h1>"]
-    for chart in page.charts:
-        body.append(f"<h2>{escape(chart.title)}</h2>{svg_of(chart)}")
-    for bands in page.bands:
-        body.append(f"<h2>{escape(bands.title)}</h2>{svg_of_bands(bands)}")
+    body += [f"<h2>{escape(c.title)}</h2>{svg_of(c)}" for c in page.charts]
+    body += [f"<h2>{escape(b.title)}</h2>{svg_of_bands(b)}" for b in page.bands]
     for name, header, rows in tables:
-        head = "".join(f"<th>{escape(h)}</th>" for h in header)
-        lines = "".join(
-            "<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows
-        )
-        body.append(f"<h2>{escape(name)}</h2><table><tr>{head}</tr>{lines}</table>")
+        lines = _row("th", header) + "".join(_row("td", row) for row in rows)
+        body.append(f"<h2>{escape(name)}</h2><table>{lines}</table>")
     path.write_text(
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>'
         f"<title>{escape(page.title)}</title><style>{STYLE}</style></head>"
@@ -202,17 +199,12 @@ def write_png(path: Path, page: Page) -> bool:
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for ax, chart in zip(axes, charts):
         for line in chart.lines:
-            for fits, style in ((True, "-"), (False, "--")):
-                first = next((i for i, p in enumerate(line.points) if not p[2]), len(line.points))
-                part = line.points[:first] if fits else line.points[max(0, first - 1) :]
-                if part and (fits or first < len(line.points)):
-                    ax.plot(
-                        [p[0] for p in part],
-                        [p[1] for p in part],
-                        style,
-                        color=COLOURS.get(line.name, BLACK),
-                        label=line.name if fits or not first else None,
-                    )
+            name, colour = line.name, COLOURS.get(line.name, BLACK)
+            for part, style in zip(_parts(line), ("-", "--")):
+                if part:
+                    lengths, values, _ = zip(*part)
+                    ax.plot(lengths, values, style, color=colour, label=name)
+                    name = "_"  # of the legend, once
         if chart.limit:
             ax.axhline(chart.limit, color="#c00", linewidth=1)
         for n, v, text in chart.marks:

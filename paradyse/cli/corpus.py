@@ -44,11 +44,6 @@ class TextFile:
         return list(data[: self.num_tokens])
 
 
-def standard_library() -> Path:
-    """Folder of the standard library's source files."""
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def draw_files(
     num_files: int, cap: int, seed: int = 0, folder: str | os.PathLike[str] | None = None
 ) -> list[TextFile]:
@@ -113,7 +108,7 @@ def _root(cap: int, folder: str | os.PathLike[str] | None) -> tuple[Path, tuple[
     """The folder, and how names of text files end there."""
     if cap < MIN_TOKENS:
         raise ValueError(f"a cap of {cap} tokens leaves no text; give at least {MIN_TOKENS}")
-    root = standard_library() if folder is None else Path(folder)
+    root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     if not root.is_dir():
         raise ValueError(f"no folder {root}; name another one with text files in it")
     return root, (".py",) if folder is None else SUFFIXES

@@ -55,6 +55,11 @@ class Rank:
     send: Callable[[Any], None]
     """Hands the caller a value that pickles. It does not wait for it to be read."""
 
+    def report(self, value: Any) -> None:
+        """Sends ``value`` from rank 0; the other ranks have the same to tell."""
+        if self.rank == 0:
+            self.send(value)
+
 
 @dataclass
 class _Process:

@@ -60,8 +60,9 @@ def require_transformers() -> None:
         )
 
 
-def make_llama(size: LlamaSize, seed: int = 0) -> torch.nn.Module:
-    """HuggingFace's own Llama of this ``size``, with random float32 weights that ``seed`` fixes."""
+def make_llama(size: LlamaSize, seed: int = 0, dtype: str = "float32") -> torch.nn.Module:
+    """HuggingFace's own Llama of this ``size``, with random weights of ``dtype``, fixed by
+    ``seed``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -77,7 +78,7 @@ def make_llama(size: LlamaSize, seed: int = 0) -> torch.nn.Module:
         eos_token_id=None,
     )
     torch.manual_seed(seed)
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(getattr(torch, dtype))
 
 
 def read_config(path: str) -> dict[str, Any]:

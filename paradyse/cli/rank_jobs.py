@@ -6,7 +6,7 @@ Every function here runs on all ranks, started by ``paradyse.cli.launch``; rank 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from paradyse.cli import models as integrations
 from paradyse.cli.corpus import TextFile
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
-from paradyse.cli.replay import Phase, block_kinds, describe_plan, replay, wait_for_all
+from paradyse.cli.replay import Phase, batch_of, block_kinds, describe_plan, replay, wait_for_all
 from paradyse.planning.explain import PlanReport, VerifyReport
 from paradyse.planning.profile_file import Profile
 
@@ -47,8 +47,6 @@ class StepDone:
     time_s: float
     peak_bytes: int
     """Of the process, or of the device's memory on CUDA, during this step."""
-    compiled: int
-    """Compilations so far, of pieces and variants."""
 
 
 class Peak:
@@ -81,8 +79,7 @@ class Peak:
 
 
 def _batch(file: TextFile, device: str) -> dict[str, Tensor]:
-    ids = torch.tensor([file.tokens()], device=device)  # [1, S]
-    return {"input_ids": ids, "labels": ids}
+    return batch_of(torch.tensor([file.tokens()]), device)
 
 
 class _Training:
@@ -144,19 +141,16 @@ def train(
     peak, highest = Peak(rank.device), 0
     plans: list[str] = []
     kinds: list[str] = []
-    if rank.rank == 0:
-        rank.send(Phase("training; a plan used for the first time is compiled first", len(files)))
+    rank.report(Phase("training; a plan used for the first time is compiled first", len(files)))
     with integrations.whole_graphs():
         for i, file in enumerate(files):
             peak.reset()
             loss, time_s = training.step(file)
-            now = paradyse.stats(compiled)
-            plans.append(now.plan_per_length.get(file.num_tokens, ""))
+            plans.append(paradyse.stats(compiled).plan_per_length.get(file.num_tokens, ""))
             kinds = kinds or block_kinds(compiled, file.num_tokens)
             highest = max(highest, peak.read_bytes())
             what = i, file.name, file.num_tokens, describe_plan(plans[-1], kinds), loss, time_s
-            if rank.rank == 0:
-                rank.send(StepDone(*what, peak.read_bytes(), now.pieces_compiled))
+            rank.report(StepDone(*what, peak.read_bytes()))
         counters = paradyse.stats(compiled)
         if replay_at and rounds:
             known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
@@ -176,19 +170,16 @@ def train_alone(rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: in
         if i and time.monotonic() - began > ALONE_S:
             break
         loss, time_s = training.step(file)
-        rank.send(StepDone(i, file.name, file.num_tokens, "eager", loss, time_s, 0, 0))
+        rank.send(StepDone(i, file.name, file.num_tokens, "eager", loss, time_s, 0))
 
 
 def _random_batch(model: torch.nn.Module, batch: int, seq_len: int, device: str) -> dict[str, Any]:
-    ids = torch.randint(integrations.vocabulary_of(model), (batch, seq_len)).to(device)
-    return {"input_ids": ids, "labels": ids}
+    return batch_of(torch.randint(integrations.vocabulary_of(model), (batch, seq_len)), device)
 
 
 def plan(
     rank: Rank,
-    config: dict[str, Any],
-    layers: int | None,
-    dtype: str,
+    make: Callable[[], torch.nn.Module],
     batch: int,
     lengths: Sequence[int],
     options: Mapping[str, Any],
@@ -197,41 +188,33 @@ def plan(
 
     Args:
         rank: this one.
-        config: of the model; ``layers`` of it, None: all; weights are of ``dtype``.
+        make: makes the model, with equal weights on every rank.
         batch: sequences, of each of ``lengths`` tokens.
         options: of the backend.
     """
     import paradyse
 
-    model = integrations.make_model(config, layers, dtype=dtype).to(rank.device)
-    model.train()
+    model = make().to(rank.device).train()
     compiled = torch.compile(model, backend="paradyse", options=dict(options))
-    reports = []
     with integrations.whole_graphs():
         compiled(**_random_batch(model, batch, 16, rank.device))
-        for n in lengths:
-            reports.append(paradyse.explain(compiled, batch, n))
-    return reports
+        return [paradyse.explain(compiled, batch, n) for n in lengths]
 
 
 def verify(
     rank: Rank,
-    config: dict[str, Any],
-    layers: int | None,
-    dtype: str,
+    make: Callable[[], torch.nn.Module],
     batch: int,
     seq_len: int,
-    seed: int,
     options: Mapping[str, Any],
 ) -> VerifyReport:
     """``paradyse.verify`` on ``batch`` sequences of ``seq_len`` random tokens.
 
-    ``rank``, ``config``, ``layers``, ``dtype`` and ``options`` are as in ``plan``; ``seed`` fixes
-    the weights.
+    ``rank``, ``make`` and ``options`` are as in ``plan``.
     """
     import paradyse
 
-    model = integrations.make_model(config, layers, seed, dtype).to(rank.device)
+    model = make().to(rank.device)
     with integrations.whole_graphs():
         report: VerifyReport = paradyse.verify(
             model, _random_batch(model, batch, seq_len, rank.device), dict(options)
@@ -241,9 +224,7 @@ def verify(
 
 def profile(
     rank: Rank,
-    config: dict[str, Any] | LlamaSize,
-    layers: int | None,
-    dtype: str,
+    make: Callable[[], torch.nn.Module],
     sharded: bool,
     arguments: Mapping[str, Any],
 ) -> Profile | str:
@@ -251,8 +232,7 @@ def profile(
 
     Args:
         rank: rank 0 reports.
-        config: of the model; a size makes a Llama.
-        layers: of a configuration, None: all; weights are of ``dtype``.
+        make: makes the model, with equal weights on every rank.
         sharded: weights at rest 1/p on each rank.
         arguments: of ``paradyse.profile``, other than the model.
     Returns:
@@ -260,11 +240,7 @@ def profile(
     """
     import paradyse
 
-    if isinstance(config, LlamaSize):
-        model = integrations.make_llama(config).to(getattr(torch, dtype))
-    else:
-        model = integrations.make_model(config, layers, dtype=dtype)
-    model.to(rank.device)
+    model = make().to(rank.device)
     if sharded:
         paradyse.shard(model)
     with integrations.whole_graphs():

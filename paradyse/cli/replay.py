@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,6 +78,12 @@ class Infeasible:
     why: str
 
 
+def batch_of(ids: Tensor, device: str) -> dict[str, Tensor]:
+    """The arguments of a causal LM for the tokens ``ids`` [B, S], its labels too, on ``device``."""
+    ids = ids.to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
 def wait_for_all(rank: Rank) -> None:
     """Returns when all ranks, and the device of ``rank``, have come here."""
     if rank.device == "cuda":
@@ -93,10 +99,8 @@ def describe_plan(key: str, kinds: Sequence[str]) -> str:
         key: names of strategies, apart by commas.
         kinds: of the blocks, in the order of the key's names.
     """
-    names: dict[str, list[str]] = {"attention": [], "mlp": []}
-    for kind, name in zip(kinds, key.split(",")):
-        names[kind].append(name)
-    attention, mlp = names["attention"], names["mlp"]
+    pairs = list(zip(kinds, key.split(",")))
+    attention, mlp = ([name for k, name in pairs if k == kind] for kind in ("attention", "mlp"))
     if len(set(attention)) == 1:
         # An MLP's variant has several names: say the one that its neighbours have.
         same = canonical_strategy("mlp", attention[0])
@@ -192,34 +196,33 @@ def replay(
         model: compiled here, with ``options`` of the backend.
         strategies: the choices beside ``auto``; ``rounds`` runs of each.
         limit_s: no further round begins after this long.
-        watch_memory: also report plans, and the memory of each length under every choice, in steps
-            of their own.
+        watch_memory: also report the memory of each length under every choice, in steps of their
+            own.
     """
 
-    def send(value: Any) -> None:
-        if rank.rank == 0:
-            rank.send(value)
+    import paradyse
 
+    send = rank.report
     under = _Choices(rank, model, options)
-    plans: dict[int, str] = {}
     by_length = sorted(trace, key=lambda t: t[1]["input_ids"].shape[1])
-    choices = []
-    for choice in (AUTO, *strategies):
+    send(Phase(f"compiling {AUTO}"))
+    for _, batch, known in by_length:
+        under.time_s(AUTO, batch, known)
+    kinds = block_kinds(under.compiled, by_length[0][1]["input_ids"].shape[1])
+    keys = paradyse.stats(under.compiled).plan_per_length
+    plans = {n: describe_plan(key, kinds) for n, key in keys.items()}
+    for n, key in keys.items():
+        send(Planned(n, plan_shares(key, kinds)))
+    choices = [AUTO]
+    for choice in strategies:
         send(Phase(f"compiling {choice}"))
         try:
-            # Its own plans on all of the trace for auto; else a short and a long one, which brings
-            # the variants and the graph of any length.
-            ends = by_length if choice == AUTO else [by_length[0], by_length[-1]]
-            for _, batch, known in ends:
+            # A short and a long one bring the variants and the graph of any length.
+            for _, batch, known in (by_length[0], by_length[-1]):
                 under.time_s(choice, batch, known)
+            choices.append(choice)
         except (ValueError, NotImplementedError) as e:  # on every rank alike
-            if choice == AUTO:
-                raise
             send(Infeasible(choice, str(e).removeprefix(GIVEN)))
-            continue
-        choices.append(choice)
-        if choice == AUTO:
-            plans = _report_plans(under.compiled, by_length, send if watch_memory else None)
     if watch_memory:
         distinct = {batch["input_ids"].shape[1]: (batch, known) for _, batch, known in by_length}
         send(Phase("memory", len(distinct) * len(choices)))
@@ -242,20 +245,6 @@ def replay(
                 send(Replayed(choice, index, n, text, time_s))
 
 
-def _report_plans(
-    compiled: torch.nn.Module, by_length: Trace, send: Callable[[Any], None] | None
-) -> dict[int, str]:
-    """Length -> the plan that was used for it, in words; sent as shares, too."""
-    import paradyse
-
-    kinds = block_kinds(compiled, by_length[0][1]["input_ids"].shape[1])
-    keys = paradyse.stats(compiled).plan_per_length
-    for n, key in keys.items():
-        if send is not None:
-            send(Planned(n, plan_shares(key, kinds)))
-    return {n: describe_plan(key, kinds) for n, key in keys.items()}
-
-
 def bench(
     rank: Rank,
     size: LlamaSize,
@@ -273,9 +262,7 @@ def bench(
         rounds: runs of each length under ``auto`` and each of ``strategies``.
     """
     model = integrations.make_llama(size, seed).to(rank.device)
-    trace = []
-    for i, n in enumerate(lengths):
-        ids = torch.randint(size.vocabulary, (1, n)).to(rank.device)
-        trace.append((i, {"input_ids": ids, "labels": ids}, ""))
+    texts = [torch.randint(size.vocabulary, (1, n)) for n in lengths]
+    trace = [(i, batch_of(ids, rank.device), "") for i, ids in enumerate(texts)]
     with integrations.whole_graphs():
         replay(rank, model, trace, strategies, rounds, options, watch_memory=True)

@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -62,20 +61,16 @@ class Screen:
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
         self._phase, self._done, self._of = "starting", 0, 0
         self._began = time.monotonic()
-        self._live = (
-            Live(console=console, get_renderable=self._render, refresh_per_second=4)
-            if console.is_terminal
-            else None
-        )
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         if self._live:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -98,10 +93,8 @@ class Screen:
         """Shows a training step that is ``done``."""
         cells = step_cells(done, self.total)
         if self._live is None:
-            self._line(
-                f"step {cells[0]}  {cells[1]} tokens  {cells[2]}  loss {cells[3]}  "
-                f"{cells[4]} tokens/s  peak {cells[5]}  {cells[6]}  {cells[7]}"
-            )
+            line = "step {}  {} tokens  {}  loss {}  {} tokens/s  peak {}  {}  {}"
+            self._line(line.format(*cells))
         self._rows.append(cells)
         self.tick()
 
@@ -117,7 +110,7 @@ class Screen:
         head.append(f"{seconds:.0f} s", style="dim")
         parts: list[Any] = []
         if self._rows:
-            shown = len(COLUMNS) if self.console.width >= WIDE else len(COLUMNS) - 1
+            shown = len(COLUMNS) - (self.console.width < WIDE)
             table = Table(box=None, pad_edge=False)
             for name in COLUMNS[:shown]:
                 table.add_column(name, no_wrap=True, overflow="ellipsis")

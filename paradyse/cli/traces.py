@@ -28,7 +28,6 @@ SHORTEST = 16
 class LengthDistribution:
     """Shares of sequences by length, in tokens of the data set itself."""
 
-    what: str
     edges: tuple[int, ...]
     """Of the ranges, ascending: range i is from edge i to edge i + 1, the last is the longest."""
     shares: tuple[float, ...]
@@ -49,13 +48,11 @@ class LengthDistribution:
 K = 1024
 EDGES = (SHORTEST, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
 DISTRIBUTIONS = {
-    "GitHubCode": LengthDistribution(
-        "source code in GPT-2 tokens",
+    "GitHubCode": LengthDistribution(  # source code in GPT-2 tokens
         (*EDGES, 309 * K),
         (0.657, 0.145, 0.098, 0.051, 0.027, 0.011, 0.011),
     ),
-    "GRCh38": LengthDistribution(
-        "a human genome in 3-mers",
+    "GRCh38": LengthDistribution(  # a human genome in 3-mers
         (*EDGES, 624 * K),
         (0.035, 0.264, 0.287, 0.212, 0.119, 0.055, 0.019),
     ),

@@ -49,7 +49,7 @@ class GroupTensors:
         for i, (t, form, need) in enumerate(zip(self.tensors, self.forms, needs, strict=True)):
             if i in streamed:
                 assert form is not None
-                part = _padded_rows(streamed[i], form, group)
+                part = form.pad(streamed[i], group)
             else:
                 part = t.detach() if form is None else form.take(t.detach(), group)
             out.append(part.contiguous().requires_grad_(need))
@@ -141,11 +141,6 @@ class GroupTensors:
 def sum_dtype(x: Tensor) -> torch.dtype:
     """Dtype of a sum over groups of values like ``x``: 32 bits for those of 16."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-
-
-def _padded_rows(rows: Tensor, form: Rows, group: int) -> Tensor:
-    """W_g from the rows that are not padding, with zeros for those that are."""
-    return rows if -1 not in form.groups[group] else form.packed(group).take(rows, 0)
 
 
 def _real_rows(grad: Tensor, form: Rows, group: int) -> Tensor:

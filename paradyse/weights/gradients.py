@@ -13,7 +13,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.distributed.replicas import average
 from paradyse.weights.shard_comm import by_dtype
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
 
 BUCKET_BYTES = 64 * 2**20
 """A message of gradients holds about this much: it bounds the copy that a message needs."""
@@ -58,8 +58,10 @@ class AverageGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        held = [g.local if isinstance(g, ShardedTensor) else g for g in grads]
-        means = _in_buckets(held, lambda _, flat: average(flat, ctx.replicas))
+        means = _in_buckets(
+            [g if g is None else rows_here(g) for g in grads],
+            lambda _, flat: average(flat, ctx.replicas),
+        )
         pairs = zip(grads, means, strict=True)
         return None, *(g.with_rows(m) if isinstance(g, ShardedTensor) else m for g, m in pairs)
 

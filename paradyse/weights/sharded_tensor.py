@@ -158,6 +158,11 @@ def is_traced(x: ShardedTensor) -> bool:
     return not hasattr(x, "local")
 
 
+def rows_here(x: Tensor) -> Tensor:
+    """What this rank holds of ``x``: its rows of a sharded tensor, all of any other."""
+    return x.local if isinstance(x, ShardedTensor) else x
+
+
 def _refused(func: Any, x: ShardedTensor) -> Exception:
     return NotImplementedError(
         f"{func} is not defined for a sharded tensor of shape {list(x.shape)}: each rank holds "
@@ -216,10 +221,8 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
         return _wrap(_SIZED[func](like.local, **options), like)
     lists = [a for a in args if isinstance(a, list | tuple)] if _on_lists(func) else []
     num = len(lists[0]) if lists else None
-    if num is None:
-        likes = [_first((args, kwargs))]
-    else:
-        likes = [_first(each) for each in zip(*(a for a in lists if len(a) == num), strict=True)]
+    tensors = zip(*(a for a in lists if len(a) == num), strict=True) if lists else [(args, kwargs)]
+    likes = [_first(each) for each in tensors]
 
     def rows(x: Any) -> Any:
         if isinstance(x, list | tuple) and len(x) == num:
@@ -262,9 +265,7 @@ def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
 
 
 def _wrap(rows: Any, like: ShardedTensor | None) -> Any:
-    if like is None or not isinstance(rows, Tensor):
-        return rows
-    return like.with_rows(rows)
+    return rows if like is None or not isinstance(rows, Tensor) else like.with_rows(rows)
 
 
 # Reductions
@@ -281,7 +282,7 @@ def _vector_norm(
 def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
     """Norms of whole tensors, one message for all that are sharded."""
     ord = float(ord)
-    local = [x.local if isinstance(x, ShardedTensor) else x for x in tensors]
+    local = [rows_here(x) for x in tensors]
     norms = [
         torch.linalg.vector_norm(x, ord, dtype=dtype) if x.numel() else x.new_zeros((), dtype=dtype)
         for x in local

@@ -63,6 +63,10 @@ class Rows:
         at = iter(range(len(self.groups[group])))
         return Rows(self.dim, (tuple(-1 if row < 0 else next(at) for row in self.groups[group]),))
 
+    def pad(self, rows: Tensor, group: int) -> Tensor:
+        """W_g of ``group`` from those of its ``rows`` that are not padding."""
+        return self.packed(group).take(rows, 0) if -1 in self.groups[group] else rows
+
     def add(self, out: Tensor, group: int, grad: Tensor) -> None:
         """Add ``grad``, of the W_g of ``group``, to its rows of ``out``, the gradient of W."""
         if len(self.runs[group]) > MANY_RUNS:

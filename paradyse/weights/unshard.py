@@ -18,12 +18,7 @@ from torch import Tensor
 from paradyse.distributed.axis import Axis
 from paradyse.torch_private import is_traceable_wrapper_subclass
 from paradyse.weights.layout import ShardLayout
-from paradyse.weights.shard_comm import (
-    Messages,
-    gather_shards,
-    scatter_gradients,
-    start_gather,
-)
+from paradyse.weights.shard_comm import Messages, gather_shards, scatter_gradients, start_gather
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
 
@@ -61,9 +56,7 @@ class Shelf:
         if self.coming is None:
             return None
         (fetched, messages), self.coming = self.coming, None
-        if len(fetched) == len(shards) and all(
-            a is b for a, b in zip(fetched, shards, strict=True)
-        ):
+        if list(map(id, fetched)) == list(map(id, shards)):
             return messages
         for _, pending in messages:
             pending.wait()
@@ -111,11 +104,9 @@ class Gathered:
     def release(self, outputs: Sequence[Any]) -> list[Any]:
         """Give the memory back after forward; the block's ``outputs`` bring it back in backward."""
         mine = {w.untyped_storage().data_ptr() for w in self.wholes}
+        # An output may be a part of a weight itself, such as a slice of a table of positions.
         result = [
-            x.clone()  # a part of a weight itself, such as a slice of a table of positions
-            if isinstance(x, Tensor) and _storage(x) in mine
-            else x
-            for x in outputs
+            x.clone() if isinstance(x, Tensor) and _storage(x) in mine else x for x in outputs
         ]
         needs = [i for i, x in enumerate(result) if isinstance(x, Tensor) and x.requires_grad]
         if needs:
@@ -167,14 +158,12 @@ class _Gather(torch.autograd.Function):
         out: list[Tensor | None] = [None] * len(grads)
         like = [gathered.shards[i] for i in found]
         given = [grads[i] for i in found]
-        if not found:
-            return None, *out
         if gathered.summed:
             mine = scatter_gradients(given, like, gathered.block_id)
         else:
             mine = [s.placement.take_own(g) for g, s in zip(given, like, strict=True)]
-        for i, rows in zip(found, mine, strict=True):
-            out[i] = gathered.shards[i].with_rows(rows)
+        for i, shard, rows in zip(found, like, mine, strict=True):
+            out[i] = shard.with_rows(rows)
         return None, *out
 
 
@@ -211,11 +200,7 @@ class _AsItLies(torch.autograd.Function):
 
 def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
     """W_r, the rows of this rank's group, from those that ``shard`` holds (``form`` fits them)."""
-    rank = shard.placement.axis.rank
-    rows: Tensor = _AsItLies.apply(shard)
-    if -1 not in form.groups[rank]:
-        return rows
-    return form.packed(rank).take(rows, 0)
+    return form.pad(_AsItLies.apply(shard), shard.placement.axis.rank)
 
 
 def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:

@@ -272,7 +272,7 @@ def test_replayed_files_are_of_every_range_and_of_different_lengths() -> None:
 
 
 def done(step: int, loss: float) -> StepDone:
-    return StepDone(step, "a.py", 100, "metp,metp", loss, 0.5, 2**20, 3)
+    return StepDone(step, "a.py", 100, "metp,metp", loss, 0.5, 2**20)
 
 
 def test_losses_that_differ_fail_the_demo() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from paradyse.cli import launch
-from paradyse.cli.charts import Bands, Chart, Line, Page, write_charts
+from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
 from paradyse.cli.commands.demo import Record, choice_times, llama_size
 from paradyse.cli.models import require_transformers
 from paradyse.cli.replay import AUTO
@@ -40,8 +40,7 @@ def run_bench(args: argparse.Namespace) -> int:
     console = make_console()
     lengths, source = trace_of(args)
     device = launch.choose_device(args.device, args.ranks)
-    strategies = args.strategies or ATTENTION_STRATEGIES
-    strategies = strategies if args.ranks > 1 else ()
+    strategies = (args.strategies or ATTENTION_STRATEGIES) if args.ranks > 1 else ()
     size = llama_size(args, max(lengths))
     title = (
         f"{size}; {args.ranks} rank{'s' * (args.ranks > 1)} on {device}; inner compiler: "
@@ -91,6 +90,12 @@ def _check_paths(args: argparse.Namespace) -> None:
         raise ValueError(f"--out {args.out}: that is a file; name a folder")
 
 
+def _chart(title: str, unit: str, of: Mapping[str, Iterable[tuple[float, float]]]) -> Chart:
+    """A chart of (length, value) of each choice."""
+    lines = (Line(c, tuple((n, x, True) for n, x in points)) for c, points in of.items())
+    return Chart(title, unit, tuple(lines))
+
+
 @dataclass(frozen=True)
 class Results:
     """What was replayed, as tables, charts and lines of a CSV."""
@@ -104,7 +109,7 @@ class Results:
         """Indices of the trace, from the shortest sequence to the longest."""
         return sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
 
-    def times(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    def times(self) -> Table:
         """Title, header and rows: every length, then all together."""
         choices = [c for c in self.record.choices() if c != AUTO]
         plans = {r.index: r.plan for r in self.record.replayed if r.choice == AUTO}
@@ -119,7 +124,7 @@ class Results:
         )
         return title, ("length", "plan of auto", AUTO, *choices), rows
 
-    def memory(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    def memory(self) -> Table:
         """Title, header and rows: every distinct length."""
         peaks, choices = self.peaks(), self.record.choices()
         rows = [
@@ -135,29 +140,24 @@ class Results:
 
     def cumulated(self, choice: str) -> dict[int, float]:
         """Length -> seconds of all sequences up to it, under ``choice``."""
-        times = [self.record.median_s(choice, i) or 0.0 for i in self.order]
+        times = [self.record.median_s(choice, i) for i in self.order]
         return {self.lengths[i]: t for i, t in zip(self.order, accumulate(times), strict=True)}
 
     def page(self, title: str) -> Page:
         """Time and memory against length, also added up from the shortest; ``title`` is on top."""
-        single, summed, memory = [], [], []
-        peaks = self.peaks()
-        for choice in self.record.choices():
-            times = [(self.lengths[i], self.record.median_s(choice, i)) for i in self.order]
-            single.append(Line(choice, tuple((n, t, True) for n, t in times if t is not None)))
-            totals = self.cumulated(choice).items()
-            summed.append(Line(choice, tuple((n, t, True) for n, t in totals)))
-            held = [(n, peaks[choice, n] / 2**20) for n in sorted(set(self.lengths))]
-            memory.append(Line(choice, tuple((n, b, True) for n, b in held)))
-        return Page(
-            title,
-            (
-                Chart("Time of forward and backward", "s", tuple(single)),
-                Chart("Time of all sequences up to a length", "s", tuple(summed)),
-                Chart("Peak memory of a rank", "MiB", tuple(memory)),
-            ),
-            self.bands(),
+        peaks, choices, order = self.peaks(), self.record.choices(), self.order
+        single = {
+            c: [(self.lengths[i], self.record.median_s(c, i)) for i in order] for c in choices
+        }
+        summed = {c: self.cumulated(c).items() for c in choices}
+        distinct = sorted(set(self.lengths))
+        memory = {c: [(n, peaks[c, n] / 2**20) for n in distinct] for c in choices}
+        charts = (
+            _chart("Time of forward and backward", "s", single),
+            _chart("Time of all sequences up to a length", "s", summed),
+            _chart("Peak memory of a rank", "MiB", memory),
         )
+        return Page(title, charts, self.bands())
 
     def bands(self) -> list[Bands]:
         """What ``auto`` takes for each kind of block; nothing where there is nothing to choose."""
@@ -176,7 +176,7 @@ class Results:
         peaks = self.peaks()
         choices = self.record.choices()
         totals = {c: self.cumulated(c) for c in choices}
-        medians = {(c, i): self.record.median_s(c, i) or 0.0 for c in choices for i in self.order}
+        medians = {(c, i): self.record.median_s(c, i) for c in choices for i in self.order}
         with open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow((*COLUMNS, "peak_bytes"))

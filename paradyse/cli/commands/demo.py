@@ -63,10 +63,11 @@ class Record:
         """What was replayed, ``auto`` first."""
         return list(dict.fromkeys(r.choice for r in self.replayed))
 
-    def median_s(self, choice: str, index: int) -> float | None:
-        """Seconds of file ``index`` under ``choice``; None where it was not replayed."""
-        times = [r.time_s for r in self.replayed if r.choice == choice and r.index == index]
-        return statistics.median(times) if times else None
+    def median_s(self, choice: str, index: int) -> float:
+        """Seconds of file ``index`` under ``choice``, which has been replayed."""
+        return statistics.median(
+            r.time_s for r in self.replayed if (r.choice, r.index) == (choice, index)
+        )
 
 
 def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
@@ -74,14 +75,7 @@ def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
     heads = args.heads or max(1, args.hidden // 32)
     kv_heads = args.kv_heads or (heads // 2 if heads % 2 == 0 else heads)
     intermediate = args.intermediate or math.ceil(args.hidden * args.wide / 8) * 8
-    return LlamaSize(
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate=intermediate,
-        max_tokens=max_tokens,
-    )
+    return LlamaSize(args.layers, args.hidden, heads, kv_heads, intermediate, max_tokens=max_tokens)
 
 
 def pick_files(files: Sequence[TextFile], ranges: Sequence[range], per_range: int) -> list[int]:
@@ -222,9 +216,7 @@ def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> t
     """Of ``record``: time of the files ``at`` under auto; under each of ``choices``, times that."""
     if not at:
         return ("-",) * (1 + len(choices))
-    totals = {
-        c: sum(t for i in at if (t := record.median_s(c, i)) is not None) for c in (AUTO, *choices)
-    }
+    totals = {c: sum(record.median_s(c, i) for i in at) for c in (AUTO, *choices)}
     best = min(totals.values())
     cells = [format_seconds(totals[AUTO]), *(f"{totals[c] / totals[AUTO]:.2f}x" for c in choices)]
     return tuple(c + ("*" if t == best else "") for c, t in zip(cells, totals.values()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -41,10 +40,6 @@ def _version(name: str, least: str = "", needed: str = "") -> Finding:
     return Finding(name, version)
 
 
-def _python() -> Finding:
-    return Finding("python", f"{platform.python_version()} ({sys.executable})")
-
-
 def _device() -> Finding:
     import torch
 
@@ -73,21 +68,19 @@ def _compiler() -> Finding:
 
 
 def _backends() -> Finding:
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available():
         return Finding("collectives", "none", "this torch was built without torch.distributed")
     there = {"gloo": dist.is_gloo_available(), "NCCL": dist.is_nccl_available()}
     found = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in there.items())
-    import torch
-
+    problem = ""
     if not there["gloo"]:
-        return Finding("collectives", found, "gloo is needed on CPUs: install a build that has it")
-    if torch.cuda.device_count() and not there["NCCL"]:
-        return Finding(
-            "collectives", found, "NCCL is needed on GPUs: install a CUDA build of torch"
-        )
-    return Finding("collectives", found)
+        problem = "gloo is needed on CPUs: install a build that has it"
+    elif torch.cuda.device_count() and not there["NCCL"]:
+        problem = "NCCL is needed on GPUs: install a CUDA build of torch"
+    return Finding("collectives", found, problem)
 
 
 def _entry_point() -> Finding:
@@ -121,7 +114,7 @@ def _ranks() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
+    lambda: Finding("python", f"{platform.python_version()} ({sys.executable})"),
     lambda: _version("paradyse", needed="it is imported from a folder, not installed"),
     lambda: _version("torch", "2.11", "the backend is one of torch's"),
     lambda: _version("triton"),
@@ -139,10 +132,8 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def run_doctor(args: argparse.Namespace) -> int:
     """Every check, whatever ``args``; exit code 1 if one found a problem."""
     console = make_console()
-    findings = []
     with console.status("looking around ..."):
-        for check in CHECKS:
-            findings.append(check())
+        findings = [check() for check in CHECKS]
     rows = [("PROBLEM" if f.problem else "ok", f.what, f.found) for f in findings]
     show_table(console, "what the backend needs", ("", "what", "found"), rows)
     problems = [f for f in findings if f.problem]

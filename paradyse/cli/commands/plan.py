@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
+from paradyse.cli.replay import plan_shares
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
@@ -20,7 +22,6 @@ from paradyse.offline.outlook import MIXTURE, Forecast, Outlook, look_ahead, pla
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
-from paradyse.types import ATTENTION_STRATEGIES
 
 DEVICE = "a100-80gb"
 """Where ``--gpus`` is given without ``--device``."""
@@ -80,10 +81,9 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _plan_here(args: argparse.Namespace) -> None:
     """Planned on ranks of this machine, from what it measures."""
+    config, dtype = integrations.read_config(args.model), args.dtype or "float32"
     arguments = {
-        "config": integrations.read_config(args.model),
-        "layers": args.layers,
-        "dtype": args.dtype or "float32",
+        "make": partial(integrations.make_model, config, args.layers, dtype=dtype),
         "batch": args.batch,
         "lengths": args.lengths or [128, 1024, 8192],
         "options": {"inner": "eager", "plan": args.plan, "memory_limit": args.memory_limit},
@@ -168,14 +168,13 @@ def tables_of(
     ]
     longest += [(name, f"infeasible: {why}") for name, why in outlook.infeasible.items()]
     tables.append(("longest trainable length", ("strategy", "tokens"), longest))
-    static = format_bytes(outlook.run.static_bytes)
-    limit = format_bytes(outlook.limit_bytes)
-    memory = [
-        ("weights, gradients, optimizer", static),
-        ("communicators", format_bytes(outlook.machine.communicator_bytes)),
-        ("may be used", limit),
-    ]
-    tables.append(("memory of a rank", ("what", "bytes"), memory))
+    memory = {
+        "weights, gradients, optimizer": outlook.run.static_bytes,
+        "communicators": outlook.machine.communicator_bytes,
+        "may be used": outlook.limit_bytes,
+    }
+    rows = [(what, format_bytes(n)) for what, n in memory.items()]
+    tables.append(("memory of a rank", ("what", "bytes"), rows))
     return tables
 
 
@@ -218,13 +217,10 @@ def charts_of(outlook: Outlook) -> tuple[Chart, Chart]:
 
 def bands_of(outlook: Outlook) -> list[Bands]:
     """What the mixture takes in ``outlook``, for each kind of block."""
-    found = []
-    for kind in dict.fromkeys(b.kind for b in outlook.run.blocks):
-        at = [i for i, b in enumerate(outlook.run.blocks) if b.kind == kind]
-        shares = []
-        for f in outlook.forecasts[MIXTURE]:
-            names = [f.plan[i] for i in at]
-            shares.append({n: names.count(n) / len(at) for n in ATTENTION_STRATEGIES if n in names})
-        lengths = tuple(f.seq_len for f in outlook.forecasts[MIXTURE])
-        found.append(Bands(f"Strategies of {kind} blocks in the mixture", lengths, tuple(shares)))
+    found, kinds = [], [b.kind for b in outlook.run.blocks]
+    lengths = tuple(f.seq_len for f in outlook.forecasts[MIXTURE])
+    shares = [plan_shares(",".join(f.plan), kinds) for f in outlook.forecasts[MIXTURE]]
+    for kind in dict.fromkeys(kinds):
+        title = f"Strategies of {kind} blocks in the mixture"
+        found.append(Bands(title, lengths, tuple(of[kind] for of in shares)))
     return found

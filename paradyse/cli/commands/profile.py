@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from paradyse.cli import launch
-from paradyse.cli.models import LlamaSize, read_config, require_transformers
+from paradyse.cli.models import LlamaSize, make_llama, make_model, read_config, require_transformers
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile
@@ -27,7 +27,10 @@ def run_profile(args: argparse.Namespace) -> int:
         RanksFailed: a rank failed.
     """
     require_transformers()
-    config: Any = read_config(args.model) if args.model else LlamaSize(args.layers or 2)
+    if args.model:
+        make = partial(make_model, read_config(args.model), args.layers, dtype=args.dtype)
+    else:
+        make = partial(make_llama, LlamaSize(args.layers or 2), dtype=args.dtype)
     path = Path(args.out).resolve()
     if not path.parent.is_dir():
         raise ValueError(f"--out {args.out}: no folder {path.parent}")
@@ -46,22 +49,16 @@ def run_profile(args: argparse.Namespace) -> int:
     device = launch.choose_device(args.device, args.ranks)
     console = make_console()
     if device == "cpu" and args.ranks > (cores := launch.num_cores()):
-        crowd = f"{args.ranks} ranks share {cores} core{'s' if cores > 1 else ''}"
-        text = f"{crowd}: what a block takes depends on when the others run, and lengths beyond the"
-        text += " longest are predicted badly"
-        console.print(text)
+        console.print(
+            f"{args.ranks} ranks share {cores} core{'s' * (cores > 1)}: what a block takes depends "
+            "on when the others run, and lengths beyond the longest are predicted badly"
+        )
     with Screen(console, 0) as screen:
         screen.phase("starting ranks, compiling")
         found = launch.run_as_asked(
             args,
             "paradyse.cli.rank_jobs:profile",
-            {
-                "config": config,
-                "layers": args.layers,
-                "dtype": args.dtype,
-                "sharded": args.sharded,
-                "arguments": arguments,
-            },
+            {"make": make, "sharded": args.sharded, "arguments": arguments},
             lambda p: screen.progress(p.done, p.total, p.text or "done"),
             silence_s=args.timeout,  # between two reports lie all steps of a strategy at a length
         )[0]
@@ -82,15 +79,11 @@ def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> 
     names = [f"{kind} {structure}" for kind, structure in blocks]
     rows = []
     for n in sorted({m.seq_len for m in mine}):
-        cells = [str(n)]
-        for kind, structure in blocks:
-            at = [m for m in mine if (m.kind, m.structure, m.seq_len) == (kind, structure, n)]
-            cells.append(_fastest(at))
-        rows.append(cells)
+        at = [[m for m in mine if (m.kind, m.structure, m.seq_len) == (*b, n)] for b in blocks]
+        rows.append([str(n), *map(_fastest, at)])
     title = f"fastest strategy of a block, batch {args.batch}, {found.header.num_ranks} ranks"
     show_table(console, title, ("length", *names), rows)
-    text = f"{found.path}: {len(found.measurements)} measurements"
-    console.print(text)
+    console.print(f"{found.path}: {len(found.measurements)} measurements")
 
 
 def _fastest(measurements: list[Measurement]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from paradyse.cli import launch
-from paradyse.cli.models import read_config, require_transformers
+from paradyse.cli.models import make_model, read_config, require_transformers
 from paradyse.cli.screen import make_console
 
 
@@ -21,13 +22,11 @@ def run_verify(args: argparse.Namespace) -> int:
         RanksFailed: a rank failed.
     """
     require_transformers()
+    config = read_config(args.model)
     arguments = {
-        "config": read_config(args.model),
-        "layers": args.layers,
-        "dtype": args.dtype,
+        "make": partial(make_model, config, args.layers, args.seed, args.dtype),
         "batch": args.batch,
         "seq_len": args.seq_len,
-        "seed": args.seed,
         "options": {"inner": args.inner},
     }
     console = make_console()
