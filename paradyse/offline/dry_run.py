@@ -9,7 +9,6 @@ needs while it runs, and has no formula per model.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,14 +36,11 @@ from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
-from paradyse.strategies.metp import MetpVariant
 from paradyse.torch_private import FakeTensorMode
 from paradyse.types import REPLICATED, BlockSpec
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form
-
-log = logging.getLogger(__name__)
 
 CHUNKS = (8, 16, 32, 64)
 """Lengths to measure at, in chunks of which a rank holds two (``TokenLayout``). Sizes are linear in
@@ -60,8 +56,6 @@ class Sizes:
     """Memory of one block (or piece between blocks) under one strategy."""
 
     growth: Growth
-    gathered_bytes: int
-    """Bytes of weights that the block takes whole; sharded ones are freed after it."""
     before: Growth | None = None
     """The growth with one group of ``metp`` less, where not all groups are run."""
     num_more: int = 0
@@ -77,10 +71,6 @@ class Sizes:
             saved += self.num_more * (saved - less)
             peak += self.num_more * max(0, peak - lower)
         return saved, max(0, peak - saved)
-
-    def flops(self, tokens: int) -> float:
-        """Operations of its matmuls, forward and backward, with ``tokens`` on a rank."""
-        return self.growth.flops_at(tokens)
 
 
 @dataclass(frozen=True)
@@ -159,23 +149,20 @@ def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
 def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
     """Memory of ``step`` of ``program`` under ``strategy``, at any length."""
     variant = program.variant(step, strategy)
-    if not isinstance(variant, MetpVariant) or len(variant.used) <= FEW_GROUPS:
-        growth, gathered = _growth(program, step, strategy)
+    used = getattr(variant, "used", ())  # groups of ``metp``
+    if len(used) <= FEW_GROUPS:
         lasting = isinstance(step, PieceStep) and not any(map(_has_gradient, step.piece.outputs))
-        return Sizes(growth, gathered, lasting=lasting)
-    used = variant.used
+        return Sizes(_growth(program, step, strategy), lasting=lasting)
     try:
         variant.used = used[: FEW_GROUPS - 1]
-        before, _ = _growth(program, step, strategy)
+        before = _growth(program, step, strategy)
         variant.used = used[:FEW_GROUPS]
-        growth, gathered = _growth(program, step, strategy)
+        return Sizes(_growth(program, step, strategy), before, len(used) - FEW_GROUPS)
     finally:
         variant.used = used
-    return Sizes(growth, gathered, before, len(used) - FEW_GROUPS)
 
 
-def _growth(program: Program, step: Step, strategy: str) -> tuple[Growth, int]:
-    """Growth of ``step``, and bytes of the weights that it takes whole."""
+def _growth(program: Program, step: Step, strategy: str) -> Growth:
     tokens, samples = [], []
     for chunk in (CHUNKS[0], *CHUNKS):
         layout = TokenLayout(program.axis.size, 2 * program.axis.size * chunk)
@@ -184,8 +171,8 @@ def _growth(program: Program, step: Step, strategy: str) -> tuple[Growth, int]:
         if len(samples) == len(CHUNKS):
             # the first only compiles
             with contextlib.suppress(ValueError):
-                return fit_growth(tokens[1:], samples[1:]), samples[-1].gathered_bytes
-    return fit_growth(tokens[1:], samples[1:]), samples[-1].gathered_bytes
+                return fit_growth(tokens[1:], samples[1:])
+    return fit_growth(tokens[1:], samples[1:])
 
 
 @contextlib.contextmanager
@@ -223,20 +210,19 @@ def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: A
     def capture(gm: fx.GraphModule, examples: list[Any]) -> Any:
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         weights = [is_model_state(n, e) for n, e in zip(placeholders, examples, strict=True)]
-        inputs = trace_inputs(placeholders, examples).values
-        program, ctx = build_program(_on_cpu(gm), _inputs_on_cpu(inputs), weights, options, axis)
+        traced = trace_inputs(placeholders, examples).values
+        inputs = [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in traced]
+        program, ctx = build_program(_on_cpu(gm), inputs, weights, options, axis)
         found.append((program, ctx.notes))
         raise _Captured
 
     compiled = torch.compile(model, backend=capture, dynamic=True)
-    with contextlib.suppress(_Captured):
-        try:
-            compiled(**batch)
-        except Exception as e:
-            if not found:
-                raise
-            if not isinstance(e.__cause__ or e, _Captured) and "_Captured" not in str(e):
-                raise
+    try:
+        compiled(**batch)
+    except Exception as e:
+        captured = isinstance(e.__cause__ or e, _Captured) or "_Captured" in str(e)
+        if not (found and captured):
+            raise
     program, notes = found[0]
     if program is None:
         raise ValueError(f"nothing in the model's graph can be split: {'; '.join(notes)}")
@@ -262,10 +248,6 @@ def _on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
             node.kwargs = map_aggregate(node.kwargs, moved)
     gm.recompile()
     return gm
-
-
-def _inputs_on_cpu(inputs: Sequence[Any]) -> list[Any]:
-    return [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in inputs]
 
 
 def _has_gradient(node: fx.Node) -> bool:
@@ -321,7 +303,7 @@ class _Alone(Frame):
         w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
         self._hold(w)
         if form is None or node not in self.layouts:
-            self.gathered_bytes += like.numel() * like.element_size()
+            self.gathered_bytes += like.nbytes
         return w
 
     def _hold(self, weight: Tensor) -> None:
@@ -335,17 +317,6 @@ class _Alone(Frame):
         return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
 
 
-@contextlib.contextmanager
-def _no_leftovers() -> Iterator[None]:
-    """Inside, caches start empty, and they are restored afterwards: a run shows the same operators
-    every time, and leaves no tensor without memory where a real one is expected."""
-    position_intervals.cache_clear()
-    try:
-        yield
-    finally:
-        position_intervals.cache_clear()
-
-
 def run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: int) -> Sample:
     """Run ``step`` of ``program`` under ``strategy``, forward and backward, without memory.
 
@@ -357,7 +328,12 @@ def run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: 
     sizes = {WHOLE: seq_len, "B": batch}
     if program.axis.size > 1:
         sizes[SPLIT] = layout.local_len
-    with _no_leftovers(), FakeTensorMode(allow_non_fake_inputs=True):
+    with contextlib.ExitStack() as stack:
+        # A run shows the same operators every time, and leaves no tensor without memory where a
+        # real one is expected.
+        position_intervals.cache_clear()
+        stack.callback(position_intervals.cache_clear)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         constants = program.constants_for(sizes, ())
         timeline, saved = Timeline(bodies(program.axis)), Saved()
         frame = _Alone(program, constants, step, timeline)
@@ -368,18 +344,13 @@ def run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: 
             outputs = [frame.env[n] for n in step.piece.outputs]
             outputs = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
             kept = saved.num_bytes(frame.shared())
-            if not outputs:  # tables that blocks read to the end
-                timeline.mark()
-                kept = timeline.alive_bytes[-1]
             if outputs:
                 grads = [torch.empty_like(x) for x in outputs]
                 frame.env.clear()
                 torch.autograd.backward(outputs, grads)
-                timeline.mark()
-    given = sum(_num_bytes(x) for x in frame.given if x.requires_grad)
+            timeline.mark()
+            if not outputs:  # tables that blocks read to the end
+                kept = timeline.alive_bytes[-1]
+    given = sum(x.nbytes for x in frame.given if x.requires_grad)
     alive = tuple(n + given for n in timeline.alive_bytes)
     return Sample(kept, alive, frame.gathered_bytes, timeline.flops)
-
-
-def _num_bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

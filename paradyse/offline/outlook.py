@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 
 from paradyse.config import Options
-from paradyse.offline.dry_run import DryRun
+from paradyse.offline.dry_run import DryRun, Sizes
 from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.explain import count_names
-from paradyse.planning.planner import Planner, longest_length
+from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
 from paradyse.types import BlockSpec, Plan, Workload
@@ -46,24 +46,24 @@ class PaperCosts:
     def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
         """Of ``block`` under ``strategy`` for ``workload``."""
         prior = prior_cost(block, strategy, workload, self.machine, self.sharded)
-        sizes = self.run.block(block, strategy)
-        saved, workspace = sizes.at(self.run.tokens(workload.seq_len, workload.batch))
-        weights = RESIDENT * sizes.gathered_bytes if self.sharded else 0
-        return replace(prior, saved_bytes=saved, workspace_bytes=workspace + weights)
+        tokens = self.run.tokens(workload.seq_len, workload.batch)
+        saved, workspace = self._held(self.run.block(block, strategy), tokens)
+        return replace(prior, saved_bytes=saved, workspace_bytes=workspace)
 
     def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
         """Of embedding, head and loss for ``workload``: memory, and the time of their matmuls; the
         same whatever the ``blocks``."""
-        tokens = self.run.tokens(workload.seq_len, workload.batch)
-        tables, most, flops = 0, 0, 0.0
-        for sizes in self.run.between:
-            saved, workspace = sizes.at(tokens)
-            weights = RESIDENT * sizes.gathered_bytes if self.sharded else 0
-            # what the head saves is gone before any block's backward: it is workspace
-            most = max(most, saved + workspace + weights)
-            tables += saved if sizes.lasting else 0
-            flops += sizes.flops(tokens)
+        between, tokens = self.run.between, self.run.tokens(workload.seq_len, workload.batch)
+        flops = sum(sizes.growth.flops_at(tokens) for sizes in between)
+        tables = sum(self._held(sizes, tokens)[0] for sizes in between if sizes.lasting)
+        # what the head saves is gone before any block's backward: it is workspace
+        most = max((sum(self._held(sizes, tokens)) for sizes in between), default=0)
         return BlockCost(flops / self.machine.matmul_flops, tables, most, 0)
+
+    def _held(self, sizes: Sizes, tokens: int) -> tuple[int, int]:
+        """Bytes saved and of workspace, weights included."""
+        saved, workspace = sizes.at(tokens)
+        return saved, workspace + RESIDENT * sizes.growth.gathered_bytes * self.sharded
 
 
 @dataclass(frozen=True)
@@ -135,26 +135,15 @@ def look_ahead(
         why = [f"{b.name}: {b.infeasible[s]}" for b in run.blocks if s in b.infeasible]
         if why:
             infeasible[s] = why[0]
-    static = [s for s in options.strategies if s not in infeasible]
-
-    def least(seq_len: int) -> float:
-        return planner.least_bytes(workload(seq_len))
-
-    def need(s: str) -> Callable[[int], float]:
-        plan = Plan((s,) * len(run.blocks))
-        return lambda n: planner.predict(plan, workload(n))[1]
-
-    longest = {s: longest_length(need(s), bound, LONGEST) for s in static}
-    longest[MIXTURE] = longest_length(least, bound, LONGEST)
+    names = {s: (s,) * len(run.blocks) for s in options.strategies if s not in infeasible}
+    longest = {s: planner.longest(workload(1), LONGEST, names.get(s)) for s in (*names, MIXTURE)}
     if callable(lengths):
         lengths = lengths(longest[MIXTURE])
     forecasts = {
-        s: tuple(
-            _forecast(planner, Plan((s,) * len(run.blocks)), workload(n), bound) for n in lengths
-        )
-        for s in static
+        s: tuple(_forecast(planner, Plan(plan), workload(n), bound) for n in lengths)
+        for s, plan in names.items()
     }
-    possible = [n for n in lengths if least(n) <= bound]
+    possible = [n for n in lengths if planner.least_bytes(workload(n)) <= bound]
     forecasts[MIXTURE] = tuple(
         _forecast(planner, planner.plan(workload(n)), workload(n), bound) for n in possible
     )

@@ -100,9 +100,11 @@ class Growth:
     """Coefficients [operators, degree + 1]."""
     flops: np.ndarray
     """Coefficients [degree + 1]."""
+    gathered_bytes: int
+    """Bytes of weights that the block takes whole; sharded ones are freed after it."""
 
     def flops_at(self, tokens: int) -> float:
-        """Operations of the matmuls with ``tokens`` on a rank."""
+        """Operations of the matmuls, forward and backward, with ``tokens`` on a rank."""
         return float(self.flops @ float(tokens) ** np.arange(len(self.flops)))
 
     def at(self, tokens: int) -> tuple[int, int]:
@@ -137,4 +139,5 @@ def fit_growth(tokens: Sequence[int], samples: Sequence[Sample]) -> Growth:
     if (off > EXACT * np.abs(values).max(0) + 1).any():
         raise ValueError(f"bytes are no polynomial of the length: off by {off.max():.0f}")
     coefficients = (found / scale ** np.arange(len(found))[:, None]).T
-    return Growth(coefficients[0], np.unique(coefficients[2:], axis=0), coefficients[1])
+    timeline = np.unique(coefficients[2:], axis=0)
+    return Growth(coefficients[0], timeline, coefficients[1], samples[-1].gathered_bytes)
