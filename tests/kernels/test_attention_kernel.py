@@ -54,7 +54,7 @@ POSITIONS: dict[str, dict[str, int]] = {
     "both sides": {"left": 4, "right": 3},
     "ahead": {"right": 7},
     "chunks": {"right": 0, "chunk": 32},
-    "small chunks": {"right": 0, "chunk": 7},
+    "small chunks, both ways": {"chunk": 7},
 }
 
 
