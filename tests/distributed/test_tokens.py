@@ -31,6 +31,7 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
     loss = SumOverRanks.apply(
         (rows * mine * ReduceGrad.apply(scale, axis, block)).sum(), axis, block
     )
+    (gathered,) = torch.autograd.grad((whole * w).sum(), x, retain_graph=True)
     loss.backward()
     assert x.grad is not None and scale.grad is not None
     want, past = (x.detach() * w).sum(), positions >= seq_len
@@ -41,6 +42,7 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
         "whole": (whole - x).detach(),
         "sum": loss.detach() - 3 * want,
         "gradient of what is split": x.grad - 3 * w,
+        "gradient of what is gathered": gathered - w,
         "gradient of what is used for a part": scale.grad - want,
     }
 
