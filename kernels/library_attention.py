@@ -218,8 +218,8 @@ def library_backward(
     if selected is None:
         return None
     tile, kernel = selected
-    part = given.cut(tile)
-    part = part._replace(grad_out=part.grad_out.to(q.dtype), out=part.out.to(q.dtype)).readable()
+    grad_out, *cut, out, lse = given.cut(tile)
+    part = Backward(grad_out.to(q.dtype), *cut, out.to(q.dtype), lse).readable()
     grads = BACKWARD_KERNELS[kernel](part, tile.kind == DIAGONAL, spec.scale)
     found = []
     for grad, like, at in zip(grads, qkv, (tile.rows, tile.keys, tile.keys), strict=True):
