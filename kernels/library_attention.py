@@ -218,8 +218,8 @@ def library_backward(
     if selected is None:
         return None
     tile, kernel = selected
-    grad_out, *cut, out, lse = given.cut(tile)
-    part = Backward(grad_out.to(q.dtype), *cut, out.to(q.dtype), lse).readable()
+    x = given.cut(tile)
+    part = Backward(x.grad_out.to(q.dtype), x.q, x.k, x.v, x.out.to(q.dtype), x.lse).readable()
     grads = BACKWARD_KERNELS[kernel](part, tile.kind == DIAGONAL, spec.scale)
     found = []
     for grad, like, at in zip(grads, qkv, (tile.rows, tile.keys, tile.keys), strict=True):
