@@ -16,12 +16,12 @@ from torch import Tensor, fx
 from paradyse.config import Options, parse_options
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import PROFILE, WEIGHTS, check_agreement, checksum, must_check
-from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
-from paradyse.planning.machine import agreed_capacity, describe_device, device_of, measure_machine
+from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
 from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.profile_file import Header, present_versions
@@ -262,7 +262,7 @@ class _Graph:
             return None
         present = Header(
             versions=present_versions(),
-            device=describe_device(device_of(axis)),
+            device=describe_device(device_of(axis.group)),
             num_ranks=axis.size,
             dtype=dtype_name(self.dtype),
             sharded=bool(self.capture.sharded),
@@ -401,7 +401,7 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
         )
     capture, graph = graphs[-1]
     like = graph.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
-    kernels = attention_kernels(graph.blocks, graph.dtype, device_of(capture.axis))
+    kernels = attention_kernels(graph.blocks, graph.dtype, device_of(capture.axis.group))
     return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes), kernels)
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.checkpoint.buffers import Held, held_tensors, remake
 from paradyse.checkpoint.folder import listed
 from paradyse.distributed import collectives
+from paradyse.distributed.axis import device_of
 from paradyse.torch_private import original_module
 from paradyse.weights.sharded_tensor import OPTIMIZER, ShardedTensor
 
@@ -131,9 +131,8 @@ def _check_kinds(tensors: Sequence[Held]) -> None:
 def _default_device(tensors: Sequence[Held]) -> torch.device:
     sharded = (h.tensor for h in tensors if isinstance(h.tensor, ShardedTensor))
     group = next((x.placement.axis.group for x in sharded), None)
-    if group is not None and torch.cuda.is_available() and dist.get_backend(group) != "gloo":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.get_default_device()
+    device = torch.device("cpu") if group is None else device_of(group)
+    return device if device.type == "cuda" else torch.get_default_device()
 
 
 # Files

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis
+from paradyse.distributed.axis import Axis, device_of
 
 CHECKED_STEPS = 5
 """Steps at the start of an axis' life whose batches are compared across ranks."""
@@ -71,9 +71,7 @@ def check_agreement(
         "the batch (checksum)": checksum(tensors),
         "the plan (checksum)": zlib.crc32(plan_key.encode()),
     }
-    mine = torch.tensor(list(named.values()), dtype=torch.int64)
-    if torch.distributed.get_backend(axis.group) != "gloo":
-        mine = mine.cuda()
+    mine = torch.tensor(list(named.values()), dtype=torch.int64, device=device_of(axis.group))
     everyone = collectives.all_gather(mine, axis, collectives.AGREEMENT).cpu()
     for i, name in enumerate(named):
         values = everyone[:, i].tolist()

@@ -140,6 +140,22 @@ def _check(mesh: Any) -> None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
 
 
+def backend_of(group: Any) -> str:
+    """What carries messages of ``group`` between the devices that ranks compute on: ``gloo``,
+    ``nccl`` or another. A group that was made without naming one has one for each kind of device.
+    """
+    pairs = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    of = {device: name for device, _, name in pairs}
+    return of.get("cuda" if torch.cuda.is_available() else "cpu") or next(iter(of.values()))
+
+
+def device_of(group: Any) -> torch.device:
+    """The device that ranks of ``group`` compute on; None stands for one rank."""
+    if torch.cuda.is_available() and (group is None or backend_of(group) == "nccl"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def _axis_of(group: Any) -> Axis:
     if dist.get_world_size(group) == 1:
         return SINGLE

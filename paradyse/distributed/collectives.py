@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paradyse.distributed.axis import SINGLE, Axis
+from paradyse.distributed.axis import SINGLE, Axis, backend_of
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -159,7 +159,7 @@ def _nbytes(x: Tensor) -> int:
 
 
 def _on_gloo(axis: Axis) -> bool:
-    return bool(dist.get_backend(axis.group) == "gloo")
+    return backend_of(axis.group) == "gloo"
 
 
 def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis
+from paradyse.distributed.axis import Axis, device_of
 from paradyse.planning.costs import COLLECTIVES, Link, Machine
 from paradyse.torch_private import disable_current_modes
 
@@ -130,13 +130,6 @@ def _sent(collective: str, size: int, p: int) -> float:
     )
 
 
-def device_of(axis: Axis) -> torch.device:
-    """The device that this rank of ``axis`` computes on."""
-    if torch.cuda.is_available() and (axis.group is None or dist.get_backend(axis.group) == "nccl"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _agree(
     values: list[float], axis: Axis, device: torch.device, op: dist.ReduceOp.RedOpType
 ) -> list[float]:
@@ -160,7 +153,7 @@ def measure_machine(
         dtype: of the matmul and the attention.
         device: where to measure; None: the current CUDA device unless the axis runs on gloo.
     """
-    device = device or device_of(axis)
+    device = device or device_of(axis.group)
     key, known = (dtype, str(device)), axis.session.of(Machines)
     if key not in known:
         start = time.perf_counter()
@@ -174,7 +167,7 @@ def measure_machine(
 
 def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
     """Bytes of ``device`` that every rank of ``axis`` may use; a collective of all its ranks."""
-    device = device or device_of(axis)
+    device = device or device_of(axis.group)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
     mine = float(device_capacity(device, local_ranks))
     with disable_current_modes():

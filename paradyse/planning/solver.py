@@ -153,6 +153,7 @@ class Choices:
         known: dict[tuple[int, tuple[str, ...]], _Block] = {}
         for n, c in zip(self.names, self.costs):
             if (id(c), n) not in known:
+                assert len({c[s].left_bytes for s in n}) == 1, "gradients differ by strategy"
                 rows = [
                     (round(c[s].time_s / unit), c[s].saved_bytes, c[s].workspace_bytes) for s in n
                 ]
