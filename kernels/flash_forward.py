@@ -15,153 +15,90 @@ from torch import Tensor
 
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_pairs import (
-    hash_keys,
-    head_hash,
+    bias_of,
+    hash_rows,
     kept_pairs,
     load_keys,
     load_queries,
     load_tile,
+    mask_of,
     mask_scores,
     store_tile,
     tanh,
 )
 from paradyse.kernels.flash_plan import device_configs, launch
-from paradyse.kernels.flash_tiles import ROW_INTS, Visibility, segments_of
+from paradyse.kernels.flash_tiles import Visibility, segments_of
+from paradyse.kernels.triton_heads import head_of
 
-_ROW_INTS = tl.constexpr(ROW_INTS)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["num_heads", "group", "num_rows", "num_keys", "threshold"])
-def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    rows,
-    row_documents,
-    key_positions,
-    key_documents,
-    table,
-    bias,
-    seed,
-    head_ids,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    stride_vb,
-    stride_vh,
-    stride_bias_b,
-    stride_bias_h,
-    stride_bias_row,
-    stride_bias_key,
-    num_heads,
-    group,
-    num_rows,
-    num_keys,
-    num_masks,
-    pre,
-    post,
-    inv_keep,
-    threshold,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED_STAGES: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    HAS_HEAD_IDS: tl.constexpr,
-    WIDEN: tl.constexpr,
-    STRIDE_Q: tl.constexpr,
-    STRIDE_K: tl.constexpr,
-    STRIDE_V: tl.constexpr,
-) -> None:
+def _forward_kernel(
+    q, k, v, out, lse, mask, pairs, num_heads, group, num_rows, num_keys, threshold,
+    C: tl.constexpr,
+):  # fmt: skip
     """One tile of queries of one head. Late tiles, which see most under a causal mask, go first."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    h = tl.program_id(1) % num_heads
-    b = tl.program_id(1) // num_heads
-    mask_b = (b % num_masks).to(tl.int64)
+    b, h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    mask = mask_of(mask, b, tile, num_rows, num_keys)
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)
-    q += b64 * stride_qb + h64 * stride_qh
-    k += b64 * stride_kb + kv_head * stride_kh
-    v += b64 * stride_vb + kv_head * stride_vh
-    key_positions += mask_b * num_keys
-    key_documents += mask_b * num_keys
-    bias += b64 * stride_bias_b + h64 * stride_bias_h
-    segments = table + (mask_b * tl.num_programs(0) + tile) * _ROW_INTS
+    q, k, v = head_of(q, b64, h64), head_of(k, b64, kv_head), head_of(v, b64, kv_head)
+    head_bias = bias_of(pairs, b64, h64)
 
     start_m = tile * BLOCK_M
     at = start_m + tl.arange(0, BLOCK_M)
     inside = at < num_rows
-    q_tile = load_tile(q, start_m, STRIDE_Q, inside, D, BLOCK_D, BLOCK_M, True, WIDEN)
-    row_documents += mask_b * num_rows
-    lo, hi, row_document, row_position = load_queries(
-        at, inside, rows, row_documents, num_rows, DROPOUT or BIAS > 0, HAS_LO, HAS_DOCUMENTS
-    )
+    q_tile = load_tile(q, start_m, C.STRIDE_Q, inside, C.D, C.BLOCK_D, True, C.WIDEN)
+    queries = load_queries(at, inside, mask, num_rows, C, True)
     row_hash = at
-    if DROPOUT:
-        row_hash = head_hash(seed, b, h, head_ids, row_position, HAS_HEAD_IDS)
-        threshold = threshold.to(tl.uint32)
+    if C.DROPOUT:
+        row_hash = hash_rows(pairs, b, h, queries[3], C)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for MASKED in tl.static_range(1 if BIAS > 0 else 0, 2):  # full tiles, then partial ones
-        count, where = segments_of(segments, MASKED)
+    for MASKED in tl.static_range(1 if C.BIAS > 0 else 0, 2):  # full tiles, then partial ones
+        count, where = segments_of(mask.table, MASKED)
         for s in range(count):
             begin, end = tl.load(where + 2 * s), tl.load(where + 2 * s + 1)
-            for n in tl.range(begin, end, num_stages=MASKED_STAGES if MASKED else None):
+            for n in tl.range(begin, end, num_stages=C.MASKED_STAGES if MASKED else None):
                 start_n = n * BLOCK_N
-                valid, position, document = load_keys(
-                    start_n, num_keys, key_positions, key_documents, BLOCK_N, MASKED, False, DROPOUT
-                )
-                k_tile = load_tile(k, start_n, STRIDE_K, valid, D, BLOCK_D, BLOCK_N, MASKED, WIDEN)
+                key_at = start_n + tl.arange(0, BLOCK_N)
+                valid, position, document = load_keys(key_at, mask, num_keys, C, MASKED, False)
+                k_tile = load_tile(k, start_n, C.STRIDE_K, valid, C.D, C.BLOCK_D, MASKED, C.WIDEN)
                 scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                if SOFTCAP:
-                    scores = tanh(scores * pre)
+                if C.SOFTCAP:
+                    scores = tanh(scores * pairs.pre)
                 if MASKED:
-                    if HAS_DOCUMENTS:  # not before the product, during which registers are few
-                        key_at = start_n + tl.arange(0, BLOCK_N)
-                        document = tl.load(key_documents + key_at, mask=valid, other=0)
+                    if C.HAS_DOCUMENTS:  # not before the product, during which registers are few
+                        document = tl.load(mask.key_documents + key_at, mask=valid, other=0)
                     scores, seen = mask_scores(
-                        scores, lo[:, None], hi[:, None], row_position[:, None],
-                        row_document[:, None], position[None, :], document[None, :], bias,
-                        stride_bias_row, stride_bias_key, post, HAS_LO, HAS_DOCUMENTS, BIAS,
-                    )  # fmt: skip
+                        scores, queries, position, document, head_bias, pairs, C, 0
+                    )
                     scores = tl.where(seen, scores, -float("inf"))
-                now_highest = tl.maximum(highest, tl.max(scores, 1) * post)
+                now_highest = tl.maximum(highest, tl.max(scores, 1) * pairs.post)
                 base = now_highest
                 if MASKED:
                     base = tl.where(now_highest == -float("inf"), 0.0, now_highest)
-                p = tl.exp2(scores * post - base[:, None])
+                p = tl.exp2(scores * pairs.post - base[:, None])
                 shrink = tl.exp2(highest - base)
                 highest = now_highest
                 total = total * shrink + tl.sum(p, 1)
-                if DROPOUT:
-                    keep = kept_pairs(row_hash[:, None], hash_keys(position)[None, :], threshold)
-                    p = tl.where(keep, p, 0.0)
+                if C.DROPOUT:
+                    p = tl.where(kept_pairs(row_hash, position, threshold, 0), p, 0.0)
                 acc = acc * shrink[:, None]
-                v_tile = load_tile(
-                    v, start_n, STRIDE_V, valid, DV, BLOCK_DV, BLOCK_N, MASKED, WIDEN
-                )
+                v_tile = load_tile(v, start_n, C.STRIDE_V, valid, C.DV, BLOCK_DV, MASKED, C.WIDEN)
                 acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
 
     none = total == 0
-    scaled = inv_keep / tl.where(none, 1.0, total)
+    scaled = pairs.inv_keep / tl.where(none, 1.0, total)
     acc = tl.where(none[:, None], 0.0, acc * scaled[:, None])
-    place = out + b64 * stride_ob + h64 * stride_oh + start_m.to(tl.int64) * stride_os
-    store_tile(place, stride_os, acc, inside, DV, BLOCK_M, BLOCK_DV)
+    place = out + ((b64 * num_rows + start_m) * num_heads + h64) * C.DV
+    store_tile(place, num_heads * C.DV, acc, inside, C.DV)
     log_total = tl.log2(tl.where(none, 1.0, total))
     value = tl.where(none, -float("inf"), (highest + log_total) * _LN_2)
     tl.store(lse + tl.program_id(1).to(tl.int64) * num_rows + at, value, mask=inside)
@@ -174,14 +111,15 @@ def launch_forward(
 
     Args:
         q, k, v: [B, H, Sq, D], [B, Hk, Sk, D], [B, Hk, Sk, Dv], with adjacent elements along the
-            last dim. visibility, spec: of this call.
+            last dim.
+        visibility, spec: of this call.
     Returns:
         out [B, H, Sq, Dv] in q's dtype, laid out as [B, Sq, H, Dv], and lse [B, H, Sq] float32.
     """
     b, h, n, _ = q.shape
-    out = q.new_empty((b, n, h, v.shape[-1])).transpose(1, 2)
+    out = q.new_empty((b, n, h, v.shape[-1]))
     lse = q.new_empty((b, h, n), dtype=torch.float32)
     if lse.numel():
-        config, own = device_configs(q, v, visibility).forward, (out, lse, *out.stride()[:3])
-        launch(forward_kernel, config, b * h, (q, k, v), own, visibility, spec)
-    return out, lse
+        config = device_configs(q, v, visibility).forward
+        launch(_forward_kernel, config, b * h, (q, k, v), (out, lse), visibility, spec)
+    return out.transpose(1, 2), lse

@@ -12,8 +12,9 @@ import triton
 from torch import Tensor
 
 from paradyse.kernels.attention_mask import AttentionSpec
-from paradyse.kernels.flash_pairs import BOOL_BIAS, FLOAT_BIAS, NO_BIAS
+from paradyse.kernels.flash_pairs import BOOL_BIAS, FLOAT_BIAS, NO_BIAS, Constants, Mask, Pairs
 from paradyse.kernels.flash_tiles import Visibility
+from paradyse.kernels.triton_heads import Heads
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python on the CPU (TRITON_INTERPRET=1 before triton is imported)."""
@@ -70,7 +71,7 @@ _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1,
 
 
 def padded_width(width: int) -> int:
-    """The power of two, at least 16, that a tile of a width has."""
+    """The power of two, at least 16, that a tile of ``width`` has."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -80,8 +81,10 @@ def configs_for(
     """Tile sizes of a device.
 
     Args:
-        capability: its compute capability, as (9, 0). itemsize: bytes of an element of q.
-        width: the wider of D and Dv. has_documents: whether pairs of documents are compared.
+        capability: its compute capability, as (9, 0).
+        itemsize: bytes of an element of q.
+        width: the wider of D and Dv.
+        has_documents: whether pairs of documents are compared.
     """
     major, minor = capability
     generation = 9 if major in (9, 10) else 8 if capability in ((8, 0), (8, 7)) else 86
@@ -101,7 +104,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     """Why the kernels cannot compute this call; None if they can.
 
     Args:
-        q, k, v: [B, H, Sq, D], [B, Hk, Sk, D], [B, Hk, Sk, Dv]. scale: of the scores.
+        q, k, v: [B, H, Sq, D], [B, Hk, Sk, D], [B, Hk, Sk, Dv].
+        scale: of the scores.
     """
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"dtype {q.dtype}: give bfloat16, float16 or float32"
@@ -117,10 +121,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
 
 
 def device_configs(q: Tensor, v: Tensor, visibility: Visibility) -> Configs:
-    """Tile sizes of a call that ``refusal`` has nothing against.
-
-    Args:
-        q, v: [B, H, Sq, D], [B, Hk, Sk, Dv]. visibility: of this call.
+    """Tile sizes of a call, of its ``q`` [B, H, Sq, D], ``v`` [B, Hk, Sk, Dv] and ``visibility``,
+    that ``refusal`` has nothing against.
     """
     if INTERPRETED:
         return _INTERPRETED_CONFIGS
@@ -157,7 +159,8 @@ def launch(
 
     Args:
         kernel: takes ``inputs``, ``own``, then what is the same for all kernels.
-        config: its tile. programs: how many a tile has.
+        config: its tile.
+        programs: how many a tile has.
         inputs: q, k, v as of ``refusal``, and the gradient of the output where it is needed.
         visibility, spec: of the call.
         transposed: a program has a tile of keys, not of queries.
@@ -166,30 +169,23 @@ def launch(
     bias, kind = spec.head_bias(q.shape[1]), NO_BIAS
     bias_strides: tuple[int, ...] = (0, 0, 0, 0)
     if bias is not None:
-        kind, bias = FLOAT_BIAS, bias.to(q.device)
+        kind = FLOAT_BIAS
         if bias.dtype == torch.bool:
             kind, bias = BOOL_BIAS, bias.view(torch.uint8)
         bias_strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))
     rows = visibility.rows  # in place of what is not there
-    pairs = (rows if x is None else x.to(q.device) for x in (bias, spec.seed, spec.head_ids))
-    table = visibility.segments(config.block_m, config.block_n, transposed, bias is None)
-    kernel[(table.shape[1], programs)](
-        *inputs,
-        *own,
+    tensors = (rows if x is None else x.to(q.device) for x in (bias, spec.seed, spec.head_ids))
+    *factors, threshold = scalars(spec)
+    pairs = Pairs._make([*tensors, *bias_strides, *factors])
+    mask = Mask(
         rows,
         visibility.row_documents,
         visibility.key_positions,
         visibility.key_documents,
-        table,
-        *pairs,
-        *(s for x in inputs for s in x.stride()[:2]),
-        *bias_strides,
-        q.shape[1],
-        q.shape[1] // k.shape[1],
-        q.shape[2],
-        k.shape[2],
+        visibility.segments(config.block_m, config.block_n, transposed, bias is None),
         visibility.num_masks,
-        *scalars(spec),
+    )
+    constants = Constants(
         D=q.shape[3],
         DV=v.shape[3],
         BLOCK_D=padded_width(q.shape[3]),
@@ -205,6 +201,18 @@ def launch(
         HAS_HEAD_IDS=spec.head_ids is not None,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         **{f"STRIDE_{name}": x.stride(2) for name, x in zip("QKVG", inputs)},
+    )
+    kernel[(mask.table.shape[1], programs)](
+        *map(Heads.of, inputs),
+        *own,
+        mask,
+        pairs,
+        q.shape[1],
+        q.shape[1] // k.shape[1],
+        q.shape[2],
+        k.shape[2],
+        threshold,
+        C=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,  # its default depends on Triton's version

@@ -2,6 +2,9 @@
 
 What a mask by position alone makes of two lists of runs is kept: layers, steps of a ring and
 training steps meet the same lists again, and then nothing but the kernels themselves is launched.
+
+``q``, ``k``, ``v``, ``given``, ``q_runs``, ``kv_runs`` and ``spec`` are as of the public
+functions of ``attention``; here runs may have any order.
 """
 
 from __future__ import annotations
@@ -58,13 +61,13 @@ def _visibility(q: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """``attention.attention_forward`` of a call that ``supports`` allows; runs in any order."""
+    """``attention.attention_forward`` of a call that ``supports`` allows."""
     visibility = _visibility(q, q_runs, kv_runs, spec)
     return launch_forward(adjacent(q), adjacent(k), adjacent(v), visibility, spec)
 
 
 def backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Grads:
-    """``attention.attention_backward`` of a call that ``supports`` allows; runs in any order.
-    Gradients are the same in every run.
+    """``attention.attention_backward`` of a call that ``supports`` allows; every run gives the same
+    gradients.
     """
     return launch_backward(given.readable(), _visibility(given.q, q_runs, kv_runs, spec), spec)

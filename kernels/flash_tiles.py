@@ -55,7 +55,7 @@ def _group_minmax(x, valid, low, high):
     do_not_specialize=["num_rows", "num_groups", "seq_len", "stride_documents"]
     + ["left", "right", "chunk"]
 )
-def describe_queries(
+def _describe_queries(
     positions,
     documents,
     rows,
@@ -107,7 +107,7 @@ def describe_queries(
 @triton.jit(
     do_not_specialize=["num_keys", "num_groups", "seq_len", "stride_documents", "stride_padding"]
 )
-def describe_keys(
+def _describe_keys(
     positions,
     documents,
     padding,
@@ -223,7 +223,7 @@ def _add_segments(segments, t, kind, before, count, KIND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["query_groups", "key_groups", "num_inner"])
-def find_segments(
+def _find_segments(
     table,
     query_bounds,
     key_bounds,
@@ -279,8 +279,8 @@ def find_segments(
 
 @triton.jit
 def segments_of(row, KIND: tl.constexpr):
-    """Of a row of the table, the number of its full (KIND 0) or partial (1) segments, and where
-    their (begin, end) lie.
+    """Of a ``row`` of the table, the number of its full (``KIND`` 0) or partial (1) segments, and
+    where their (begin, end) lie.
     """
     first = row + _HEADER + 2 * _CAP * KIND
     return tl.load(row + 2 * KIND), first + 2 * tl.load(row + 2 * KIND + 1)
@@ -326,13 +326,14 @@ class Visibility:
         """[num_masks, T, ROW_INTS] int32 for tiles of ``rows`` queries and ``keys`` keys.
 
         T counts tiles of queries and segments are of tiles of keys; ``transposed``: the reverse.
+        Without ``allow_full`` tiles that everybody sees count as partial.
         """
         assert rows % GROUP == 0 and keys % GROUP == 0, (rows, keys)
         num_q = triton.cdiv(self.rows.shape[1], rows)
         num_k = triton.cdiv(self.key_positions.shape[1], keys)
         outer, inner = (num_k, num_q) if transposed else (num_q, num_k)
         table = self.rows.new_empty((self.num_masks, outer, ROW_INTS))
-        find_segments[(outer, self.num_masks)](
+        _find_segments[(outer, self.num_masks)](
             table,
             self.row_bounds,
             self.key_bounds,
@@ -358,7 +359,7 @@ def _stride(x: Tensor | None) -> int:
 
 
 def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec) -> Visibility:
-    """What of a mask depends on positions, padding and documents: all but bias and dropout.
+    """What of the mask of ``spec`` depends on positions, padding and documents.
 
     Args:
         q_positions, kv_positions: int [Sq] and [Sk] on the device, global, in any order.
@@ -388,7 +389,7 @@ def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec
         key_document_bounds = documents.new_empty((num_masks, 2, k_groups))
     limit = [-1 if x is None else min(x, FAR - 1) for x in (spec.left, spec.right, spec.chunk)]
     groups = 32
-    describe_queries[(triton.cdiv(q_groups, groups), num_masks)](
+    _describe_queries[(triton.cdiv(q_groups, groups), num_masks)](
         q_positions,
         q_positions if documents is None else documents,
         rows,
@@ -404,7 +405,7 @@ def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec
         GROUPS=groups,
         enable_fp_fusion=True,
     )
-    describe_keys[(triton.cdiv(k_groups, groups), num_masks)](
+    _describe_keys[(triton.cdiv(k_groups, groups), num_masks)](
         kv_positions,
         kv_positions if documents is None else documents,
         kv_positions if padding is None else padding,

@@ -1,8 +1,11 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs
 """``head_exchange`` on a GPU: one pass from attention's tensors to a message, and one back.
 
 A program copies a tile of tokens of one head. Message columns are, side by side, the n g query
 heads and n KV heads of width D and the n KV heads of width DV that one rank computes.
+
+A ``launch_`` function takes and returns what the function of ``head_exchange`` does: ``slots``,
+``tensors``, ``message``, ``widths``. It runs on a CPU under Triton's interpreter. In kernels ``q``,
+``k`` and ``v`` are ``Heads``, and ``place`` and ``row`` are int64 [ROWS].
 """
 
 from __future__ import annotations
@@ -15,9 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paradyse.kernels.head_slots import HeadSlots
-
-TILE = 4096
-"""Elements that one program copies."""
+from paradyse.kernels.triton_heads import Heads, head_of, tile_options
 
 
 @triton.jit
@@ -53,20 +54,33 @@ def _balanced_position(row, rows_per_rank, chunk, num_ranks):
 
 
 @triton.jit
-def send_heads_kernel(
-    Q, K, V, MESSAGE,
-    num_sequences, num_rows, width, value_width,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+def _send_keys(
+    k, v, MESSAGE, place, index, b, head, row, there, real, query_heads, n, width, value_width,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows of KV head ``head`` to a message whose rows begin at ``place``, behind its query heads:
+    of k where ``index`` < n, else of v. Zeros where the head is not ``real``.
+    """
+    if index < n:
+        place += (query_heads + index) * width
+        filled = tl.where(real, width, 0)
+        _copy(head_of(k, b, head), row * k.stride_s, MESSAGE, place, there, filled, width, WIDTH)
+    else:
+        place += (query_heads + n) * width + (index - n) * value_width
+        filled = tl.where(real, value_width, 0)
+        source = head_of(v, b, head)
+        _copy(source, row * v.stride_s, MESSAGE, place, there, filled, value_width, WIDTH)
+
+
+@triton.jit
+def _send_heads_kernel(
+    q, k, v, MESSAGE, num_sequences, num_rows, width, value_width, columns, heads,
     num_kv_heads, group, replicas, slots_per_rank, heads_per_slot,
-    HAS_KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of tokens of all sequences, heads of the message of all ranks."""
     n, g = slots_per_rank, heads_per_slot
     query_heads = n * g
-    heads, columns = query_heads, query_heads * width
-    if HAS_KEYS:
-        heads += 2 * n
-        columns += n * (width + value_width)
     b, row, there = _program_rows(num_rows, ROWS)
     rank, part = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     place = ((rank * num_sequences + b) * num_rows + row) * columns
@@ -74,26 +88,21 @@ def send_heads_kernel(
         slot, member = rank * n + part // g, part % g
         in_group = slot % replicas * g + member
         filled = tl.where((slot < num_kv_heads * replicas) & (in_group < group), width, 0)
-        head = slot // replicas * group + in_group
-        source = b * q_b + head * q_h + row * q_s
-        _copy(Q, source, MESSAGE, place + part * width, there, filled, width, WIDTH)
-    if HAS_KEYS:
-        if (part >= query_heads) & (part < query_heads + n):
-            slot = rank * n + part - query_heads
-            filled = tl.where(slot < num_kv_heads * replicas, width, 0)
-            source = b * k_b + slot // replicas * k_h + row * k_s
-            _copy(K, source, MESSAGE, place + part * width, there, filled, width, WIDTH)
-        if part >= query_heads + n:
-            index = part - query_heads - n
-            slot = rank * n + index
-            filled = tl.where(slot < num_kv_heads * replicas, value_width, 0)
-            source = b * v_b + slot // replicas * v_h + row * v_s
-            place += (query_heads + n) * width + index * value_width
-            _copy(V, source, MESSAGE, place, there, filled, value_width, WIDTH)
+        source = head_of(q, b, slot // replicas * group + in_group)
+        begin = place + part * width
+        _copy(source, row * q.stride_s, MESSAGE, begin, there, filled, width, WIDTH)
+    else:
+        index = part - query_heads
+        slot = rank * n + index % n
+        head, real = slot // replicas, slot < num_kv_heads * replicas
+        _send_keys(
+            k, v, MESSAGE, place, index, b, head, row, there, real, query_heads, n, width,
+            value_width, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
-def receive_tokens_kernel(
+def _receive_tokens_kernel(
     MESSAGE, TOKENS, num_sequences, rows_per_rank, chunk, num_ranks, columns,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -109,40 +118,30 @@ def receive_tokens_kernel(
 
 
 @triton.jit
-def send_tokens_kernel(
-    Q, K, V, MESSAGE,
-    num_sequences, rows_per_rank, chunk, num_ranks, width, value_width,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    slots_per_rank, real_slots, heads_per_slot,
-    HAS_KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+def _send_tokens_kernel(
+    q, k, v, MESSAGE, num_sequences, rows_per_rank, chunk, num_ranks, width, value_width,
+    columns, slots_per_rank, real_slots, heads_per_slot,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows of all sequences, heads of a message. Rows count rank by rank."""
     n, g = slots_per_rank, heads_per_slot
     query_heads = n * g
-    columns = query_heads * width
-    if HAS_KEYS:
-        columns += n * (width + value_width)
     num_rows = rows_per_rank * num_ranks
     b, row, there = _program_rows(num_rows, ROWS)
     rank, local, position = _balanced_position(row, rows_per_rank, chunk, num_ranks)
     part = tl.program_id(1).to(tl.int64)
     place = ((rank * num_sequences + b) * rows_per_rank + local) * columns
     if part < query_heads:
-        source = b * q_b + part * q_h + position * q_s
         filled = tl.where(part < real_slots * g, width, 0)
-        _copy(Q, source, MESSAGE, place + part * width, there, filled, width, WIDTH)
-    if HAS_KEYS:
-        if (part >= query_heads) & (part < query_heads + n):
-            index = part - query_heads
-            source = b * k_b + index * k_h + position * k_s
-            filled = tl.where(index < real_slots, width, 0)
-            _copy(K, source, MESSAGE, place + part * width, there, filled, width, WIDTH)
-        if part >= query_heads + n:
-            index = part - query_heads - n
-            source = b * v_b + index * v_h + position * v_s
-            place += (query_heads + n) * width + index * value_width
-            filled = tl.where(index < real_slots, value_width, 0)
-            _copy(V, source, MESSAGE, place, there, filled, value_width, WIDTH)
+        source, begin = head_of(q, b, part), place + part * width
+        _copy(source, position * q.stride_s, MESSAGE, begin, there, filled, width, WIDTH)
+    else:
+        index = part - query_heads
+        slot = index % n
+        _send_keys(
+            k, v, MESSAGE, place, index, b, slot, position, there, slot < real_slots,
+            query_heads, n, width, value_width, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -166,18 +165,15 @@ def _sum_replicas(
 
 
 @triton.jit
-def receive_heads_kernel(
+def _receive_heads_kernel(
     MESSAGE, Q, K, V,
-    num_sequences, num_rows, width, value_width,
+    num_sequences, num_rows, width, value_width, columns,
     num_heads, num_kv_heads, group, slots_per_rank, heads_per_slot,
-    REPLICAS: tl.constexpr, HAS_KEYS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    REPLICAS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of tokens of all sequences, heads of all results, which are [B, s, heads, D]."""
     n, g = slots_per_rank, heads_per_slot
-    columns = n * g * width
-    if HAS_KEYS:
-        columns += n * (width + value_width)
     b, row, there = _program_rows(num_rows, ROWS)
     token = b * num_rows + row
     head = tl.program_id(1).to(tl.int64)
@@ -188,56 +184,48 @@ def receive_heads_kernel(
         source = ((rank * num_sequences + b) * num_rows + row) * columns + at * width
         place = (token * num_heads + head) * width
         _copy(MESSAGE, source, Q, place, there, width, width, WIDTH)
-    if HAS_KEYS:
-        if (head >= num_heads) & (head < num_heads + num_kv_heads):
-            key_head = head - num_heads
-            place = (token * num_kv_heads + key_head) * width
-            _sum_replicas(
-                MESSAGE, b, row, there, key_head, n * g * width, width, K, place,
-                num_sequences, num_rows, columns, n, REPLICAS, WIDTH, SUM,
-            )  # fmt: skip
-        if head >= num_heads + num_kv_heads:
-            value_head = head - num_heads - num_kv_heads
-            place = (token * num_kv_heads + value_head) * value_width
-            _sum_replicas(
-                MESSAGE, b, row, there, value_head, n * (g + 1) * width, value_width, V, place,
-                num_sequences, num_rows, columns, n, REPLICAS, WIDTH, SUM,
-            )  # fmt: skip
+    elif head < num_heads + num_kv_heads:
+        key_head = head - num_heads
+        place = (token * num_kv_heads + key_head) * width
+        _sum_replicas(
+            MESSAGE, b, row, there, key_head, n * g * width, width, K, place,
+            num_sequences, num_rows, columns, n, REPLICAS, WIDTH, SUM,
+        )  # fmt: skip
+    else:
+        value_head = head - num_heads - num_kv_heads
+        place = (token * num_kv_heads + value_head) * value_width
+        _sum_replicas(
+            MESSAGE, b, row, there, value_head, n * (g + 1) * width, value_width, V, place,
+            num_sequences, num_rows, columns, n, REPLICAS, WIDTH, SUM,
+        )  # fmt: skip
 
 
-def tile_options(width: int) -> dict[str, int]:
-    """Options of a launch: rows and columns of a program's tile of rows of ``width`` elements."""
-    columns = triton.next_power_of_2(max(width, 1))
-    # Fusion is set because its default depends on Triton's version.
-    return {"ROWS": max(1, TILE // columns), "WIDTH": columns, "enable_fp_fusion": True}
-
-
-def _three(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors with adjacent elements along heads' widths; the first again for those that are
-    not there.
+    not there, which no program reads.
     """
     if len(tensors) not in (1, 3):
         raise ValueError(
             f"a message is of queries, or of q, k, v: 1 or 3 tensors, not {len(tensors)}"
         )
     found = [x if x.stride(3) == 1 else x.contiguous() for x in tensors]
-    return found * (3 // len(found)), len(tensors) == 3
+    return found * (3 // len(found))
 
 
 def launch_send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
-    """``send_heads``; this and the others run on a CPU under Triton's interpreter."""
-    (q, k, v), has_keys = _three(tensors)
+    """``send_heads``."""
+    q, k, v = _three(tensors)
     b, _, s, d = q.shape
     p, widths = slots.num_ranks, [x.shape[3] for x in tensors]
     message = q.new_empty(p, b, s, sum(slots.columns(widths)))
     tile = tile_options(max(widths))
     if message.numel():
-        grid = (b * triton.cdiv(s, tile["ROWS"]), p * sum(slots.message_heads(len(tensors))))
-        send_heads_kernel[grid](
-            q, k, v, message, b, s, d, v.shape[3],
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        heads = sum(slots.message_heads(len(tensors)))
+        grid = (b * triton.cdiv(s, tile["ROWS"]), p * heads)
+        _send_heads_kernel[grid](
+            *map(Heads.of, (q, k, v)), message, b, s, d, v.shape[3], message.shape[3], heads,
             slots.num_kv_heads, slots.group, slots.replicas, slots.slots_per_rank,
-            slots.heads_per_slot, HAS_KEYS=has_keys, **tile,
+            slots.heads_per_slot, **tile,
         )  # fmt: skip
     return message
 
@@ -257,13 +245,13 @@ def launch_receive_tokens(message: Tensor) -> Tensor:
     tile = tile_options(min(w, 1024))
     if tokens.numel():
         grid = (b * triton.cdiv(p * s, tile["ROWS"]), triton.cdiv(w, tile["WIDTH"]))
-        receive_tokens_kernel[grid](message, tokens, b, s, _chunk(s, p), p, w, **tile)
+        _receive_tokens_kernel[grid](message, tokens, b, s, _chunk(s, p), p, w, **tile)
     return tokens
 
 
 def launch_send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     """``send_tokens``."""
-    (q, k, v), has_keys = _three(tensors)
+    q, k, v = _three(tensors)
     b, h, n, d = q.shape
     p, widths = slots.num_ranks, [x.shape[3] for x in tensors]
     s = n // p
@@ -271,11 +259,10 @@ def launch_send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     tile = tile_options(max(widths))
     if message.numel():
         grid = (b * triton.cdiv(n, tile["ROWS"]), sum(slots.message_heads(len(tensors))))
-        send_tokens_kernel[grid](
-            q, k, v, message, b, s, _chunk(s, p), p, d, v.shape[3],
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            slots.slots_per_rank, h // slots.heads_per_slot, slots.heads_per_slot,
-            HAS_KEYS=has_keys, **tile,
+        _send_tokens_kernel[grid](
+            *map(Heads.of, (q, k, v)), message, b, s, _chunk(s, p), p, d, v.shape[3],
+            message.shape[3], slots.slots_per_rank, h // slots.heads_per_slot,
+            slots.heads_per_slot, **tile,
         )  # fmt: skip
     return message
 
@@ -288,14 +275,14 @@ def launch_receive_heads(
     _, b, s, _ = message.shape
     heads = [slots.num_heads, *[slots.num_kv_heads] * (len(widths) - 1)]
     results = [message.new_empty(b, s, h, w) for h, w in zip(heads, widths)]
-    (q, k, v), has_keys = _three(results)
+    q, k, v = _three(results)
     tile = tile_options(max(widths))
     if message.numel():
         grid = (b * triton.cdiv(s, tile["ROWS"]), sum(heads))
-        receive_heads_kernel[grid](
-            message, q, k, v, b, s, widths[0], widths[-1],
+        _receive_heads_kernel[grid](
+            message, q, k, v, b, s, widths[0], widths[-1], message.shape[3],
             slots.num_heads, slots.num_kv_heads, slots.group, slots.slots_per_rank,
-            slots.heads_per_slot, REPLICAS=slots.replicas, HAS_KEYS=has_keys,
+            slots.heads_per_slot, REPLICAS=slots.replicas,
             SUM=tl.float64 if message.dtype == torch.float64 else tl.float32, **tile,
         )  # fmt: skip
     return tuple(x.transpose(1, 2) for x in results)

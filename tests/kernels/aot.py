@@ -35,14 +35,19 @@ _POINTERS = {
 }
 
 
+Place = tuple[int, ...]
+"""The index of a parameter, then those inside tuples."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel, and the arguments of one launch as Triton would specialize them."""
 
     kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    aligned: tuple[int, ...]
+    signature: dict[str, Any]
+    """Types by parameter; of a tuple a tuple of them."""
+    constants: dict[Place, Any]
+    aligned: tuple[Place, ...]
     """Parameters that are multiples of 16."""
     options: dict[str, Any]
     """num_warps and the like."""
@@ -50,8 +55,13 @@ class Launch:
     @property
     def tile(self) -> str:
         """The constants that are sizes, for people."""
-        names = [k for k in self.constants if k.isupper() and not k.startswith("STRIDE")]
-        return ", ".join(f"{k} {x}" for k in names if type(x := self.constants[k]) is int)
+        sizes: dict[str, Any] = {}
+        for i, p in enumerate(self.kernel.params):
+            if p.is_constexpr:
+                x = self.constants[i,]
+                sizes |= x._asdict() if isinstance(x, tuple) else {p.name: x}
+        shown = [k for k, x in sizes.items() if type(x) is int and not k.startswith("STRIDE")]
+        return ", ".join(f"{k} {sizes[k]}" for k in shown)
 
     @property
     def key(self) -> str:
@@ -62,23 +72,32 @@ def _specialized(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     names = [p.name for p in kernel.params]
     given = {**dict(zip(names, args)), **{k: v for k, v in kwargs.items() if k in names}}
     options = {k: v for k, v in kwargs.items() if k not in names}
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    aligned = []
-    for i, p in enumerate(kernel.params):
-        x, free = given[p.name], p.do_not_specialize
-        if p.is_constexpr or x is None or (type(x) is int and x == 1 and not free):
-            signature[p.name], constants[p.name] = "constexpr", x
-        elif isinstance(x, torch.Tensor):
-            signature[p.name] = _POINTERS[x.dtype]
+    constants: dict[Place, Any] = {}
+    aligned: list[Place] = []
+
+    def specialize(x: Any, path: Place, free: bool) -> Any:
+        """The type of an argument; ``free``: whatever its value."""
+        if isinstance(x, tuple):  # whose elements Triton specializes in any case
+            return type(x)(*(specialize(y, (*path, i), False) for i, y in enumerate(x)))
+        if x is None or (type(x) is int and x == 1 and not free):
+            constants[path] = x
+            return "constexpr"
+        if isinstance(x, torch.Tensor):
             if x.data_ptr() % 16 == 0:
-                aligned.append(i)
-        elif isinstance(x, int):
-            signature[p.name] = "i32" if -(2**31) <= x < 2**31 else "i64"
+                aligned.append(path)
+            return _POINTERS[x.dtype]
+        if isinstance(x, int):
             if x % 16 == 0 and not free:
-                aligned.append(i)
+                aligned.append(path)
+            return "i32" if -(2**31) <= x < 2**31 else "i64"
+        return "fp32"
+
+    signature: dict[str, Any] = {}
+    for i, p in enumerate(kernel.params):
+        if p.is_constexpr:
+            signature[p.name], constants[i,] = "constexpr", given[p.name]
         else:
-            signature[p.name] = "fp32"
+            signature[p.name] = specialize(given[p.name], (i,), p.do_not_specialize)
     return Launch(kernel, signature, constants, tuple(aligned), options)
 
 
@@ -120,7 +139,7 @@ def compiled(launch: Launch, arch: int) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    attrs = {(i,): [["tt.divisibility", 16]] for i in launch.aligned}
+    attrs = {path: [["tt.divisibility", 16]] for path in launch.aligned}
     source = ASTSource(launch.kernel, launch.signature, launch.constants, attrs)
     kernel = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options)
