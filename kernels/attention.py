@@ -174,6 +174,7 @@ def attention_forward(
         q: [B, H, Sq, D], whose positions are ``q_runs``.
         k, v: [B, Hk, Sk, D] and [B, Hk, Sk, Dv], whose ascending positions are ``kv_runs``. Query
             head h uses key head h // (H // Hk).
+        spec: mask, scale, softcap and dropout of the whole sequence.
     Returns:
         out [B, H, Sq, Dv] in q's dtype, and lse [B, H, Sq] (``stat_dtype``): log of the sum of
         exp(scores) over the visible keys. A row that sees no key here has out 0 and lse -inf.
@@ -223,12 +224,10 @@ def attention_backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: Atten
     """Gradients through these keys.
 
     Args:
-        given: of these queries and keys. q_runs, kv_runs, spec: of ``attention_forward``.
+        given: of these queries and keys.
+        q_runs, kv_runs, spec: as ``attention_forward`` had them, which also says what is raised.
     Returns:
-        dq, dk, dv, like q, k, v: dq is this subset's share of the sum, dk and
-        dv these queries' share.
-    Raises:
-        ValueError: as ``attention_forward``.
+        dq, dk, dv, like q, k, v: dq is these keys' share of the sum, dk and dv these queries'.
     """
     qkv = q, k, v = given.q, given.k, given.v
     call = _call(q, k, v, q_runs, kv_runs, spec)

@@ -1,4 +1,9 @@
-"""One tile of attention: some rows against some keys, by plain PyTorch or by its flash kernel."""
+"""One tile of attention: some rows against some keys, by plain PyTorch or by its flash kernel.
+
+R and K count the rows and keys of a tile. ``q`` [B, H, R, D], ``k`` [B, Hk, K, D], ``v``
+[B, Hk, K, Dv] and ``given`` are cut to a ``tile`` of a ``problem``, and H is a multiple of Hk.
+``like`` gives dtype, device and (dim 1) the number of query heads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,9 @@ from paradyse.torch_private import cpu_flash, cpu_flash_backward
 
 
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of log-sum-exps and of accumulation: float64 for float64, else float32."""
+    """The dtype of log-sum-exps and of accumulation for inputs of a ``dtype``: float64 for float64,
+    else float32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -67,7 +74,7 @@ class Backward(NamedTuple):
 
 
 def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
-    """``AttentionSpec.softcap`` of scores of any shape, in place."""
+    """``AttentionSpec.softcap`` of ``scores`` of any shape, in place; None for no ``softcap``."""
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -96,17 +103,17 @@ def _by_group(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def times_keys(q: Tensor, k: Tensor) -> Tensor:
-    """[B, H, R, D] x [B, Hk, K, D] -> [B, H, R, K]."""
+    """Products of ``q`` and ``k``: [B, H, R, D] x [B, Hk, K, D] -> [B, H, R, K]."""
     product = torch.matmul(_by_group(q, k.shape[1]), k.transpose(-1, -2))
     return product.view(*q.shape[:3], k.shape[2])
 
 
 def times_values(p: Tensor, v: Tensor) -> Tensor:
-    """[B, H, R, K] x [B, Hk, K, D] -> [B, H, R, D]."""
+    """Sums of ``v`` weighted by ``p``: [B, H, R, K] x [B, Hk, K, D] -> [B, H, R, D]."""
     return torch.matmul(_by_group(p, v.shape[1]), v).view(*p.shape[:3], v.shape[3])
 
 
-def times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+def _times_rows(p: Tensor, x: Tensor, kv_heads: int) -> Tensor:
     """The transpose of p [B, H, R, K] times x [B, H, R, D], summed over a group's heads:
     [B, Hk, K, D].
     """
@@ -124,7 +131,7 @@ class Problem:
     """Key padding and documents are not part of the intervals."""
 
     def is_one_tile(self, num_rows: int, num_keys: int) -> bool:
-        """Whether one tile holds every row and key."""
+        """Whether one tile holds all of ``num_rows`` rows and ``num_keys`` keys."""
         bounds = [(t.r0, t.r1, t.k0, t.k1) for t in self.tiles]
         return bounds == [(0, num_rows, 0, num_keys)]
 
@@ -141,6 +148,7 @@ class Call:
     """The latest mask that depends on positions alone, and the bounds of its rows."""
 
     def mask(self, problem: Problem, tile: Tile, like: Tensor) -> Tensor | None:
+        """``additive_mask`` with all its keys in adjacent memory; one by position is kept."""
         plain = not problem.data_mask and self.spec.bias is None
         if plain and tile.kind != MASKED:
             return None
@@ -157,7 +165,7 @@ class Call:
             self.last_mask[:] = [(bounds, mask)]
         return mask
 
-    def dropout(self, problem: Problem, tile: Tile, like: Tensor) -> Tensor | None:
+    def _dropout(self, problem: Problem, tile: Tile, like: Tensor) -> Tensor | None:
         """Keep mask [B, H, R, K] scaled by 1/(1-p); None without dropout."""
         p = self.spec.dropout_p
         if p == 0:
@@ -170,11 +178,11 @@ class Call:
     def forward(
         self, problem: Problem, tile: Tile, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, R, Dv] and lse [B, H, R] of one tile; arguments already cut to it."""
+        """Output [B, H, R, Dv] and lse [B, H, R] of one tile."""
         mask = self.mask(problem, tile, q)
         if self.dense:
             p, lse = _softmax_tile(q, k, mask, self.spec, None)
-            keep = self.dropout(problem, tile, q)
+            keep = self._dropout(problem, tile, q)
             return times_values(p if keep is None else p.mul_(keep), v), lse
         out, lse = cpu_flash(
             q, k, v, 0.0, tile.kind == DIAGONAL, attn_mask=mask, scale=self.spec.scale
@@ -184,7 +192,7 @@ class Call:
         return out, lse
 
     def backward(self, problem: Problem, tile: Tile, given: Backward) -> Grads:
-        """The tile's share of dq, dk, dv; ``given`` already cut to it."""
+        """The tile's share of dq, dk, dv."""
         grad, q, k, v, out, lse = given
         mask = self.mask(problem, tile, q)
         if self.dense:
@@ -193,8 +201,8 @@ class Call:
                 capped = times_keys(q, k).mul_(self.spec.scale / cap).tanh_()
                 ds.mul_(capped.square_().neg_().add_(1))
             dq = times_values(ds, k).mul_(self.spec.scale)
-            dk = times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
-            return dq, dk, times_rows(p, grad, v.shape[1])
+            dk = _times_rows(ds, q, k.shape[1]).mul_(self.spec.scale)
+            return dq, dk, _times_rows(p, grad, v.shape[1])
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(s - inf) = 0
         b, kv_heads, n, _ = k.shape
         group = q.shape[1] // kv_heads
@@ -212,11 +220,13 @@ class Call:
     def score_gradient(
         self, problem: Problem, tile: Tile, given: Backward, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities after dropout, and the gradient of the scores after softcap and bias."""
+        """Probabilities after dropout, and the gradient of the scores after softcap and bias, both
+        [B, H, R, K]; ``mask`` is the tile's.
+        """
         grad, q, k, v, out, lse = given
         p, _ = _softmax_tile(q, k, mask, self.spec, lse)
         ds = times_keys(grad, v)
-        keep = self.dropout(problem, tile, q)
+        keep = self._dropout(problem, tile, q)
         if keep is not None:
             ds.mul_(keep)
         ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(p)

@@ -6,6 +6,10 @@ Queries and keys are tensors of tokens whose global positions are known on the h
 chunk, length) the keys a row sees are one interval [lo, hi) of key indices. Rows whose intervals
 move together form tiles that need no mask; a dense mask exists only for the tiles that are left,
 one block of rows at a time.
+
+``q_runs`` and ``kv_runs`` are the positions of the queries and of the keys, ``spec`` the attention
+of the whole sequence, ``intervals`` the keys that each row sees. ``bytes_per_pair`` is what a score
+or an element of the mask takes, over all sequences and heads that are computed at once.
 """
 
 from __future__ import annotations
@@ -63,7 +67,11 @@ class AttentionSpec:
         return AttentionSpec(self.seq_len, 1.0, self.left, self.right, self.chunk)
 
     def head_bias(self, num_heads: int) -> Tensor | None:
-        """The bias [B|1, H|1, S|1, S|1] of the query's own heads."""
+        """The bias [B|1, H|1, S|1, S|1] of the query's own ``num_heads`` heads.
+
+        Raises:
+            ValueError: the bias has another number of heads, and there are no ``head_ids``.
+        """
         bias = self.bias
         if bias is None or bias.shape[1] in (1, num_heads):
             return bias
@@ -71,9 +79,8 @@ class AttentionSpec:
             raise ValueError(
                 f"bias has {bias.shape[1]} heads, the query {num_heads}: give head_ids"
             )
-        ids = self.head_ids.to(bias.device).clamp(
-            max=bias.shape[1] - 1
-        )  # heads past the end are padding
+        # Heads past the end are padding.
+        ids = self.head_ids.to(bias.device).clamp(max=bias.shape[1] - 1)
         return bias.index_select(1, ids)
 
 
@@ -108,15 +115,15 @@ class Intervals:
     hi: Tensor
 
     def relative_to(self, tile: Tile) -> Tensor:
-        """[3, R]: first and end key of the tile's rows, counted from its first key, and the number
-        of its keys.
+        """[3, R]: first and end key of the rows of ``tile``, counted from its first key, and the
+        number of its keys.
         """
         lo, hi = (x[tile.r0 : tile.r1] - tile.k0 for x in (self.lo, self.hi))
         return torch.stack([lo, hi, torch.full_like(lo, tile.k1 - tile.k0)])
 
 
 def run_positions(runs: Runs, device: torch.device | str = "cpu") -> Tensor:
-    """The global positions of ``runs``, int64 [n]."""
+    """The global positions of ``runs``, int64 [n] on ``device``."""
     return torch.cat([torch.arange(a, a + n, device=device) for a, n in runs])
 
 
@@ -132,11 +139,8 @@ def _normalized(lo: Tensor, hi: Tensor) -> Intervals:
 
 @lru_cache(maxsize=32)
 def position_intervals(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Intervals:
-    """The keys visible by position alone. O(Sq) work on the host.
-
-    Args:
-        q_runs: positions of the queries. kv_runs: those of the keys, ascending.
-        spec: an ``AttentionSpec.positional``.
+    """The keys visible by position alone, given an ``AttentionSpec.positional`` and ascending
+    ``kv_runs``. O(Sq) work on the host.
     """
     assert all(a + n <= b for (a, n), (b, _) in zip(kv_runs, kv_runs[1:], strict=False)), kv_runs
     x = run_positions(q_runs)
@@ -163,12 +167,10 @@ def _of_sequence(x: Tensor, sequence: int) -> Tensor:
 def data_intervals(
     by_position: Intervals, spec: AttentionSpec, batch: int, q_runs: Runs, kv_runs: Runs
 ) -> Intervals | None:
-    """``by_position`` narrowed by one sequence's key padding and documents.
+    """``by_position`` narrowed by key padding and documents of sequence ``batch``.
 
     Reads the values, so only for tensors on the CPU.
 
-    Args:
-        batch: the index of the sequence.
     Returns:
         None when a row's keys are not one interval (holes in the padding, a document in two parts).
     """
@@ -208,12 +210,8 @@ def _stretches(values: Tensor) -> list[tuple[int, int, int]]:
 
 
 def row_blocks(intervals: Intervals, bytes_per_pair: int, most_rows: int) -> tuple[Tile, ...]:
-    """The visible rows in blocks, each against the hull of its keys.
-
-    Args:
-        bytes_per_pair: of a score or an element of the mask, over all sequences and heads that are
-            computed at once. Blocks take at most ``TILE_BYTES`` where possible.
-        most_rows: of one block.
+    """The visible rows in blocks of up to ``most_rows``, each against the hull of its keys, and of
+    at most ``TILE_BYTES`` where possible.
     """
     lo, hi = intervals.lo, intervals.hi
     tiles = []
@@ -320,6 +318,7 @@ def additive_mask(
     nothing.
 
     Args:
+        tile: rows and keys.
         batch: the sequences at hand.
         data_mask: key padding and documents are not part of ``intervals``.
         like: gives dtype, device and (dim 1) the number of heads.
@@ -404,7 +403,8 @@ def dropout_keep(
     again.
 
     Args:
-        batch: the sequences at hand. num_heads: H.
+        batch: the sequences at hand.
+        num_heads: H.
         q_positions, k_positions: int64 [R] and [K], global.
     Returns:
         bool [B, H, R, K], True where a probability is kept.

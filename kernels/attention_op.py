@@ -1,7 +1,16 @@
 """``paradyse::attention``: exact attention of a whole sequence on one rank, as an operator.
 
 Also what it shares with the operator over ranks of ``paradyse.strategies.attention``: arguments,
-spec, layout, gradient.
+spec, layout, gradient. The arguments of both, for S tokens:
+
+- ``key_padding``: [B|1, S] bool, True where a key may be seen. ``document_ids``: [B|1, S] int.
+- ``bias``: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores;
+  differentiable).
+- ``seed``: int64 [], needed with ``dropout_p`` > 0.
+- ``left``, ``right``, ``chunk``: see ``paradyse.types.MaskSpec``; -1 for unset.
+- ``scale``, ``softcap``: see ``AttentionSpec``; 0 for no softcap.
+- ``head_ids``: int64 [H], the global indices of the query heads, where they are not all heads.
+- ``info``: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
 """
 
 from __future__ import annotations
@@ -47,10 +56,8 @@ def make_spec(
     head_ids: Tensor | None = None,
     info: Tensor | None = None,
 ) -> AttentionSpec:
-    """``ARGUMENTS``, where -1 (0 for softcap) stands for unset, as a spec.
+    """``ARGUMENTS`` as a spec; ``num_tokens`` is N.
 
-    Args:
-        num_tokens: the sequence's length where there is no ``info``.
     Raises:
         ValueError: a mask that does not fit the sequence.
     """
@@ -79,7 +86,9 @@ def make_spec(
 
 
 def token_major(x: Tensor) -> Tensor:
-    """[B, H, S, D] laid out as [B, S, H, D], in memory of its own: how operators return tensors."""
+    """``x`` [B, H, S, D] laid out as [B, S, H, D], in memory of its own: how operators return
+    tensors.
+    """
     y = x.transpose(1, 2)
     alone = x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return (
@@ -165,16 +174,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     """Attention over the whole sequence in its natural order.
 
     Args:
-        q: [B, H, N, D]. k: [B, Hk, N, D]. v: [B, Hk, N, Dv]; H is a multiple of Hk.
-        key_padding: [B|1, S] bool, True where a key may be seen. document_ids: [B|1, S] int.
-        bias: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores;
-            differentiable).
-        seed: int64 [], needed with dropout.
-        left, right, chunk: see ``paradyse.types.MaskSpec``; -1 for unset.
-        softcap: see ``AttentionSpec``; 0 for unset.
-        head_ids: int64 [H], the global indices of the query heads, where they are a part of all
-            heads.
-        info: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
+        q: [B, H, N, D].
+        k, v: [B, Hk, N, D] and [B, Hk, N, Dv]; H is a multiple of Hk.
     Returns:
         out [B, H, N, Dv], laid out as [B, N, H, Dv], and lse [B, H, N], float32 (float64 for
         float64), not differentiable. A row that sees nothing has out 0, lse -inf and gradient 0.

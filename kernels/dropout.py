@@ -20,7 +20,7 @@ def _shift_right(x: Tensor, n: int) -> Tensor:
 
 
 def hash_index(index: Tensor, seed: Tensor) -> Tensor:
-    """24 well-mixed bits per element of ``index`` (int64), as int64 in [0, 2**24)."""
+    """24 well-mixed bits per element of ``index``, int64, and ``seed``, as int64 in [0, 2**24)."""
     x = index * _GOLDEN + seed
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2

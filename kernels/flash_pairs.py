@@ -7,10 +7,10 @@ of them to a key head, ``num_rows`` and ``num_keys`` the queries and keys of a s
 ``h`` are the indices of a sequence and of a query head, int32.
 
 In the functions of a tile, ``at`` are the indices of its queries or keys, and ``inside`` says which
-of them there are. ``queries`` are what ``load_queries`` returns, ``position`` and ``document``
-(int32) are the keys'. ``QUERY_DIM`` is the dim of ``scores`` along which its queries lie: 0, or 1
-in transposed tiles. ``head_bias`` points to the bias of one sequence and head. ``MASKED`` tells
-tiles that are partly visible from full ones.
+of them there are. ``queries`` are what ``load_queries`` returns, ``position`` (int32) and
+``document`` are the keys'. ``QUERY_DIM`` is the dim of ``scores`` along which its queries lie: 0,
+or 1 in transposed tiles. ``head_bias`` points to the bias of one sequence and head. ``MASKED``
+tells tiles that are partly visible from full ones.
 """
 
 from __future__ import annotations

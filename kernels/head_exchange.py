@@ -1,8 +1,9 @@
 """What Ulysses' all-to-all sends and receives: tokens of all heads one way, heads of all tokens the
 other.
 
-Which heads go to which rank is said by ``HeadSlots``. Tokens are in the balanced order: rank r
-holds chunks r and 2p-1-r.
+``slots`` say which heads go to which rank. ``tensors`` are of queries alone or of queries, keys and
+values, and ``widths`` those of their heads. A ``message`` is [p, B, s, W], slice r for or from rank
+r. Tokens are in the balanced order: rank r holds chunks r and 2p-1-r.
 
 Order: the reference in plain PyTorch, the public functions. On CUDA each function is one
 pass of a kernel (``triton_exchange``) from the tensors at hand to those that are needed.
@@ -89,11 +90,10 @@ def send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     """Every rank's heads of this rank's tokens.
 
     Args:
-        tensors: [B, H, s, D] with query heads, then any number up to two of [B, Hk, s, D'] with KV
-            heads.
+        tensors: [B, H, s, D] with query heads, then none or two of [B, Hk, s, D'] with KV heads.
     Returns:
-        [p, B, s, W], slice r for rank r: side by side n g heads of the first tensor and n heads of
-        each of the others; padding heads are 0.
+        a message, side by side n g heads of the first tensor and n heads of each of the others;
+        padding heads are 0.
     """
     if (kernels := _kernels(tensors[0])) is not None:
         return kernels.launch_send_heads(slots, tensors)
@@ -101,7 +101,7 @@ def send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def receive_tokens(message: Tensor) -> Tensor:
-    """[p, B, s, W], slice r from rank r, to [B, p s, W]: the tokens in the sequence's order."""
+    """The tokens [B, p s, W] of a message in the sequence's order."""
     if (kernels := _kernels(message)) is not None:
         return kernels.launch_receive_tokens(message)
     return receive_tokens_reference(message)
@@ -111,10 +111,10 @@ def send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     """Every rank's tokens of this rank's heads, in the order in which that rank holds them.
 
     Args:
-        tensors: [B, h g, N, D] with this rank's query heads, then any number up to two of
-            [B, h, N, D'] with its KV heads; h of its n slots are real, it may be none.
+        tensors: [B, h g, N, D] with this rank's query heads, then none or two of [B, h, N, D'] with
+            its KV heads; h of its n slots are real, it may be none.
     Returns:
-        [p, B, s, W] as of ``send_heads``; padding heads are 0.
+        a message as of ``send_heads``; padding heads are 0.
     """
     if (kernels := _kernels(tensors[0])) is not None:
         return kernels.launch_send_tokens(slots, tensors)
@@ -125,8 +125,6 @@ def receive_heads(slots: HeadSlots, message: Tensor, widths: Sequence[int]) -> t
     """The transpose of ``send_heads``: all heads of this rank's tokens; replicas of a KV head are
     summed, in float32 or better.
 
-    Args:
-        message: [p, B, s, W], slice r from rank r. widths: of the heads of each tensor.
     Returns:
         [B, H, s, D], then [B, Hk, s, D'] of each other width.
     """

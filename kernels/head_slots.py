@@ -3,6 +3,9 @@
 Every rank takes the same number of *slots*, a slot being one KV head with (a part of) its query
 heads. KV heads are replicated where that spreads the work better, as it must where p exceeds them;
 what is left over is padding, sent but not computed.
+
+Methods take tensors ``x`` of tokens by heads, where s counts tokens, p ranks, n ``slots_per_rank``
+and g ``heads_per_slot``. A ``width`` is that of a head.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class HeadSlots:
         return self._to_ranks(x.reshape(b, s, self.num_kv_heads * r, g * d))
 
     def collect_queries(self, x: Tensor, width: int) -> Tensor:
-        """The inverse of ``spread_queries``."""
+        """The inverse of ``spread_queries``: [B, s, p, n g D] to [B, s, H, D]."""
         b, s = x.shape[:2]
         group, g, r = self.group, self.heads_per_slot, self.replicas
         x = x.reshape(b, s, -1, g * width)[:, :, : self.num_kv_heads * r]
@@ -95,7 +98,7 @@ class HeadSlots:
         return self._to_ranks(x if self.replicas == 1 else x.repeat_interleave(self.replicas, 2))
 
     def sum_keys(self, x: Tensor, width: int) -> Tensor:
-        """The transpose of ``spread_keys``: replicas are summed."""
+        """The transpose of ``spread_keys``, to [B, s, Hk, D]: replicas are summed."""
         b, s = x.shape[:2]
         x = x.reshape(b, s, -1, width)[:, :, : self.num_kv_heads * self.replicas]
         return x.reshape(b, s, self.num_kv_heads, self.replicas, width).sum(3)
@@ -108,12 +111,12 @@ class HeadSlots:
         return x.reshape(b, s, self.num_ranks, self.slots_per_rank * w)
 
     def message_heads(self, num_tensors: int) -> list[int]:
-        """Heads, padding included, that a message holds of each of these tensors: the first has
-        query heads, the others KV heads.
+        """Heads, padding included, that a message holds of each of ``num_tensors`` tensors: the
+        first has query heads, the others KV heads.
         """
         n = self.slots_per_rank
         return [self.queries_per_rank] + [n] * (num_tensors - 1)
 
     def columns(self, widths: Sequence[int]) -> list[int]:
-        """Columns of a message that each tensor takes, from the widths of their heads."""
+        """Columns of a message that each tensor takes, from the ``widths`` of their heads."""
         return [h * w for h, w in zip(self.message_heads(len(widths)), widths)]

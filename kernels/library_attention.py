@@ -2,6 +2,9 @@
 
 Order: which part of a call is plain, the kernels, public functions. Both kernels give the log-sum-
 exp, and their backward takes the final one, so parts of a ring compose as with our own.
+
+``q``, ``k``, ``v``, ``given``, ``q_runs``, ``kv_runs`` and ``spec`` are as of the public
+functions of ``attention``.
 """
 
 from __future__ import annotations
@@ -171,7 +174,6 @@ def selected_tile(
     """The tile that is all of this call, and the library's kernel for it.
 
     Args:
-        q, k, v, q_runs, kv_runs, spec: of ``attention_forward``, on CUDA.
         direction: one of ``selection.DIRECTIONS``.
     Returns:
         None where Triton's kernels take the call.

@@ -3,6 +3,10 @@ overridden.
 
 ``benchmarks/attention_gpu.py --write-table`` measures it. Masks that are not plain are always
 Triton's.
+
+A ``kernel`` is one of ``KERNELS``, a ``mask`` one of ``MASKS``, a ``direction`` one of
+``DIRECTIONS``; ``capability`` is a device's compute capability ("9.0"), ``dtype`` that of q, k and
+v, ``width`` that of the heads, of keys and of values alike.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ class Choice:
 
 
 def load_table(path: Path) -> Mapping[Key, str]:
-    """Key -> kernel of a table's file.
+    """Key -> kernel of the table in the file ``path``.
 
     Raises:
         ValueError: the file is not such a table, or names a kernel that does not exist.
@@ -89,12 +93,7 @@ def _measured() -> Mapping[Key, str]:
 
 
 def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, direction: str) -> bool:
-    """Whether a kernel can compute a plain tile.
-
-    Args:
-        kernel: one of ``KERNELS``. capability: of the device, "9.0". width: of the heads.
-        direction: one of ``DIRECTIONS``.
-    """
+    """Whether a kernel can compute a plain tile."""
     if kernel == TRITON:
         return True
     if dtype not in LIBRARY_DTYPES or width % 8 or float(capability) < 8:
@@ -109,9 +108,6 @@ def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, dire
 def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction: str) -> Choice:
     """The kernel for a plain tile.
 
-    Args:
-        capability: of the device, "9.0". width: of the heads, of keys and of values alike.
-        mask: one of ``MASKS``. direction: one of ``DIRECTIONS``.
     Raises:
         ValueError: ``VARIABLE`` names neither a kernel nor a table.
     """
@@ -131,16 +127,12 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
 
 
 def capability_of(device: torch.device) -> str:
-    """The compute capability of a CUDA device, "9.0"."""
+    """The compute capability of a CUDA ``device``, "9.0"."""
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 
 
 def describe_choices(capability: str, dtype: torch.dtype, width: int) -> list[str]:
-    """Lines for people: which kernel computes what.
-
-    Args:
-        capability: of the device, "9.0". width: of the heads.
-    """
+    """Lines for people: which kernel computes what."""
     lines = []
     for mask in MASKS:
         for direction in DIRECTIONS:

@@ -5,6 +5,9 @@ The value of a tensor at an index is a formula over the index itself. Numbers ar
 build, with facts that hold for every size (an index is >= 0), never with the size of the trace at
 hand: a formula found at one length stands for all. Order is kept from the program, so that every
 rank writes the same graph.
+
+``a``, ``b`` and ``value`` are formulas; ``factor`` is any integer, a ``divisor`` a positive one. A
+choice takes ``then`` where ``condition`` holds, else ``other``.
 """
 
 from __future__ import annotations
@@ -41,12 +44,14 @@ class FloorDiv:
 
 @dataclass(frozen=True)
 class Abs:
+    """``|value|``."""
+
     value: Lin
 
 
 @dataclass(frozen=True)
 class Where:
-    """``then`` where the condition holds, else ``other``; numbers."""
+    """A choice of numbers."""
 
     condition: Bool
     then: Lin
@@ -106,6 +111,8 @@ class Eq0:
 
 @dataclass(frozen=True)
 class Not:
+    """True where ``value`` is not."""
+
     value: Bool
 
 
@@ -145,6 +152,7 @@ def atom(a: Atom) -> Lin:
 
 
 def var(dim: int) -> Lin:
+    """The index along ``dim``."""
     return atom(Var(dim))
 
 
@@ -169,7 +177,7 @@ def scale(a: Lin, factor: int) -> Lin:
 
 
 def floor_div(a: Lin, divisor: int) -> Lin:
-    """a // divisor, rounded down; divisor > 0."""
+    """a // divisor, rounded down."""
     if divisor == 1:
         return a
     if a.is_const:
@@ -313,7 +321,7 @@ def as_number(value: Expr) -> Lin:
 
 
 def rewrite(value: Expr, atoms: Mapping[Atom, Lin]) -> Expr:
-    """``value`` with the given atoms replaced, simplified again."""
+    """``value`` with the atoms that ``atoms`` has replaced, simplified again."""
 
     def number(x: Lin) -> Lin:
         out = Lin(x.const)
@@ -355,7 +363,7 @@ def rewrite(value: Expr, atoms: Mapping[Atom, Lin]) -> Expr:
 
 
 def substitute(value: Expr, indices: Mapping[int, Lin]) -> Expr:
-    """``value`` with the index of each given dim replaced."""
+    """``value`` with the index of each dim that ``indices`` has replaced."""
     return rewrite(value, {Var(d): e for d, e in indices.items()})
 
 

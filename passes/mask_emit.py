@@ -46,6 +46,9 @@ class Emitter:
         self.graph, self.place, self.sizes = graph, place, sizes
 
     def call(self, target: Any, args: tuple[Any, ...], keep_meta: bool = False) -> fx.Node:
+        """A new node that calls ``target`` with ``args``; ``keep_meta``: with the meta of ``place``
+        besides its value.
+        """
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args)
         if keep_meta:
@@ -63,6 +66,7 @@ class Emitter:
         return node
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """``x`` in ``dtype``."""
         return x if x.meta["val"].dtype == dtype else self.call(aten.to.dtype, (x, dtype))
 
     def four_dims(self, mask: fx.Node) -> fx.Node:

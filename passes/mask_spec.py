@@ -77,6 +77,12 @@ def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
 
     A bool mask is itself. A float mask must be 0 or hidden: minus infinity, or (flag True) the most
     negative number of its type, which acts alike in every row that sees at least one key.
+
+    Args:
+        value: of the mask at (batch, head, query, key).
+        dtype: of the mask.
+    Returns:
+        None where neither is known of some number.
     """
     if not isinstance(value, Lin):
         return value, False
@@ -97,7 +103,7 @@ def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
 
 
 def classify(mask: Bool, values: MaskValues) -> Recovered:
-    """The meaning of ``mask``, a formula over (batch, head, query, key).
+    """The meaning of ``mask``, a formula over (batch, head, query, key) that ``values`` found.
 
     Raises:
         Unrecoverable: some condition has no field. Nothing is ever dropped: all or none is

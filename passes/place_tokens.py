@@ -27,8 +27,9 @@ def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """(sum of cross entropies, number of labels that count) over the rows at hand.
 
     Args:
-        logits: [rows, classes]. labels: [rows]. ignore_index: the label that does not count.
-
+        logits: [rows, classes].
+        labels: [rows] int.
+        ignore_index: the label that does not count.
     Returns:
         [2] in the dtype of ``logits``.
     """

@@ -137,7 +137,7 @@ class Recovery:
         return None
 
     def recover(self, mask: fx.Node) -> Recovered | str:
-        """What the mask means, or why that is not known: words to follow its name."""
+        """What ``mask`` means, or why that is not known: words to follow its name."""
         if mask not in self.found:
             try:
                 self.found[mask] = self._understand(mask)

@@ -13,19 +13,8 @@ import paradyse
 
 ROOT = Path(__file__).resolve().parent.parent
 
-COMPLETE = (
-    "paradyse",
-    "passes/dump.py",
-    "passes/fold_attention.py",
-    "passes/mask_values.py",
-    "passes/name_dims.py",
-    "passes/outline_blocks.py",
-    "passes/pipeline.py",
-    "passes/retrace.py",
-    "passes/simplify.py",
-    "passes/split_steps.py",
-)
-"""Folders and files, whole."""
+COMPLETE = ("paradyse", "passes", "kernels")
+"""Folders."""
 
 CONVENTIONS = {"self", "cls", "gm", "ctx", "names", "node"}
 """Parameters that mean the same everywhere; ``gm`` and ``ctx`` those of a pass, then of a rule."""
