@@ -39,7 +39,7 @@ def random_choices(rng: random.Random, layers: int) -> Choices:
         return BlockCost(time_s, saved, int(1e6 * rng.uniform(1, 20)), 0)
 
     kinds = [{s: cost(i / 4) for i, s in enumerate(ATTENTION_STRATEGIES)} for _ in range(2)]
-    return Choices([ATTENTION_STRATEGIES] * 2 * layers, kinds * layers, (), 0, 0, 0.0, RATES)
+    return Choices([ATTENTION_STRATEGIES] * 2 * layers, kinds * layers, (), 0, 0, 0.0, 0)
 
 
 def compare(layers: int, num_tables: int) -> tuple[list[float], list[float], list[float]]:

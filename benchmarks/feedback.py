@@ -16,6 +16,7 @@ from contenders import AUTO, llama, ours
 from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.launch import Rank
+from paradyse.planning.corrections import SAVED
 from paradyse.profiling.online import REFRESH_EVERY, WARM_UP
 from paradyse.runtime.registry import captures_of
 
@@ -48,7 +49,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
         "memory": watched_s,
     }
     found = take_turns(turns, args.lengths, range(-1, args.runs), rank.send)
-    watched = feedback.measured["saved"]
+    watched = any(quantity == SAVED for quantity, _ in feedback.measured)
     assert watched and min(feedback._runs.values()) > WARM_UP, "memory was not watched"
     return found
 

@@ -12,10 +12,10 @@ import argparse
 import math
 import random
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from paradyse.cli.corpus import draw_files, draw_lengths
 from paradyse.cli.models import token_counter
@@ -35,14 +35,10 @@ class LengthDistribution:
 
     def draw(self, share: float, longest: int) -> int:
         """The length below which ``share`` of the sequences are, the longest being ``longest``."""
-        ends = [0.0, *accumulate(self.shares)]
-        at = min(1.0, max(0.0, share)) * ends[-1]
-        i = min(bisect_right(ends, at), len(self.shares)) - 1
-        scale = longest / self.edges[-1]
+        ends = np.cumsum((0.0, *self.shares))
         # A range that scales to less than the shortest sequence is that one alone.
-        low, high = (max(float(SHORTEST), scale * e) for e in self.edges[i : i + 2])
-        inside = (at - ends[i]) / self.shares[i]
-        return round(math.exp(math.log(low) + inside * (math.log(high) - math.log(low))))
+        edges = np.maximum(SHORTEST, np.array(self.edges) * (longest / self.edges[-1]))
+        return round(math.exp(np.interp(share * ends[-1], ends, np.log(edges))))
 
 
 K = 1024

@@ -163,16 +163,15 @@ def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
 
 
 def _growth(program: Program, step: Step, strategy: str) -> Growth:
-    tokens, samples = [], []
-    for chunk in (CHUNKS[0], *CHUNKS):
-        layout = TokenLayout(program.axis.size, 2 * program.axis.size * chunk)
-        tokens.append(layout.local_len)
-        samples.append(run_alone(program, step, strategy, layout.seq_len, 1))
-        if len(samples) == len(CHUNKS):
-            # the first only compiles
-            with contextlib.suppress(ValueError):
-                return fit_growth(tokens[1:], samples[1:])
-    return fit_growth(tokens[1:], samples[1:])
+    def sample(chunk: int) -> Sample:
+        return _run_alone(program, step, strategy, 2 * program.axis.size * chunk)
+
+    tokens = [2 * chunk for chunk in CHUNKS]
+    sample(CHUNKS[0])  # it compiles
+    samples = [sample(chunk) for chunk in CHUNKS[:-1]]
+    with contextlib.suppress(ValueError):
+        return fit_growth(tokens[:-1], samples)
+    return fit_growth(tokens, [*samples, sample(CHUNKS[-1])])
 
 
 @contextlib.contextmanager
@@ -317,17 +316,11 @@ class _Alone(Frame):
         return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
 
 
-def run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: int) -> Sample:
-    """Run ``step`` of ``program`` under ``strategy``, forward and backward, without memory.
-
-    Args:
-        seq_len: tokens of a sequence.
-        batch: sequences.
-    """
-    layout = program.axis.layout(seq_len)
-    sizes = {WHOLE: seq_len, "B": batch}
+def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sample:
+    """Run ``step`` under ``strategy`` on one sequence, forward and backward, without memory."""
+    sizes = {WHOLE: seq_len, "B": 1}
     if program.axis.size > 1:
-        sizes[SPLIT] = layout.local_len
+        sizes[SPLIT] = program.axis.layout(seq_len).local_len
     with contextlib.ExitStack() as stack:
         # A run shows the same operators every time, and leaves no tensor without memory where a
         # real one is expected.

@@ -103,7 +103,6 @@ def look_ahead(
     lengths: Sequence[int] | Callable[[int], Sequence[int]],
     dtype: torch.dtype,
     batch: int = 1,
-    strategies: Sequence[str] | None = None,
     memory_limit: int | None = None,
     sharded: bool = True,
 ) -> Outlook:
@@ -113,14 +112,12 @@ def look_ahead(
         lengths: tokens of a sequence; or a function of the longest length that fits.
         dtype: of weights and activations.
         batch: sequences a step.
-        strategies: what the mixture may use; None: all.
         memory_limit: bytes a rank may use; None: what ``machine`` has.
         sharded: weights at rest are 1/p on each rank; as ``run`` was made.
     """
     limit = memory_limit if memory_limit is not None else machine.capacity_bytes
     machine = replace(machine, capacity_bytes=limit)
-    options = Options(strategies=tuple(strategies)) if strategies else Options()
-    options = replace(options, smoothing=0.0)  # plans by length alone, not by what came before
+    options = Options(smoothing=0.0)  # plans by length alone, not by what came before
     costs = cast(Any, PaperCosts(run, machine, sharded))
     planner = Planner(
         options, run.blocks, run.num_ranks, lambda _: machine, run.static_bytes, sharded, costs

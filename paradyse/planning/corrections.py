@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.time_ratios import Key, Ratios
 from paradyse.types import Workload
@@ -33,8 +35,9 @@ FLOOR, STATIC = "floor", "static"
 
 RATIOS, REST, CONSTANTS = (SAVED, WORKSPACE), (REST_SAVED, REST_WORKSPACE), (FLOOR, STATIC)
 
-Rows = Mapping[Hashable, Mapping[int, float]]
-"""Key -> scale -> ratio; None -> tokens -> bytes of the rest; None -> 0 -> bytes of a constant."""
+Rows = Mapping[tuple[str, Hashable], Mapping[int, float]]
+"""(Quantity, key) -> scale -> ratio; (quantity, None) -> tokens -> bytes of the rest; (quantity,
+None) -> 0 -> bytes of a constant."""
 
 ONLINE = "online"
 """Source of a cost that was corrected."""
@@ -53,10 +56,8 @@ def scale_of(workload: Workload) -> int:
 class Corrections:
     """Equal on all ranks."""
 
-    measured: Mapping[str, Rows] = field(
-        default_factory=lambda: {quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)}
-    )
-    """Quantity of bytes -> what ranks agreed that they measured."""
+    measured: Rows = field(default_factory=dict)
+    """What ranks agreed that they measured of bytes."""
     times: Ratios = field(default_factory=Ratios)
 
     def apply(self, cost: BlockCost, key: Key, workload: Workload) -> BlockCost:
@@ -65,7 +66,7 @@ class Corrections:
         time_s = cost.time_s * self.times.ratio(key, at)
         source = ONLINE if self.times.knows(key) else cost.source
         cost = replace(cost, time_s=time_s, source=source)
-        if not workload.training or key not in self.measured[SAVED]:
+        if not workload.training or (SAVED, key) not in self.measured:
             return cost
         return replace(
             cost,
@@ -80,7 +81,7 @@ class Corrections:
         Args:
             cost: as predicted; None: it was not.
         """
-        if not workload.training or not self.measured[REST_SAVED]:
+        if not workload.training or (REST_SAVED, None) not in self.measured:
             return cost
         saved, workspace = (int(self.value(q, None, num_tokens(workload))) for q in REST)
         if cost is None:
@@ -103,7 +104,7 @@ class Corrections:
             of: the key of a ratio; None for bytes.
             at: the scale of a ratio, the tokens of the rest's bytes, 0 for a constant.
         """
-        row = self.measured[quantity].get(of, {})
+        row = self.measured.get((quantity, of), {})
         if quantity in RATIOS:
             return max(1.0, nearest(row, at)) if row else 1.0
         return along(row, at) if row else 0.0
@@ -118,12 +119,9 @@ def along(points: Mapping[int, float], at: int) -> float:
     """Bytes at ``at`` tokens: between measured ``points`` and beyond the last two a straight line,
     as embedding, head and loss grow; before the first, and with one alone, as there.
     """
-    xs = sorted(points)
-    if len(xs) == 1 or at <= xs[0]:
-        return points[xs[0]]
-    end = next((i for i in range(1, len(xs)) if at <= xs[i]), len(xs) - 1)
-    a, b = xs[end - 1], xs[end]
-    slope = (points[b] - points[a]) / (b - a)
-    if at > b:
-        slope = max(0.0, slope)
-    return points[b] + slope * (at - b)
+    tokens = sorted(points)
+    inside = float(np.interp(at, tokens, [points[n] for n in tokens]))
+    if len(tokens) == 1 or at <= tokens[-1]:
+        return inside
+    a, b = tokens[-2:]
+    return inside + max(0.0, (points[b] - points[a]) / (b - a)) * (at - b)

@@ -1,4 +1,4 @@
-"""What a block costs, and the most memory that a plan needs at any moment.
+"""What a block costs, and the most memory that blocks hold at any moment.
 
 Peak memory of a plan (DESIGN 6) is static + communicators + what blocks save and need while they
 run, at the moment when that is most: ``peak_bytes``.
@@ -9,7 +9,7 @@ number of ranks; ``sharded``: 1/p of the weights on each rank at rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paradyse.types import BlockSpec, Workload
@@ -89,13 +89,8 @@ def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
     return block.num_weight_elements * workload.dtype.itemsize
 
 
-def peak_bytes(
-    costs: Iterable[BlockCost],
-    static_bytes: int,
-    machine: Machine,
-    rest: Iterable[BlockCost] = (),
-) -> int:
-    """Peak memory of a plan: static + communicators + the most held at any moment of a step.
+def peak_bytes(costs: Sequence[BlockCost], rest: Sequence[BlockCost] = ()) -> int:
+    """The most held at any moment of a step, beyond static and communicators.
 
     While a block runs, that is what it and the blocks before it save, what the blocks after it left
     behind when their backward was done, and its workspace: so no more than the sum of all that is
@@ -103,16 +98,12 @@ def peak_bytes(
 
     Args:
         costs: of the blocks, in the order of computation.
-        static_bytes: held all the time: weights, gradients, optimizer states.
-        machine: gives the communicators' bytes.
         rest: of what is in no block: saved all the time; its workspace is needed when all blocks
             have saved.
     """
-    costs, rest = tuple(costs), tuple(rest)
     saved, left, most = 0, sum(c.left_bytes for c in costs), 0
     for c in costs:
         saved, left = saved + c.saved_bytes, left - c.left_bytes
         most = max(most, saved + left + c.workspace_bytes)
     most = max(most, saved + max((c.workspace_bytes for c in rest), default=0))
-    fixed = static_bytes + machine.communicator_bytes
-    return fixed + sum(c.saved_bytes for c in rest) + most
+    return sum(c.saved_bytes for c in rest) + most

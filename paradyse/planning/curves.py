@@ -60,10 +60,9 @@ class Polynomial:
     scale: float
 
     def __call__(self, batch: int, seq_len: int) -> float:
-        x, total = seq_len / self.scale, 0.0
-        for c in reversed(self.coefficients[1:]):
-            total = (total + c) * x
-        return self.coefficients[0] + batch * total
+        constant, *others = self.coefficients
+        x = seq_len / self.scale
+        return constant + batch * sum(c * x**k for k, c in enumerate(others, 1))
 
 
 def fit_polynomial(
@@ -83,26 +82,25 @@ def fit_polynomial(
     """
     from sklearn.linear_model import LinearRegression
 
-    at = np.array([*points, guess[0]] if guess else points, dtype=np.float64)
-    target = np.array([*values, guess[1]] if guess else values, dtype=np.float64)
-    weights = np.ones(len(at))
-    if guess:
+    weights = np.ones(len(points) + (guess is not None))
+    if guess is not None:
+        points, values = [*points, guess[0]], [*values, guess[1]]
         weights[-1] = GUESS_WEIGHT
-    scale = float(at[:, 1].max())
-    best: tuple[float, list[float]] | None = None
+    batch, length = np.array(points, dtype=np.float64).T
+    n, scale = len(points), float(length.max())
+    fits: list[tuple[float, tuple[float, ...]]] = []
     for degree in degrees:
-        k, n = degree + 1, len(at)
-        if n <= k and best is not None:
+        k = degree + 1
+        if n <= k and fits:
             break
-        powers = [at[:, 0] * (at[:, 1] / scale) ** i for i in range(1, k)]
-        columns = np.stack([np.ones(n), *powers], axis=1) * (weights / target)[:, None]
+        columns = np.vander(length / scale, k, increasing=True)
+        columns[:, 1:] *= batch[:, None]
+        columns *= (weights / np.array(values))[:, None]
         fit = LinearRegression(fit_intercept=False, positive=True).fit(columns, weights)
         error = float(np.square(columns @ fit.coef_ - weights).mean())
         criterion = n * math.log(max(error, NOISE_FLOOR**2)) + 2 * k
-        if best is None or criterion < best[0]:
-            best = criterion, fit.coef_.tolist()
-    assert best is not None
-    return Polynomial(tuple(best[1]), scale)
+        fits.append((criterion, tuple(fit.coef_.tolist())))
+    return Polynomial(min(fits)[1], scale)
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> 
     ways_out = (
         f"measure on {present.num_ranks} ranks: {again}",
         f"measure in this dtype: {again} --dtype {present.dtype}",
-        f"measure the model as it is trained, {layouts[present.sharded]}",
+        f"measure the model as it is trained, {here[-1]}",
     )
     for ours, theirs, way_out in zip(here, there, ways_out, strict=True):
         if ours != theirs:
@@ -296,13 +296,11 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> 
 
 def _differences(measured: Header, present: Header) -> tuple[str, ...]:
     """What may make the measurements wrong here, though they can be used."""
-
-    def described(h: Header) -> dict[str, str]:
-        names = ("paradyse", "torch", "triton")
-        versions = {name: h.versions.get(name, "unknown") for name in names}
-        return {"device": h.device, "inner": h.inner, **versions}
-
-    theirs, ours = described(measured), described(present)
+    theirs, ours = (
+        {"device": h.device, "inner": h.inner}
+        | {name: h.versions.get(name, "unknown") for name in ("paradyse", "torch", "triton")}
+        for h in (measured, present)
+    )
     return tuple(
         f"measured on {name} {theirs[name]}, running on {ours[name]}"
         for name in ours

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from paradyse.config import AUTO, Options, PlanByKind, parse_plan
+from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.measured import CostModel
@@ -100,13 +99,11 @@ class Planner:
         self.static_bytes = static_bytes
         self.sharded = sharded
         self.cost_model = cost_model
-        self._function = options.plan if callable(options.plan) else None
+        self._where = "the function given as " * callable(options.plan) + "option 'plan'"
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
         self._corrections = Corrections()
-        self._chosen = lru_cache(MOST_PLANS)(self._choose)
-        self._named = lru_cache(MOST_PLANS)(self._names)
-        self._planned = lru_cache(MOST_PLANS)(lambda w: self._decide(self.options.plan, w))
+        self._planned = lru_cache(MOST_PLANS)(self._decide)
         self._previous: Plan | None = None
 
     def plan(self, workload: Workload) -> Plan:
@@ -119,10 +116,7 @@ class Planner:
             ValueError: the plan does not fit the model (number of names, a strategy that cannot
                 compute its block), the workload is empty, or nothing fits ``memory_limit``.
         """
-        if self._function is None:
-            self._previous = self._planned(workload)
-        else:
-            self._previous = self._decide(self._function(workload), workload)
+        self._previous = self._planned(self._form(workload), workload)
         return self._previous
 
     @property
@@ -143,7 +137,6 @@ class Planner:
         self._corrections = corrections
         self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
         self._planned.cache_clear()
-        self._chosen.cache_clear()
 
     def costs(self, workload: Workload) -> Costs:
         """Expected cost of every feasible strategy of every block: predicted, and corrected."""
@@ -202,8 +195,7 @@ class Planner:
 
     def asked_by_name(self, workload: Workload, block: int) -> bool:
         """Whether the plan option names the strategy of the block at index ``block``."""
-        form = self.options.plan if self._function is None else self._function(workload)
-        return bool(self._names(form)[block] != AUTO)
+        return self._names(self._form(workload))[block] != AUTO
 
     def candidates(self, block: BlockSpec) -> tuple[str, ...]:
         """What "auto" may choose for ``block``: feasible, allowed, one name per variant."""
@@ -219,7 +211,15 @@ class Planner:
         measured_as = "" if self.cost_model is None else b.structure
         return b.kind, widths, weights, b.mask, tuple(sorted(b.infeasible)), measured_as
 
-    def _decide(self, form: Any, workload: Workload) -> Plan:
+    def _form(self, workload: Workload) -> PlanOption:
+        """The plan option; where it is a function, what it returns for ``workload``."""
+        form = self.options.plan
+        if not callable(form):
+            return form
+        form = form(workload)
+        return form if isinstance(form, str | Plan) else parse_plan(form, self._where)
+
+    def _decide(self, form: PlanOption, workload: Workload) -> Plan:
         if workload.batch < 1 or workload.seq_len < 1:
             raise ValueError(
                 f"empty input: batch {workload.batch}, sequence length {workload.seq_len}; "
@@ -229,14 +229,14 @@ class Planner:
             raise ValueError(
                 f"workload is for {workload.num_ranks} ranks, the mesh axis has {self.num_ranks}"
             )
-        names = self._named(form) if isinstance(form, str | Plan) else self._names(form)
+        names = self._names(form)
         if self.num_ranks == 1:
             return Plan((REPLICATED,) * len(self.blocks))
-        return self._chosen(names, workload) if AUTO in names else Plan(names)
+        return self._choose(names, workload) if AUTO in names else Plan(names)
 
-    def _names(self, form: Any) -> tuple[str, ...]:
+    def _names(self, form: PlanOption) -> tuple[str, ...]:
         """A name (or "auto") for every block, from any form of the plan; feasibility checked."""
-        where = "option 'plan'" if self._function is None else "the function given as option 'plan'"
+        where = self._where
         form = parse_plan(form, where)
         if not self.blocks:
             return ()
@@ -349,7 +349,7 @@ class Planner:
             self.static_bytes,
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
             margin,
-            self.machine(workload.dtype),
+            self.machine(workload.dtype).communicator_bytes,
         )
 
     def _over_the_limit(

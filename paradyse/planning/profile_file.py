@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 log = logging.getLogger(__name__)
 
@@ -97,18 +97,6 @@ _T = TypeVar("_T", Header, Measurement)
 _AGAIN = "measure again with `paradyse profile`"
 _OUT = f"remove the line, or {_AGAIN}"
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "bool": (bool,),
-    "Mapping[str, str]": (dict,),
-    "Mapping[str, int]": (dict,),
-    "Mapping[str, object]": (dict,),
-}
-"""What JSON may hold for a field."""
-
 
 def present_versions() -> dict[str, str]:
     """``Header.versions`` of this process; "none" for what is not installed."""
@@ -135,9 +123,9 @@ def append(path: str | Path, header: Header, measurements: Iterable[Measurement]
     kept = _without_cut_line(whole)
     if kept.strip():
         held = _setting(kept.decode().splitlines()[0], f"{path}:1")
-        for name in ("versions", "device", "num_ranks", "dtype", "sharded", "inner"):
-            ours, theirs = getattr(header, name), getattr(held, name)
-            if ours != theirs:
+        for name, theirs in vars(held).items():
+            ours = getattr(header, name)
+            if name != "machine" and ours != theirs:  # a machine's rates differ each time
                 raise ValueError(
                     f"{path}: measured with {name} {theirs!r}, this would add measurements with "
                     f"{ours!r}; give another file, or remove this one"
@@ -232,17 +220,25 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return found
 
 
+def _holds(hint: Any, value: Any) -> bool:
+    """Whether a ``value`` of JSON is one of a field of type ``hint``."""
+    if isinstance(value, bool):
+        return hint is bool
+    if get_origin(hint) is Mapping:
+        return isinstance(value, dict)
+    return isinstance(value, int | float if hint is float else hint)
+
+
 def _checked(cls: type[_T], found: Mapping[str, Any], where: str) -> _T:
     """``cls`` from fields whose names and types are right, else ValueError."""
-    known = {f.name: f for f in fields(cls)}
+    known, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
     needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     wrong = [f"no field {n!r}" for n in needed if n not in found]
     wrong += [f"unknown field {n!r}" for n in found if n not in known]
     for name, value in found.items():
         if name not in known:
             continue
-        legal = _TYPES[str(known[name].type)]
-        if not isinstance(value, legal) or (isinstance(value, bool) and bool not in legal):
+        if not _holds(hints[name], value):
             wrong.append(f"{name} is {value!r}, not {known[name].type}")
         elif isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
             wrong.append(f"{name} is {value}")

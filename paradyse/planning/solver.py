@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paradyse.planning.costs import BlockCost, Machine, peak_bytes
+from paradyse.planning.costs import BlockCost, peak_bytes
 
 WIDTHS = (32, 1024)
 """Choices for the last blocks that are kept. The first search gives a plan for the second to beat;
@@ -58,13 +58,14 @@ class Choices:
     """What every plan needs beyond ``static_bytes`` at some moment."""
     margin: float
     """Share by which blocks may need more than predicted; counted as needed."""
-    machine: Machine
+    communicator_bytes: int
+    """What a process group takes."""
 
     def peak(self, strategies: Sequence[str]) -> int:
         """Bytes of a rank that a step needs under ``strategies``, one per block."""
         chosen = [c[s] for c, s in zip(self.costs, strategies)]
-        held = peak_bytes(chosen, 0, self.machine, self.rest)
-        floor = peak_bytes((), self.floor_bytes, self.machine)
+        held = self.communicator_bytes + peak_bytes(chosen, self.rest)
+        floor = self.communicator_bytes + self.floor_bytes
         return self.static_bytes + max(math.ceil(held * (1 + self.margin)), floor)
 
     def time_s(self, strategies: Sequence[str]) -> float:
@@ -105,7 +106,7 @@ class Choices:
 
     def _room(self, limit: float) -> int:
         """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``."""
-        fixed = peak_bytes((), sum(c.saved_bytes for c in self.rest), self.machine)
+        fixed = self.communicator_bytes + sum(c.saved_bytes for c in self.rest)
         room = math.floor((limit - self.static_bytes) / (1 + self.margin)) + 1
         while math.ceil(room * (1 + self.margin)) > limit - self.static_bytes:
             room -= 1

@@ -20,7 +20,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from paradyse.config import check_strategy, parse_bytes
-from paradyse.planning.costs import BlockCost, Machine, gradient_bytes, peak_bytes
+from paradyse.planning.costs import BlockCost, gradient_bytes, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.profile_file import (
     MEASURED,
@@ -129,7 +129,7 @@ def profile(
         machine=asdict(machine),
         memory_limit=limit,
     )
-    book = _Book(Path(path), header, machine, batch, training)
+    book = _Book(Path(path), header, batch, training)
     most = limit or machine.capacity_bytes or math.inf
     lengths = sorted(set(lengths))
     tell = progress if progress is not None and _is_first() else lambda _: None
@@ -202,10 +202,8 @@ def _from_first(make: Callable[[], T]) -> T:
 class _Book:
     """The file: what is known, on all ranks alike, and what is written by the first."""
 
-    def __init__(
-        self, path: Path, header: Header, machine: Machine, batch: int, training: bool
-    ) -> None:
-        self.path, self.header, self.machine = path, header, machine
+    def __init__(self, path: Path, header: Header, batch: int, training: bool) -> None:
+        self.path, self.header = path, header
         self.batch, self.training = batch, training
         self.known: dict[tuple[Part, int], Measurement] = {}
         for m in _from_first(self._open):
@@ -214,14 +212,7 @@ class _Book:
 
     def _open(self) -> tuple[Measurement, ...]:
         append(self.path, self.header)
-        found = read_profile(self.path)
-        ours, theirs = self.header.memory_limit, found.header.memory_limit
-        if ours != theirs:
-            raise ValueError(
-                f"{self.path}: measured with memory_limit {theirs!r}, this would add measurements "
-                f"with {ours!r}; give another file, or remove this one"
-            )
-        return found.measurements
+        return read_profile(self.path).measurements
 
     def get(self, part: Part, seq_len: int) -> Measurement | None:
         """What was measured, if it was not over the limit."""
@@ -405,8 +396,7 @@ class _Row:
         w = self.steps.workload(seq_len)
         left = [gradient_bytes(b, w, self.book.header.sharded) for b in self.steps.blocks]
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
-        alone = replace(self.book.machine, communicator_bytes=0)
-        return max(peak_bytes(costs, 0, alone, [_held(rest)]), rest.floor_bytes)
+        return max(peak_bytes(costs, [_held(rest)]), rest.floor_bytes)
 
 
 def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:

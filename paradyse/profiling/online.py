@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -155,9 +155,7 @@ class Feedback:
 
     def __init__(self, program: Program, planner: Planner, forget: Callable[[], None]) -> None:
         self.program, self.planner, self.forget = program, planner, forget
-        self.measured: dict[str, dict[Hashable, dict[int, float]]] = {
-            quantity: {} for quantity in (*RATIOS, *REST, *CONSTANTS)
-        }
+        self.measured: dict[tuple[str, Hashable], dict[int, float]] = {}
         """What the ranks agreed on (``Corrections.measured``)."""
         self.times = TimeRatios(OWN_OF_PROFILE if planner.cost_model else OWN_OF_PRIOR)
         self._used = self._snapshot()
@@ -263,7 +261,7 @@ class Feedback:
                 assert isinstance(of, tuple)
                 self.times.add(of, at, latest)
             else:
-                row = self.measured[quantity].setdefault(of, {})
+                row = self.measured.setdefault((quantity, of), {})
                 row[at] = max(row.get(at, latest), latest)
         for r in records:  # no rank could: to be watched again
             if r.memory and not agreed[REST_SAVED, None, num_tokens(r.workload)]:
@@ -279,38 +277,28 @@ class Feedback:
             log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
 
     def _snapshot(self) -> Corrections:
-        table = {
-            q: {of: dict(row) for of, row in rows.items()} for q, rows in self.measured.items()
-        }
-        return Corrections(table, self.times.estimate())
+        measured = {of: dict(row) for of, row in self.measured.items()}
+        return Corrections(measured, self.times.estimate())
 
     def _read(self, records: Sequence[_Record]) -> dict[Slot, float]:
         """What this rank saw in ``records``; 0 where it saw nothing. The slots are the same on all
         ranks."""
-        seen: dict[Slot, list[float]] = {slot: [] for r in records for slot in self._slots_of(r)}
+        times: dict[Slot, list[float]] = {}
+        most: dict[Slot, float] = {}
         for r in records:
-            for slot, value in self._memory(r) if r.memory else self._times(r):
-                seen[slot].append(value)
-        return {
-            slot: statistics.median(values or [0.0]) if slot[0] == TIME else max(values, default=0)
-            for slot, values in seen.items()
-        }
+            if r.memory:
+                most |= {slot: max(v, most.get(slot, v)) for slot, v in self._memory(r).items()}
+            else:
+                for slot, values in self._times(r).items():
+                    times.setdefault(slot, []).extend(values)
+        return most | {slot: statistics.median(v or [0.0]) for slot, v in times.items()}
 
-    def _slots_of(self, record: _Record) -> Iterator[Slot]:
-        """The slots that the record has values for."""
-        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
-        for quantity in (SAVED, WORKSPACE) if record.memory else (TIME,):
-            for key in self._keys(record.strategies):
-                yield quantity, key, scale
-        if record.memory:
-            yield from ((quantity, None, tokens) for quantity in REST)
-            yield from ((quantity, None, 0) for quantity in CONSTANTS)
-
-    def _times(self, record: _Record) -> Iterator[tuple[Slot, float]]:
+    def _times(self, record: _Record) -> dict[Slot, list[float]]:
         """Measured over predicted seconds of the blocks whose forward and backward were seen."""
+        keys, scale = self._keys(record.strategies), scale_of(record.workload)
         watch, parts = record.watch, dict[int, list[float]]()
         if watch is None:
-            return
+            return {(TIME, key, scale): [] for key in keys}
         assert isinstance(watch.probe, Clock)
         at = {step.block_id: i for i, step in enumerate(self.program.block_steps)}
         seconds = watch.probe.read()
@@ -319,35 +307,43 @@ class Feedback:
                 parts.setdefault(at[span.block], []).append(
                     seconds[span.exit] - seconds[span.first]
                 )
-        costs, scale = self.planner.predicted_costs(record.workload), scale_of(record.workload)
-        for key, members in self._keys(record.strategies).items():
-            for i in members:
-                if len(parts.get(i, ())) == 2:
-                    ratio = sum(parts[i]) / costs[i][record.strategies[i]].time_s
-                    yield (TIME, key, scale), ratio
+        costs = self.planner.predicted_costs(record.workload)
+        return {
+            (TIME, key, scale): [
+                sum(parts[i]) / costs[i][record.strategies[i]].time_s
+                for i in members
+                if len(parts.get(i, ())) == 2
+            ]
+            for key, members in keys.items()
+        }
 
-    def _memory(self, record: _Record) -> Iterator[tuple[Slot, float]]:
-        """What the call held; nothing where it was not watched or had no backward."""
-        watch = record.watch
+    def _memory(self, record: _Record) -> dict[Slot, float]:
+        """What the call held; 0 where it was not watched or had no backward."""
+        keys, watch = self._keys(record.strategies), record.watch
+        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
+        slots: list[Slot] = [(quantity, key, scale) for quantity in RATIOS for key in keys]
+        slots += [(quantity, None, tokens) for quantity in REST]
+        slots += [(quantity, None, 0) for quantity in CONSTANTS]
+        found = dict.fromkeys(slots, 0.0)
         if watch is None or not any(what == GRAD for what, _ in watch.marks):
-            return
+            return found
         probe = watch.probe
         assert isinstance(probe, DeviceMemory | SavedMemory)
         held = memory_of(watch, probe.read())
-        scale, tokens = scale_of(record.workload), num_tokens(record.workload)
         costs = self.planner.predicted_costs(record.workload)
-        for key, at in self._keys(record.strategies).items():
+        for key, at in keys.items():
             cost = costs[at[0]][record.strategies[at[0]]]
             ids = [self.program.block_steps[i].block_id for i in at]
             saved = max(0.0, statistics.fmean(held.saved_bytes[i] for i in ids))
             workspace = max(held.workspace_bytes[i] for i in ids)
-            yield (SAVED, key, scale), saved / max(1, cost.saved_bytes)
-            yield (WORKSPACE, key, scale), workspace / max(1, cost.workspace_bytes)
-        yield (REST_SAVED, None, tokens), max(1.0, held.saved_bytes[-1])  # above 0: it was seen
-        yield (REST_WORKSPACE, None, tokens), held.workspace_bytes[-1]
-        yield (FLOOR, None, 0), max(0, held.floor_bytes - record.missing_bytes)
+            found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
+            found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
+        found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
+        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
+        found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
         if isinstance(probe, DeviceMemory):
-            yield (STATIC, None, 0), probe.first_bytes + record.missing_bytes
+            found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
+        return found
 
 
 def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Corrections) -> bool:
@@ -357,10 +353,10 @@ def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Correction
             return now.times.knows(of)
         after, before = (c.times.ratio(of, at) for c in (now, used))
         return abs(after - before) > TIME_CHANGE * before
-    if of not in now.measured[quantity]:
+    if (quantity, of) not in now.measured:
         return False
     after, before = (c.value(quantity, of, at) for c in (now, used))
-    return of not in used.measured[quantity] or abs(after - before) > MEMORY_CHANGE * before
+    return (quantity, of) not in used.measured or abs(after - before) > MEMORY_CHANGE * before
 
 
 def _missing_gradients(args: Sequence[Any]) -> int:

@@ -18,7 +18,7 @@ from models import FAMILIES, make_batch, make_model
 from torch import Tensor
 
 from paradyse.cli.charts import svg_of, write_page
-from paradyse.cli.commands.plan import charts_of, page_of
+from paradyse.cli.commands.plan import page_of
 from paradyse.cli.models import whole_graphs
 from paradyse.offline import dry_run as dry
 from paradyse.offline import ops
@@ -245,7 +245,7 @@ def test_the_page_is_well_formed_and_asks_for_nothing_outside(
     assert not links.open and not links.outside
     assert "http" not in text and "url(" not in text and "@import" not in text
     assert "a &lt; b &amp; c" in text
-    for chart in charts_of(outlook):
+    for chart in page_of("", outlook).charts:
         root = ElementTree.fromstring(svg_of(chart))
         drawn = {e.text for e in root.iter("text")}
         assert {*ATTENTION_STRATEGIES, MIXTURE} <= drawn

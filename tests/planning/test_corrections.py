@@ -10,10 +10,7 @@ import torch
 from test_planner import LONG, SHORT, model, planner
 
 from paradyse.planning.corrections import (
-    CONSTANTS,
     FLOOR,
-    RATIOS,
-    REST,
     REST_SAVED,
     STATIC,
     Corrections,
@@ -29,9 +26,12 @@ COST = BlockCost(time_s=1.0, saved_bytes=100, workspace_bytes=10, comm_bytes=7)
 
 def known(**rows: Any) -> Corrections:
     """Corrections of the quantities given, by their names with ``_`` for a blank."""
-    table: dict[str, Any] = {q: {} for q in (*RATIOS, *REST, *CONSTANTS)}
-    table |= {name.replace("_", " "): row for name, row in rows.items()}
-    return Corrections(table)
+    measured = {
+        (name.replace("_", " "), of): row
+        for name, found in rows.items()
+        for of, row in found.items()
+    }
+    return Corrections(measured)
 
 
 def test_scales_are_powers_of_two_of_tokens() -> None:

@@ -234,16 +234,15 @@ def test_the_z_names_are_one_variant_of_an_mlp() -> None:
     )
 
 
-def test_peak_is_static_plus_communicators_plus_the_most_held_at_any_moment() -> None:
-    machine = replace(GPU, communicator_bytes=5)
+def test_peak_is_the_most_held_at_any_moment() -> None:
     wide, narrow = BlockCost(1.0, 10, 300, 0), BlockCost(1.0, 20, 100, 0)
-    assert peak_bytes([wide, narrow], 1000, machine) == 1005 + 10 + 300  # the rest is gone by then
-    assert peak_bytes([narrow, wide], 1000, machine) == 1005 + 30 + 300
+    assert peak_bytes([wide, narrow]) == 10 + 300  # the rest is gone by then
+    assert peak_bytes([narrow, wide]) == 30 + 300
     gradients = [replace(c, left_bytes=50) for c in (wide, narrow)]
-    assert peak_bytes(gradients, 1000, machine) == 1005 + 10 + 50 + 300
+    assert peak_bytes(gradients) == 10 + 50 + 300
     loss = BlockCost(1.0, 7, 400, 0)
-    assert peak_bytes([wide, narrow], 1000, machine, [loss]) == 1005 + 7 + 30 + 400
-    assert peak_bytes([], 7, machine) == 12
+    assert peak_bytes([wide, narrow], [loss]) == 7 + 30 + 400
+    assert peak_bytes([]) == 0
 
 
 def test_unknown_strategy_is_refused() -> None:

@@ -89,7 +89,7 @@ def test_a_last_line_that_only_lacks_its_end_is_kept(file: Path) -> None:
 
 def test_measurements_of_two_settings_do_not_mix(file: Path) -> None:
     append(file, HEADER, [ROW])
-    other_rates = replace(HEADER, machine={"matmul_flops": 2e11}, memory_limit=None)
+    other_rates = replace(HEADER, machine={"matmul_flops": 2e11})
     append(file, other_rates, [ROW])  # a machine measured twice is the same machine
     text = "measured with num_ranks 2, this would add measurements with 4; give another file"
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from paradyse.planning.costs import BlockCost, Machine
+from paradyse.planning.costs import BlockCost
 from paradyse.planning.solver import Choices
 
-MACHINE = Machine(1e12, 1e12, 1e-5, 1e9, communicator_bytes=3)
 NAMES = ("a", "b", "c", "d", "e")
 
 
@@ -24,7 +23,7 @@ def choices_of(
 ) -> Choices:
     """``layers`` times the blocks of ``table``, which take turns."""
     costs = [*table] * layers
-    return Choices([tuple(c) for c in costs], costs, rest, 1000, 0, 0.0, MACHINE)
+    return Choices([tuple(c) for c in costs], costs, rest, 1000, 0, 0.0, 3)
 
 
 def random_choices(seed: int, layers: int, names: Sequence[str], kinds: int = 2) -> Choices:
