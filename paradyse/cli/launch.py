@@ -68,10 +68,10 @@ class _Process:
     process: subprocess.Popen[bytes]
     pipe: Connection
     log: Path
-    result: Any = None
-    done: bool = False
-    failure: str = ""
-    died: bool = False
+    ended: str = ""
+    """``result``, ``failure`` or ``death``; empty while it runs."""
+    value: Any = None
+    """What it returned, or how it failed."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def run_ranks(
             _collect(ranks, setting, on_report or (lambda rank, value: None))
         finally:
             _end(ranks)
-    return [rank.result for rank in ranks]
+    return [rank.value for rank in ranks]
 
 
 def run_as_asked(
@@ -223,7 +223,7 @@ def _collect(
     start = heard = time.monotonic()
     failed: list[int] = []
     deadline = start + setting.timeout_s
-    while waiting := [r for r in ranks if not (r.done or r.failure)]:
+    while waiting := [r for r in ranks if not r.ended]:
         until = min(deadline, heard + setting.silence_s)
         ready = multiprocessing.connection.wait(
             [r.pipe for r in waiting], max(0.0, until - time.monotonic())
@@ -232,22 +232,21 @@ def _collect(
             break
         heard = time.monotonic()
         for i, rank in enumerate(ranks):
-            if rank.pipe not in ready or rank.done or rank.failure:
+            if rank.pipe not in ready:
                 continue
             kind, value = _receive(rank)
             if kind == "report":
                 on_report(i, value)
-            elif kind == "result":
-                rank.result, rank.done = value, True
-            else:
-                rank.failure = value
+                continue
+            rank.ended, rank.value = kind, value
+            if kind != "result":
                 failed.append(i)
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     if failed:
         # A rank tells before it goes, so the first is the cause; but one that died told nothing,
         # and the others may have noticed before its end was seen here.
-        i = min(failed, key=lambda r: not ranks[r].died)
-        raise RanksFailed(f"rank {i} of {len(ranks)} {ranks[i].failure}{_output(ranks[i])}")
+        i = min(failed, key=lambda r: ranks[r].ended != "death")
+        raise RanksFailed(f"rank {i} of {len(ranks)} {ranks[i].value}{_output(ranks[i])}")
     if waiting:
         after = time.monotonic() - start
         why = (
@@ -262,15 +261,14 @@ def _receive(rank: _Process) -> tuple[str, Any]:
     try:
         return rank.pipe.recv()
     except (EOFError, OSError):
-        rank.died = True
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(GRACE_S)
         code = rank.process.returncode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             hint = "; out of memory is the usual reason" if name == "SIGKILL" else ""
-            return "failure", f"was ended by signal {name}{hint}"
-        return "failure", f"ended early, exit code {code}"
+            return "death", f"was ended by signal {name}{hint}"
+        return "death", f"ended early, exit code {code}"
 
 
 def _output(rank: _Process) -> str:
@@ -282,7 +280,7 @@ def _stacks(ranks: list[_Process]) -> list[str]:
     """The Python stacks of the ranks that have not returned, by faulthandler's signal."""
     parts = []
     for i, rank in enumerate(ranks):
-        if rank.done:
+        if rank.ended == "result":
             continue
         size = rank.log.stat().st_size
         if rank.process.poll() is None:
@@ -295,7 +293,7 @@ def _stacks(ranks: list[_Process]) -> list[str]:
 def _end(ranks: list[_Process]) -> None:
     """Ends what still runs; each rank leads a process group of its own helpers."""
     for rank in ranks:
-        if rank.done:
+        if rank.ended == "result":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.process.wait(GRACE_S)
         if rank.process.poll() is None:

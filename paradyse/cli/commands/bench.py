@@ -25,16 +25,7 @@ medians added up over all sequences of at most its length."""
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Replays a trace of lengths under auto and every strategy.
-
-    Args:
-        args: of the command line.
-    Returns:
-        The exit code.
-    Raises:
-        ValueError: transformers is not installed, or a flag is wrong.
-        RanksFailed: a rank failed.
-    """
+    """Replays a trace of lengths, that of ``args``, under auto and every strategy."""
     require_transformers()
     _check_paths(args)
     console = make_console()

@@ -94,16 +94,7 @@ def pick_files(files: Sequence[TextFile], ranges: Sequence[range], per_range: in
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Trains, replays, checks.
-
-    Args:
-        args: of the command line.
-    Returns:
-        The exit code: 1 where the losses differ from those of one process.
-    Raises:
-        ValueError: transformers is not installed, or a flag is wrong.
-        RanksFailed: a rank failed.
-    """
+    """Trains, replays, checks as ``args`` say; 1 where the losses differ from one process's."""
     require_transformers()
     console = make_console()
     began = time.monotonic()

@@ -60,17 +60,7 @@ def dry_run_of(
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Shows the plan for each length, and why it is that one.
-
-    Args:
-        args: of the command line.
-    Returns:
-        The exit code.
-    Raises:
-        ValueError: transformers is not installed, the configuration cannot be read, or there is no
-            such device.
-        RanksFailed: a rank failed.
-    """
+    """Shows the plan for each length that ``args`` give, and why it is that one."""
     integrations.require_transformers()
     if args.gpus or args.device not in launch.DEVICES:
         _plan_on_paper(args)
@@ -197,30 +187,23 @@ def remarks(machine: Machine) -> Sequence[str]:
 
 
 def page_of(title: str, outlook: Outlook) -> Page:
-    """All charts of ``outlook``, under ``title``."""
-    return Page(title, charts_of(outlook), bands_of(outlook))
-
-
-def charts_of(outlook: Outlook) -> tuple[Chart, Chart]:
-    """Time and memory of every strategy and of the mixture in ``outlook``."""
+    """Time and memory of every strategy in ``outlook``, and what the mixture takes for each kind of
+    block, under ``title``."""
     gib = 2.0**30
     times, peaks = [], []
     for name, forecasts in outlook.forecasts.items():
         times.append(Line(name, tuple((f.seq_len, f.time_s, f.fits) for f in forecasts)))
         peaks.append(Line(name, tuple((f.seq_len, f.peak_bytes / gib, f.fits) for f in forecasts)))
     limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / gib
-    return (
+    charts = (
         Chart("Predicted time of a step (dashed: does not fit)", "s", tuple(times)),
         Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit),
     )
-
-
-def bands_of(outlook: Outlook) -> list[Bands]:
-    """What the mixture takes in ``outlook``, for each kind of block."""
-    found, kinds = [], [b.kind for b in outlook.run.blocks]
+    kinds = [b.kind for b in outlook.run.blocks]
     lengths = tuple(f.seq_len for f in outlook.forecasts[MIXTURE])
     shares = [plan_shares(",".join(f.plan), kinds) for f in outlook.forecasts[MIXTURE]]
-    for kind in dict.fromkeys(kinds):
-        title = f"Strategies of {kind} blocks in the mixture"
-        found.append(Bands(title, lengths, tuple(of[kind] for of in shares)))
-    return found
+    bands = [
+        Bands(f"Strategies of {k} blocks in the mixture", lengths, tuple(s[k] for s in shares))
+        for k in dict.fromkeys(kinds)
+    ]
+    return Page(title, charts, bands)

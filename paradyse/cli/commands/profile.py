@@ -16,15 +16,10 @@ from paradyse.planning.profile_file import MEASURED, Measurement, Profile
 
 
 def run_profile(args: argparse.Namespace) -> int:
-    """Measures every block under every strategy at every length.
+    """Measures every block under every strategy at every length that ``args`` give.
 
-    Args:
-        args: of the command line.
-    Returns:
-        The exit code.
     Raises:
-        ValueError: transformers is missing, a flag is wrong, or the file is of another setting.
-        RanksFailed: a rank failed.
+        ValueError: also where the file is of another setting.
     """
     require_transformers()
     if args.model:

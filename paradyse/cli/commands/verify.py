@@ -11,16 +11,8 @@ from paradyse.cli.screen import make_console
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Compares every strategy with one-device eager: loss and every gradient.
-
-    Args:
-        args: of the command line.
-    Returns:
-        The exit code: 1 where they differ.
-    Raises:
-        ValueError: transformers is not installed, or the configuration cannot be read.
-        RanksFailed: a rank failed.
-    """
+    """Compares every strategy with one-device eager on the model of ``args``: loss and every
+    gradient; 1 where they differ."""
     require_transformers()
     config = read_config(args.model)
     arguments = {
