@@ -13,7 +13,7 @@ import math
 import platform
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
@@ -72,10 +72,6 @@ class Measurement:
     workspace_bytes: int = 0
     """The most held beyond that while the block ran, forward or backward; of ``rest``: beyond all
     that is saved, such as logits."""
-    sent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Per collective, by a rank."""
-    messages: Mapping[str, int] = field(default_factory=dict)
-    """Per collective."""
     floor_bytes: int = 0
     """Of ``rest``: held when nothing is saved any more, as gradients are summed over ranks. A step
     needs so much at least, whatever else it saves."""
@@ -130,9 +126,8 @@ def append(path: str | Path, header: Header, measurements: Iterable[Measurement]
                     f"{path}: measured with {name} {theirs!r}, this would add measurements with "
                     f"{ours!r}; give another file, or remove this one"
                 )
-    with path.open("r+b" if path.exists() else "w+b") as file:
+    with path.open("ab") as file:
         file.truncate(len(kept))
-        file.seek(0, 2)
         if not kept.strip():
             _write(file, asdict(header))
         elif not kept.endswith(b"\n"):
@@ -196,7 +191,10 @@ def _setting(line: str, where: str) -> Header:
 
 
 def _measurement(line: str, where: str) -> Measurement:
-    m = _checked(Measurement, _object(line, where), where)
+    found = _object(line, where)
+    for name in ("sent_bytes", "messages"):  # nothing reads them; earlier versions wrote them
+        found.pop(name, None)
+    m = _checked(Measurement, found, where)
     legal = {"kind": ("attention", "mlp", "rest"), "outcome": (MEASURED, OVER_LIMIT)}
     for name, values in legal.items():
         if getattr(m, name) not in values:
@@ -232,7 +230,7 @@ def _holds(hint: Any, value: Any) -> bool:
 def _checked(cls: type[_T], found: Mapping[str, Any], where: str) -> _T:
     """``cls`` from fields whose names and types are right, else ValueError."""
     known, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
-    needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    needed = [n for n, f in known.items() if f.default is MISSING]
     wrong = [f"no field {n!r}" for n in needed if n not in found]
     wrong += [f"unknown field {n!r}" for n in found if n not in known]
     for name, value in found.items():

@@ -4,13 +4,12 @@ Whole training steps of the user's own model run under one strategy after the ot
 measured of a block is what it takes inside such a step (``marks``): its collectives wait
 for the ranks as they do in training, and what lies between blocks is apart, as ``rest``. Times are
 medians over repeats and over blocks of equal structure; of ranks the slowest counts, and the one
-that holds or sends most.
+that holds most.
 
 Memory is watched in a step of its own, with gradients in place as from a step before. Such a step
 needs static + the most its blocks hold at any moment (``costs.peak_bytes``), or static + floor if
 that is more: where weights are replicated their gradients are summed at the end of backward, when
-nothing is saved any more. The time of that is part of ``rest``, while its bytes are booked to the
-blocks that own the weights, as ``paradyse.stats`` books them.
+nothing is saved any more. The time of that is part of ``rest``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -235,28 +233,14 @@ class _Book:
         _from_first(lambda: append(self.path, self.header, made))
 
 
-def _mean(counts: Sequence[Counter[str]]) -> dict[str, int]:
-    total: Counter[str] = sum(counts, Counter())
-    return {name: math.ceil(n / len(counts)) for name, n in sorted(total.items())}
-
-
 SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
     "forward_s": statistics.median,
     "backward_s": statistics.median,
     "saved_bytes": lambda values: max(0, math.ceil(statistics.fmean(values))),
     "workspace_bytes": max,
     "floor_bytes": max,
-    "sent_bytes": _mean,
-    "messages": _mean,
 }
 """What a field of a measurement is of a rank's samples; the mean of what adds up over blocks."""
-
-
-def _largest(ranks: Sequence[Any]) -> Any:
-    """The largest of what ranks measured, of counts each."""
-    if not isinstance(ranks[0], Mapping):
-        return max(ranks)
-    return {k: max(r.get(k, 0) for r in ranks) for k in sorted(set().union(*ranks))}
 
 
 class _Row:
@@ -267,15 +251,17 @@ class _Row:
     ) -> None:
         self.steps, self.book, self.seq_len = steps, book, seq_len
         self.names, self.limit = names, limit
-        self.memory: dict[str, StepMemory] = {}
-        """Of the strategies that are to be timed."""
+        self.timed: list[str] = []
+        """The strategies that are to be timed."""
         self.samples: dict[Part, dict[str, list[Any]]] = {}
         """What this rank saw of the blocks of each part, by field of a measurement."""
         self.over = {
             name for name in names if any(book.was_over(p, seq_len + 1) for p in self._parts(name))
         }
 
-    def _part(self, block: BlockSpec, name: str) -> Part:
+    def _part(self, block: BlockSpec | None, name: str) -> Part:
+        if block is None:
+            return REST
         taken = name if name in (*block.feasible(), REPLICATED) else block.feasible()[0]
         return block.structure, block.kind, canonical_strategy(block.kind, taken)
 
@@ -296,24 +282,24 @@ class _Row:
 
         Strategies take turns, so what disturbs the machine for a while disturbs them alike.
         """
-        if not self.memory and self._missing([REST]):  # all that a kill left out
+        if not self.timed and self._missing([REST]):  # all that a kill left out
             for name in self.names:
-                if not self.memory:
+                if not self.timed:
                     self._prepare(name)
-        repeats = dict.fromkeys(self.memory, least)
+        repeats = dict.fromkeys(self.timed, least)
         for name in repeats:
-            often = math.ceil(LEAST_S / max(_everyone(self._time(name, first=True))))
+            often = math.ceil(LEAST_S / max(_everyone(self._time(name))))
             repeats[name] = max(least, min(often, MOST_REPEATS * least))
         for i in range(1, max(repeats.values(), default=0)):
             for name in [name for name, n in repeats.items() if i < n]:
-                self._time(name, first=False)
+                self._time(name)
         missing = self._missing(self.samples)
         mine = [
             {field: SUMMARIES[field](values) for field, values in self.samples[p].items()}
             for p in missing
         ]
         ranks = zip(*_everyone(mine), strict=True)
-        fields = [{name: _largest([r[name] for r in of]) for name in of[0]} for of in ranks]
+        fields = [{name: max(r[name] for r in of) for name in of[0]} for of in ranks]
         self.book.add(self.seq_len, dict(zip(missing, fields, strict=True)))
 
     def close(self) -> None:
@@ -329,33 +315,24 @@ class _Row:
         if memory is None:
             self.over.add(name)
             log.info("%s at %d tokens: %s", name, self.seq_len, OVER_LIMIT)
-        else:
-            self.memory[name] = memory
+            return
+        self.timed.append(name)
+        self._note(name, "saved_bytes", memory.saved_bytes)
+        self._note(name, "workspace_bytes", memory.workspace_bytes)
+        self._note(name, "floor_bytes", {-1: memory.floor_bytes})
 
-    def _time(self, name: str, first: bool) -> float:
-        """Seconds of one step, and what its parts took; the first one tells of bytes as well."""
-        steps, memory = self.steps, self.memory[name]
-        before = steps.traffic() if first else {}
-        times = steps.times(self.seq_len, name)
-        sent = steps.traffic() if first else {}
-        for block, forward_s in times.forward_s.items():
-            part = REST if block == -1 else self._part(steps.block_of[block], name)
-            seen: dict[str, Any] = {
-                "forward_s": forward_s,
-                "backward_s": times.backward_s.get(block, 0.0),
-            }
-            if first:
-                seen |= {
-                    "saved_bytes": memory.saved_bytes[block],
-                    "workspace_bytes": memory.workspace_bytes[block],
-                    "floor_bytes": memory.floor_bytes if part == REST else 0,
-                    "sent_bytes": sent[block][0] - before[block][0],
-                    "messages": sent[block][1] - before[block][1],
-                }
-            samples = self.samples.setdefault(part, {})
-            for field, value in seen.items():
-                samples.setdefault(field, []).append(value)
+    def _time(self, name: str) -> float:
+        """Seconds of one step, in which it notes what the parts took."""
+        times = self.steps.times(self.seq_len, name)
+        self._note(name, "forward_s", times.forward_s)
+        self._note(name, "backward_s", dict.fromkeys(times.forward_s, 0.0) | times.backward_s)
         return times.step_s
+
+    def _note(self, name: str, field: str, seen: Mapping[int, float]) -> None:
+        """Add samples of ``field`` in a step under the strategy: what was ``seen`` per block id."""
+        for block, value in seen.items():
+            samples = self.samples.setdefault(self._part(self.steps.block_of.get(block), name), {})
+            samples.setdefault(field, []).append(value)
 
     def _memory(self, name: str) -> StepMemory | None:
         """Memory of a step; None where it is over the limit on any rank."""
@@ -396,7 +373,7 @@ class _Row:
         w = self.steps.workload(seq_len)
         left = [gradient_bytes(b, w, self.book.header.sharded) for b in self.steps.blocks]
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
-        return max(peak_bytes(costs, [_held(rest)]), rest.floor_bytes)
+        return max(peak_bytes(costs, _held(rest)), rest.floor_bytes)
 
 
 def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,7 +30,6 @@ from paradyse.profiling.marks import (
     times_of,
 )
 from paradyse.runtime.frame import frames_by
-from paradyse.runtime.program import Program
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
@@ -69,7 +67,6 @@ class Steps:
         self.block_of: dict[int, BlockSpec] = {}
         """Block id -> block, of every program so far."""
         self.notes: list[str] = []
-        self._programs: list[Program] = []
         self._plan: Any = AUTO
         self._compiled = torch.compile(
             self.model, backend="paradyse", options={**options, "plan": self._current_plan}
@@ -114,13 +111,11 @@ class Steps:
     def run(self, seq_len: int, plan: str) -> None:
         """One step of ``seq_len`` tokens; it compiles what ``plan`` needs and leaves gradients."""
         self._step(self._inputs(seq_len), plan)
-        self._programs = []
         for capture in captures_of(self._compiled):
             if capture.options.plan != self._current_plan:  # the user's own
                 continue
             self.notes = capture.notes or self.notes
             for graph in capture.graphs.values():
-                self._programs.append(graph.program)
                 ids = [s.block_id for s in graph.program.block_steps]
                 self.block_of.update(zip(ids, graph.blocks, strict=True))
                 self.blocks = graph.blocks or self.blocks
@@ -143,17 +138,6 @@ class Steps:
             dist.barrier(self.axis.group)
         self._step(inputs, plan, watch)
         return times_of(watch, clock.read())
-
-    def traffic(self) -> dict[int, tuple[Counter[str], Counter[str]]]:
-        """Bytes sent and messages so far per block id; -1 is what is in no block."""
-        between = [p.schedule.between_id for p in self._programs]
-        members = {**{i: [i] for i in self.block_of}, -1: between}
-        booked = {i: [collectives.traffic(self.axis, m) for m in of] for i, of in members.items()}
-        empty = Counter[str]()
-        return {
-            i: (sum((t.sent_bytes for t in of), empty), sum((t.calls for t in of), empty))
-            for i, of in booked.items()
-        }
 
     def workload(self, seq_len: int) -> Workload:
         """The planner's ``Workload`` of a step of ``seq_len`` tokens."""

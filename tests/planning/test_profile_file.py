@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_what_is_appended_is_read(file: Path) -> None:
-    full = replace(ROW, sent_bytes={"all_gather": 7}, messages={"all_gather": 1})
+    full = replace(ROW, saved_bytes=7, workspace_bytes=2, floor_bytes=1)
     append(file, HEADER)
     assert read_profile(file).measurements == ()
     append(file, HEADER, [full])
@@ -54,6 +54,13 @@ def test_what_is_appended_is_read(file: Path) -> None:
     before = profile.checksum
     append(file, HEADER, [ROW])
     assert read_profile(file).checksum != before
+
+
+def test_fields_that_are_no_longer_written_are_passed_over(file: Path) -> None:
+    append(file, HEADER)
+    with file.open("a") as f:
+        f.write(json.dumps(asdict(ROW) | {"sent_bytes": {"all_gather": 7}, "messages": {}}) + "\n")
+    assert read_profile(file).measurements == (ROW,)
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
@@ -109,9 +116,9 @@ def test_a_missing_file_names_the_way_out(file: Path) -> None:
     [
         (
             asdict(HEADER) | {"schema": SCHEMA + 1},
-            "schema 2; this version reads schema 1: measure",
+            f"schema {SCHEMA + 1}; this version reads schema {SCHEMA}: measure",
         ),
-        ({"matmul_flops": 1.0}, "no schema: this is not a profile; this version reads schema 1"),
+        ({"matmul_flops": 1.0}, "no schema: this is not a profile; this version reads schema"),
         (asdict(HEADER) | {"num_ranks": "2"}, "num_ranks is '2', not int"),
         (asdict(HEADER) | {"sharded": 1}, "sharded is 1, not bool"),
         ([1], "not an object of named fields"),
