@@ -20,7 +20,7 @@ from published import published
 from runner import Benchmark, benchmark, median, seconds_of
 
 from paradyse.config import parse_options
-from paradyse.planning.costs import BlockCost, Machine
+from paradyse.planning.costs import NOTHING, BlockCost, Machine
 from paradyse.planning.planner import Planner
 from paradyse.planning.solver import Choices
 from paradyse.runtime.guard import Guard
@@ -39,7 +39,7 @@ def random_choices(rng: random.Random, layers: int) -> Choices:
         return BlockCost(time_s, saved, int(1e6 * rng.uniform(1, 20)), 0)
 
     kinds = [{s: cost(i / 4) for i, s in enumerate(ATTENTION_STRATEGIES)} for _ in range(2)]
-    return Choices([ATTENTION_STRATEGIES] * 2 * layers, kinds * layers, (), 0, 0, 0.0, 0)
+    return Choices([ATTENTION_STRATEGIES] * 2 * layers, kinds * layers, NOTHING, 0, 0, 0.0, 0)
 
 
 def compare(layers: int, num_tables: int) -> tuple[list[float], list[float], list[float]]:

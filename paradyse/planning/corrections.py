@@ -75,17 +75,11 @@ class Corrections:
             memory_source=ONLINE,
         )
 
-    def apply_to_rest(self, cost: BlockCost | None, workload: Workload) -> BlockCost | None:
-        """The same of what is in no block.
-
-        Args:
-            cost: as predicted; None: it was not.
-        """
+    def apply_to_rest(self, cost: BlockCost, workload: Workload) -> BlockCost:
+        """The same of what is in no block: ``cost`` is as predicted."""
         if not workload.training or (REST_SAVED, None) not in self.measured:
             return cost
         saved, workspace = (int(self.value(q, None, num_tokens(workload))) for q in REST)
-        if cost is None:
-            return BlockCost(0.0, saved, workspace, 0, source=ONLINE, memory_source=ONLINE)
         return replace(
             cost,
             saved_bytes=max(cost.saved_bytes, saved),

@@ -80,6 +80,10 @@ class BlockCost:
     """"online" where the bytes were corrected by this run; empty where they are as predicted."""
 
 
+NOTHING = BlockCost(0.0, 0, 0, 0)
+"""Of what was not measured."""
+
+
 def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
     """Bytes of a block's gradients of whole weights, held until the ranks' are summed after
     backward; 0 for sharded weights, whose gradients are scattered at once.
@@ -89,7 +93,7 @@ def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
     return block.num_weight_elements * workload.dtype.itemsize
 
 
-def peak_bytes(costs: Sequence[BlockCost], rest: Sequence[BlockCost] = ()) -> int:
+def peak_bytes(costs: Sequence[BlockCost], rest: BlockCost = NOTHING) -> int:
     """The most held at any moment of a step, beyond static and communicators.
 
     While a block runs, that is what it and the blocks before it save, what the blocks after it left
@@ -105,5 +109,4 @@ def peak_bytes(costs: Sequence[BlockCost], rest: Sequence[BlockCost] = ()) -> in
     for c in costs:
         saved, left = saved + c.saved_bytes, left - c.left_bytes
         most = max(most, saved + left + c.workspace_bytes)
-    most = max(most, saved + max((c.workspace_bytes for c in rest), default=0))
-    return sum(c.saved_bytes for c in rest) + most
+    return rest.saved_bytes + max(most, saved + rest.workspace_bytes)

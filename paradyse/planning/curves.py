@@ -103,26 +103,14 @@ def fit_polynomial(
     return Polynomial(min(fits)[1], scale)
 
 
-@dataclass(frozen=True)
-class Forest:
-    """A random forest over the logarithms of batch and length, as the table of its steps: asked for
-    one point it answers in a microsecond, where scikit-learn takes 2 ms.
+def fit_forest(points: Sequence[Point], values: Sequence[float]) -> Callable[[int, int], float]:
+    """The published forest over the logarithms of batch and length, through ``values`` at
+    ``points``; equal measurements give an equal forest on every rank.
+
+    Returns:
+        A look-up in the table of the forest's steps: it answers in a microsecond, where
+        scikit-learn takes 2 ms.
     """
-
-    batches: tuple[float, ...]
-    lengths: tuple[float, ...]
-    """Where the forest steps, in rising order."""
-    table: tuple[tuple[float, ...], ...]
-    """Values [batches + 1, lengths + 1] below, between and above the steps."""
-
-    def __call__(self, batch: int, seq_len: int) -> float:
-        row = self.table[bisect_left(self.batches, math.log(batch))]
-        return row[bisect_left(self.lengths, math.log(seq_len))]
-
-
-def fit_forest(points: Sequence[Point], values: Sequence[float]) -> Forest:
-    """The published forest, through ``values`` at ``points``; equal measurements give an equal
-    forest on every rank."""
     from sklearn.ensemble import RandomForestRegressor
 
     forest = RandomForestRegressor(n_estimators=NUM_TREES, max_depth=MAX_DEPTH, random_state=0)
@@ -135,9 +123,15 @@ def fit_forest(points: Sequence[Point], values: Sequence[float]) -> Forest:
         np.convolve(np.pad(s, 1, constant_values=(-1, 99)), (0.5, 0.5), "valid") for s in steps
     ]
     grid = np.stack(np.meshgrid(*cells, indexing="ij"), axis=-1)
-    table = forest.predict(grid.reshape(-1, 2)).reshape(grid.shape[:2])
-    batches, lengths = (tuple(s.tolist()) for s in steps)
-    return Forest(batches, lengths, tuple(map(tuple, table.tolist())))
+    # Below, between and above the steps: [steps of the batch + 1, steps of the length + 1].
+    table = forest.predict(grid.reshape(-1, 2)).reshape(grid.shape[:2]).tolist()
+    batches, lengths = (s.tolist() for s in steps)
+
+    def value(batch: int, seq_len: int) -> float:
+        row = table[bisect_left(batches, math.log(batch))]
+        return float(row[bisect_left(lengths, math.log(seq_len))])
+
+    return value
 
 
 class Curve:
@@ -157,7 +151,8 @@ class Curve:
         degrees: Sequence[int] = DEGREES,
     ) -> None:
         self.measured = measured
-        self._polynomial, self._forest = Polynomial((0.0,), 1.0), None
+        self._polynomial = Polynomial((0.0,), 1.0)
+        self._forest: Callable[[int, int], float] = lambda batch, seq_len: 0.0
         if not any(measured.values()):
             return
         points = sorted(measured)
@@ -180,7 +175,7 @@ class Curve:
         """The prediction, and ``FOREST`` within the measurements or ``POLYNOMIAL`` beyond them."""
         value = self._polynomial(batch, seq_len)
         if self.covers(batch, seq_len):
-            return value * math.exp(self._forest(batch, seq_len) if self._forest else 0.0), FOREST
+            return value * math.exp(self._forest(batch, seq_len)), FOREST
         smaller = (v for (b, s), v in self.measured.items() if b <= batch and s <= seq_len)
         return max(value, max(smaller, default=0.0)), POLYNOMIAL
 

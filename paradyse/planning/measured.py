@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -26,7 +27,7 @@ import torch
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
-from paradyse.planning.costs import BlockCost, Link, Machine
+from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine
 from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, GrowthFactor, Point
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
@@ -37,12 +38,6 @@ log = logging.getLogger(__name__)
 
 REST = "rest"
 """Kind of the measurements of what is not in a block."""
-
-MARGIN = 0.02
-"""Share by which a step may need more than curves say of it, beyond weights and gradients. With
-``megatron_ts`` a length that ranks cannot share evenly takes a copy more: 2.2 % of a Llama's step
-(hidden 256, two ranks, 1,625 tokens, by ``Steps.memory``); all else was within 1 %."""
-
 
 QUANTITIES = ("time_s", "saved_bytes", "workspace_bytes")
 """What is measured of a block and read off curves, as fields of ``BlockCost``."""
@@ -64,8 +59,10 @@ class CostModel:
         ValueError: the machine in the profile is none.
     """
 
-    margin = MARGIN
-    """Share of what a step needs beyond static that is added to it."""
+    margin = 0.02
+    """Share by which a step may need more than curves say of it, beyond weights and gradients. With
+    ``megatron_ts`` a length that ranks cannot share evenly takes a copy more: 2.2 % of a Llama's
+    step (hidden 256, two ranks, 1,625 tokens, by ``Steps.memory``); all else was within 1 %."""
 
     def __init__(self, profile: Profile, notes: Sequence[str] = ()) -> None:
         self.profile, self.notes = profile, tuple(notes)
@@ -111,8 +108,8 @@ class CostModel:
         outside = self._outside(block, variant, workload)
         return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
 
-    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost | None:
-        """Predicted for what of ``workload`` is in no block; None where too little was measured.
+    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
+        """Predicted for what of ``workload`` is in no block, as far as enough was measured.
 
         What ``cost`` adds for ``blocks`` is taken off, as for the strategies that sum all their
         gradients: it was measured under all of them, and most do.
@@ -121,8 +118,8 @@ class CostModel:
         if key not in self._fitted:
             self._fitted[key] = self._fit(self._samples(key), None)
         if not self._fitted[key]:
-            return None
-        cost = _read(self._fitted[key], workload, BlockCost(0.0, 0, 0, 0))
+            return NOTHING
+        cost = _read(self._fitted[key], workload, NOTHING)
         outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
         return replace(cost, time_s=max(0.0, cost.time_s - outside))
 
@@ -209,8 +206,8 @@ def _scaled(
 
     def ratio(i: int, quantity: str) -> float:
         pairs = ((row[i], getattr(said[at], quantity)) for at, row in samples.items())
-        logs = [math.log(y / x) for y, x in pairs if x > 0 and y > 0]
-        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+        ratios = [y / x for y, x in pairs if x > 0 and y > 0]
+        return statistics.geometric_mean(ratios) if ratios else 1.0
 
     time, saved, workspace = (ratio(i, q) for i, q in enumerate(QUANTITIES))
     return replace(

@@ -16,7 +16,7 @@ import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
-from paradyse.planning.costs import BlockCost, Machine
+from paradyse.planning.costs import NOTHING, BlockCost, Machine
 from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.solver import Choices
@@ -171,11 +171,10 @@ class Planner:
         found = {kind: of(self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
         return tuple(found[kind] for kind in self.kinds)
 
-    def rest(self, workload: Workload) -> tuple[BlockCost, ...]:
+    def rest(self, workload: Workload) -> BlockCost:
         """Cost of what is not in a block, where any of it was measured."""
-        rest = self.cost_model.rest(workload, self.blocks) if self.cost_model else None
-        rest = self._corrections.apply_to_rest(rest, workload)
-        return () if rest is None else (rest,)
+        rest = self.cost_model.rest(workload, self.blocks) if self.cost_model else NOTHING
+        return self._corrections.apply_to_rest(rest, workload)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
@@ -380,7 +379,8 @@ class Planner:
             return best
         if not all(s in names for s, names in zip(previous.strategies, choices.names)):
             return best
-        rest_s = sum(c.time_s for c in choices.rest)
-        best_s, old_s = (choices.time_s(p.strategies) - rest_s for p in (best, previous))
+        best_s, old_s = (
+            choices.time_s(p.strategies) - choices.rest.time_s for p in (best, previous)
+        )
         keep = old_s <= best_s * (1 + self.options.smoothing)
         return previous if keep and choices.peak(previous.strategies) <= limit else best

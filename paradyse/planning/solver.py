@@ -51,7 +51,7 @@ class Choices:
     costs: Sequence[Mapping[str, BlockCost]]
     """Per block, of at least these; ``left_bytes`` is the same for all. One mapping for equal
     blocks saves work."""
-    rest: Sequence[BlockCost]
+    rest: BlockCost
     """Of what is in no block, where it was measured."""
     static_bytes: int
     floor_bytes: int
@@ -70,8 +70,7 @@ class Choices:
 
     def time_s(self, strategies: Sequence[str]) -> float:
         """Seconds of the blocks under ``strategies``, and of the rest."""
-        parts = [c[s] for c, s in zip(self.costs, strategies)]
-        return sum(c.time_s for c in (*parts, *self.rest))
+        return sum(c[s].time_s for c, s in zip(self.costs, strategies)) + self.rest.time_s
 
     def fastest(self, limit: float) -> Strategies | None:
         """The fastest plan that needs at most ``limit`` bytes; None: none does.
@@ -89,7 +88,7 @@ class Choices:
 
     def smallest(self) -> tuple[int, Strategies]:
         """The least bytes that any plan needs, and that plan."""
-        held, left, plan = self._held_at_the_end(), 0, []
+        held, left, plan = self.rest.workspace_bytes, 0, []
         for names, c in zip(reversed(self.names), reversed(self.costs)):
             held, _, s = min(
                 (c[s].saved_bytes + max(held, left + c[s].workspace_bytes), c[s].time_s, s)
@@ -100,13 +99,9 @@ class Choices:
         plan.reverse()
         return self.peak(plan), tuple(plan)
 
-    def _held_at_the_end(self) -> int:
-        """Bytes beyond all that is saved, when all blocks have saved."""
-        return max((c.workspace_bytes for c in self.rest), default=0)
-
     def _room(self, limit: float) -> int:
         """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``."""
-        fixed = self.communicator_bytes + sum(c.saved_bytes for c in self.rest)
+        fixed = self.communicator_bytes + self.rest.saved_bytes
         room = math.floor((limit - self.static_bytes) / (1 + self.margin)) + 1
         while math.ceil(room * (1 + self.margin)) > limit - self.static_bytes:
             room -= 1
@@ -115,7 +110,7 @@ class Choices:
     def _search(self, room: int, plan: Strategies) -> Strategies:
         """The fastest plan whose blocks hold at most ``room`` bytes; ``plan`` is one."""
         blocks = self._blocks()
-        at_end = self._held_at_the_end()
+        at_end = self.rest.workspace_bytes  # beyond what is saved, when all blocks have saved
         price = _price(blocks, room - at_end)
         # Of the blocks before each one, at least: bytes saved, and time plus the bytes' price.
         saved = np.cumsum([0, *(b.saved.min() for b in blocks)])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -94,30 +95,22 @@ def _own(deviation: float, scales: Array, others: Array) -> Array:
     return deviation**2 * (1 + _alike(scales, others, OWN_REACH))
 
 
-@dataclass(frozen=True, eq=False)
 class KindRatios:
-    """The estimate for one kind of block."""
+    """The estimate for one kind of block.
 
-    variants: tuple[str, ...]
-    """Of each measured cell: its variant and, in the same order, all that follows."""
-    scales: Array
-    common_weights: Array
-    own_weights: Array
-    own: float
-    """Standard deviation of what is a variant's own."""
-    _known: dict[tuple[str, int], float] = field(default_factory=dict)
+    Args:
+        cells: (variant, scale) -> what was measured.
+        own: standard deviation of what is a variant's own.
+    """
 
-    @classmethod
-    def fit(cls, cells: Mapping[tuple[str, int], _Cell], own: float) -> KindRatios:
-        """The estimate.
-
-        Args:
-            cells: (variant, scale) -> what was measured.
-            own: standard deviation of what is a variant's own.
-        """
-        variants = tuple(v for v, _ in cells)
-        scales = np.array([float(s) for _, s in cells])
-        same = np.array([[a == b for b in variants] for a in variants])
+    def __init__(self, cells: Mapping[tuple[str, int], _Cell], own: float) -> None:
+        self.variants = [v for v, _ in cells]
+        """Of each cell, as ``scales``."""
+        self.scales = scales = np.array([float(s) for _, s in cells])
+        self._own = own
+        self.ratio = cache(self._ratio)
+        """Expected measured over predicted seconds of a variant at a scale."""
+        same = np.array([[a == b for b in self.variants] for a in self.variants])
         of_own, common = same * _own(own, scales, scales), _common(scales, scales)
         steady, now = ([getattr(c, what) for c in cells.values()] for what in ("steady", "now"))
 
@@ -125,20 +118,16 @@ class KindRatios:
             noise = np.diag([NOISE**2 / m.count for m in means])
             return np.asarray(np.linalg.solve(covariance + noise, values))
 
-        common_weights = solve(common + of_own, np.array([m.value for m in steady]), steady)
-        left = np.array([m.value for m in now]) - common @ common_weights
-        return cls(variants, scales, common_weights, solve(of_own, left, now), own)
+        self._common_weights = solve(common + of_own, np.array([m.value for m in steady]), steady)
+        left = np.array([m.value for m in now]) - common @ self._common_weights
+        self._own_weights = solve(of_own, left, now)
 
-    def ratio(self, variant: str, scale: int) -> float:
-        """Expected measured over predicted seconds of ``variant`` at ``scale``."""
-        known = self._known.get((variant, scale))
-        if known is None:
-            at = np.array([float(scale)])
-            mine = np.array([v == variant for v in self.variants])
-            log = _common(at, self.scales) @ self.common_weights
-            log += (mine * _own(self.own, at, self.scales)) @ self.own_weights
-            known = self._known[variant, scale] = round(math.exp(float(log[0])), DIGITS)
-        return known
+    def _ratio(self, variant: str, scale: int) -> float:
+        at = np.array([float(scale)])
+        mine = np.array([v == variant for v in self.variants])
+        log = _common(at, self.scales) @ self._common_weights
+        log += (mine * _own(self._own, at, self.scales)) @ self._own_weights
+        return round(math.exp(float(log[0])), DIGITS)
 
 
 @dataclass(frozen=True)
@@ -151,13 +140,6 @@ class Ratios:
         """Whether the variant of ``key`` was measured."""
         kind = self.of_kind.get(key[0])
         return kind is not None and key[1] in kind.variants
-
-    def scales(self, key: Key) -> set[int]:
-        """Where the variant of ``key`` was measured."""
-        kind = self.of_kind.get(key[0])
-        return (
-            {int(s) for v, s in zip(kind.variants, kind.scales) if v == key[1]} if kind else set()
-        )
 
     def ratio(self, key: Key, scale: int) -> float:
         """Expected measured over predicted seconds of ``key`` at ``scale``."""
@@ -174,8 +156,6 @@ class TimeRatios:
     def __init__(self, own: float) -> None:
         self._own = own
         self._cells: dict[Hashable, dict[tuple[str, int], _Cell]] = {}
-        self._stale: set[Hashable] = set()
-        self._fitted: dict[Hashable, KindRatios] = {}
 
     def add(self, key: Key, scale: int, ratio: float) -> None:
         """One measurement of ``key`` at ``scale``: ``ratio`` is measured over predicted seconds,
@@ -186,7 +166,6 @@ class TimeRatios:
             cells[variant, scale] = _Cell(_Mean(log), _Mean(log))
         else:
             cell.add(log)
-        self._stale.add(kind)
 
     @property
     def empty(self) -> bool:
@@ -195,7 +174,4 @@ class TimeRatios:
 
     def estimate(self) -> Ratios:
         """From all that was measured so far."""
-        for kind in self._stale:
-            self._fitted[kind] = KindRatios.fit(self._cells[kind], self._own)
-        self._stale.clear()
-        return Ratios(dict(self._fitted))
+        return Ratios({kind: KindRatios(cells, self._own) for kind, cells in self._cells.items()})

@@ -17,7 +17,7 @@ from paradyse.planning.corrections import (
     along,
     scale_of,
 )
-from paradyse.planning.costs import BlockCost
+from paradyse.planning.costs import NOTHING, BlockCost
 from paradyse.profiling.marks import DeviceMemory, Level
 
 FAST, NEW = ("kind", "ulysses_z"), ("kind", "megatron_cz")
@@ -57,13 +57,12 @@ def test_the_rest_grows_along_a_line() -> None:
     assert along({100: 1000.0, 200: 900.0}, 400) == 900  # less is not to be had by more tokens
     c = known(rest_saved={None: points}, rest_workspace={None: {100: 7.0}})
     at = replace(SHORT, seq_len=200)
-    online = BlockCost(0.0, 1500, 7, 0, source="online", memory_source="online")
-    assert c.apply_to_rest(None, at) == online
+    online = replace(NOTHING, saved_bytes=1500, workspace_bytes=7, memory_source="online")
+    assert c.apply_to_rest(NOTHING, at) == online
     predicted = replace(COST, saved_bytes=5000, workspace_bytes=1)
     got = c.apply_to_rest(predicted, at)
-    assert got is not None
     assert (got.saved_bytes, got.workspace_bytes, got.time_s) == (5000, 7, 1.0)
-    assert known().apply_to_rest(None, at) is None
+    assert known().apply_to_rest(NOTHING, at) == NOTHING
 
 
 def test_a_plan_that_needs_more_than_predicted_is_not_chosen_again() -> None:

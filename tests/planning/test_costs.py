@@ -241,7 +241,7 @@ def test_peak_is_the_most_held_at_any_moment() -> None:
     gradients = [replace(c, left_bytes=50) for c in (wide, narrow)]
     assert peak_bytes(gradients) == 10 + 50 + 300
     loss = BlockCost(1.0, 7, 400, 0)
-    assert peak_bytes([wide, narrow], [loss]) == 7 + 30 + 400
+    assert peak_bytes([wide, narrow], loss) == 7 + 30 + 400
     assert peak_bytes([]) == 0
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from paradyse.planning.costs import BlockCost
+from paradyse.planning.costs import NOTHING, BlockCost
 from paradyse.planning.solver import Choices
 
 NAMES = ("a", "b", "c", "d", "e")
 
 
 def choices_of(
-    table: Sequence[dict[str, BlockCost]], layers: int, rest: Sequence[BlockCost] = ()
+    table: Sequence[dict[str, BlockCost]], layers: int, rest: BlockCost = NOTHING
 ) -> Choices:
     """``layers`` times the blocks of ``table``, which take turns."""
     costs = [*table] * layers
@@ -36,7 +36,7 @@ def random_choices(seed: int, layers: int, names: Sequence[str], kinds: int = 2)
 
     lefts = [rng.randrange(40) for _ in range(kinds)]
     table = [{n: cost(i, left) for i, n in enumerate(names)} for left in lefts]
-    rest = [BlockCost(1.0, rng.randrange(50), rng.randrange(200), 0)]
+    rest = BlockCost(1.0, rng.randrange(50), rng.randrange(200), 0)
     return replace(
         choices_of(table, layers, rest),
         floor_bytes=rng.randrange(100),

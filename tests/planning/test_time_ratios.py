@@ -30,7 +30,6 @@ def test_what_was_not_measured_is_as_predicted() -> None:
     times = measured([("metp", HERE, 2.0)])
     assert times.ratio(("mlp", "metp"), HERE) == 1
     assert times.knows(key("metp")) and not times.knows(key("ulysses_z"))
-    assert times.scales(key("metp")) == {HERE}
 
 
 def test_little_is_made_of_one_measurement_and_much_of_many() -> None:

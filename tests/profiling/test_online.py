@@ -109,9 +109,9 @@ class Run:
 
     def times(self, strategy: str) -> dict[int, float]:
         """Scale -> measured over predicted, of the first attention."""
-        key = self.graph.planner.kinds[0], strategy
-        times = self.graph.feedback.times.estimate()
-        return {scale: times.ratio(key, scale) for scale in times.scales(key)}
+        kind = self.graph.feedback.times.estimate().of_kind[self.graph.planner.kinds[0]]
+        scales = [int(s) for v, s in zip(kind.variants, kind.scales) if v == strategy]
+        return {scale: kind.ratio(strategy, scale) for scale in scales}
 
 
 def slowing(steps: int, slow_from: int) -> tuple[list[str], list[int], dict[int, float], str]:
