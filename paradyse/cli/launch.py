@@ -164,18 +164,14 @@ def run_as_asked(
     num_ranks: int | None = None,
     silence_s: float = Setting.silence_s,
 ) -> list[Any]:
-    """``run_ranks`` of ``target`` and ``arguments`` as the command line asks.
+    """``run_ranks`` of ``target`` and ``arguments`` as the command line asks; it raises what that
+    and ``choose_device`` raise.
 
     Args:
         args: with ``ranks``, ``device``, ``timeout`` (s) and ``verbose``.
         on_report: called with everything that a rank sends.
         num_ranks: other than ``args.ranks``.
         silence_s: for any rank to report anything.
-    Returns:
-        The results in the order of ranks.
-    Raises:
-        ValueError: not enough GPUs, or far more ranks than cores.
-        RanksFailed: as ``run_ranks``.
     """
     device = choose_device(args.device, args.ranks)
     setting = Setting(device, args.timeout, silence_s, args.verbose)

@@ -117,12 +117,10 @@ def _add_inner(parser: argparse.ArgumentParser, default: str) -> None:
     _flag(parser, "--inner", "compiler of the pieces", default, choices=INNER)
 
 
-def _add_llama(
-    parser: argparse.ArgumentParser, layers: int, hidden: int, wide: float = 8 / 3
-) -> None:
+def _add_llama(parser: argparse.ArgumentParser, layers: int, wide: float = 8 / 3) -> None:
     group = parser.add_argument_group("the model, a HuggingFace Llama")
     _count(group, "--layers", "transformer layers", layers)
-    _count(group, "--hidden", "width of the residual stream", hidden, low=2)
+    _count(group, "--hidden", "width of the residual stream", 256, low=2)
     _count(group, "--heads", "default: hidden / 32")
     _count(group, "--kv-heads", "default: half the heads")
     _count(group, "--intermediate", f"width of the MLP (default: {wide:.3g} times hidden)")
@@ -175,7 +173,7 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     _count(parser, "--rounds", text, 3, low=0)
     _count(parser, "--per-range", "files replayed of each range of lengths", 2)
     # A wide MLP: its weights' gradients are what short sequences pay for, as in larger models.
-    _add_llama(parser, 2, 256, wide=8)
+    _add_llama(parser, 2, wide=8)
     _add_running(parser)
 
 
@@ -241,7 +239,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     text = "write bench.csv, bench.html and, with matplotlib, bench.png here"
     _flag(parser, "--out", text, metavar="FOLDER")
     _add_inner(parser, "inductor")
-    _add_llama(parser, 4, 256)
+    _add_llama(parser, 4)
     _add_running(parser)
 
 

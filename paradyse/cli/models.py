@@ -63,22 +63,20 @@ def require_transformers() -> None:
 def make_llama(size: LlamaSize, seed: int = 0, dtype: str = "float32") -> torch.nn.Module:
     """HuggingFace's own Llama of this ``size``, with random weights of ``dtype``, fixed by
     ``seed``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=size.max_tokens,
-        use_cache=False,  # training reads no KV cache
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config).to(getattr(torch, dtype))
+    config = {
+        "model_type": "llama",
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": size.max_tokens,
+        "use_cache": False,  # training reads no KV cache
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return make_model(config, seed=seed, dtype=dtype)
 
 
 def read_config(path: str) -> dict[str, Any]:

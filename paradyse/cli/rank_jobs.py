@@ -1,10 +1,14 @@
 """What the command line's ranks do: train, replay under each strategy, plan, verify, measure.
 
-Every function here runs on all ranks, started by ``paradyse.cli.launch``; rank 0 reports.
+Every function here runs on all ranks, started by ``paradyse.cli.launch``; rank 0 reports. Each is
+given its ``rank`` first; ``options`` are those of the backend, ``seed`` fixes the weights of a
+model of ``size``, and ``make`` makes one, with equal weights on every rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,33 +53,25 @@ class StepDone:
     """Of the process, or of the device's memory on CUDA, during this step."""
 
 
-class Peak:
-    """Peak memory of one step at a time: of the device, or the process's resident set on CPUs."""
+def _reset_peak(device: str) -> None:
+    """Begin anew what ``_peak_bytes`` tells."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    # Not Linux, or not allowed: the peak is then that of the whole run.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
-    def __init__(self, device: str) -> None:
-        self.device = device
 
-    def reset(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:  # not Linux, or not allowed: the peak is then that of the whole run
-            pass
-
-    def read_bytes(self) -> int:
-        if self.device == "cuda":
-            return torch.cuda.max_memory_allocated()
-        try:
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _peak_bytes(device: str) -> int:
+    """Peak memory of the device, or of the process's resident set on CPUs."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _batch(file: TextFile, device: str) -> dict[str, Tensor]:
@@ -126,9 +122,6 @@ def train(
     """Trains on ``files``, one a step, with the plan left to the backend; then replays some.
 
     Args:
-        rank: rank 0 reports.
-        size: of the model, whose weights ``seed`` fixes.
-        options: of the backend.
         replay_at: indices of files to run again under each of ``strategies`` and the plans that
             training used, ``rounds`` times, interleaved.
     Returns:
@@ -138,19 +131,20 @@ def train(
 
     training = _Training(rank, size, seed, options)
     compiled = training.run
-    peak, highest = Peak(rank.device), 0
+    highest = 0
     plans: list[str] = []
     kinds: list[str] = []
     rank.report(Phase("training; a plan used for the first time is compiled first", len(files)))
     with integrations.whole_graphs():
         for i, file in enumerate(files):
-            peak.reset()
+            _reset_peak(rank.device)
             loss, time_s = training.step(file)
             plans.append(paradyse.stats(compiled).plan_per_length.get(file.num_tokens, ""))
             kinds = kinds or block_kinds(compiled, file.num_tokens)
-            highest = max(highest, peak.read_bytes())
-            what = i, file.name, file.num_tokens, describe_plan(plans[-1], kinds), loss, time_s
-            rank.report(StepDone(*what, peak.read_bytes()))
+            peak = _peak_bytes(rank.device)
+            highest = max(highest, peak)
+            in_words = describe_plan(plans[-1], kinds)
+            rank.report(StepDone(i, file.name, file.num_tokens, in_words, loss, time_s, peak))
         counters = paradyse.stats(compiled)
         if replay_at and rounds:
             known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
@@ -162,7 +156,7 @@ def train(
 def train_alone(rank: Rank, size: LlamaSize, files: Sequence[TextFile], seed: int) -> None:
     """The same training in one process and eagerly: what ``train`` has to reproduce.
 
-    ``rank``, ``size``, ``files`` and ``seed`` are as there. No step begins after ``ALONE_S``.
+    ``files`` are as there. No step begins after ``ALONE_S``.
     """
     training = _Training(rank, size, seed, None)
     began = time.monotonic()
@@ -184,13 +178,9 @@ def plan(
     lengths: Sequence[int],
     options: Mapping[str, Any],
 ) -> list[PlanReport]:
-    """A report for each length. One forward of few tokens makes the graph known.
+    """A report for ``batch`` sequences of each of ``lengths`` tokens.
 
-    Args:
-        rank: this one.
-        make: makes the model, with equal weights on every rank.
-        batch: sequences, of each of ``lengths`` tokens.
-        options: of the backend.
+    One forward of few tokens makes the graph known.
     """
     import paradyse
 
@@ -208,10 +198,7 @@ def verify(
     seq_len: int,
     options: Mapping[str, Any],
 ) -> VerifyReport:
-    """``paradyse.verify`` on ``batch`` sequences of ``seq_len`` random tokens.
-
-    ``rank``, ``make`` and ``options`` are as in ``plan``.
-    """
+    """``paradyse.verify`` on ``batch`` sequences of ``seq_len`` random tokens."""
     import paradyse
 
     model = make().to(rank.device)
@@ -231,8 +218,6 @@ def profile(
     """``paradyse.profile`` of a model with random weights; rank 0 reports how far it is.
 
     Args:
-        rank: rank 0 reports.
-        make: makes the model, with equal weights on every rank.
         sharded: weights at rest 1/p on each rank.
         arguments: of ``paradyse.profile``, other than the model.
     Returns:

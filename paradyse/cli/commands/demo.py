@@ -104,7 +104,15 @@ def run_demo(args: argparse.Namespace) -> int:
     ranges = length_ranges(args.cap)
     strategies = ATTENTION_STRATEGIES if args.ranks > 1 else ()
     picked = pick_files(files, ranges, args.per_range)
-    _introduce(console, args, device, size, files)
+    where = "GPUs, NCCL" if device == "cuda" else f"CPUs, gloo, {launch.num_cores()} cores"
+    lengths = sorted(f.num_tokens for f in files)
+    console.print(
+        f"HuggingFace {size}\n"
+        f"{args.ranks} rank{'s' * (args.ranks > 1)} on {where}; plan: {args.plan}; "
+        f"inner compiler: {args.inner}\n"
+        f"{len(files)} files of {args.text or 'the Python standard library'}, bytes as tokens: "
+        f"{lengths[0]} to {lengths[-1]}, median {lengths[len(lengths) // 2]}",
+    )
 
     record = Record()
     with Screen(console, args.steps) as screen:
@@ -132,36 +140,16 @@ def run_demo(args: argparse.Namespace) -> int:
         screen.phase("the same training in one process, eager", args.steps)
         given = {"size": size, "files": files, "seed": args.seed}
         launch.run_as_asked(args, "paradyse.cli.rank_jobs:train_alone", given, hear_alone, 1)
-    _summarize(console, args, ranges, files, record, results)
+    _summarize(console, args, ranges, record, results)
     ok = _check_losses(console, args, record.steps, alone)
     console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if ok else 1
-
-
-def _introduce(
-    console: Console,
-    args: argparse.Namespace,
-    device: str,
-    size: LlamaSize,
-    files: Sequence[TextFile],
-) -> None:
-    where = "GPUs, NCCL" if device == "cuda" else f"CPUs, gloo, {launch.num_cores()} cores"
-    lengths = sorted(f.num_tokens for f in files)
-    source = "the Python standard library" if args.text is None else args.text
-    console.print(
-        f"HuggingFace {size}\n"
-        f"{args.ranks} rank{'s' * (args.ranks > 1)} on {where}; plan: {args.plan}; "
-        f"inner compiler: {args.inner}\n"
-        f"{len(files)} files of {source}, bytes as tokens: {lengths[0]} to {lengths[-1]}, "
-        f"median {lengths[len(lengths) // 2]}",
-    )
 
 
 def _summarize(
     console: Console,
     args: argparse.Namespace,
     ranges: Sequence[range],
-    files: Sequence[TextFile],
     record: Record,
     results: list[dict[str, Any]],
 ) -> None:
