@@ -115,14 +115,14 @@ def look_ahead(
         memory_limit: bytes a rank may use; None: what ``machine`` has.
         sharded: weights at rest are 1/p on each rank; as ``run`` was made.
     """
-    limit = memory_limit if memory_limit is not None else machine.capacity_bytes
-    machine = replace(machine, capacity_bytes=limit)
+    if memory_limit is not None:
+        machine = replace(machine, capacity_bytes=memory_limit)
     options = Options(smoothing=0.0)  # plans by length alone, not by what came before
     costs = cast(Any, PaperCosts(run, machine, sharded))
     planner = Planner(
         options, run.blocks, run.num_ranks, lambda _: machine, run.static_bytes, sharded, costs
     )
-    bound = float("inf") if limit is None else float(limit)
+    limit = planner.memory_limit(dtype)
 
     def workload(seq_len: int) -> Workload:
         return Workload(batch, seq_len, dtype, True, run.num_ranks)
@@ -137,19 +137,18 @@ def look_ahead(
     if callable(lengths):
         lengths = lengths(longest[MIXTURE])
     forecasts = {
-        s: tuple(_forecast(planner, Plan(plan), workload(n), bound) for n in lengths)
+        s: tuple(_forecast(planner, Plan(plan), workload(n)) for n in lengths)
         for s, plan in names.items()
     }
-    possible = [n for n in lengths if planner.least_bytes(workload(n)) <= bound]
-    forecasts[MIXTURE] = tuple(
-        _forecast(planner, planner.plan(workload(n)), workload(n), bound) for n in possible
-    )
-    return Outlook(run, machine, bound, batch, dtype, infeasible, forecasts, longest)
+    possible = [w for w in map(workload, lengths) if planner.least_bytes(w) <= limit]
+    forecasts[MIXTURE] = tuple(_forecast(planner, planner.plan(w), w) for w in possible)
+    return Outlook(run, machine, limit, batch, dtype, infeasible, forecasts, longest)
 
 
-def _forecast(planner: Planner, plan: Plan, workload: Workload, bound: float) -> Forecast:
+def _forecast(planner: Planner, plan: Plan, workload: Workload) -> Forecast:
     time_s, peak = planner.predict(plan, workload)
-    return Forecast(workload.seq_len, time_s, peak, peak <= bound, planner.variants(plan))
+    fits = peak <= planner.memory_limit(workload.dtype)
+    return Forecast(workload.seq_len, time_s, peak, fits, planner.variants(plan))
 
 
 def plan_in_words(blocks: Sequence[BlockSpec], plan: Sequence[str]) -> str:
