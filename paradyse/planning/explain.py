@@ -39,8 +39,10 @@ def _rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 def format_seconds(s: float) -> str:
     """Seconds ``s`` for people: ``1.25 ms``."""
-    scale, unit = (1.0, "s") if s >= 1.0 else (1e-3, "ms") if s >= 1e-3 else (1e-6, "us")
-    return f"{s / scale:.3g} {unit}"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if s >= scale:
+            return f"{s / scale:.3g} {unit}"
+    return f"{s / 1e-6:.3g} us"
 
 
 @dataclass(frozen=True)

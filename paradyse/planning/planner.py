@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -67,39 +67,30 @@ def longest_length(need: Callable[[int], float], limit: float, most: int) -> int
     return low
 
 
+@dataclass(eq=False)
 class Planner:
-    """Chooses plans for the blocks of one captured graph.
+    """Chooses plans for the blocks of one captured graph."""
 
-    Args:
-        options: checked options; ``plan``, ``strategies``, ``memory_limit``, ``smoothing`` used.
-        blocks: in the order of computation.
-        num_ranks: size p of the sequence axis. With one rank every block is ``replicated``.
-        machine: gives the rates of a rank for a dtype, equal on all ranks; called when a choice is
-            to be made or explained, on every rank, so it may issue collectives.
-        static_bytes: weights, gradients and optimizer state of a rank: what every plan needs. More,
-            where the run was seen to hold more.
-        sharded: weights at rest are 1/p on each rank.
-        cost_model: predicts from measurements; None: the analytic prior.
-    """
+    options: Options
+    """Of these ``plan``, ``strategies``, ``memory_limit`` and ``smoothing``."""
+    blocks: Sequence[BlockSpec]
+    """In the order of computation."""
+    num_ranks: int
+    """Size p of the sequence axis. With one rank every block is ``replicated``."""
+    machine: Callable[[torch.dtype], Machine]
+    """Gives the rates of a rank for a dtype, equal on all ranks; called when a choice is to be made
+    or explained, on every rank, so it may issue collectives."""
+    static_bytes: int = 0
+    """Weights, gradients and optimizer state of a rank: what every plan needs. More, where the run
+    was seen to hold more."""
+    sharded: bool = False
+    """Weights at rest are 1/p on each rank."""
+    cost_model: CostModel | None = None
+    """Predicts from measurements; None: the analytic prior."""
 
-    def __init__(
-        self,
-        options: Options,
-        blocks: Sequence[BlockSpec],
-        num_ranks: int,
-        machine: Callable[[torch.dtype], Machine],
-        static_bytes: int = 0,
-        sharded: bool = False,
-        cost_model: CostModel | None = None,
-    ) -> None:
-        self.options = options
-        self.blocks = tuple(blocks)
-        self.num_ranks = num_ranks
-        self.machine = machine
-        self.static_bytes = static_bytes
-        self.sharded = sharded
-        self.cost_model = cost_model
-        self._where = "the function given as " * callable(options.plan) + "option 'plan'"
+    def __post_init__(self) -> None:
+        by_function = callable(self.options.plan)
+        self._where = f"{'the function given as ' if by_function else ''}option 'plan'"
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
         self._corrections = Corrections()
@@ -223,10 +214,6 @@ class Planner:
             raise ValueError(
                 f"empty input: batch {workload.batch}, sequence length {workload.seq_len}; "
                 "both must be at least 1"
-            )
-        if workload.num_ranks != self.num_ranks:
-            raise ValueError(
-                f"workload is for {workload.num_ranks} ranks, the mesh axis has {self.num_ranks}"
             )
         names = self._names(form)
         if self.num_ranks == 1:
