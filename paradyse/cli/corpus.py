@@ -56,9 +56,9 @@ def draw_files(
         seed: of the order.
         folder: where to look, below it too; None: the standard library.
     Raises:
-        ValueError: ``cap`` is too small, the folder does not exist, or it has no such file.
+        ValueError: the folder does not exist, or has no such file.
     """
-    root, suffixes = _root(cap, folder)
+    root, suffixes = _root(folder)
     found = []
     for path, size in _text_files(root, suffixes):
         if MIN_TOKENS <= size <= cap:
@@ -90,7 +90,7 @@ def draw_lengths(
     Raises:
         ValueError: as ``draw_files``.
     """
-    root, suffixes = _root(cap, folder)
+    root, suffixes = _root(folder)
     paths = [path for path, size in _text_files(root, suffixes) if size]
     random.Random(seed).shuffle(paths)
     lengths: list[int] = []
@@ -104,10 +104,8 @@ def draw_lengths(
     return [lengths[i % len(lengths)] for i in range(num_files)]
 
 
-def _root(cap: int, folder: str | os.PathLike[str] | None) -> tuple[Path, tuple[str, ...]]:
+def _root(folder: str | os.PathLike[str] | None) -> tuple[Path, tuple[str, ...]]:
     """The folder, and how names of text files end there."""
-    if cap < MIN_TOKENS:
-        raise ValueError(f"a cap of {cap} tokens leaves no text; give at least {MIN_TOKENS}")
     root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     if not root.is_dir():
         raise ValueError(f"no folder {root}; name another one with text files in it")
@@ -130,7 +128,7 @@ def _text_files(root: Path, suffixes: Sequence[str]) -> Iterator[tuple[Path, int
                 yield path, path.stat().st_size
 
 
-def length_ranges(cap: int, count: int = 5) -> list[range]:
-    """``count`` ranges of lengths that double up to ``cap``; the first starts at 1."""
-    ends = sorted({max(1, cap >> i) for i in range(count)})
+def length_ranges(cap: int) -> list[range]:
+    """Five ranges of lengths that double up to ``cap``; the first starts at 1."""
+    ends = sorted({max(1, cap >> i) for i in range(5)})
     return [range(low + 1, high + 1) for low, high in zip([0, *ends], ends)]

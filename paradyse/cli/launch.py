@@ -129,7 +129,7 @@ def run_ranks(
     target: str,
     num_ranks: int,
     arguments: Mapping[str, Any],
-    setting: Setting | None = None,
+    setting: Setting,
     on_report: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
     """``target(rank, **arguments)`` on ``num_ranks`` ranks; the results in their order.
@@ -141,7 +141,6 @@ def run_ranks(
     Raises:
         RanksFailed: a rank raised or died, or the time-outs of ``setting`` passed.
     """
-    setting = setting or Setting()
     with tempfile.TemporaryDirectory(prefix="paradyse-ranks-") as folder:
         ranks: list[_Process] = []
         try:

@@ -147,8 +147,7 @@ def train(
             rank.report(StepDone(i, file.name, file.num_tokens, in_words, loss, time_s, peak))
         counters = paradyse.stats(compiled)
         if replay_at and rounds:
-            known = plans if rank.size > 1 else [""] * len(files)  # on one rank nothing is chosen
-            trace = [(i, _batch(files[i], rank.device), known[i]) for i in replay_at]
+            trace = [(i, _batch(files[i], rank.device), plans[i]) for i in replay_at]
             replay(rank, training.model, trace, strategies, rounds, options, REPLAY_S)
     return {"peak_bytes": highest, "stats": counters}
 

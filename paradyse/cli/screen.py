@@ -34,20 +34,6 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=200, no_color=True, **plain)
 
 
-def step_cells(done: StepDone, total: int) -> tuple[str, ...]:
-    """A row of the table of steps: ``done``, one of ``total``."""
-    return (
-        f"{done.step + 1}/{total}",
-        str(done.num_tokens),
-        done.plan,
-        f"{done.loss:.4f}",
-        f"{done.num_tokens / done.time_s:.0f}",
-        format_bytes(done.peak_bytes) if done.peak_bytes else "-",
-        format_seconds(done.time_s),
-        done.name,
-    )
-
-
 class Screen:
     """One phase of work after the other, each with its steps.
 
@@ -91,7 +77,16 @@ class Screen:
 
     def step(self, done: StepDone) -> None:
         """Shows a training step that is ``done``."""
-        cells = step_cells(done, self.total)
+        cells = (
+            f"{done.step + 1}/{self.total}",
+            str(done.num_tokens),
+            done.plan,
+            f"{done.loss:.4f}",
+            f"{done.num_tokens / done.time_s:.0f}",
+            format_bytes(done.peak_bytes),
+            format_seconds(done.time_s),
+            done.name,
+        )
         if self._live is None:
             line = "step {}  {} tokens  {}  loss {}  {} tokens/s  peak {}  {}  {}"
             self._line(line.format(*cells))

@@ -17,11 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paradyse.cli.corpus import draw_files, draw_lengths
+from paradyse.cli.corpus import MIN_TOKENS, draw_files, draw_lengths
 from paradyse.cli.models import token_counter
-
-SHORTEST = 16
-"""Tokens, after scaling: shorter sequences say nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,12 @@ class LengthDistribution:
         """The length below which ``share`` of the sequences are, the longest being ``longest``."""
         ends = np.cumsum((0.0, *self.shares))
         # A range that scales to less than the shortest sequence is that one alone.
-        edges = np.maximum(SHORTEST, np.array(self.edges) * (longest / self.edges[-1]))
+        edges = np.maximum(MIN_TOKENS, np.array(self.edges) * (longest / self.edges[-1]))
         return round(math.exp(np.interp(share * ends[-1], ends, np.log(edges))))
 
 
 K = 1024
-EDGES = (SHORTEST, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
+EDGES = (MIN_TOKENS, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
 DISTRIBUTIONS = {
     "GitHubCode": LengthDistribution(  # source code in GPT-2 tokens
         (*EDGES, 309 * K),
@@ -77,16 +74,12 @@ def sample_lengths(name: str, count: int, longest: int, seed: int = 0) -> list[i
 
     Args:
         name: of ``DISTRIBUTIONS``, in any case.
-        longest: tokens that the data set's longest sequence becomes.
+        longest: tokens that the data set's longest sequence becomes, at least ``MIN_TOKENS``.
         seed: of the draw.
     Raises:
-        ValueError: an unknown name, no lengths, or a longest that is below ``SHORTEST``.
+        ValueError: an unknown name.
     """
     distribution = DISTRIBUTIONS[find_distribution(name)]
-    if count < 1:
-        raise ValueError(f"{count} lengths: give at least 1")
-    if longest < SHORTEST:
-        raise ValueError(f"longest length {longest}: give at least {SHORTEST} tokens")
     rng = random.Random(seed)
     lengths = [distribution.draw((i + rng.random()) / count, longest) for i in range(count)]
     rng.shuffle(lengths)
