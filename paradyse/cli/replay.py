@@ -1,6 +1,8 @@
 """What the ranks of ``demo`` and ``bench`` replay: a trace of lengths under every choice, in turns.
 
 Rank 0 reports: first what ``auto`` means at each length, then memory, then the time of every run.
+Throughout, ``rank`` is this one, ``options`` are those of the backend, and ``strategies`` what is
+run beside ``auto``, ``rounds`` times each.
 """
 
 from __future__ import annotations
@@ -192,9 +194,7 @@ def replay(
     """Forward and backward of ``trace`` under every choice, after all of them are compiled.
 
     Args:
-        rank: rank 0 reports.
-        model: compiled here, with ``options`` of the backend.
-        strategies: the choices beside ``auto``; ``rounds`` runs of each.
+        model: compiled here.
         limit_s: no further round begins after this long.
         watch_memory: also report the memory of each length under every choice, in steps of their
             own.
@@ -254,12 +254,8 @@ def bench(
     rounds: int,
     strategies: Sequence[str],
 ) -> None:
-    """Replays ``lengths`` with random tokens, and watches memory; nothing is trained.
-
-    Args:
-        rank: rank 0 reports.
-        size: of the model, whose weights ``seed`` fixes; ``options`` are the backend's.
-        rounds: runs of each length under ``auto`` and each of ``strategies``.
+    """Replays ``lengths`` with random tokens, and watches memory; nothing is trained. The model is
+    of ``size``, its weights fixed by ``seed``.
     """
     model = integrations.make_llama(size, seed).to(rank.device)
     texts = [torch.randint(size.vocabulary, (1, n)) for n in lengths]

@@ -4,6 +4,9 @@
 any number, over PyTorch's fake process group, and sends tensors without memory through every
 distinct block under every strategy, forward and backward. It sees what each saves for backward and
 needs while it runs, and has no formula per model.
+
+Throughout, ``model`` is on the meta device and in training, and ``batch`` has its keyword
+arguments, there too.
 """
 
 from __future__ import annotations
@@ -103,9 +106,7 @@ def dry_run(
     """Capture ``model`` for one of ``num_ranks`` ranks, and measure all its variants.
 
     Args:
-        model: on the meta device, in training.
-        batch: the model's keyword arguments, on the meta device: one sequence of a few hundred
-            tokens.
+        batch: one sequence of a few hundred tokens.
         sharded: weights at rest are 1/p on each rank.
     Raises:
         ValueError: nothing in the model's graph can be split.
@@ -189,10 +190,8 @@ def fake_world(num_ranks: int) -> Iterator[Axis]:
 
 
 def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: Axis) -> Program:
-    """The program of ``model`` (on the meta device, in training) for one rank of ``axis``.
+    """The program of ``model`` for one rank of ``axis``.
 
-    Args:
-        batch: the model's keyword arguments, tensors on the meta device.
     Raises:
         ValueError: the model is not one graph, or nothing in it can be split.
     """

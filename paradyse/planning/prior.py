@@ -6,7 +6,7 @@ and, when training, backward. What a strategy does is counted beside its code
 (``paradyse.strategies.work``).
 
 Throughout, ``machine`` has the rates of a rank, ``block`` the widths and numbers of elements of a
-block, ``workload`` batch, length, dtype and number of ranks.
+block, ``workload`` batch, length, dtype and number of ranks, and ``strategy`` is the name of one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ def prior_cost(
 ) -> BlockCost:
     """Predicted cost of ``block`` under ``strategy`` on one of ``workload.num_ranks`` ranks.
 
+    Feasibility is not looked at. Training adds the backward pass and gradients.
+
     Args:
-        block: its widths and element counts; feasibility is not looked at.
-        strategy: the name of one.
-        workload: batch, sequence length, dtype; ``training`` adds the backward pass and gradients.
-        machine: rates of a rank.
         sharded: weights at rest are 1/p on each rank (ZeRO-3: gathered in forward and backward,
             gradients reduce-scattered). False: whole on every rank; gradients all-reduced, those
             that a strategy splits all-gathered.
@@ -62,9 +60,6 @@ def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine:
     ``strategy``, predicted.
 
     They are at the end of the backward of the model, so in no block's measured time.
-
-    Args:
-        block, strategy, workload, machine: as of ``prior_cost``.
     """
     work = Work(block, workload)
     work.fetch_weights(strategy_named(strategy).weights, sharded=False)
