@@ -38,11 +38,6 @@ class TokenLayout:
         """Tokens a rank holds, padding included."""
         return self.chunk if self.num_ranks == 1 else 2 * self.chunk
 
-    @property
-    def padded_len(self) -> int:
-        """Tokens that all ranks hold, padding included."""
-        return self.local_len * self.num_ranks
-
     def runs(self, rank: int) -> Runs:
         """Global positions of ``rank``'s tokens. Positions >= seq_len are padding."""
         c, p = self.chunk, self.num_ranks

@@ -16,9 +16,10 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,10 +155,6 @@ def _start(
     )
 
 
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def _on_gloo(axis: Axis) -> bool:
     return backend_of(axis.group) == "gloo"
 
@@ -165,16 +162,13 @@ def _on_gloo(axis: Axis) -> bool:
 def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:
     x = x.contiguous()
     out = torch.empty_like(x)
-
-    def launch() -> Any:
-        return dist.all_to_all_single(out, x, group=axis.group, async_op=True)
-
+    launch = partial(dist.all_to_all_single, out, x, group=axis.group, async_op=True)
     return _start(what, axis, block_id, num_bytes, launch, out, x)
 
 
 def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Send slice i of ``x`` [p, ...] to rank i; slice j of the result came from rank j."""
-    num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
+    num_bytes = x.nbytes * (axis.size - 1) // axis.size
     return _all_to_all_async(x, axis, block_id, "all_to_all", num_bytes).wait()
 
 
@@ -186,30 +180,24 @@ def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
 
 def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
     """Start ``all_gather`` of ``x``."""
-    num_bytes = _nbytes(x) * (axis.size - 1)
+    num_bytes = x.nbytes * (axis.size - 1)
     if _on_gloo(axis):
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
         return _all_to_all_async(copies, axis, block_id, "all_gather", num_bytes)
     x = x.contiguous()
     out = x.new_empty((axis.size, *x.shape))
-
-    def launch() -> Any:
-        return _ALL_GATHER(out.view(-1), x.view(-1), group=axis.group, async_op=True)
-
+    launch = partial(_ALL_GATHER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
     return _start("all_gather", axis, block_id, num_bytes, launch, out, x)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
-    num_bytes = _nbytes(x) * (axis.size - 1) // axis.size
+    num_bytes = x.nbytes * (axis.size - 1) // axis.size
     if _on_gloo(axis):
         return _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait().sum(0)
     x = x.contiguous()
     out = torch.empty_like(x[0])
-
-    def launch() -> Any:
-        return _REDUCE_SCATTER(out.view(-1), x.view(-1), group=axis.group, async_op=True)
-
+    launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
     return _start("reduce_scatter", axis, block_id, num_bytes, launch, out, x).wait()
 
 
@@ -220,11 +208,11 @@ _SMALL_ELEMENTS = 1 << 14
 def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Sum over ranks of ``x``, a new tensor of its shape; the same bits on every rank."""
     if _on_gloo(axis) and x.numel() < _SMALL_ELEMENTS:
-        num_bytes = 2 * _nbytes(x) * (axis.size - 1) // axis.size
+        num_bytes = 2 * x.nbytes * (axis.size - 1) // axis.size
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
         return _all_to_all_async(copies, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
     out = x.clone(memory_format=torch.contiguous_format)
-    return all_reduce_in_place(out, axis, {block_id: _nbytes(x)})
+    return all_reduce_in_place(out, axis, {block_id: x.nbytes})
 
 
 def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Tensor:
@@ -238,10 +226,7 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
         block = traffic(axis, block_id)
         block.sent_bytes["all_reduce"] += 2 * num_bytes * (axis.size - 1) // axis.size
         block.calls["all_reduce"] += int(block_id != first)
-
-    def launch() -> Any:
-        return dist.all_reduce(x, group=axis.group, async_op=True)
-
+    launch = partial(dist.all_reduce, x, group=axis.group, async_op=True)
     out: Tensor = _start("all_reduce", axis, first, 0, launch, x, None).wait()
     return out
 
@@ -249,11 +234,8 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
 def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
     """Start sending ``x`` of rank ``root`` into ``x`` of all ranks, which is the result."""
     source = dist.get_process_group_ranks(axis.group)[root]
-
-    def launch() -> Any:
-        return dist.broadcast(x, source, group=axis.group, async_op=True)
-
-    sent = _nbytes(x) * (axis.size - 1) if axis.rank == root else 0
+    launch = partial(dist.broadcast, x, source, group=axis.group, async_op=True)
+    sent = x.nbytes * (axis.size - 1) if axis.rank == root else 0
     return _start("broadcast", axis, block_id, sent, launch, x, None)
 
 
@@ -261,38 +243,29 @@ def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
     """Start summing ``x`` over ranks of ``axis`` into ``x`` of rank ``root``; on other ranks ``x``
     holds unspecified values."""
     target = dist.get_process_group_ranks(axis.group)[root]
-
-    def launch() -> Any:
-        return dist.reduce(x, target, group=axis.group, async_op=True)
-
-    sent = _nbytes(x) if axis.rank != root else 0
+    launch = partial(dist.reduce, x, target, group=axis.group, async_op=True)
+    sent = x.nbytes if axis.rank != root else 0
     return _start("reduce", axis, block_id, sent, launch, x, None)
 
 
-def ring_exchange(tensors: Sequence[Tensor], axis: Axis, block_id: int, shift: int = 1) -> Pending:
-    """Start sending ``tensors`` to rank + ``shift`` of ``axis`` and receiving their like from
-    rank - ``shift``, booked to ``block_id``.
+def ring_exchange(x: Tensor, axis: Axis, block_id: int) -> Pending:
+    """Start sending ``x`` to the next rank of ``axis`` and receiving its like from the one before,
+    booked to ``block_id``.
 
-    ``wait()`` gives the list of received tensors. Send buffers must not be written before that.
+    ``wait()`` gives what was received; ``x`` must not be written before that.
     """
-    group = axis.group
-    ranks = dist.get_process_group_ranks(group)
-    to, source = ranks[(axis.rank + shift) % axis.size], ranks[(axis.rank - shift) % axis.size]
-    sends = [t.contiguous() for t in tensors]
-    received = [torch.empty_like(t) for t in sends]
-
-    def launch() -> Any:
-        if not _on_gloo(axis):
-            ops = [dist.P2POp(dist.isend, t, to, group) for t in sends]
-            ops += [dist.P2POp(dist.irecv, t, source, group) for t in received]
-            return dist.batch_isend_irecv(ops)
-        # gloo's point-to-point takes ten times as long for small messages as an uneven all-to-all
-        works = []
-        for out, t in zip(received, sends, strict=True):
-            splits = [[t.numel() if r == peer else 0 for r in ranks] for peer in (source, to)]
-            flat = (out.view(-1), t.view(-1), *splits)
-            works.append(dist.all_to_all_single(*flat, group=group, async_op=True))
-        return works
-
-    num_bytes = sum(_nbytes(t) for t in sends)
-    return _start("ring_exchange", axis, block_id, num_bytes, launch, received, sends)
+    ranks = dist.get_process_group_ranks(axis.group)
+    to, source = ranks[(axis.rank + 1) % axis.size], ranks[axis.rank - 1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    launch: Callable[[], Any]
+    if _on_gloo(axis):
+        # its point-to-point takes ten times as long for small messages as an uneven all-to-all
+        splits = [[x.numel() if r == peer else 0 for r in ranks] for peer in (source, to)]
+        flat = (out.view(-1), x.view(-1), *splits)
+        launch = partial(dist.all_to_all_single, *flat, group=axis.group, async_op=True)
+    else:
+        sides = (dist.isend, x, to), (dist.irecv, out, source)
+        ops = [dist.P2POp(*side, axis.group) for side in sides]
+        launch = partial(dist.batch_isend_irecv, ops)
+    return _start("ring_exchange", axis, block_id, x.nbytes, launch, out, x)

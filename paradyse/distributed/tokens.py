@@ -48,12 +48,7 @@ def _natural_order(stacked: Tensor, dim: int) -> Tensor:
 
 def _rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
     """[.., S, ..] in sequence order as the rows of every rank, [p, .., s, ..]; padding is 0."""
-    short = layout.padded_len - x.shape[dim]
-    if short:
-        x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, short])
-    p = layout.num_ranks
-    chunks = x.chunk(2 * p, dim)
-    return torch.stack([torch.cat([chunks[r], chunks[2 * p - 1 - r]], dim) for r in range(p)])
+    return torch.stack([_take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
 
 
 def _gather(x: Tensor, axis: Axis, block_id: int, dim: int, seq_len: int) -> Tensor:
@@ -140,13 +135,13 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, seq_len: int, axis: Axis, block_id: int) -> Tensor:
-        ctx.where = (axis.layout(seq_len), dim, axis.rank)
+        ctx.where = (axis.layout(seq_len), axis.rank, dim)
         return _gather(x, axis, block_id, dim, seq_len)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        layout, dim, rank = ctx.where
-        return _rank_order(grad, layout, dim)[rank], None, None, None, None
+        layout, rank, dim = ctx.where
+        return _take_rows(grad, layout, rank, dim, 0), None, None, None, None
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -104,7 +104,7 @@ def _link_times(device: torch.device, axis: Axis, block_id: int) -> dict[str, fl
     waits for the other ranks' threads to be scheduled."""
 
     def exchange(x: torch.Tensor) -> None:
-        collectives.ring_exchange([x], axis, block_id).wait()
+        collectives.ring_exchange(x, axis, block_id).wait()
 
     p, times = axis.size, dict[str, float]()
     for size, elements, repeats in (("small", _SMALL, 11), ("large", _LARGE, 5)) * _ROUNDS:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.weights.shard_comm import by_dtype
+from paradyse.weights.shard_comm import by_dtype, split_rows
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.slices import Form, Rows
+from paradyse.weights.slices import Form
 
 
 class GroupTensors:
@@ -81,11 +81,7 @@ class GroupTensors:
             index = [i for i in message if i in grads]
             if not index:
                 continue
-            parts = []
-            for i in index:
-                form = self.forms[i]
-                assert form is not None
-                parts.append(_real_rows(grads[i], form, group).reshape(-1))
+            parts = [_real_rows(grads[i], self.forms[i], group).reshape(-1) for i in index]
             axis = self.shards[index[0]].placement.axis
             pending = collectives.reduce_to(torch.cat(parts), axis, group, self.block_id)
             self._leaving.append((group, index, pending))
@@ -133,9 +129,8 @@ class GroupTensors:
 
     def _split(self, flat: Tensor, index: Sequence[int], group: int) -> dict[int, Tensor]:
         """The parts of a message, by index of the weight."""
-        shapes = [self.shards[i].placement.shape(self.shards[i].shape, group) for i in index]
-        parts = flat.split([torch.Size(shape).numel() for shape in shapes])
-        return {i: part.view(shape) for i, part, shape in zip(index, parts, shapes, strict=True)}
+        parts = split_rows(flat, [self.shards[i] for i in index], group)
+        return dict(zip(index, parts, strict=True))
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -143,12 +138,10 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
-def _real_rows(grad: Tensor, form: Rows, group: int) -> Tensor:
+def _real_rows(grad: Tensor, form: Form, group: int) -> Tensor:
     """The rows of the gradient of W_g that are not padding."""
-    if -1 not in form.groups[group]:
-        return grad
-    shape = list(grad.shape)
-    shape[form.dim] = sum(row >= 0 for row in form.groups[group])
-    out = grad.new_zeros(shape)
-    form.packed(group).add(out, 0, grad)
-    return out
+    assert form is not None
+    (runs,) = form.packed(group).runs
+    parts = zip(runs, grad.split([n for _, n in runs], form.dim), strict=True)
+    real = [rows for (start, _), rows in parts if start >= 0]
+    return real[0] if len(real) == 1 else torch.cat(real, form.dim)

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.distributed.axis import Axis
 from paradyse.torch_private import is_traceable_wrapper_subclass
-from paradyse.weights.layout import ShardLayout
 from paradyse.weights.shard_comm import Messages, gather_shards, scatter_gradients, start_gather
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
@@ -201,15 +199,6 @@ class _AsItLies(torch.autograd.Function):
 def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:
     """W_r, the rows of this rank's group, from those that ``shard`` holds (``form`` fits them)."""
     return form.pad(_AsItLies.apply(shard), shard.placement.axis.rank)
-
-
-def layout_of(form: Form, axis: Axis, num_rows: int) -> ShardLayout | None:
-    """The layout over ``axis`` of a weight of ``num_rows`` in which each rank holds the rows of its
-    group in ``form``; None where a row is in no group or in two (a KV head that several need)."""
-    if form is None:
-        return None
-    rows = sorted(r for group in form.groups for r in group if r >= 0)
-    return ShardLayout(axis, form.dim, form.present) if rows == list(range(num_rows)) else None
 
 
 def fits(shard: ShardedTensor, form: Form) -> bool:

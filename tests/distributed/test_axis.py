@@ -26,8 +26,8 @@ def test_every_token_lies_on_one_rank_and_all_do_as_much_causal_work(p: int, seq
     layout = TokenLayout(p, seq_len)
     held = [local_positions(layout, r) for r in range(p)]
     assert {len(x) for x in held} == {layout.local_len}
-    assert torch.cat(held).sort().values.tolist() == list(range(layout.padded_len))
-    assert seq_len <= layout.padded_len < seq_len + 2 * p
+    assert torch.cat(held).sort().values.tolist() == list(range(p * layout.local_len))
+    assert seq_len <= p * layout.local_len < seq_len + 2 * p
     assert len({int(x.sum()) for x in held}) == 1
 
 

@@ -27,7 +27,7 @@ def everything(n: int) -> dict[str, Any]:
         "all_reduce": lambda b: collectives.all_reduce(x, axis, b),
         "broadcast": lambda b: collectives.broadcast(x.clone(), axis, 1, b).wait(),
         "reduce": lambda b: collectives.reduce_to(x.clone(), axis, 1, b).wait(),
-        "ring_exchange": lambda b: collectives.ring_exchange([x, -x], axis, b).wait()[1],
+        "ring_exchange": lambda b: collectives.ring_exchange(x, axis, b).wait(),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():
@@ -51,14 +51,15 @@ def test_values_and_bytes(n: int, pool3: RankPool) -> None:
             "reduce_scatter": sum(mine) + 30 * r,
             "all_reduce": sum(mine),
             "broadcast": mine[1],
-            "ring_exchange": -mine[r - 1],
+            "ring_exchange": mine[r - 1],
         }
         if r == 1:
             want["reduce"] = sum(mine)
         for name, value in want.items():
             assert torch.equal(got[name], value), name
-        assert got["all_gather bytes"] == got["all_to_all bytes"] == 2 * size
-        assert got["reduce_scatter bytes"] == got["ring_exchange bytes"] == 2 * size
+        for name in ("all_gather", "all_to_all", "reduce_scatter"):
+            assert got[f"{name} bytes"] == 2 * size
+        assert got["ring_exchange bytes"] == size
         assert got["all_reduce bytes"] == 4 * size // 3
         assert got["broadcast bytes"] == (2 * size if r == 1 else 0)
         assert got["reduce bytes"] == (0 if r == 1 else size)

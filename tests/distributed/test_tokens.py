@@ -27,7 +27,8 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
     rows = SplitTokens.apply(x, 1, axis, block)
     filled = SplitTokens.apply(x.detach(), 1, axis, block, -100)
     whole = GatherTokens.apply(rows, 1, seq_len, axis, block)
-    mine = pad(w, (0, layout.padded_len - seq_len))[:, positions]  # rows past the end count nothing
+    num_past = axis.size * layout.local_len - seq_len
+    mine = pad(w, (0, num_past))[:, positions]  # rows past the end count nothing
     loss = SumOverRanks.apply(
         (rows * mine * ReduceGrad.apply(scale, axis, block)).sum(), axis, block
     )

@@ -49,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     def ring(x: Tensor, visit: Callable[[Tensor, slice], None]) -> None:
         x = x.contiguous()
         for step in range(p):
-            pending = collectives.ring_exchange([x], axis, at.block_id) if step + 1 < p else None
+            pending = collectives.ring_exchange(x, axis, at.block_id) if step + 1 < p else None
             offset = 0
             for start, n in layout.runs((axis.rank - step) % p):
                 columns = slice(start, min(start + n, seq_len))
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
                     visit(x[:, :, offset : offset + columns.stop - start].to(exact), columns)
                 offset += n
             if pending is not None:
-                (x,) = pending.wait()
+                x = pending.wait()
 
     def multiply_keys(keys: Tensor, columns: slice) -> None:
         scores[..., columns] = times_keys(q_real, keys)

@@ -48,18 +48,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     own = layout.runs(axis.rank)
     out: Tensor | None = None
     lse: Tensor | None = None
-    message = _pack(k, v) if p > 1 else None
+    message = _pack(k, v)
     for step in range(p):
-        pending = None
-        if message is not None and step + 1 < p:
-            pending = collectives.ring_exchange([message], axis, at.block_id)
+        pending = collectives.ring_exchange(message, axis, at.block_id) if step + 1 < p else None
         part = attention_forward(q, k, v, own, layout.runs((axis.rank - step) % p), spec)
         if out is None or lse is None:
             out, lse = part
         else:
             out, lse = merge(out, lse, *part, dtype=q.dtype if step == p - 1 else None)
         if pending is not None:
-            (message,) = pending.wait()
+            message = pending.wait()
             k, v = _unpack(message, k, v)
     assert out is not None and lse is not None
     return out, [lse.contiguous()]
@@ -89,11 +87,9 @@ def backward(
     total_q: Tensor | None = None
     d_bias: Tensor | None = None
     gradients_under_way: collectives.Pending | None = None
-    message = _pack(k, v) if p > 1 else None
+    message = _pack(k, v)
     for step in range(p):
-        pending = None
-        if message is not None and step + 1 < p:
-            pending = collectives.ring_exchange([message], axis, at.block_id)
+        pending = collectives.ring_exchange(message, axis, at.block_id) if step + 1 < p else None
         runs = layout.runs((axis.rank - step) % p)
         part = (Backward(grad_out, q, k, v, out, lse), own, runs, spec)
         dq, dk, dv = attention_backward(*part)
@@ -105,11 +101,11 @@ def backward(
         total_q = dq.to(exact) if total_q is None else total_q.add_(dq)
         grads = _pack(dk.to(exact), dv.to(exact))
         if gradients_under_way is not None:
-            grads += gradients_under_way.wait()[0]
-        gradients_under_way = collectives.ring_exchange([grads], axis, at.block_id)
+            grads += gradients_under_way.wait()
+        gradients_under_way = collectives.ring_exchange(grads, axis, at.block_id)
         if pending is not None:
-            (message,) = pending.wait()
+            message = pending.wait()
             k, v = _unpack(message, k, v)
     assert gradients_under_way is not None and total_q is not None
-    dk, dv = _unpack(gradients_under_way.wait()[0], k_own, v_own)
+    dk, dv = _unpack(gradients_under_way.wait(), k_own, v_own)
     return total_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias

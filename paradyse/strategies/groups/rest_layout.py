@@ -14,7 +14,6 @@ from paradyse.strategies.base import Scope
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
 from paradyse.weights.layout import ShardLayout
-from paradyse.weights.unshard import layout_of
 
 
 def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
@@ -30,10 +29,9 @@ def rest_layouts(scope: Scope, block: Any) -> dict[fx.Node, ShardLayout]:
         return {}
     out: dict[fx.Node, ShardLayout] = {}
     for weight in groups.weights:
-        if weight.form is None:
+        if (form := weight.form) is None:
             continue
-        num_rows = weight.node.meta["val"].shape[weight.form.dim]
-        layout = layout_of(weight.form, scope.axis, num_rows)
-        if layout is not None:
-            out.setdefault(weight.node, layout)
+        rows = sorted(r for group in form.groups for r in group if r >= 0)
+        if rows == list(range(weight.node.meta["val"].shape[form.dim])):
+            out.setdefault(weight.node, ShardLayout(scope.axis, form.dim, form.present))
     return out
