@@ -55,6 +55,7 @@ PLACES = {
     "tracing": "torch._guards:tracing",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map_only": "torch.utils._pytree:tree_map_only",
+    "unflatten_state_dict": "torch.distributed.checkpoint._nested_dict:unflatten_state_dict",
     "unset_fake_temporarily": f"{_FAKE}:unset_fake_temporarily",
 }
 """Name here -> where PyTorch has it."""

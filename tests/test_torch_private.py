@@ -229,6 +229,12 @@ def check_tree_map_only() -> None:
 check_tree_leaves = check_tree_map_only
 
 
+def check_unflatten_state_dict() -> None:
+    paths = {"a.b": ("a", "b"), "c.1.d": ("c", 1, "d"), "c.0.d": ("c", 0, "d"), "e": ("e",)}
+    nested = private.unflatten_state_dict({"c.1.d": 2, "a.b": 1, "c.0.d": [3]}, paths)
+    assert nested == {"a": {"b": 1}, "c": [{"d": [3]}, {"d": 2}]}
+
+
 def check_cpu_flash() -> None:
     q, k, v, grad = (torch.randn(2, 3, 5, 8) for _ in range(4))
     bias = torch.zeros(2, 3, 5, 5)

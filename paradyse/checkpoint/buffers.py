@@ -100,12 +100,11 @@ def remake(
     Raises:
         ValueError: the code fails, or leaves elements unwritten.
     """
-    by_owner: dict[int, list[Held]] = {}
+    by_owner: dict[nn.Module, list[Held]] = {}
     for held in lost:
-        by_owner.setdefault(id(held.places[0][0]), []).append(held)
+        by_owner.setdefault(held.places[0][0], []).append(held)
     out = []
-    for group in by_owner.values():
-        owner = group[0].places[0][0]
+    for owner, group in by_owner.items():
         makers = list(_makers(model, group[0].names[0], owner))
         # What is written does not depend on what was there before.
         zeros, ones = (_made(owner, makers, group, device, fill) for fill in (0, 1))

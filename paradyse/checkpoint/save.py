@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paradyse.checkpoint import folder as files
 from paradyse.checkpoint.folder import listed
-from paradyse.torch_private import original_module
+from paradyse.torch_private import original_module, unflatten_state_dict
 from paradyse.weights.shard import name_before_compile
 
 T = TypeVar("T")
@@ -128,9 +128,8 @@ def load_checkpoint(
     ranks.read(path, values)
     step, kind, extra = values.pop("run")
     state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
     if optimizer is not None:
-        groups = _param_groups(values, saved)
+        groups = unflatten_state_dict(values, saved.planner_data)["optimizer"]["param_groups"]
         ranks.together(partial(_check_optimizer, path, kind, groups, optimizer, model))
         state = _blank_state(saved, model)
     entries = {f"model.{n}": x for n, x in mine.items()} | state
@@ -139,7 +138,9 @@ def load_checkpoint(
     if others:
         original_module(model).load_state_dict(others, strict=False)
     if optimizer is not None:
-        _give_state(optimizer, {k: entries[k] for k in state}, groups, saved, model)
+        values |= {k: entries[k] for k in state}
+        found = unflatten_state_dict(values, saved.planner_data)["optimizer"]
+        _give_state(optimizer, found.get("state", {}), found["param_groups"], model)
     return Checkpoint(path, step, extra)
 
 
@@ -316,15 +317,6 @@ def _blank(entry: Any) -> Tensor | None:
     return None if size is None else torch.empty(size, dtype=entry.properties.dtype)
 
 
-def _param_groups(values: Mapping[str, Any], metadata: Any) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, with names in place of parameters."""
-    groups: dict[int, dict[str, Any]] = {}
-    for key, value in values.items():
-        _, _, index, name, *_ = metadata.planner_data[key]
-        groups.setdefault(index, {})[name] = value
-    return [groups[i] for i in sorted(groups)]
-
-
 def _check_optimizer(
     path: Path,
     kind: str,
@@ -364,19 +356,13 @@ def _blank_state(metadata: Any, model: nn.Module) -> dict[str, Any]:
 
 def _give_state(
     optimizer: torch.optim.Optimizer,
-    entries: Mapping[str, Any],
+    state: Mapping[str, Any],
     groups: list[dict[str, Any]],
-    metadata: Any,
     model: nn.Module,
 ) -> None:
+    """Give ``optimizer`` what was read, with names in place of parameters."""
     names = [n for group in _group_names(optimizer, model) for n in group]
     index = {name: i for i, name in enumerate(names)}
-    state: dict[int, Any] = {}
-    for key, value in entries.items():
-        name, *inner, last = metadata.planner_data[key][2:]
-        place = state.setdefault(index[name], {})
-        for part in inner:
-            place = place.setdefault(part, {})
-        place[last] = value
     numbered = [{**g, "params": [index[n] for n in g["params"]]} for g in groups]
-    optimizer.load_state_dict({"state": state, "param_groups": numbered})
+    by_index = {index[name]: values for name, values in state.items()}
+    optimizer.load_state_dict({"state": by_index, "param_groups": numbered})
