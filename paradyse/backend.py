@@ -18,6 +18,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.agreement import PROFILE, WEIGHTS, check_agreement, checksum, must_check
 from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
 from paradyse.distributed.session import Recent
+from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
@@ -88,7 +89,11 @@ class Capture:
         self.graphs: dict[tuple[Any, ...], _Graph] = {}
         problem = _empty_input(self.placeholders, examples)
         if problem:
-            self.fallback = _raiser(problem)
+
+            def fail(*args: Any) -> Any:
+                raise ValueError(problem)
+
+            self.fallback = fail
             return
         self.trace = trace_inputs(self.placeholders, examples)
         self.keyed_dims: tuple[tuple[int, int], ...] = ()
@@ -245,11 +250,8 @@ class _Graph:
         self.planner = Planner(options, self.blocks, axis.size, *known)
         like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
         self.guard = Guard(self.planner.plan, not callable(options.plan), like)
-        self.data = [
-            i
-            for i, n in enumerate(program.placeholders)
-            if not n.meta.get("weight") and isinstance(n.meta.get("val"), Tensor)
-        ]
+        nodes = enumerate(program.placeholders)
+        self.data = [i for i, n in nodes if is_tensor(n) and not is_weight(n)]
         self._constants: Recent[Any, StepConstants] = Recent()
         self.feedback: Feedback | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses:
@@ -327,10 +329,11 @@ class _Graph:
         if not must_check(self.axis, first):
             return
         weights = self._checksum_of_weights(replicated=True) if first else 0
+        random = [torch.get_rng_state()] if self.program.schedule.has_dropout else []
         numbers = {  # as many on every rank, also where ranks disagree on what is the first call
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
-            "the random state": _checksum_of_rng() if self.program.schedule.has_dropout else 0,
+            "the random state": checksum(random),
             WEIGHTS: weights,
             PROFILE: self.cost_model.profile.checksum if first and self.cost_model else 0,
         }
@@ -357,11 +360,6 @@ def _check_shards(examples: Sequence[Any], axis: Axis) -> None:
             )
 
 
-def _checksum_of_rng() -> int:
-    state = torch.get_rng_state().to(torch.int64)
-    return int((state * torch.arange(1, state.numel() + 1)).sum())
-
-
 def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
     for node, example in zip(placeholders, examples, strict=True):
         if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
@@ -371,13 +369,6 @@ def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> st
                 "at least 1; drop empty batches before calling the model"
             )
     return None
-
-
-def _raiser(message: str) -> Any:
-    def fail(*args: Any) -> Any:
-        raise ValueError(message)
-
-    return fail
 
 
 def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:

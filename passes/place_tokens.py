@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from paradyse.distributed.replicas import SUM_OVER_REPLICAS
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Factor, Names, resolve
+from paradyse.graph.subgraph import is_tensor, is_weight
 
 aten = torch.ops.aten
 
@@ -82,10 +83,9 @@ def _place(node: fx.Node, ctx: Any) -> None:
 
 def _is_token_input(node: fx.Node, ctx: Any) -> bool:
     """A floating-point input [B, S, ..], such as inputs_embeds."""
-    val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or node.meta.get("weight") or not val.is_floating_point():
+    if not is_tensor(node) or is_weight(node) or not node.meta["val"].is_floating_point():
         return False
-    return val.ndim >= 3 and _times(ctx.names.of(node), ctx.seq) == 1
+    return node.meta["val"].ndim >= 3 and _times(ctx.names.of(node), ctx.seq) == 1
 
 
 def _times(dims: list[Any], factor: Factor) -> int:
@@ -104,11 +104,7 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> 
     outputs = names.dims[node] if isinstance(val, tuple | list) else [names.dims[node]]
     if any(_times([resolve(d) for d in dims], seq) != 1 for dims in outputs):
         return False
-    return all(
-        _times(names.of(a), seq) <= 1
-        for a in node.all_input_nodes
-        if isinstance(a.meta.get("val"), torch.Tensor)
-    )
+    return all(_times(names.of(a), seq) <= 1 for a in filter(is_tensor, node.all_input_nodes))
 
 
 def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:

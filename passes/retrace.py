@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.graph.subgraph import is_tensor
 from paradyse.torch_private import (
     AUTOCAST_ENTER,
     AUTOCAST_EXIT,
@@ -227,17 +228,10 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     count = len(entered)
     casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function":
+        if not is_tensor(node) or not isinstance(node.target, OpOverload):
             continue
-        val = node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or not isinstance(node.target, OpOverload):
-            continue
-        dtype = val.dtype
-        floats = [
-            a
-            for a in node.all_input_nodes
-            if isinstance(a.meta.get("val"), torch.Tensor) and a.meta["val"].is_floating_point()
-        ]
+        dtype, inputs = node.meta["val"].dtype, filter(is_tensor, node.all_input_nodes)
+        floats = [a for a in inputs if a.meta["val"].is_floating_point()]
         if not dtype.is_floating_point or not floats:
             continue
         mixed = node.target in _PRODUCTS and any(a.meta["val"].dtype != dtype for a in floats)

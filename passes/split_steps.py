@@ -8,16 +8,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import networkx as nx
-import torch
 from torch import fx
 
 from paradyse.distributed import collectives
-from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.subgraph import Piece, is_weight, live_nodes, make_piece
+from paradyse.graph.subgraph import Piece, is_tensor, is_weight, live_nodes, make_piece
 from paradyse.passes.outline_blocks import Block
-from paradyse.strategies.base import is_tensor
-
-aten = torch.ops.aten
+from paradyse.strategies.dropout import has_dropout
 
 EAGER_NODES = 4
 """Pieces of at most this many operators are not worth a compiled region (0.2 ms a step each)."""
@@ -88,13 +84,7 @@ class Schedule:
     @cached_property
     def has_dropout(self) -> bool:
         """Whether a call draws random numbers."""
-        pieces = [*(s.piece for s in self.steps), *self.tails.values()]
-        nodes = (n for piece in pieces for n in piece.nodes)
-        return any(
-            n.target == aten.dropout.default
-            or (n.target is ATTENTION and AttentionCall.of(n).dropout_p > 0)
-            for n in nodes
-        )
+        return any(map(has_dropout, [*(s.piece for s in self.steps), *self.tails.values()]))
 
     @cached_property
     def weight_owners(self) -> dict[fx.Node, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import fx
@@ -156,29 +157,11 @@ class Names:
 
     def reshape(self, node: fx.Node, dims: list[Dim], shape: Sequence[int]) -> list[Dim]:
         """``dims`` after a view to ``shape``: factors are split and merged where sizes allow."""
-        flat = [f for d in dims for f in resolve(d)][::-1]
-        out: list[Dim] = []
-        for n in shape:
-            part: list[Factor] = []
-            left = int(n)
-            while left > 1:
-                assert flat, f"reshape of {node} does not preserve the number of elements"
-                f = flat.pop()
-                if left % f.size == 0:
-                    part.append(f)
-                    left //= f.size
-                elif f.size % left == 0:
-                    outer, inner = Factor(left), Factor(f.size // left)
-                    f._parts = (outer, inner)
-                    part.append(outer)
-                    flat.append(inner)
-                    left = 1
-                else:  # [6, 4] seen as [4, 6]: neither nests in the other
-                    everything = [g for d in dims for g in resolve(d)]
-                    self.mix(node, everything)
-                    return self.fresh(shape)
-            out.append(tuple(part))
-        return out
+        out = self.fresh(shape)
+        if 0 in shape or not self.unify(chain(*dims), chain(*out)):
+            self.mix(node, *dims)  # [6, 4] seen as [4, 6]: neither nests in the other
+            return self.fresh(shape)
+        return [resolve(d) for d in out]
 
 
 Rule = Callable[[Names, fx.Node], Any]

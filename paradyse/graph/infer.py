@@ -9,33 +9,30 @@ from torch import fx
 
 import paradyse.graph.rules  # noqa: F401  registers the rules
 from paradyse.graph.factors import RULES, Names
+from paradyse.graph.subgraph import is_tensor
 
 
-def opaque(names: Names, node: fx.Node, reason: str) -> Any:
-    """Dims of an operator of which, for a ``reason``, nothing is known: it mixes all inputs."""
-    names.unnamed[node] = reason
-    for arg in node.all_input_nodes:
-        if arg in names.dims and isinstance(arg.meta.get("val"), torch.Tensor):
-            names.mix(node, *names.dims[arg])
-    val = node.meta.get("val")
+def _new_dims(names: Names, val: Any) -> Any:
+    """Dims that nothing else has, for a tensor or several; none for other values."""
     if isinstance(val, torch.Tensor):
         return names.fresh(val.shape)
-    if isinstance(val, tuple | list):
-        return [names.fresh(v.shape) if isinstance(v, torch.Tensor) else [] for v in val]
-    return []
+    return [_new_dims(names, v) for v in val] if isinstance(val, tuple | list) else []
 
 
 def infer_names(graph: fx.Graph) -> Names:
-    """Name every dim of every value of ``graph`` (nodes carry fake values in ``meta['val']``)."""
+    """Name every dim of every value of ``graph`` (nodes carry fake values in ``meta['val']``).
+
+    An operator of which nothing is known mixes all its inputs.
+    """
     names = Names()
     for node in graph.nodes:
-        val = node.meta.get("val")
-        if node.op in ("placeholder", "get_attr"):
-            names.dims[node] = names.fresh(val.shape) if isinstance(val, torch.Tensor) else []
-        elif node.op == "call_function":
-            fn = RULES.get(node.target)
-            dims = fn(names, node) if fn else None
-            names.dims[node] = (
-                opaque(names, node, f"no rule for {node.target}") if dims is None else dims
-            )
+        if node.op == "output":
+            continue
+        rule = RULES.get(node.target)
+        dims = rule(names, node) if rule else None
+        if dims is None and node.op == "call_function":
+            names.unnamed[node] = f"no rule for {node.target}"
+            for a in filter(is_tensor, node.all_input_nodes):
+                names.mix(node, *names.dims[a])
+        names.dims[node] = _new_dims(names, node.meta.get("val")) if dims is None else dims
     return names

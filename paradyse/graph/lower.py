@@ -9,6 +9,7 @@ is kept and checked against each new combination of sizes.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,12 +50,10 @@ Dims = tuple[tuple[Size, ...], ...]
 
 def dim_size(dim: tuple[Size, ...], sizes: Mapping[str, Any]) -> Any:
     """Product of the factors of ``dim``, those with names as in ``sizes``."""
-    total: Any = 1
-    for f in dim:
-        total = total * (
-            f if isinstance(f, int) else sizes[f] if isinstance(f, str) else sizes[f[0]] + f[1]
-        )
-    return total
+    return math.prod(
+        f if isinstance(f, int) else sizes[f] if isinstance(f, str) else sizes[f[0]] + f[1]
+        for f in dim
+    )
 
 
 @dataclass(frozen=True)
@@ -137,12 +136,5 @@ def compile_function(
             compiled = graph if inner == "eager" else lookup_backend(inner)(graph, fakes)
     guards = [g.expr for g in shape_env.guards]
     took = time.perf_counter() - start
-    log.debug("%s", graph.graph)
-    log.debug(
-        "compiled %d nodes with %s in %.2f s, guards %s",
-        len(graph.graph.nodes),
-        inner,
-        took,
-        guards,
-    )
+    log.debug("compiled with %s in %.2f s, guards %s: %s", inner, took, guards, graph.graph)
     return Compiled(compiled, guards, symbols, static, graph, took)

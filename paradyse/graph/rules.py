@@ -17,6 +17,7 @@ from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Dim, Names, Rule, resolve, rule
+from paradyse.graph.subgraph import is_tensor
 from paradyse.torch_private import schema_of
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ def _shape(node: fx.Node) -> Any:
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    return list(filter(is_tensor, node.all_input_nodes))
 
 
 def _overloads(names: str) -> list[Any]:
@@ -44,7 +45,7 @@ def _overloads(names: str) -> list[Any]:
     return found
 
 
-def _argument(node: fx.Node, name: str) -> Any:
+def argument(node: fx.Node, name: str) -> Any:
     """The argument called ``name``, its default where it is not given; None where there is none."""
     for i, arg in enumerate(schema_of(node.target).arguments):
         if arg.name == name:
@@ -54,8 +55,8 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _dims_of(node: fx.Node, ndim: int) -> list[int]:
     """The dims that ``node``'s argument ``dim`` or ``dims`` names, all where it names none."""
-    given = _argument(node, "dim")
-    given = _argument(node, "dims") if given is None else given
+    given = argument(node, "dim")
+    given = argument(node, "dims") if given is None else given
     if given is None or given == []:
         return list(range(ndim))
     return [d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)]
@@ -161,6 +162,7 @@ _ELEMENTWISE = """
     isinf eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
     __and__ __or__ masked_fill zeros_like ones_like full_like empty_like to.device to.dtype
     to.dtype_layout _to_copy clone contiguous alias detach dropout lift_fresh lift_fresh_copy
+    expand broadcast_to
 """
 
 
@@ -198,7 +200,7 @@ def normalization(names: Names, node: fx.Node) -> Any:
 def reduction(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., ...]`` or, with keepdim, ``[..., 1, ...]; mixes n``."""
     dims, over = _mix_along(names, node)
-    if _argument(node, "keepdim"):
+    if argument(node, "keepdim"):
         return [() if d in over else dim for d, dim in enumerate(dims)]
     return [dim for d, dim in enumerate(dims) if d not in over]
 
@@ -255,12 +257,6 @@ def squeeze(names: Names, node: fx.Node) -> Any:
     return [dim for d, dim in enumerate(dims) if dim or d not in over]
 
 
-@rule(aten.expand.default, aten.broadcast_to.default)
-def expand(names: Names, node: fx.Node) -> Any:
-    """``x[..., 1, ...] -> [new, ..., new, ...]``"""
-    return names.broadcast(node, [node.args[0]], _shape(node))
-
-
 @rule(aten.slice.Tensor, aten.narrow.default)
 def slice_(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., n - k, ...]; mixes n`` where the ends are cut off; a new dim where
@@ -279,7 +275,7 @@ def _cuts_ends(node: fx.Node) -> bool:
     """Whether a slice leaves out a fixed number of elements at the start or the end."""
     if node.target != aten.slice.Tensor or len(node.args) > 4:
         return False
-    start, end = _argument(node, "start") or 0, _argument(node, "end")
+    start, end = argument(node, "start") or 0, argument(node, "end")
     to_end = end is None or end > 2**62
     return start >= 0 and (to_end or end < 0)
 

@@ -167,16 +167,16 @@ def structure(piece: Piece, names: Names, labels: Labels) -> str:
     for i, node in enumerate(piece.inputs):
         index[node] = f"i{i}"
         val = node.meta["val"]
-        if isinstance(val, torch.Tensor):
+        if is_tensor(node):
             shape = labels.dims(names.of(node))
             lines.append(f"i{i}: {shape} {val.dtype} {val.device} {'w' if is_weight(node) else ''}")
         else:
             lines.append(f"i{i}: {val}")
     for i, node in enumerate(piece.nodes):
         index[node] = f"n{i}"
-        val = node.meta.get("val")
-        tensor = isinstance(val, torch.Tensor)
-        args = _with_sizes(node, names, labels.dim, labels.varies) if tensor else node.args
+        args = node.args
+        if is_tensor(node):
+            args = _with_sizes(node, names, labels.dim, labels.varies)
         text = fx.map_arg((args, node.kwargs), lambda n: _Ref(index[n]))
         lines.append(f"n{i} = {node.target}{text!r}")
     lines.append("return " + ", ".join(index[n] for n in piece.outputs))
@@ -186,6 +186,11 @@ def structure(piece: Piece, names: Names, labels: Labels) -> str:
 class _Ref(str):
     def __repr__(self) -> str:
         return str(self)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` has one tensor as its value."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_weight(node: fx.Node) -> bool:

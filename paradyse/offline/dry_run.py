@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 from paradyse.config import Options
 from paradyse.distributed.axis import SINGLE, Axis, TokenLayout, resolve_axis
 from paradyse.graph.lower import dim_size
-from paradyse.graph.subgraph import is_weight
+from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.kernels.attention_mask import position_intervals
 from paradyse.offline.ops import bodies
 from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
@@ -37,7 +37,7 @@ from paradyse.runtime.frame import Frame, Wholes
 from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy
-from paradyse.strategies.base import SPLIT, WHOLE, is_tensor, spec_dims
+from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import FakeTensorMode
 from paradyse.types import REPLICATED, BlockSpec
@@ -281,10 +281,8 @@ class _Alone(Frame):
         self._hold(rows)
         return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
 
-    def weights(
-        self, step: Step, wholes: Wholes, nodes: Sequence[fx.Node], forms: Sequence[Form]
-    ) -> tuple[Tensor, ...]:
-        return tuple(map(self._weight, nodes, forms))
+    def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
+        return tuple(self._weight(*use) for use in uses)
 
     def _weight(self, node: fx.Node, form: Form) -> Tensor:
         like = node.meta["val"]

@@ -11,20 +11,16 @@ from torch import Tensor, fx
 
 from paradyse.config import Options
 from paradyse.distributed.axis import Axis, resolve_replicas
-from paradyse.graph.subgraph import structure
+from paradyse.graph.factors import Factor
+from paradyse.graph.subgraph import is_tensor, is_weight, structure
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
 from paradyse.torch_private import is_static_input, symbol_values
 
-
-@dataclass(frozen=True)
-class SizeSource:
-    """The argument and its dim that a size of a call is read from."""
-
-    seq: tuple[int, int]
-    batch: tuple[int, int] | None
+SizeSource = Mapping[str, tuple[int, int]]
+"""Letter of a size -> the argument of a call and its dim that the size is read from."""
 
 
 def is_model_state(node: fx.Node, example: Any) -> bool:
@@ -46,9 +42,9 @@ _PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
 
 
 def _as_input(example: Any, meta: Any, values: Mapping[Any, int]) -> Any:
-    """``example`` as an ``InputLike``, with symbolic sizes replaced by ``values``."""
+    """``example`` as an ``InputLike`` or a size, with symbolic sizes replaced by ``values``."""
     if not isinstance(example, Tensor):
-        return example
+        return _number(meta, values) if isinstance(meta, torch.SymInt) else example
     shape = meta.shape if isinstance(meta, Tensor) else example.shape
     sizes = tuple(_number(n, values) for n in shape)
     return InputLike(sizes, example.dtype, example.device, example.requires_grad)
@@ -88,32 +84,23 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
                 symbols[i, d] = n
     values, others = _choose_sizes(list(symbols.values()), metas)
     sizes = {n.node.expr for n in symbols.values()}
-    inputs: list[Any] = []
-    scalars: list[int] = []
+    scalars: dict[int, Any] = {}
     for i, (node, example, meta) in enumerate(zip(placeholders, examples, metas, strict=True)):
-        value = _as_input(example, meta, values)
         if isinstance(meta, torch.SymInt):
-            if meta.node.expr in sizes:
-                value = _number(meta, values)
-            else:
-                scalars.append(i)
-                value = int(meta.node.hint) if isinstance(example, torch.SymInt) else example
+            if meta.node.expr not in sizes:
+                symbolic = isinstance(example, torch.SymInt)
+                scalars[i] = int(meta.node.hint) if symbolic else example
         elif isinstance(example, int | float | torch.SymFloat):
-            scalars.append(i)
-            value = float(example) if isinstance(example, torch.SymFloat) else example
+            scalars[i] = float(example) if isinstance(example, torch.SymFloat) else example
         elif _is_number(node, example):
-            scalars.append(i)
-            value = example.item()
-        inputs.append(value)
-    again = None
-    if others:
-        again = tuple(
-            _as_input(e, m, others)
-            if isinstance(v, InputLike)
-            else (_number(m, others) if isinstance(m, torch.SymInt) and i not in scalars else v)
-            for i, (v, e, m) in enumerate(zip(inputs, examples, metas, strict=True))
-        )
-    return TraceInputs(tuple(inputs), tuple(scalars), symbols, again)
+            scalars[i] = example.item()
+
+    def inputs(values: Mapping[Any, int]) -> tuple[Any, ...]:
+        pairs = enumerate(zip(examples, metas, strict=True))
+        return tuple(scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs)
+
+    again = inputs(others) if others else None
+    return TraceInputs(inputs(values), tuple(scalars), symbols, again)
 
 
 def _is_number(node: fx.Node, example: Any) -> bool:
@@ -204,24 +191,20 @@ def fingerprint(program: Program) -> str:
 def find_sizes(program: Program) -> SizeSource | None:
     """Where B and S stand in the arguments of ``program``; None where none shows the length."""
     scope = program.scope
-    found: dict[Any, tuple[int, int]] = {}
+    letters = scope.labels(WHOLE).of
+    found: dict[Factor, tuple[int, int]] = {}
     for i, node in enumerate(program.placeholders):
-        if isinstance(node.meta.get("val"), Tensor) and not node.meta.get("weight"):
+        if is_tensor(node) and not is_weight(node):
             for d, dim in enumerate(scope.names.of(node)):
                 if len(dim) == 1:
                     found.setdefault(dim[0], (i, d))
-    if scope.seq not in found or (scope.batch is not None and scope.batch not in found):
-        return None
-    return SizeSource(found[scope.seq], found[scope.batch] if scope.batch is not None else None)
+    return {n: found[f] for f, n in letters.items()} if letters.keys() <= found.keys() else None
 
 
 def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, int]:
     """The sizes of a call with ``args``, read where ``source`` says: "S", "B", and, if ``axis`` has
     several ranks, "s"."""
-    seq_len = args[source.seq[0]].shape[source.seq[1]]
-    sizes = {WHOLE: seq_len}
+    sizes: dict[str, int] = {letter: args[i].shape[d] for letter, (i, d) in source.items()}
     if axis.size > 1:
-        sizes[SPLIT] = axis.layout(seq_len).local_len
-    if source.batch is not None:
-        sizes["B"] = args[source.batch[0]].shape[source.batch[1]]
+        sizes[SPLIT] = axis.layout(sizes[WHOLE]).local_len
     return sizes

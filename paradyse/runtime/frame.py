@@ -15,16 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
 from paradyse.distributed.tokens import GatherTokens, ReduceGrad, SplitTokens, SumOverRanks
-from paradyse.graph.lower import Dims, dim_size
+from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step
 from paradyse.runtime.deferred import DeferredTensor
 from paradyse.runtime.program import Program, StepConstants
-from paradyse.strategies.base import SPLIT, WHOLE, StepContext, spec_dims
+from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
+from paradyse.strategies.groups.analyse import factors_of
+from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.local import LocalPiece
 from paradyse.weights.gradients import AverageGradients, SumGradients
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.slices import Form
 from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
 
 _REPLICATED = "replicated"
@@ -144,15 +145,14 @@ class Frame:
         return forms[layout]
 
     def _convert(self, step: Step, node: fx.Node, value: Tensor, layout: str) -> Tensor:
-        dims = spec_dims(self.program.scope, node, WHOLE)
-        if layout == WHOLE or not any(WHOLE in d for d in dims):
+        scope = self.program.scope
+        if layout == WHOLE or scope.seq not in factors_of(scope, node):
             # whole, but used for a part of the work: its gradient is a part too
             where = (self.axis, step.block_id)
             return ReduceGrad.apply(value, *where) if value.requires_grad else value
         last = (self.axis, step.block_id, self.ctx.fills.get(node))
-        return _on_sequence(
-            value, dims, self.sizes, lambda x, dim: SplitTokens.apply(x, dim, *last)
-        )
+        sizes = bind_factors(scope, WHOLE, self.sizes)
+        return on_tokens(scope, node, value, sizes, lambda x, d: SplitTokens.apply(x, d, *last))
 
     def replicated(self, node: fx.Node) -> Any:
         """``node`` whole on every rank, for use in work that every rank repeats."""
@@ -167,10 +167,9 @@ class Frame:
         return self._form(node, _REPLICATED, lambda: self._gather(node, value))
 
     def _gather(self, node: fx.Node, value: Tensor) -> Tensor:
-        dims = spec_dims(self.program.scope, node, WHOLE)
-        local = {**self.sizes, WHOLE: self.sizes[SPLIT]}
+        scope, sizes = self.program.scope, bind_factors(self.program.scope, SPLIT, self.sizes)
         where = (self.sizes[WHOLE], self.axis, self.program.schedule.between_id)
-        return _on_sequence(value, dims, local, lambda x, dim: GatherTokens.apply(x, dim, *where))
+        return on_tokens(scope, node, value, sizes, lambda x, d: GatherTokens.apply(x, d, *where))
 
     # ---- weights
 
@@ -196,13 +195,11 @@ class Frame:
             nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
             self.shelf.fetch([self.env[n] for n in nodes], step.block_id)
 
-    def weights(
-        self, step: Step, wholes: Wholes, nodes: Sequence[fx.Node], forms: Sequence[Form]
-    ) -> tuple[Tensor, ...]:
-        """The weights ``nodes`` in ``forms``, for ``step``: what is in ``wholes`` or whole at rest
-        is cut, of others it is the rows that lie here."""
+    def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
+        """The weights of ``uses``, each in its form, for ``step``: what is in ``wholes`` or whole
+        at rest is cut, of others it is the rows that lie here."""
         taken = []
-        for node, form in zip(nodes, forms, strict=True):
+        for node, form in uses:
             x = wholes.get(node)
             if x is None:
                 x = self.env[node]
@@ -257,22 +254,17 @@ class Frame:
         body = LocalPiece(self.program.scope, piece, SPLIT, "side", eager=True)
         values = {n: self.get(step, n, SPLIT) for n in body.inputs}
         held = [self.env[n] for n in body.weight_nodes]
-        context, grad = self.context(step, {}), torch.is_grad_enabled()
+        context = replace(self.context(step, {}), get=lambda n, _: values[n])
 
         def taken(x: Any) -> Any:
             if isinstance(x, ShardedTensor):
                 return gather([x], step.block_id, True, self.shelf)[0][0]
-            if grad and x.requires_grad:
-                return ReduceGrad.apply(x, self.axis, step.block_id)
-            return x
+            return ReduceGrad.apply(x, self.axis, step.block_id) if x.requires_grad else x
 
         def compute() -> Tensor:
-            with torch.set_grad_enabled(grad):
-                weights = tuple(map(taken, held))
-                (value,) = body(
-                    replace(context, get=lambda n, _: values[n], weights=lambda *_: weights)
-                )
-                return self._gather(node, value)
+            weights = tuple(map(taken, held))
+            (value,) = body(replace(context, weights=lambda _: weights))
+            return self._gather(node, value)
 
         return self._deferred(node, compute)
 
@@ -280,28 +272,30 @@ class Frame:
         """An output made from the inside of blocks, on whole values, if it is ever read."""
         body = LocalPiece(self.program.scope, piece, WHOLE, "tail", eager=True)
         values = {n: self.env[n] for n in piece.inputs}
-        context = self.context(self.program.steps[-1], {})
 
-        def whole(n: fx.Node) -> Any:
+        def whole(n: fx.Node, _: str = WHOLE) -> Any:
             apart = n in self.ctx.split and not isinstance(values[n], DeferredTensor)
             return self._gather(n, values[n]) if apart else values[n]
 
-        def compute() -> Tensor:
-            (out,) = body(
-                replace(
-                    context,
-                    get=lambda n, _: whole(n),
-                    weights=lambda nodes, _: tuple(map(whole, nodes)),
-                )
-            )
-            return out
-
-        return self._deferred(node, compute)
+        context = replace(
+            self.context(self.program.steps[-1], {}),
+            get=whole,
+            weights=lambda uses: tuple(whole(n) for n, _ in uses),
+        )
+        return self._deferred(node, lambda: body(context)[0])
 
     def _deferred(self, node: fx.Node, compute: Callable[[], Tensor]) -> DeferredTensor:
-        val = node.meta["val"]
-        shape = tuple(dim_size(d, self.sizes) for d in spec_dims(self.program.scope, node, WHOLE))
-        out: DeferredTensor = DeferredTensor(compute, shape, val.dtype, val.device)
+        """``node`` whole, by ``compute`` once it is read; with gradients if this call has them."""
+        grad = torch.is_grad_enabled()
+
+        def value() -> Tensor:
+            with torch.set_grad_enabled(grad):
+                return compute()
+
+        scope, val = self.program.scope, node.meta["val"]
+        sizes = bind_factors(scope, WHOLE, self.sizes)
+        shape = tuple(size_of(d, sizes) for d in scope.names.of(node))
+        out: DeferredTensor = DeferredTensor(value, shape, val.dtype, val.device)
         return out
 
     def result(self, node: fx.Node) -> Any:
@@ -314,13 +308,7 @@ class Frame:
             return value
         if node in self.ctx.partial or node.op == "placeholder":
             return self.replicated(node)
-        grad = torch.is_grad_enabled()
-
-        def compute() -> Tensor:
-            with torch.set_grad_enabled(grad):
-                return self._gather(node, value)
-
-        return self._deferred(node, compute)
+        return self._deferred(node, lambda: self._gather(node, value))
 
 
 MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]
@@ -342,24 +330,3 @@ def frames_by(make: MakeFrame) -> Iterator[None]:
 def current_frames() -> MakeFrame:
     """What makes the frame of a call: ``Frame``, or as ``frames_by`` says."""
     return _MAKE_FRAME.get()
-
-
-def _on_sequence(
-    x: Tensor,
-    dims: Dims,
-    sizes: Mapping[str, int],
-    fn: Callable[[Tensor, int], Tensor],
-) -> Tensor:
-    """Apply ``fn(x, dim)`` to the sequence dim of ``x``, apart from others merged into the same
-    dim.
-
-    Args:
-        dims: per dim of x its factors, the sequence as "S". sizes: their sizes in ``x``.
-    """
-    at = next(i for i, d in enumerate(dims) if WHOLE in d)
-    if len(dims[at]) == 1:
-        return fn(x, at)
-    inner = [dim_size((f,), sizes) for f in dims[at]]
-    apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
-    out = fn(apart, at + dims[at].index(WHOLE))
-    return out.reshape([*x.shape[:at], -1, *x.shape[at + 1 :]])

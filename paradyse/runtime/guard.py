@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from paradyse.distributed.session import Recent
@@ -28,8 +29,7 @@ class Guard:
 
     def workload(self, batch: int, seq_len: int, training: bool) -> Workload:
         """``batch`` sequences of ``seq_len`` tokens; ``training``: with gradients."""
-        like = self._like
-        return Workload(batch, seq_len, like.dtype, training, like.num_ranks, like.mask)
+        return replace(self._like, batch=batch, seq_len=seq_len, training=training)
 
     def forget(self) -> None:
         """Ask for every plan anew."""

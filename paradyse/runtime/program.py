@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.distributed.axis import local_positions
+from paradyse.graph.subgraph import is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, Step
 from paradyse.strategies import build_variant
-from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, is_tensor
+from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
 from paradyse.strategies.local import LocalPiece
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.sharded_tensor import ShardedTensor

@@ -83,7 +83,9 @@ def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
         analyse(scope, block)
     except Unsplittable as e:
         mixed = str(e)
-    reasons = {s.name: (mixed if s.in_groups else "") or s.refuses(block) for s in STRATEGIES}
+    reasons = {s.name: s.refuses(block) for s in STRATEGIES}
+    # with whole weights, heads or columns need not be computed apart
+    reasons |= {s.name: mixed for s in STRATEGIES if mixed and s.weights != "whole"}
     return {name: reason for name, reason in reasons.items() if reason}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +26,9 @@ from paradyse.weights.slices import Form
 SPLIT, WHOLE = "s", "S"
 """Labels of the sequence factor: the rank's tokens, or all of them."""
 
+
+Uses = Sequence[tuple[fx.Node, Form]]
+"""Weights of a variant, and the form in which each is taken."""
 
 Common = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """All positions [S], the rank's positions [s], a marker of the batch size [B], info int64 [2] = (S,
@@ -51,12 +54,8 @@ class StepContext:
     """An input, on the rank's tokens ("s") or whole ("S")."""
     raw: Callable[[fx.Node], Tensor]
     """A weight as it is given to the graph: whole, or sharded."""
-    weights: Callable[[Sequence[fx.Node], Sequence[Form]], tuple[Tensor, ...]]
+    weights: Callable[[Uses], tuple[Tensor, ...]]
     """Weights, each whole or as the rows of the rank's group."""
-
-
-Uses = Sequence[tuple[fx.Node, Form]]
-"""Weights of a variant, and the form in which each is taken."""
 
 
 @dataclass
@@ -151,23 +150,8 @@ class Strategy:
     refuses: Callable[[Any], str] = lambda block: ""
     """Block -> why it cannot be computed, besides heads or columns that it mixes; "" if it can."""
 
-    @property
-    def in_groups(self) -> bool:
-        """Whether heads or columns are computed apart: a block that mixes them cannot be."""
-        return self.weights != "whole"
-
 
 NUM_COMMON = 5
-
-
-class Known(Protocol):
-    """What every piece knows of a step: the first fields of ``StepContext``."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    @property
-    def common(self) -> tuple[Tensor, ...]: ...
 
 
 @dataclass
@@ -194,8 +178,10 @@ class LoweredPiece:
         views = self.eager  # a compiled region gives what the next one expects
         return tuple(o if views or not isinstance(o, Tensor) else o.contiguous() for o in out)
 
-    def __call__(self, known: Known, own: Sequence[Tensor]) -> Any:
-        tensors, sizes = [*known.common, *own], known.sizes
+    def __call__(
+        self, sizes: Mapping[str, int], common: Sequence[Tensor], own: Sequence[Tensor]
+    ) -> Any:
+        tensors = [*common, *own]
         if self.eager:
             return self._run(*tensors)
         grad = torch.is_grad_enabled()
@@ -243,10 +229,6 @@ def bind_sizes(dims: Sequence[Dims], tensors: Sequence[Tensor]) -> dict[str, Any
 
 def bind_factors(scope: Scope, layout: str, sizes: Mapping[str, Any]) -> dict[Factor, Any]:
     return {f: sizes[letter] for f, letter in scope.labels(layout).of.items() if letter in sizes}
-
-
-def is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:

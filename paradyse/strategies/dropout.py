@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.kernels.dropout import hashed_dropout
@@ -18,8 +19,12 @@ from paradyse.strategies.groups.model import Groups
 
 
 def has_dropout(piece: Piece) -> bool:
-    """Whether ``piece`` has one."""
-    return any(n.target == torch.ops.aten.dropout.default for n in piece.nodes)
+    """Whether ``piece`` has one, of values or of attention's probabilities."""
+    return any(
+        n.target == torch.ops.aten.dropout.default
+        or (n.target is ATTENTION and AttentionCall.of(n).dropout_p > 0)
+        for n in piece.nodes
+    )
 
 
 def dropout_overrides(
@@ -75,28 +80,20 @@ def _element_index(
     if groups is not None and heads is not None:
         outer, inner, ratio = groups.outer, groups.inner, groups.slots.group
         table = heads.view(-1, groups.slots.heads_per_slot)
-    total: Tensor = torch.zeros((), dtype=torch.int64, device=positions.device)
-    stride: Any = 1
-    grid: list[Any] = []
-    for at in range(len(factors) - 1, -1, -1):
-        f = factors[at]
+    index: Tensor = torch.zeros((), dtype=torch.int64, device=positions.device)
+    for at, f in enumerate(factors):
         num: Any = sizes.get(letters.get(f, ""), f.size)
-        along = [at]
         if f is scope.seq:
             digit, num = positions, sizes[WHOLE]
         elif f is outer:
             digit = table[:, 0] // ratio
-        elif f is inner and outer in factors:
-            digit, along = table % ratio, [factors.index(outer), at]
+        elif f is inner and outer in factors:  # a digit for each slot
+            between = at - factors.index(outer) - 1
+            digit = (table % ratio).view(-1, *[1] * between, table.shape[1])
         elif f is inner:
             digit = table.flatten() % ratio
         else:
             digit = torch.arange(num, device=positions.device)
-        shape = [1] * len(factors)
-        for axis, n in zip(along, digit.shape, strict=True):
-            shape[axis] = n
-        total = total + (digit * stride).view(shape)
-        grid.insert(0, digit.shape[-1])
-        stride = stride * num
-    local = dict(zip(factors, grid, strict=True))
-    return total.expand(grid).reshape([size_of(d, local) for d in dims])
+        index = index[..., None] * num + digit
+    local = dict(zip(factors, index.shape, strict=True))
+    return index.reshape([size_of(d, local) for d in dims])

@@ -37,11 +37,6 @@ _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "coloss
 """How attention crosses ranks under each strategy."""
 
 
-def masks_of(attention: fx.Node | None) -> set[fx.Node]:
-    """The key padding, document ids and bias of ``attention``, a node or None: they stay whole."""
-    return set(AttentionCall.of(attention).mask_nodes) if attention is not None else set()
-
-
 def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
     """The attention operator of ``strategy`` over the axis of ``scope``, called with the arguments
     of ``paradyse::attention``; ``common`` is ``StepContext.common``.
@@ -78,7 +73,7 @@ class LocalPiece:
         within: Piece | None = None,
         eager: bool = False,
     ):
-        whole = masks_of(attention)
+        whole = AttentionCall.of(attention).mask_nodes if attention is not None else []
         self.inputs, self.weight_nodes = split_inputs(piece)
         self.uses: Uses = [(n, None) for n in self.weight_nodes]
         self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
@@ -99,8 +94,8 @@ class LocalPiece:
 
     def __call__(self, step: StepContext) -> Any:
         inputs = [step.get(n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
-        weights = step.weights(self.weight_nodes, [None] * len(self.weight_nodes))
-        return self.lowered(step, [*inputs, *weights])
+        weights = step.weights(self.uses)
+        return self.lowered(step.sizes, step.common, [*inputs, *weights])
 
 
 def zero_variant(

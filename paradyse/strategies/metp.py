@@ -140,7 +140,7 @@ class _Stage:
             heads: int64, query heads (or columns) of the group.
         """
         tensors = [heads] * self.reads_heads + ([attended] if attended is not None else [])
-        return self.lowered(call, tensors + [group[i] for i in self.at])
+        return self.lowered(call.sizes, call.common, tensors + [group[i] for i in self.at])
 
 
 class MetpVariant:
@@ -189,9 +189,7 @@ class MetpVariant:
 
     def __call__(self, values: StepContext) -> Any:
         env = self._weights(values)
-        for node in self.segments.inputs:
-            env[node] = values.get(node, SPLIT)
-        for node in self.local:
+        for node in [*self.segments.inputs, *self.local]:
             if node not in self.groups.block.pre and node not in env:
                 env[node] = values.get(node, SPLIT)
         self.pre(values, env)
@@ -216,7 +214,8 @@ class MetpVariant:
         body = LocalPiece(self.scope, nodes, SPLIT, f"metp {name}", within=self.piece, eager=eager)
 
         def compute(values: StepContext, env: dict[fx.Node, Tensor]) -> None:
-            results = body.lowered(values, [env[n] for n in body.order])
+            own = [env[n] for n in body.order]
+            results = body.lowered(values.sizes, values.common, own)
             env.update(zip(nodes.outputs, results, strict=True))
 
         return compute
@@ -229,7 +228,7 @@ class MetpVariant:
             if isinstance(x, ShardedTensor) and fits(x, form):
                 env[node] = x
         whole = [n for n in self.nodes if n not in env]
-        env.update(zip(whole, values.weights(whole, [None] * len(whole)), strict=True))
+        env.update(zip(whole, values.weights([(n, None) for n in whole]), strict=True))
         return env
 
     def heads(self, index: int, device: torch.device) -> Tensor:

@@ -52,13 +52,9 @@ class TensorParallelVariant:
         self.replicated = [*segments.replicated, *groups.slices]
         biases = [d.bias for d in groups.downs if d.bias is not None]
         self.weights = [*groups.weights, *biases, *segments.weights]
-        self.nodes = [w.node for w in self.weights]
-        self.forms = [w.form for w in self.weights]
-        self.uses: Uses = list(zip(self.nodes, self.forms, strict=True))
+        self.uses: Uses = [(w.node, w.form) for w in self.weights]
         self.heads: Tensor | None = None
-        self.needs_heads = has_dropout(groups.core) or (
-            block.attention is not None and AttentionCall.of(block.attention).dropout_p > 0
-        )
+        self.needs_heads = has_dropout(groups.core)
         dims: list[Dims] = [((groups.slots.queries_per_rank,),)] * self.needs_heads
         dims += [spec_dims(scope, n, SPLIT) for n in segments.inputs]
         dims += [local_shape(scope, n, groups.sizes, WHOLE) for n in self.replicated]
@@ -144,9 +140,8 @@ class TensorParallelVariant:
         for node in self.replicated:
             value, rows = values.get(node, WHOLE), self.groups.slices.get(node)
             tensors.append(value if rows is None else rows.take(value, self.scope.axis.rank))
-        taken = values.weights(self.nodes, self.forms)
-        tensors += [w.contiguous() for w in taken]
-        return self.lowered(values, tensors)
+        tensors += [w.contiguous() for w in values.weights(self.uses)]
+        return self.lowered(values.sizes, values.common, tensors)
 
 
 def _count(work: Work) -> None:

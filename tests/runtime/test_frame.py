@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import Tiny, tokens
 
-from paradyse.runtime.frame import Frame, _on_sequence, current_frames, frames_by
+from paradyse.runtime.frame import Frame, current_frames, frames_by
 from paradyse.runtime.registry import captures_of
 
 
@@ -77,10 +77,3 @@ def test_the_context_of_a_step_cannot_be_changed(compiled: Any) -> None:
     assert all(int(c.common[3][1]) == c.block_id for c in found)
     with pytest.raises(FrozenInstanceError):
         found[0].block_id = 7
-
-
-def test_a_sequence_merged_with_another_dim_is_taken_apart() -> None:
-    x = torch.arange(24.0).reshape(6, 4)  # [B S, 4] of 2 rows of 3
-    dims = ((2, "S"), (4,))
-    out = _on_sequence(x, dims, {"S": 3}, lambda t, dim: t.flip(dim))
-    assert torch.equal(out, x.reshape(2, 3, 4).flip(1).reshape(6, 4))

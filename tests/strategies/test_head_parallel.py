@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,12 @@ from torch.nn import functional as F
 
 from paradyse.config import parse_options
 from paradyse.distributed.axis import Axis
+from paradyse.graph.factors import Factor
 from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons
 from paradyse.strategies.groups.analyse import analyse
-from paradyse.strategies.groups.evaluate import evaluate, evaluate_ups
+from paradyse.strategies.groups.evaluate import evaluate, evaluate_ups, on_tokens
 from paradyse.strategies.groups.model import Groups, Unsplittable, Weight, up_weights
 from paradyse.weights.slices import Rows
 
@@ -403,6 +405,17 @@ def test_rows_are_taken_and_put_back(rows: tuple[int, ...], dim: int) -> None:
     form.add(out, 1, grad)
     (want,) = torch.autograd.grad(taken, weight, grad)
     torch.testing.assert_close(out, want)
+
+
+def test_a_sequence_merged_with_another_dim_is_taken_apart() -> None:
+    x = torch.arange(24.0).reshape(6, 4)  # [B S, 4] of 2 rows of 3
+    batch, seq, width = map(Factor, (2, 3, 4))
+    scope: Any = SimpleNamespace(
+        seq=seq, names=SimpleNamespace(of=lambda node: [(batch, seq), (width,)])
+    )
+    node = fx.Graph().placeholder("x")
+    out = on_tokens(scope, node, x, {}, lambda t, dim: t.flip(dim))
+    assert torch.equal(out, x.reshape(2, 3, 4).flip(1).reshape(6, 4))
 
 
 def _saved_bytes(plan: str) -> int:

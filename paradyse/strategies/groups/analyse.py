@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.factors import Factor, resolve
-from paradyse.graph.subgraph import is_weight, make_piece, run
-from paradyse.strategies.base import Scope, is_tensor
+from paradyse.graph.subgraph import is_tensor, is_weight, make_piece, run
+from paradyse.strategies.base import Scope
 from paradyse.strategies.groups.heads import deal_heads
 from paradyse.strategies.groups.model import Groups, Leaf, Projection, Unsplittable, Up, Weight
 from paradyse.torch_private import unset_fake_temporarily
@@ -125,7 +125,7 @@ class _Analysis:
         ratio = self.inner.size if self.inner is not None else 1
         self.slots = deal_heads(num_kv * ratio, num_kv, scope.axis.size)
         self.members = set(block.region)
-        self.below = self._descendants()
+        self.spoiled_below = self._spoiled_below()
 
     def _what(self) -> str:
         return "heads" if self.block.kind == "attention" else "intermediate columns"
@@ -154,17 +154,15 @@ class _Analysis:
             raise Unsplittable("query and KV heads are named differently")
         return q[0], None
 
-    def _descendants(self) -> dict[fx.Node, list[fx.Node]]:
-        """Per node of the block's core those of the region that depend on it."""
-        below: dict[fx.Node, list[fx.Node]] = {}
+    def _spoiled_below(self) -> dict[fx.Node, str]:
+        """Node of the block's core -> why one of the region that depends on it cannot run on a
+        group's part; "" where all can.
+        """
+        found: dict[fx.Node, str] = {}
         for node in reversed([*self.block.up, *self.block.region]):
-            found: dict[fx.Node, None] = {}
-            for user in node.users:
-                if user in self.members:
-                    found[user] = None
-                    found.update(dict.fromkeys(below.get(user, ())))
-            below[node] = list(found)
-        return below
+            users = (u for u in node.users if u in self.members)
+            found[node] = next((why for u in users if (why := self._spoils(u) or found[u])), "")
+        return found
 
     def _spoils(self, node: fx.Node) -> str:
         """Why ``node`` cannot run on a group's part; "" where it can."""
@@ -300,7 +298,7 @@ class _Analysis:
         out: dict[fx.Node, None] = {}
 
         def visit(at: fx.Node) -> None:
-            spoiled = next((r for n in self.below[at] if (r := self._spoils(n))), "")
+            spoiled = self.spoiled_below[at]
             if is_tensor(at) and not spoiled:
                 out[at] = None
                 return
