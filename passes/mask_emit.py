@@ -45,24 +45,15 @@ class Emitter:
     def __init__(self, graph: fx.Graph, place: fx.Node, sizes: tuple[int, int] = (1, 1)) -> None:
         self.graph, self.place, self.sizes = graph, place, sizes
 
-    def call(self, target: Any, args: tuple[Any, ...], keep_meta: bool = False) -> fx.Node:
-        """A new node that calls ``target`` with ``args``; ``keep_meta``: with the meta of ``place``
-        besides its value.
-        """
+    def call(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+        """A new node that calls ``target`` with ``args`` and ``kwargs``."""
         with self.graph.inserting_before(self.place):
-            node = self.graph.call_function(target, args)
-        if keep_meta:
-            node.meta = {
-                k: v for k, v in self.place.meta.items() if k not in ("val", "tensor_meta")
-            }
-        return self._with_value(node)
-
-    def _with_value(self, node: fx.Node) -> fx.Node:
+            node = self.graph.call_function(target, args, kwargs)
         mode = getattr(self.place.meta["val"], "fake_mode", None)
         assert isinstance(mode, FakeTensorMode), "masks are recovered on a graph of fake values"
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch.no_grad(), mode:
-            node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = target(*args, **kwargs)
         return node
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -77,8 +68,11 @@ class Emitter:
 
     def replace_by(self, call: AttentionCall) -> None:
         """Put the output of ``call`` where ``place`` is, which goes."""
-        attention = self.call(ATTENTION, call.args, keep_meta=True)
-        result = self.call(operator.getitem, (attention, 0), keep_meta=True)
+        attention = self.call(ATTENTION, call.args)
+        result = self.call(operator.getitem, (attention, 0))
+        kept = {k: v for k, v in self.place.meta.items() if k not in ("val", "tensor_meta")}
+        for node in (attention, result):
+            node.meta.update(kept)
         self.place.replace_all_uses_with(result)
         self.graph.erase_node(self.place)
 
@@ -132,9 +126,7 @@ class Emitter:
 
     def _make(self, target: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
         device = self.place.meta["val"].device
-        with self.graph.inserting_before(self.place):
-            node = self.graph.call_function(target, args, {"dtype": dtype, "device": device})
-        return self._with_value(node)
+        return self.call(target, args, dtype=dtype, device=device)
 
     def _atom(self, value: Atom) -> fx.Node:
         match value:

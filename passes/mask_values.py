@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from paradyse.graph.rules import argument
 from paradyse.passes.mask_domain import (
     ONE,
     ZERO,
@@ -43,7 +44,9 @@ _INTEGERS = (torch.int64, torch.int32)
 _COPIES = ("alias", "clone", "contiguous", "detach", "lift_fresh", "lift_fresh_copy")
 _CASTS = ("to", "_to_copy", "type_as")
 _FILLS = ("zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones")
-_VALUE_FILLS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+_VALUE_FILLS = {"scalar_tensor": "s"} | dict.fromkeys(
+    ("full", "full_like", "new_full"), "fill_value"
+)
 _COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
 _LOGIC = {
     "and": conj,
@@ -70,48 +73,30 @@ class MaskValues:
 
     ``value(node)`` is the node's element at index (Var(0), Var(1), ...). Bool tensors have a
     ``Bool``, others a ``Lin``. Where a node is not understood its elements are ``Load``s of itself,
-    so a small tensor of unknown content is still usable and only what it feeds decides. Nodes that
-    compute the same count as one, the first (HuggingFace makes the document ids once for each kind
-    of layer).
+    so a small tensor of unknown content is still usable and only what it feeds decides. The graph
+    writes nothing in place and computes nothing twice (``remove_mutation``, ``merge_equals``).
     """
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, Expr] = {}
-        self._twins: dict[fx.Node, fx.Node] = {}
-        self._first: dict[Any, fx.Node] = {}
 
     def value(self, node: fx.Node) -> Expr:
         if node not in self._known:
             shape = shape_of(node)
-            twin = self._twin(node)
             try:
                 found = self._interpret(node)
             except NotUnderstood:
-                found = _unknown(twin, shape)
+                load = Load(node, tuple(map(var, range(len(shape)))))
+                found = load if _is_bool(node) else atom(load)
             found = substitute(found, {d: ZERO for d, s in enumerate(shape) if s == 1})
             self._known[node] = as_bool(found) if _is_bool(node) else as_number(found)
         return self._known[node]
-
-    def _twin(self, node: fx.Node) -> fx.Node:
-        """The first node seen that computes the same as ``node``, from the same values."""
-        if node not in self._twins:
-            self._twins[node] = self._find_twin(node)
-        return self._twins[node]
-
-    def _find_twin(self, node: fx.Node) -> fx.Node:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload):
-            return node
-        random = torch.Tag.nondeterministic_seeded in node.target.tags
-        if random or schema_of(node.target).is_mutable or "empty" in schema_of(node.target).name:
-            return node
-        inputs = fx.map_arg((node.args, node.kwargs), self._twin)
-        return self._first.setdefault((node.target, repr(inputs)), node)
 
     def cumulative(self, node: fx.Node) -> Bool | None:
         """The formula of x when ``node`` is ``cumsum(x, last dim)`` of truth values."""
         if node.target is not aten.cumsum.default or node.meta["val"].dtype not in _INTEGERS:
             return None
-        if _argument(node, 1, "dim") not in (-1, len(shape_of(node)) - 1):
+        if argument(node, "dim") not in (-1, len(shape_of(node)) - 1):
             return None
         counted = self.value(node.args[0])
         return counted if not isinstance(counted, Lin) else None
@@ -120,7 +105,7 @@ class MaskValues:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotUnderstood
         namespace, name = schema_of(node.target).name.split("::")
-        if namespace != "aten" or schema_of(node.target).is_mutable:
+        if namespace != "aten":
             raise NotUnderstood
         if name in _COPIES:
             return self.value(node.args[0])
@@ -134,7 +119,7 @@ class MaskValues:
         if name in _FILLS:
             return Lin(1 if "ones" in name else 0)
         if name in _VALUE_FILLS:
-            return self._scalar(_argument(node, _VALUE_FILLS[name], "fill_value"))
+            return self._scalar(argument(node, _VALUE_FILLS[name]))
         method: Callable[[fx.Node], Expr] | None = getattr(self, "_op_" + name.strip("_"), None)
         if method is None:
             raise NotUnderstood
@@ -192,7 +177,7 @@ class MaskValues:
         return self._op_add(node, -1)
 
     def _op_rsub(self, node: fx.Node) -> Expr:
-        if node.kwargs.get("alpha", 1) != 1 or len(node.args) > 2:
+        if argument(node, "alpha") != 1:
             raise NotUnderstood
         a, b = self._numbers(node, *node.args[:2])
         return self._arithmetic(node, sub, b, a)
@@ -225,7 +210,7 @@ class MaskValues:
         return floor_div(a, int(b.const))
 
     def _op_div(self, node: fx.Node) -> Expr:
-        if node.kwargs.get("rounding_mode") != "floor":
+        if argument(node, "rounding_mode") != "floor":
             raise NotUnderstood
         return self._op_floor_divide(node)
 
@@ -285,8 +270,7 @@ class MaskValues:
 
     def _triangle(self, node: fx.Node, keep: Callable[[Lin], Bool]) -> Expr:
         n = len(shape_of(node))
-        diagonal = _argument(node, 1, "diagonal", 0)
-        inside = keep(add(sub(var(n - 1), var(n - 2)), Lin(-diagonal)))
+        inside = keep(add(sub(var(n - 1), var(n - 2)), Lin(-argument(node, "diagonal"))))
         return _select(inside, self.value(node.args[0]), ZERO, node)
 
     def _op_tril(self, node: fx.Node) -> Expr:
@@ -310,21 +294,19 @@ class MaskValues:
     # Making indices.
 
     def _op_arange(self, node: fx.Node) -> Expr:
-        numbers = [a for a in node.args if not isinstance(a, torch.dtype)]
-        if node.meta["val"].dtype not in _INTEGERS or not all(type(a) is int for a in numbers):
+        start, step = argument(node, "start") or 0, argument(node, "step") or 1
+        whole = type(start) is int and type(step) is int
+        if node.meta["val"].dtype not in _INTEGERS or not whole:
             raise NotUnderstood
-        start = numbers[0] if len(numbers) > 1 else node.kwargs.get("start", 0)
-        step = numbers[2] if len(numbers) > 2 else node.kwargs.get("step", 1)
         return add(Lin(start), var(0), step)
 
     def _op_diff(self, node: fx.Node) -> Expr:
         """Steps along a dim: a constant for positions that count up by one."""
-        x, prepend = node.args[0], _argument(node, 3, "prepend", None)
-        dim = _argument(node, 2, "dim", -1) % len(shape_of(x))
-        appended = _argument(node, 4, "append", None)
-        if _argument(node, 1, "n", 1) != 1 or appended is not None or _is_bool(x):
+        x, prepend = node.args[0], argument(node, "prepend")
+        dim = argument(node, "dim") % len(shape_of(x))
+        if argument(node, "n") != 1 or argument(node, "append") is not None:
             raise NotUnderstood
-        if node.meta["val"].dtype not in _INTEGERS:
+        if _is_bool(x) or node.meta["val"].dtype not in _INTEGERS:
             raise NotUnderstood
         value = as_number(self.value(x))
         if prepend is None:
@@ -337,7 +319,7 @@ class MaskValues:
 
     def _op_cumsum(self, node: fx.Node) -> Expr:
         value = as_number(self.value(node.args[0]))
-        dim = _argument(node, 1, "dim") % max(1, len(shape_of(node)))
+        dim = argument(node, "dim") % max(1, len(shape_of(node)))
         if node.meta["val"].dtype not in _INTEGERS or not value.is_const:
             raise NotUnderstood
         return add(Lin(value.const), var(dim), int(value.const))
@@ -387,8 +369,8 @@ class MaskValues:
 
     def _op_slice(self, node: fx.Node) -> Expr:
         x = node.args[0]
-        dim = _argument(node, 1, "dim", 0) % len(shape_of(x))
-        start, step = _argument(node, 2, "start", None) or 0, _argument(node, 4, "step", 1)
+        dim = argument(node, "dim") % len(shape_of(x))
+        start, step = argument(node, "start") or 0, argument(node, "step")
         if type(start) is not int or type(step) is not int:
             raise NotUnderstood
         if start < 0 < start + shape_of(x)[dim]:  # from the end: good for this length alone
@@ -451,17 +433,5 @@ def _choices_of_constants(value: Lin) -> bool:
     return isinstance(w, Where) and _choices_of_constants(w.then) and _choices_of_constants(w.other)
 
 
-def _unknown(node: fx.Node, shape: tuple[int, ...]) -> Expr:
-    load = Load(node, tuple(ZERO if s == 1 else var(d) for d, s in enumerate(shape)))
-    return load if _is_bool(node) else atom(load)
-
-
 def _is_bool(node: fx.Node) -> bool:
     return node.meta["val"].dtype == torch.bool
-
-
-def _argument(node: fx.Node, place: int, name: str, default: Any = ...) -> Any:
-    found = node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-    if found is ...:
-        raise NotUnderstood
-    return found

@@ -281,10 +281,8 @@ class _Finder:
             del self.taken[node]
 
     def _shape_key(self, block: Block) -> str:
-        return "|".join(
-            f"{n.target} {tuple(n.meta['val'].shape) if hasattr(n.meta['val'], 'shape') else ''}"
-            for n in [*block.pre, *block.core]
-        )
+        nodes = [*block.pre, *block.core]
+        return "|".join(f"{n.target} {getattr(n.meta['val'], 'shape', '')}" for n in nodes)
 
     def _growth(self, block: Block) -> tuple[list[fx.Node], list[int]]:
         """Nodes that may follow ``block``, and the lengths at which a single value leaves them."""

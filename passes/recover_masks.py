@@ -11,13 +11,12 @@ import torch
 import torch.fx as fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.subgraph import live_nodes
+from paradyse.graph.rules import argument
+from paradyse.graph.subgraph import is_tensor, live_nodes
 from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visible
 from paradyse.passes.mask_values import MaskValues, shape_of
-from paradyse.passes.retrace import memory_of
-from paradyse.torch_private import OpOverload, schema_of
 from paradyse.types import MaskSpec
 
 aten = torch.ops.aten
@@ -61,16 +60,16 @@ def _call_of(node: fx.Node) -> AttentionCall:
     """SDPA, or what ``fold_attention`` made, as a call whose bias is the dense mask."""
     if node.target is ATTENTION:
         return AttentionCall.of(node)
-    given = _arguments(node)
-    scale = given["scale"]
+    q, k, v = node.args[:3]
+    scale = argument(node, "scale")
     return AttentionCall(
-        given["query"],
-        given["key"],
-        given["value"],
-        bias=given["attn_mask"],
-        right=0 if given["is_causal"] else -1,
-        scale=1 / math.sqrt(shape_of(given["query"])[-1]) if scale is None else float(scale),
-        dropout_p=float(given["dropout_p"]),
+        q,
+        k,
+        v,
+        bias=argument(node, "attn_mask"),
+        right=0 if argument(node, "is_causal") else -1,
+        scale=1 / math.sqrt(shape_of(q)[-1]) if scale is None else float(scale),
+        dropout_p=float(argument(node, "dropout_p")),
     )
 
 
@@ -83,7 +82,6 @@ class Recovery:
         self.found: dict[fx.Node, Recovered | str] = {}
         self.emitted: dict[tuple[Expr, ...], fx.Node] = {}
         self.biases: dict[fx.Node, fx.Node] = {}
-        self.written = _written(gm.graph)
 
     def rewrite(self, node: fx.Node) -> bool:
         call = _call_of(node)
@@ -146,11 +144,8 @@ class Recovery:
         return self.found[mask]
 
     def _understand(self, mask: fx.Node) -> Recovered:
-        ancestors = live_nodes(self.graph.nodes, [mask])
-        if any(memory_of(n) in self.written for n in ancestors):
-            raise Unrecoverable("is written in place")
-        for n in ancestors:  # in order, so that no formula needs deep recursion
-            if isinstance(n.meta.get("val"), torch.Tensor):
+        for n in live_nodes(self.graph.nodes, [mask]):  # in order: no formula needs deep recursion
+            if is_tensor(n):
                 self.values.value(n)
         value, rank = self.values.value(mask), len(shape_of(mask))
         value = substitute(value, {d: var(d + 4 - rank) for d in range(rank)})
@@ -170,14 +165,6 @@ class Recovery:
         return self.emitted[parts]
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an operator by name, defaults filled in."""
-    schema = schema_of(node.target)
-    out = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments}
-    out.update({a.name: x for a, x in zip(schema.arguments, node.args, strict=False)})
-    return out | node.kwargs
-
-
 def _without_repeat(x: fx.Node) -> fx.Node:
     """Keys or values [B, Hk, S, D] before heads were repeated for their query heads, else ``x``.
 
@@ -187,7 +174,7 @@ def _without_repeat(x: fx.Node) -> fx.Node:
     merged = _below_copies(x)
     b, h, s, d = shape_of(x)
     if merged.target is aten.repeat_interleave.self_int:
-        return merged.args[0] if _arguments(merged)["dim"] in (1, -3) else x
+        return merged.args[0] if argument(merged, "dim") in (1, -3) else x
     if merged.target is aten.expand.default:  # one KV head for all
         source = merged.args[0]
         return source if shape_of(source) == (b, 1, s, d) else x
@@ -217,18 +204,6 @@ def _below_copies(x: fx.Node) -> fx.Node:
 def _is_learned(mask: fx.Node) -> bool:
     # Fake values in a graph are detached; what tracing noted beside them still knows.
     return any(getattr(mask.meta.get(m), "requires_grad", False) for m in ("tensor_meta", "val"))
-
-
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Values that some operator writes in place: their formula depends on when it is read."""
-    written = set()
-    for n in graph.nodes:
-        if n.op != "call_function" or not isinstance(n.target, OpOverload):
-            continue
-        for a, x in zip(schema_of(n.target).arguments, n.args, strict=False):
-            if a.alias_info is not None and a.alias_info.is_write and isinstance(x, fx.Node):
-                written.add(memory_of(x))
-    return written
 
 
 def label(node: fx.Node) -> str:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from paradyse.torch_private import OpOverload, schema_of
-
 aten = torch.ops.aten
 
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default}
@@ -59,8 +57,6 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
             continue
         if node.target in _VIEWS:
             node.target = aten.reshape.default
-        if node.target == aten.detach_.default:
-            node.target = aten.detach.default
         if node.target == aten.squeeze.default:  # of a part with one row it would take more
             ones = [d for d, n in enumerate(_val(node.args[0]).shape) if n == 1]
             node.target, node.args = aten.squeeze.dims, (node.args[0], ones)
@@ -71,29 +67,20 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
-_RANDOM = {
-    aten.dropout.default,
-    aten.bernoulli.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-}
-
-
 def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
     """Compute once what is written twice.
 
     before: a = unsqueeze(cos, 1); ..; b = unsqueeze(cos, 1)
     after:  a = unsqueeze(cos, 1); ..
-    Refuses random operators, and what has no hashable arguments.
+    Refuses random operators.
     """
     count = 0
     seen: dict[Any, fx.Node] = {}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target in _RANDOM:
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op != "call_function" or random:
             continue
-        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable:
-            continue
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        key = (node.target, repr(node.args), repr(node.kwargs))  # 1, 1.0 and True stay apart
         if key in seen:
             node.replace_all_uses_with(seen[key])
             gm.graph.erase_node(node)
@@ -101,22 +88,6 @@ def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
         else:
             seen[key] = node
     return count
-
-
-def _frozen(x: Any) -> Any:
-    """``x`` hashable; 1 and 1.0 and True stay apart."""
-    if isinstance(x, tuple | list):
-        return tuple(_frozen(y) for y in x)
-    if isinstance(x, dict):
-        return tuple((k, _frozen(v)) for k, v in x.items())
-    return x if isinstance(x, fx.Node) else (type(x), str(x))
-
-
-def _transposed(node: Any) -> fx.Node | None:
-    """w when ``node`` is a 2-D w transposed."""
-    if isinstance(node, fx.Node) and node.target in _TRANSPOSES and _val(node).ndim == 2:
-        return node.args[0]
-    return None
 
 
 def unify_linears(gm: fx.GraphModule, ctx: Any) -> int:
@@ -135,9 +106,19 @@ def unify_linears(gm: fx.GraphModule, ctx: Any) -> int:
             bias, x, w = node.args
         else:
             continue
-        if _val(w).ndim == 2 and _is_weight(w) and (bias is None or _val(bias).ndim == 1):
-            _to_linear(gm, node, x, w, bias)
-            count += 1
+        if _val(w).ndim != 2 or not _is_weight(w) or (bias is not None and _val(bias).ndim != 1):
+            continue
+        weight = w.args[0] if w.target in _TRANSPOSES else None
+        with gm.graph.inserting_before(node):
+            if weight is None:
+                weight = gm.graph.call_function(aten.t.default, (w,))
+                weight.meta = {**node.meta, "val": _val(w).t()}
+            args = (x, weight) if bias is None else (x, weight, bias)
+            linear = gm.graph.call_function(aten.linear.default, args)
+        linear.meta = dict(node.meta)
+        node.replace_all_uses_with(linear)
+        gm.graph.erase_node(node)
+        count += 1
     return count + sum(_unflatten(gm, n) for n in gm.graph.nodes if n.target == aten.linear.default)
 
 
@@ -147,22 +128,6 @@ def _is_weight(node: fx.Node) -> bool:
             return False
         node = node.args[0]
     return True
-
-
-def _to_linear(
-    gm: fx.GraphModule, node: fx.Node, x: fx.Node, w: fx.Node, bias: fx.Node | None
-) -> None:
-    weight = _transposed(w)
-    with gm.graph.inserting_before(node):
-        if weight is None:
-            weight = gm.graph.call_function(aten.t.default, (w,))
-            weight.meta = {**node.meta, "val": _val(w).t()}
-        linear = gm.graph.call_function(
-            aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
-        )
-    linear.meta = dict(node.meta)
-    node.replace_all_uses_with(linear)
-    gm.graph.erase_node(node)
 
 
 def _unflatten(gm: fx.GraphModule, linear: fx.Node) -> bool:

@@ -92,12 +92,3 @@ def test_what_is_not_understood_stays_a_lookup_of_itself(name: str) -> None:
     for at in itertools.product(*map(range, want.shape)):
         assert evaluate(formula, dict(enumerate(at)), known) == want[at].item()
     assert last in repr(formula)
-
-
-def test_nodes_that_compute_the_same_are_one() -> None:
-    twice, _ = formula_of(lambda t, s: t * t == t * t, TABLE, SEEN)
-    assert evaluate(twice, {0: 0, 1: 0}) is True
-    random, _ = formula_of(
-        lambda t, s: torch.rand_like(in_two()) == torch.rand_like(in_two()), TABLE, SEEN
-    )
-    assert repr(random) != repr(twice)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paradyse.passes.recover_masks import recover_masks
+from paradyse.passes.simplify import merge_equals
 
 B, H, S, D = 2, 4, 13, 8
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -173,7 +174,6 @@ DENSE: dict[str, tuple[Callable[..., Tensor], str]] = {
         "a query might see no key",
     ),
     "a large number": (lambda a, d, p: torch.where(j() <= i(), 0.0, -1e9), "not known to be 0"),
-    "written in place": (lambda a, d, p: (j() <= i()).logical_or_(j() == 0), "written in place"),
 }
 
 
@@ -192,6 +192,7 @@ def attend(mask: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def recovered(fn: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, list[str], int]:
     """The graph after the pass, its notes and count; equal in value to ``fn``."""
     gm, notes = trace(fn, *inputs), Notes()
+    merge_equals(gm, notes)
     count = recover_masks(gm, notes)
     gm.graph.lint()
     gm.recompile()
