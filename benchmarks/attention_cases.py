@@ -1,7 +1,7 @@
 """What the attention benchmarks compare: masks, contenders, and attention in float64."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -253,23 +253,15 @@ def check(case: Case, contender: Contender, inputs: Inputs) -> None:
     """Compares the last head of the last sequence with attention in float64.
 
     Raises:
-        AssertionError: a result differs.
+        AssertionError: a result differs; names it and says by how much.
     """
-    got = [x[-1, -1] for x in contender.results(inputs)]
-    compare(case, contender.name, got, exact(case, inputs))
-
-
-def compare(case: Case, name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """
-    Raises:
-        AssertionError: a result differs from ``want``; names it and says by how much.
-    """
-    limit = TOLERANCE.get(case.dtype, 1e-5)
-    for what, x, y in zip(("out", "dq", "dk", "dv"), got, want):
+    limit, results = TOLERANCE.get(case.dtype, 1e-5), contender.results(inputs)
+    for what, x, y in zip(("out", "dq", "dk", "dv"), results, exact(case, inputs)):
+        x = x[-1, -1]
         if case.mask == "padding" and what == "out":
-            x, y = x[..., case.num_padded :, :], y[..., case.num_padded :, :]
-        error = float((x.double() - y.double()).norm() / y.double().norm())
+            x, y = x[case.num_padded :], y[case.num_padded :]
+        error = float((x - y).norm() / y.norm())
         assert error <= limit, (
-            f"{name}, {MASKS[case.mask]}, {case.tokens} tokens, width {case.width}: {what} is off "
-            f"by {error:.1e} in relative norm, more than {limit:.0e}"
+            f"{contender.name}, {MASKS[case.mask]}, {case.tokens} tokens, width {case.width}: "
+            f"{what} is off by {error:.1e} in relative norm, more than {limit:.0e}"
         )

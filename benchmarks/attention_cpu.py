@@ -11,7 +11,7 @@ faster ours is.
 from argparse import Namespace
 
 import torch
-from attention_cases import MASKS, Case, compare, ours, sdpa
+from attention_cases import MASKS, Case, check, ours, sdpa
 from runner import Benchmark, benchmark, median, seconds_of, take_turns
 
 OPTIONS = {"tokens": 4096, "batch": 1, "heads": 8, "kv_heads": 4, "head_dim": 32, "runs": 7}
@@ -26,7 +26,8 @@ def main(bench: Benchmark, args: Namespace) -> str:
         sizes = args.batch, args.heads, args.kv_heads, min(512, s // 4), 5
         case = Case(mask, s, args.head_dim, getattr(torch, args.dtype), "cpu", *sizes)
         inputs, made = case.inputs(), (ours(case), sdpa(case, "sdpa", None, False))
-        compare(case, made[0].name, *(c.results(inputs) for c in made))
+        for contender in made:
+            check(case, contender, inputs)
         steps = [step for c in made for step in c.steps(inputs)]
         turns = {str(i): lambda n, step=step: seconds_of(step) for i, step in enumerate(steps)}
         taken = take_turns(turns, [s], range(-1, args.runs))
@@ -36,7 +37,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
     bench.add(
         f"Milliseconds of one attention operator, medians of {args.runs} interleaved runs: {s} "
         f"tokens, batch {args.batch}, {args.heads} heads and {args.kv_heads} KV heads of width "
-        f"{args.head_dim}.",
+        f"{args.head_dim}."
     )
     header = ["mask", "ours, forward", "backward", "sdpa, forward", "backward", "ratio"]
     bench.table(header, rows)

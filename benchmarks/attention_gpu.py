@@ -68,7 +68,7 @@ def measure(case: Case, runs: int) -> Times:
     """Every contender that can compute the case, forward and backward."""
     inputs, n = case.inputs(), case.tokens
     times: Times = {}
-    turns: dict[str, Callable[[int], float]] = {}
+    turns: dict[tuple[str, str], Callable[[int], float]] = {}
     for c in contenders(case):
         times[c.name] = dict.fromkeys((FORWARD, BACKWARD), math.inf)
         try:
@@ -76,12 +76,11 @@ def measure(case: Case, runs: int) -> Times:
             for direction, step in zip((FORWARD, BACKWARD), c.steps(inputs), strict=True):
                 seconds_of(step, 1)
                 repeats = max(1, int(2e-3 / seconds_of(step, 1)))
-                turns[f"{c.name}/{direction}"] = lambda n, f=step, r=repeats: seconds_of(f, r)
+                turns[c.name, direction] = lambda n, f=step, r=repeats: seconds_of(f, r)
         except torch.OutOfMemoryError:
             log(f"{c.name}: out of memory")
         torch.cuda.empty_cache()
-    for key, found in take_turns(turns, [n], range(runs)).items():
-        name, direction = key.split("/")
+    for (name, direction), found in take_turns(turns, [n], range(runs)).items():
         times[name][direction] = median(found[n])
     return times
 
@@ -116,8 +115,7 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     where = {"capability": capability_of(torch.device("cuda")), "mask": case.mask}
     where |= {"dtype": str(case.dtype).removeprefix("torch."), "width": case.width}
     for d in (FORWARD, BACKWARD):
-        seconds = {n: times[n][d] for n in KERNELS if n in times and times[n][d] < math.inf}
-        if seconds:
+        if seconds := {n: times[n][d] for n in KERNELS if n in times and times[n][d] < math.inf}:
             found = {"kernel": min(seconds, key=seconds.__getitem__), "tokens": case.tokens}
             rows.append({**where, "direction": d, **found, "seconds": seconds})
     return rows
@@ -155,7 +153,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
         )
     bench.add(
         f"TFLOP/s of one attention operator, medians of {args.runs} interleaved runs; forward / "
-        "backward. Correctness was checked first.",
+        "backward. Correctness was checked first."
     )
     chosen: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for mask, width in product(args.masks, args.widths):
@@ -169,8 +167,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
             log(f"{mask}, width {width}:", *rows[-1])
             if mask in PLAIN and tokens <= TABLE_LENGTH:
                 chosen[width, mask] = table_rows(case, times)
-        bench.add("", f"## {MASKS[mask]}, width {width}", "")
-        bench.table(["tokens", *times], rows)
+        bench.table(["tokens", *times], rows, f"## {MASKS[mask]}, width {width}")
     if args.write_table:
         text = json.dumps({"rows": [r for rows in chosen.values() for r in rows]}, indent=1)
         args.write_table.write_text(text + "\n")

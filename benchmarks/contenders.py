@@ -22,6 +22,7 @@ from paradyse.planning.explain import short_key
 from paradyse.profiling.steps import peak_beyond
 
 AUTO = "auto"
+BACKENDS = ("inductor", "paradyse")
 TOLERANCE = 1e-4
 """Relative, float32, of losses and of each gradient (by norm), against one-process eager."""
 
@@ -47,7 +48,7 @@ def model_of(args: Namespace) -> Any:
 def make_profile(rank: Rank, model: Any, args: Namespace, lengths: list[int], repeats: int) -> None:
     """Writes ``args.profile_path``."""
     options: Any = {"repeats": repeats, "options": {"inner": args.inner}}
-    options["progress"] = lambda p: rank.send(f"profile: {p.done} of {p.total}  {p.text}")
+    options["progress"] = lambda p: rank.report(f"profile: {p.done} of {p.total}  {p.text}")
     paradyse.profile(model, args.profile_path, lengths, **options)
 
 
@@ -139,6 +140,11 @@ class Switched(Contender):
         return int(peak)
 
 
-def plans_of(compiled: Any) -> dict[int, str]:
+def compiled(model: Any, backend: str) -> Contender:
+    """The model compiled by a backend as it comes."""
+    return Contender(model, torch.compile(model, backend=backend))
+
+
+def plans_of(run: Any) -> dict[int, str]:
     """Length -> the plan that a compiled model ran last, for people."""
-    return {n: short_key(k) for n, k in paradyse.stats(compiled).plan_per_length.items()}
+    return {n: short_key(k) for n, k in paradyse.stats(run).plan_per_length.items()}

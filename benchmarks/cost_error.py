@@ -49,13 +49,9 @@ PROFILES = {"flags": ["profiles"], "nargs": "*", "help": "files that `paradyse p
 MODEL: dict[str, Any] = {"action": "append", "default": [], "metavar": "CONFIG.json"}
 MODEL["help"] = "of a profiled model, for the prior; once for each (default: no prior)"
 
-Row = tuple[str, str, str, bool]
-"""Kind, structure, variant, training."""
-
 HYBRID = "hybrid"
 """What is used (``curves.Curve``); beside it the published forms alone."""
-ESTIMATOR_NAMES = (HYBRID, FOREST, POLYNOMIAL)
-
+ESTIMATORS = (HYBRID, FOREST, POLYNOMIAL)
 
 Error = dict[str, Any]
 """Of one prediction: ``estimator``, ``where``, ``label`` (kind and variant), ``power`` (the length
@@ -69,23 +65,20 @@ def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
     return {b.structure: b for b in run.blocks}
 
 
-def prior_of(
-    profile: Profile, row: Row, blocks: Mapping[str, BlockSpec]
-) -> Callable[[Point], BlockCost]:
+def prior_of(m: Measurement, model: CostModel, block: BlockSpec) -> Callable[[Point], BlockCost]:
     """The prior, of what is measured of a block: without the messages of its gradients."""
-    _, structure, variant, training = row
-    block, machine, header = blocks[structure], CostModel(profile).machine, profile.header
+    header = model.profile.header
 
     def cost(at: Point) -> BlockCost:
-        w = Workload(*at, getattr(torch, header.dtype), training, header.num_ranks)
-        whole = prior_cost(block, variant, w, machine, header.sharded)
-        sums_s = 0.0 if header.sharded else gradient_sum_s(block, variant, w, machine)
+        w = Workload(*at, getattr(torch, header.dtype), m.training, header.num_ranks)
+        whole = prior_cost(block, m.strategy, w, model.machine, header.sharded)
+        sums_s = 0.0 if header.sharded else gradient_sum_s(block, m.strategy, w, model.machine)
         return replace(whole, time_s=whole.time_s - sums_s)
 
     return cost
 
 
-def splits(points: Mapping[Point, Measurement]) -> Iterator[tuple[str, list[Point], list[Point]]]:
+def splits(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Point]]]:
     """What is kept and what is taken away, for each of the two questions."""
     lengths = sorted({s for _, s in points})
     short = {s for s in lengths if s <= lengths[-1] / 4}
@@ -97,27 +90,31 @@ def splits(points: Mapping[Point, Measurement]) -> Iterator[tuple[str, list[Poin
 
 
 def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
-    rows: dict[Row, dict[Point, Measurement]] = {}
+    rows: dict[tuple[str, str, str, bool], dict[Point, Measurement]] = {}
     for m in profile.measurements:
         if m.outcome == MEASURED:
-            row = m.kind, m.structure, m.strategy, m.training
-            rows.setdefault(row, {})[m.batch, m.seq_len] = m
-    found = []
-    for row, measured in rows.items():
-        known = row[1] in blocks
-        growths = prior_growths(prior_of(profile, row, blocks)) if known else (None,) * 3
-        degrees = DEGREES[:1] if row[0] == REST else DEGREES
-        label = " ".join(filter(None, (row[0], row[2])))
-        for (where, fit, ask), name in product(splits(measured), ESTIMATOR_NAMES):
-            samples = [{p: quantities(measured[p])[i] for p in fit} for i in range(3)]
-            curves = [estimator(of, name, g, degrees) for of, g in zip(samples, growths)]
+            row = rows.setdefault((m.kind, m.structure, m.strategy, m.training), {})
+            row[m.batch, m.seq_len] = m
+    model, found = CostModel(profile), []
+    for (kind, structure, strategy, _), measured in rows.items():
+        growths: Sequence[GrowthFactor | None] = (None,) * 3
+        if structure in blocks:
+            one = next(iter(measured.values()))
+            growths = prior_growths(prior_of(one, model, blocks[structure]))
+        degrees = DEGREES[:1] if kind == REST else DEGREES
+        for (where, fit, ask), name in product(splits(sorted(measured)), ESTIMATORS):
+            samples = zip(*(quantities(measured[p]) for p in fit))
+            curves = [
+                estimator(dict(zip(fit, of)), name, growth, degrees)
+                for of, growth in zip(samples, growths)
+            ]
             for p in ask:
                 step_s, *held = quantities(measured[p])
                 said_s, *said = (curve(*p) for curve in curves)
-                off_bytes = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
-                error = {"estimator": name, "where": where, "label": label}
+                error = {"estimator": name, "where": where, "label": f"{kind} {strategy}".strip()}
                 error |= {"power": p[1].bit_length() - 1, "time": abs(said_s / step_s - 1)}
-                found.append(error | {"memory": off_bytes})
+                error["memory"] = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
+                found.append(error)
     return found
 
 
@@ -128,8 +125,7 @@ def estimator(
     if name == HYBRID:
         curve = Curve(measured, growth, degrees)
         return lambda *at: curve(*at)[0]
-    points = sorted(measured)
-    values = [max(measured[p], 1e-9) for p in points]
+    points, values = list(measured), [max(value, 1e-9) for value in measured.values()]
     if name == FOREST:
         return fit_forest(points, values)
     return fit_polynomial(points, values, None, degrees)
@@ -147,8 +143,7 @@ def median_p90(errors: Sequence[Error], what: str) -> list[str]:
     """In percent."""
     if not errors:
         return ["-", "-"]
-    values = 100 * np.quantile([e[what] for e in errors], (0.5, 0.9))
-    return [f"{v:.1f} %" for v in values]
+    return [f"{100 * v:.1f} %" for v in np.quantile([e[what] for e in errors], (0.5, 0.9))]
 
 
 def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
@@ -169,9 +164,8 @@ def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
 def report_on(
     bench: Benchmark, profile: Profile, name: str, blocks: Mapping[str, BlockSpec]
 ) -> None:
-    """Tables and goals of one profile."""
+    """Tables and goals of one profile; without ``blocks`` there is no prior."""
     first = profile.header
-    known = {m.structure for m in profile.measurements if m.kind != REST} <= blocks.keys()
     name = f"{name}, {first.num_ranks} ranks"
     bench.add(
         f"## {name}",
@@ -179,40 +173,40 @@ def report_on(
         f"{len(profile.measurements)} measurements on {first.device}, {first.num_ranks} ranks, "
         f"{first.dtype}, inner={first.inner}, "
         f"{'sharded' if first.sharded else 'whole'} weights; the hybrid "
-        f"{'looks' if known else 'cannot look'} at the prior.",
+        f"{'looks' if blocks else 'cannot look'} at the prior.",
     )
     errors = errors_of(profile, blocks)
-    hybrid, rows, by_length = select(errors, estimator=HYBRID), [], []
-    wheres = [w for w in ("between", "beyond") if select(hybrid, where=w)]
-    for where in wheres:
-        for n in sorted(ESTIMATOR_NAMES):
-            of = select(errors, where=where, estimator=n)
-            counted = [n, where, str(len(of))]
-            rows.append([*counted, *median_p90(of, "time"), *median_p90(of, "memory")])
-        for power in sorted({e["power"] for e in select(errors, where=where)}):
-            of = select(hybrid, where=where, power=power)
-            row = [f"{where}, {2**power} to {2 ** (power + 1) - 1}", str(len(of))]
-            for n in ESTIMATOR_NAMES:
-                row += median_p90(select(errors, where=where, power=power, estimator=n), "time")
-            by_length.append(row + median_p90(of, "memory"))
+    hybrid = select(errors, estimator=HYBRID)
+    wheres = sorted({e["where"] for e in hybrid})
+    rows = []
+    for where, n in product(wheres, sorted(ESTIMATORS)):
+        of = select(errors, where=where, estimator=n)
+        rows.append([n, where, str(len(of)), *median_p90(of, "time"), *median_p90(of, "memory")])
     header = ["time median", "time p90", "memory median", "p90"]
     bench.table(["estimator", "where", "predictions", *header], rows)
-    bench.add("", "The hybrid's time errors by strategy:")
     rows = []
     for label in sorted({e["label"] for e in hybrid}):
         of_each = [select(hybrid, where=w, label=label) for w in wheres]
         rows.append([label, *(median_p90(of, "time")[0] for of in of_each)])
-    bench.table(["part", *(f"{w}, median" for w in wheres)], rows)
-    bench.add("", "Errors by length, in tokens:")
+    header = ["part", *(f"{w}, median" for w in wheres)]
+    bench.table(header, rows, "The hybrid's time errors by strategy:")
+    rows = []
+    for where, power in sorted({(e["where"], e["power"]) for e in hybrid}):
+        of_each = [select(errors, where=where, power=power, estimator=n) for n in ESTIMATORS]
+        row = [f"{where}, {2**power} to {2 ** (power + 1) - 1}", str(len(of_each[0]))]
+        row += [cell for of in of_each for cell in median_p90(of, "time")]
+        rows.append(row + median_p90(of_each[0], "memory"))
     header = ["lengths", "predictions"]
-    for what in (*(f"{n}, time" for n in ESTIMATOR_NAMES), f"{HYBRID}, memory"):
+    for what in (*(f"{n}, time" for n in ESTIMATORS), f"{HYBRID}, memory"):
         header += [f"{what} median", "p90"]
-    bench.table(header, by_length)
+    bench.table(header, rows, "Errors by length, in tokens:")
     bench.add("")
     for where in wheres:
-        off = [100 * e["time"] for e in select(hybrid, where=where)]
-        bench.at_most(f"{name}: median time error {where}, %", float(np.median(off)), 10)
-        bench.at_most(f"{name}: 90th percentile {where}, %", float(np.quantile(off, 0.9)), 25)
+        median, p90 = np.quantile(
+            [100 * e["time"] for e in select(hybrid, where=where)], (0.5, 0.9)
+        )
+        bench.at_most(f"{name}: median time error {where}, %", median, 10)
+        bench.at_most(f"{name}: 90th percentile {where}, %", p90, 25)
 
 
 @benchmark(profiles=PROFILES, model=MODEL)

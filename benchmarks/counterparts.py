@@ -1,15 +1,10 @@
 """PyTorch's own parallel training of the same HuggingFace Llama, for ``two_ranks.py``.
 
-- ``TensorParallel``: ``parallelize_module`` with the tensor + sequence parallel plan of PyTorch's
-  tutorial.
-- ``ContextParallel``: the ring of ``torch.distributed.tensor.experimental.context_parallel``,
-  load-balanced, eager or compiled by inductor. The context manager itself dispatches only CUDA
-  kernels to the ring ("Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not
-  have a sharding strategy registered"), so its ring is called directly, on the CPU's flash
-  kernels: the same ring without the DTensor around it.
-
-Both deliver whole gradients for replicated weights: DTensor reduces those of the norms; for
-context parallel one all-reduce of one bucket, as DDP does it for models of this size.
+README.md says how fair they are. The context manager ``context_parallel`` dispatches only CUDA
+kernels to its ring ("Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not
+have a sharding strategy registered"), so the ring is called directly, on the CPU's flash kernels.
+Both deliver whole gradients for replicated weights: DTensor reduces those of the norms; for context
+parallel one all-reduce of one bucket, as DDP does it for models of this size.
 """
 
 from typing import Any

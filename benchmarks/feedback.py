@@ -2,11 +2,10 @@
 
     python benchmarks/feedback.py            # three minutes on two cores
 
-Llama of 4 layers, hidden 256, on two ranks; a step is zero_grad, forward, backward. One compiled
-model runs rounds of 16 steps with feedback (four of them watched, and one message by which ranks
-agree) and rounds without, in turns; the slower rank counts. `auto` may use one strategy alone, so
-that no plan changes. Memory is watched once for a variant and a scale of lengths: the last column
-has such a step, against the others of the table.
+Llama of 4 layers, hidden 256, on two ranks. One compiled model runs rounds of 16 steps with
+feedback (four of them watched, and one message by which ranks agree) and rounds without. `auto` may
+use one strategy alone, so that no plan changes. Memory is watched once for a variant and a scale of
+lengths: the last column has such a step, against the others of the table.
 """
 
 from argparse import Namespace
@@ -35,20 +34,21 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
     feedback = graph.feedback
     assert feedback is not None
 
-    def steps_s(seq_len: int, fed: bool, count: int) -> float:
+    def steps_s(seq_len: int, fed: bool) -> float:
         graph.feedback = feedback if fed else None
-        return contender.time_s(seq_len, count)
+        return contender.time_s(seq_len, REFRESH_EVERY)
 
     def watched_s(seq_len: int) -> float:
+        graph.feedback = feedback
         feedback._known.clear()  # as if the length were new
-        return steps_s(seq_len, True, 1)
+        return contender.time_s(seq_len)
 
     turns = {
-        "without": partial(steps_s, fed=False, count=REFRESH_EVERY),
-        "with": partial(steps_s, fed=True, count=REFRESH_EVERY),
+        "without": partial(steps_s, fed=False),
+        "with": partial(steps_s, fed=True),
         "memory": watched_s,
     }
-    found = take_turns(turns, args.lengths, range(-1, args.runs), rank.send)
+    found = take_turns(turns, args.lengths, range(-1, args.runs), rank.report)
     watched = any(quantity == SAVED for quantity, _ in feedback.measured)
     assert watched and min(feedback._runs.values()) > WARM_UP, "memory was not watched"
     return found
@@ -59,7 +59,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
     taken = bench.on_ranks(measure)
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, {STRATEGY}, {bench.ranks}; "
-        f"milliseconds a step, medians of {args.runs} interleaved rounds.",
+        f"milliseconds a step, medians of {args.runs} interleaved rounds."
     )
     rows, shares = [], []
     for n in args.lengths:

@@ -11,39 +11,36 @@ time and find the cache folder of the first.
 """
 
 import os
-import sys
 import tempfile
 import time
 from argparse import Namespace
 
 import torch
-from contenders import Contender, llama, ours
-from runner import Benchmark, alone, check_equal, log, median, seconds_of, take_turns
+from contenders import BACKENDS, compiled, llama, ours
+from runner import Benchmark, alone, benchmark, check_equal, log, median, seconds_of, take_turns
 
 from paradyse.cli.launch import Rank
 
-BACKENDS = ("inductor", "paradyse")
+OPTIONS = {"layers": 24, "hidden": 256, "runs": 3, "ranks": 2}
 LENGTHS = {
     512: "first, 512 tokens",
     640: "second, 640 tokens: symbolic sizes",
     576: "third, 576 tokens: nothing new",
 }
+CACHE = ("hit", "miss", "bypass")
 
 
-def first_steps(backend: str, layers: int, hidden: int) -> list[tuple[float, float]]:
+def first_steps(backend: str, args: Namespace) -> list[tuple[float, float]]:
     """Seconds and loss of a step at each of ``LENGTHS``, the first with torch.compile."""
-    model = llama(layers, hidden)
+    model = llama(args.layers, args.hidden)
     found = []
     start = time.perf_counter()
-    contender = Contender(model, torch.compile(model, backend=backend))
+    contender = compiled(model, backend)
     for seq_len in LENGTHS:
         loss = contender.loss(seq_len)
         found.append((time.perf_counter() - start, loss))
         start = time.perf_counter()
     return found
-
-
-CACHE = ("hit", "miss", "bypass")
 
 
 def first_step_of_ranks(rank: Rank, args: Namespace) -> dict[str, float]:
@@ -55,48 +52,37 @@ def first_step_of_ranks(rank: Rank, args: Namespace) -> dict[str, float]:
     return {"seconds": seconds} | {k: counted[f"fxgraph_cache_{k}"] for k in CACHE}
 
 
-def main() -> int:
-    quick = {"layers": 3, "hidden": 64, "runs": 1}
-    bench = Benchmark("first_step", __doc__, quick, layers=24, hidden=256, runs=3, ranks=2)
-    args = bench.args
-
+@benchmark({"layers": 3, "hidden": 64, "runs": 1}, **OPTIONS)
+def main(bench: Benchmark, args: Namespace) -> str:
     def run(backend: str) -> list[tuple[float, float]]:
         with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
-            given = backend, args.layers, args.hidden
-            found = alone(first_steps, *given, TORCHINDUCTOR_CACHE_DIR=folder)
+            found = alone(first_steps, backend, args, TORCHINDUCTOR_CACHE_DIR=folder)
         log(backend, *(f"{s:.1f} s" for s, _ in found))
         return found
 
     turns = {b: lambda n, b=b: run(b) for b in BACKENDS}
     runs = {b: of[0] for b, of in take_turns(turns, [0], range(args.runs)).items()}
-    rows = []
+    rows, shares = [], []
     for i, (seq_len, name) in enumerate(LENGTHS.items()):
         check_equal({f"{b} at {seq_len} tokens": runs[b][0][i][1] for b in BACKENDS})
-        took = [median([r[i][0] for r in runs[b]]) for b in BACKENDS]
-        rows.append([name, *(f"{s:.2f}" for s in took)])
-        if i == 0:
-            share = took[1] / took[0]
+        theirs, mine = (median([r[i][0] for r in runs[b]]) for b in BACKENDS)
+        rows.append([name, f"{theirs:.2f}", f"{mine:.2f}"])
+        shares.append(mine / theirs)
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, one process, empty caches; seconds, "
-        f"medians of {args.runs} runs.",
-        "",
+        f"medians of {args.runs} runs."
     )
     bench.table(["step", *BACKENDS], rows)
-    bench.at_most("first step, paradyse's time over inductor's", share, 0.5)
+    bench.at_most("first step, paradyse's time over inductor's", shares[0], 0.5)
     with tempfile.TemporaryDirectory(prefix="first-step-") as args.folder:
         found = [bench.on_ranks(first_step_of_ranks) for _ in range(2)]
-    bench.add(
-        "", f"{args.ranks} ranks, megatron_ts; the second ones find the first ones' cache.", ""
-    )
     rows = [
         [name, f"{of['seconds']:.2f}", *(str(of[k]) for k in CACHE)]
         for name, of in zip(("first", "second"), found, strict=True)
     ]
-    bench.table(["processes", "seconds", *(f"cache {k}" for k in CACHE)], rows)
+    header = ["processes", "seconds", *(f"cache {k}" for k in CACHE)]
+    about = f"{args.ranks} ranks, megatron_ts; the second ones find the first ones' cache."
+    bench.table(header, rows, about)
     again = found[1]["seconds"] / found[0]["seconds"]
     bench.at_most("first step on ranks, with the cache over without", again, 0.7)
-    return bench.finish(f"one process of {torch.get_num_threads()} threads")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return f"one process of {torch.get_num_threads()} threads"

@@ -2,10 +2,9 @@
 
     python benchmarks/look_ahead.py            # five minutes, most of it compilation
 
-Llama of 4 layers, hidden 256, weights spread over two ranks; a step is zero_grad, forward,
-backward. Both ways take turns within one process, and the slower rank counts. An exposed wait is a
-gather of weights that was not there yet when it was asked for: a wait of over 0.1 ms. On two cores
-the messages need the processors that compute, so little can hide; on GPUs they do not.
+Llama of 4 layers, hidden 256, weights spread over two ranks. An exposed wait is a gather of weights
+that was not there yet when it was asked for: a wait of over 0.1 ms. On two cores the messages need
+the processors that compute, so little can hide; on GPUs they do not.
 """
 
 import time
@@ -58,7 +57,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[S
         for plan in PLANS:
             contender.under(plan)
             found[plan] = take_turns(turns, args.lengths, range(-2, args.runs))
-            rank.send(f"{plan} done")
+            rank.report(f"{plan} done")
     return found
 
 
@@ -67,7 +66,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
     found = bench.on_ranks(measure)
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, sharded over {bench.ranks}; "
-        f"medians of {args.runs} interleaved runs.",
+        f"medians of {args.runs} interleaved runs."
     )
     rows = []
     for plan, ways in found.items():

@@ -2,11 +2,9 @@
 
     python benchmarks/one_layer.py            # four minutes on two cores, half of it compilation
 
-A Llama of one layer on two ranks, compiled once; its strategy is switched before every step. A step
-is zero_grad, forward, backward, with the gradients of replicated weights whole on every rank at its
-end; the embedding and the head of 256 bytes are in it. In each round all strategies take turns at
-all lengths, and the slower rank counts. Loss and gradients of every strategy are compared with
-one-process eager first.
+A Llama of one layer on two ranks, compiled once; its strategy is switched before every step, in
+which are the embedding and the head of 256 bytes too. Loss and gradients of every strategy are
+compared with one-process eager first.
 
 Two strategies cross between two lengths where one is faster at the shorter and the other at the
 longer, each by more than the noise of the rounds (``runner.noise_of``); where exactly is
@@ -43,12 +41,12 @@ def measure(rank: Rank, args: Namespace) -> tuple[Times, dict[int, str]]:
     for choice in choices:
         for n in {lengths[0], lengths[len(lengths) // 2], lengths[-1]}:
             layer.under(choice).check(choice, reference, n)
-        rank.send(f"{choice} agrees with eager")
+        rank.report(f"{choice} agrees with eager")
     for n in lengths:
         layer.under(AUTO).loss(n)
     plans = dict(paradyse.stats(layer.run).plan_per_length)
     turns = {c: lambda n, c=c: layer.under(c).time_s(n) for c in choices}
-    return take_turns(turns, lengths, range(-1, args.rounds), rank.send), plans
+    return take_turns(turns, lengths, range(-1, args.rounds), rank.report), plans
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
     title = f"Llama of one layer, hidden {args.hidden}, {bench.ranks}"
     bench.add(
         f"{title}. Milliseconds a step, medians of {args.rounds} interleaved rounds, the slower "
-        "rank; the strategy is switched before every step.",
+        "rank; the strategy is switched before every step."
     )
     rows = []
     for n in sorted(plans):
@@ -115,18 +113,18 @@ def main(bench: Benchmark, args: Namespace) -> None:
         cells = [milliseconds(median(of[n])) + "*" * (c == best) for c, of in times.items()]
         rows.append([str(n), *cells, plans[n].replace(",", " + ")])
     bench.table(["tokens", *times, "plan of auto"], rows)
-    bench.add("", "`*` fastest strategy", "", "## Crossings", "")
+    bench.add("", "`*` fastest strategy")
     pairs = combinations(ATTENTION_STRATEGIES, 2)
     crossings = sorted((c for p in pairs for c in crossings_of(*p, times)), key=lambda c: c.at)
     rows = []
     for c in crossings:
         front = "yes" if is_at_the_front(c, times) else ""
         rows.append([f"{c.at:,.0f} tokens", c.before, c.after, milliseconds(c.time_s), front])
+    header = ["at", "faster before", "faster after", "time there, ms", "of the fastest"]
     if rows:
-        header = ["at", "faster before", "faster after", "time there, ms", "of the fastest"]
-        bench.table(header, rows)
+        bench.table(header, rows, "## Crossings")
     else:
-        bench.add("None: no strategy overtakes another by more than the noise.")
+        bench.add("", "No strategy overtakes another by more than the noise.")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         drawn = write_png(args.out / "one_layer.png", page_of(title, times, crossings))

@@ -8,26 +8,22 @@ Two cases, both HuggingFace Llamas in training with use_cache=False, float32, al
   soon as the model is traced; inductor computes with it, ParaDySe recovers that it is causal.
 - short: 12 layers, hidden 512, 512 tokens. Nothing to win: what ParaDySe costs in overhead.
 
-Both contenders live in one process and take turns. Before that their losses and all gradients are
-compared. Peak memory is the resident peak (VmHWM, so Linux only) of a process of its own for each
-contender after one step, libraries included.
+Both contenders live in one process. Peak memory is the resident peak (VmHWM, so Linux only) of a
+process of its own for each contender after one step, libraries included.
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from contenders import Contender, llama
+from contenders import BACKENDS, Contender, compiled, llama
 from runner import Benchmark, alone, benchmark, log, median, take_turns
 
-BACKENDS = ("inductor", "paradyse")
+from paradyse.cli.rank_jobs import Peak
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A model and a length."""
 
     layers: int
@@ -38,12 +34,12 @@ class Case:
         return f"{self.layers} layers, hidden {self.hidden}, {self.seq_len:,} tokens"
 
     def contender(self, backend: str) -> Contender:
-        model = llama(self.layers, self.hidden)
-        return Contender(model, torch.compile(model, backend=backend))
+        return compiled(llama(self.layers, self.hidden), backend)
 
 
 CASES = {"short": Case(12, 512, 512), "long": Case(2, 256, 16384)}
-OPTIONS: dict[str, Any] = {"long_runs": 3, "short_runs": 21, "no_memory": False}
+OPTIONS: dict[str, Any] = {"long_runs": 3, "short_runs": 21}
+OPTIONS["no_memory"] = {"action": "store_true"}
 OPTIONS["only"] = {"choices": tuple(CASES)}
 QUICK = {"short": Case(3, 64, 128), "long": Case(2, 64, 1024)}
 
@@ -60,23 +56,20 @@ def measure(case: Case, runs: int) -> list[float]:
 def peak_gib(case: Case, backend: str) -> float:
     """GiB resident at most in this process after one step."""
     case.contender(backend).loss(case.seq_len)
-    # Not ru_maxrss: a child begins with its parent's.
-    status = Path("/proc/self/status").read_text().splitlines()
-    kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    return kib / 2**20
+    return Peak("cpu").read_bytes() / 2**30
 
 
 @benchmark({"short_runs": 5}, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> str:
     bench.add(
         f"Training step of a Llama in one process, medians of interleaved runs: {args.short_runs} "
-        f"of the short case, {args.long_runs} of the long one.",
+        f"of the short case, {args.long_runs} of the long one."
     )
     rows = []
     for name, case in (QUICK if args.quick else CASES).items():
         if args.only not in (None, name):
             continue
-        theirs, ours = measure(case, args.short_runs if name == "short" else args.long_runs)
+        theirs, ours = measure(case, vars(args)[f"{name}_runs"])
         peaks = ["" if args.no_memory else f"{alone(peak_gib, case, b):.2f}" for b in BACKENDS]
         rows.append([str(case), f"{theirs:.3f}", f"{ours:.3f}", f"{theirs / ours:.2f}", *peaks])
         if name == "long":

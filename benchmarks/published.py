@@ -16,15 +16,8 @@ def published(choices: Choices, limit: float, layers: int) -> tuple[Strategies, 
     Args:
         choices: every block offers the same strategies: a strategy runs whole layers.
         layers: of as many blocks each.
-    Raises:
-        ValueError: the blocks offer different strategies.
     """
-    offered = set(choices.names)
-    if len(offered) != 1:
-        raise ValueError(
-            f"blocks offer {len(offered)} sets of strategies; the published heuristic needs the "
-            "same for every block: leave out those that some block cannot take"
-        )
+    (offered,) = set(choices.names)
     blocks = len(choices.names)
 
     def split(a: str, b: str, first: int) -> Strategies:
@@ -33,7 +26,7 @@ def published(choices: Choices, limit: float, layers: int) -> tuple[Strategies, 
 
     kept: list[str] = []
     peaks: dict[str, int] = {}
-    for _, s in sorted((choices.time_s((s,) * blocks), s) for s in offered.pop()):
+    for _, s in sorted((choices.time_s((s,) * blocks), s) for s in offered):
         peaks[s] = choices.peak((s,) * blocks)
         if not kept or peaks[s] < peaks[kept[-1]]:
             kept.append(s)

@@ -20,15 +20,14 @@ import time
 from argparse import Namespace
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import AUTO, Contender, make_profile, model_of, ours, plans_of
-from runner import Benchmark, median, milliseconds, take_turns
+from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.corpus import draw_files
 from paradyse.cli.launch import Rank
@@ -79,8 +78,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
             points = sorted({args.lengths[i * (len(args.lengths) - 1) // 5] for i in range(6)})
             make_profile(rank, model_of(args), args, points, repeats=3)
         plans: dict[str, Any] = {s: s for s in ATTENTION_STRATEGIES}
-        for text in MIXED:
-            plans[text] = dict(zip(("attention", "mlp"), text.split("/"), strict=True))
+        plans |= {t: dict(zip(("attention", "mlp"), t.split("/"), strict=True)) for t in MIXED}
         made = {name: ours(model_of(args), plan, args.inner) for name, plan in plans.items()}
         made[AUTO] = ours(model_of(args), AUTO, args.inner, cost_model=args.profile_path)
         reference, left_out, lengths = Contender(model_of(args)), {}, args.lengths
@@ -88,7 +86,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
             try:
                 for seq_len in (lengths[0], lengths[len(lengths) // 2]):
                     made[name].check(name, reference, seq_len)
-                rank.send(f"{name} agrees with eager")
+                rank.report(f"{name} agrees with eager")
             except ValueError as e:  # on every rank alike: it cannot compute some block
                 left_out[name] = str(e)
                 del made[name]
@@ -98,7 +96,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
             often += [n] * max(1, min(MOST_OFTEN, round(LEAST_S / step_s)))
         steps = {name: c.time_s for name, c in made.items()}
         runs: list[int] = []
-        found = take_turns(steps, often, while_time(args.seconds, runs), rank.send)
+        found = take_turns(steps, often, while_time(args.seconds, runs), rank.report)
     chosen = plans_of(made[AUTO].run)
     assert set(chosen) >= set(lengths), "auto was not planned at every length"
     return {"seconds": found, "plans": chosen, "left_out": left_out, "runs": len(runs)}
@@ -115,103 +113,75 @@ def while_time(seconds: float, runs: list[int]) -> Iterator[int]:
         dist.broadcast(more, 0)
 
 
-Seconds = Mapping[str, Mapping[int, Sequence[float]]]
-"""Contender -> length -> of each run."""
+ORACLE, AGAIN, STATIC = "oracle", "oracle, timed again", "the best static strategy of each length"
+
+Steps = Mapping[int, Mapping[str, float]]
+"""Length -> median seconds of a step, of every contender and of the three above."""
 
 
-@dataclass
-class Figures:
-    """Medians, and what follows from them."""
+def fastest(names: Iterable[str], seconds: Mapping[str, float]) -> str:
+    return min(names, key=seconds.__getitem__)
 
-    seconds: Seconds
 
-    def __post_init__(self) -> None:
-        self.plans = [n for n in self.seconds if n != AUTO]
-        self.statics = [n for n in self.plans if n in ATTENTION_STRATEGIES]
-
-    def step_s(self, name: str, seq_len: int) -> float:
-        return median(self.seconds[name][seq_len])
-
-    def best(self, names: Sequence[str], seq_len: int) -> str:
-        return min(names, key=lambda n: self.step_s(n, seq_len))
-
-    def oracle_s(self, seq_len: int) -> float:
-        return self.step_s(self.best(self.plans, seq_len), seq_len)
-
-    def again_s(self, seq_len: int) -> float:
-        """The oracle's step, chosen by one half of the runs and timed by the other."""
-        halves = [{n: median(self.seconds[n][seq_len][i::2]) for n in self.plans} for i in range(2)]
-        picked = [min(h, key=h.__getitem__) for h in halves]
-        return (halves[1][picked[0]] + halves[0][picked[1]]) / 2
-
-    def total(self, trace: Counter[int], step_s: Callable[[int], float]) -> float:
-        """Seconds of all sequences of a trace."""
-        return sum(n * step_s(seq_len) for seq_len, n in trace.items())
+def steps_of(runs: Mapping[str, Mapping[int, Sequence[float]]]) -> Steps:
+    """Medians of ``runs``, which has contender -> length -> seconds of each run."""
+    plans = [n for n in runs if n != AUTO]
+    steps = {}
+    for s in sorted(runs[AUTO]):
+        of = {n: median(by_length[s]) for n, by_length in runs.items()}
+        one, other = ({n: median(runs[n][s][i::2]) for n in plans} for i in range(2))
+        again_s = (other[fastest(plans, one)] + one[fastest(plans, other)]) / 2
+        static_s = min(of[n] for n in plans if n in ATTENTION_STRATEGIES)
+        steps[s] = of | {ORACLE: min(of[n] for n in plans), AGAIN: again_s, STATIC: static_s}
+    return steps
 
 
 def percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def report_trace(bench: Benchmark, f: Figures, name: str, trace: Counter[int]) -> None:
+def report_trace(
+    bench: Benchmark, steps: Steps, plans: Sequence[str], name: str, trace: Counter[int]
+) -> None:
     """Totals over one trace, and its goals."""
-    totals = {n: f.total(trace, lambda s, n=n: f.step_s(n, s)) for n in f.seconds}
-    oracle, again = f.total(trace, f.oracle_s), f.total(trace, f.again_s)
-    noise, regret = again / oracle - 1, totals[AUTO] / oracle - 1
-    rows = [
-        ["oracle", f"{oracle:.2f}", ""],
-        ["oracle, timed again", f"{again:.2f}", percent(noise)],
-    ]
-    for n in sorted(totals, key=totals.__getitem__):
-        rows.append([n, f"{totals[n]:.2f}", percent(totals[n] / oracle - 1)])
-    bench.add("", f"## {name}: {trace.total()} sequences", "")
-    bench.table(["plan", "seconds", "above the oracle"], rows)
-    bench.at_most(f"{name}: regret of `auto`, %", 100 * regret, 5)
-    static = min(f.statics, key=totals.__getitem__)
-    by_length = f.total(trace, lambda s: f.step_s(f.best(f.statics, s), s))
-    winners = Counter(f.best(f.statics, s) for s in trace)
-    gain = totals[static] / by_length - 1
+    totals = {
+        n: sum(count * steps[s][n] for s, count in trace.items())
+        for n in (*plans, AUTO, ORACLE, AGAIN, STATIC)
+    }
+    above = {n: total / totals[ORACLE] - 1 for n, total in totals.items()}
+    rows = [[ORACLE, f"{totals[ORACLE]:.2f}", ""]]
+    for n in (AGAIN, *sorted((*plans, AUTO), key=totals.__getitem__)):
+        rows.append([n, f"{totals[n]:.2f}", percent(above[n])])
+    bench.table(
+        ["plan", "seconds", "above the oracle"], rows, f"## {name}: {trace.total()} sequences"
+    )
+    bench.at_most(f"{name}: regret of `auto`, %", 100 * above[AUTO], 5)
+    statics = [n for n in plans if n in ATTENTION_STRATEGIES]
+    static = fastest(statics, totals)
+    winners = Counter(fastest(statics, steps[s]) for s in trace)
+    gain = totals[static] / totals[STATIC] - 1
     text = ", ".join(f"{w} at {n} lengths" for w, n in winners.most_common())
     bench.add(
         "",
-        f"Regret of `auto` {percent(regret)}, noise {percent(noise)}. Best static: {text}; "
-        f"one for all lengths takes {percent(gain)} more than the best of each.",
+        f"Regret of `auto` {percent(above[AUTO])}, noise {percent(above[AGAIN])}. Best static: "
+        f"{text}; one for all lengths takes {percent(gain)} more than the best of each.",
     )
-    if len(winners) > 1 and gain > noise:
+    if len(winners) > 1 and gain > above[AGAIN]:
         what = f"{name}: time of the best static strategy ({static}) over `auto`'s"
         bench.at_least(what, totals[static] / totals[AUTO], 1.0)
     else:
         bench.add("That is no more than noise: nothing to be gained by choosing.")
 
 
-def report_lengths(
-    bench: Benchmark, f: Figures, plans: Mapping[int, str], traces: Mapping[str, Counter[int]]
-) -> None:
-    """The plan and the times at every length."""
-    choices, times = [], []
-    for s in sorted(f.seconds[AUTO]):
-        auto, oracle = f.step_s(AUTO, s), f.oracle_s(s)
-        row = [str(s), plans.get(s, ""), milliseconds(auto), f.best(f.plans, s)]
-        row += [milliseconds(oracle), percent(auto / oracle - 1)]
-        choices.append([*row, *(str(t[s]) for t in traces.values())])
-        times.append([str(s), *(milliseconds(f.step_s(n, s)) for n in f.seconds)])
-    header = ["tokens", "auto's last plan", "ms", "best measured", "ms", "above", *traces]
-    bench.add("", "## By length", "")
-    bench.table(header, choices)
-    bench.add("", "Milliseconds a step, medians:", "")
-    bench.table(["tokens", *f.seconds], times)
-
-
-def main() -> int:
-    bench = Benchmark("regret", __doc__, QUICK, **OPTIONS)
-    args = bench.args
+@benchmark(QUICK, **OPTIONS)
+def main(bench: Benchmark, args: Namespace) -> None:
     if args.profile and not Path(args.profile).exists():
         sys.exit(f"no profile {args.profile}; leave --profile out to have one made")
     lengths = grid(32, args.longest)
     traces = draw_traces(args.count, lengths)
     args.lengths = [s for s in lengths if any(t[s] for t in traces.values())]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(args.profile) if args.profile else Path(folder) / "profile.jsonl"
+        path = Path(args.profile or f"{folder}/profile.jsonl")
         args.profile_path = str(path.resolve())
         result = bench.on_ranks(measure)
     what = f"{args.model}, " if args.model else f"Llama of hidden {args.hidden}, "
@@ -224,12 +194,17 @@ def main() -> int:
         "timed again: chosen by half of the runs, timed by the other half.",
         *(f"Left out: {name}: {why}" for name, why in result["left_out"].items()),
     )
-    figures = Figures(result["seconds"])
+    contenders = list(result["seconds"])
+    plans = [n for n in contenders if n != AUTO]
+    steps = steps_of(result["seconds"])
     for name, trace in traces.items():
-        report_trace(bench, figures, name, trace)
-    report_lengths(bench, figures, result["plans"], traces)
-    return bench.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        report_trace(bench, steps, plans, name, trace)
+    choices, times = [], []
+    for s, of in steps.items():
+        row = [str(s), result["plans"][s], milliseconds(of[AUTO]), fastest(plans, of)]
+        row += [milliseconds(of[ORACLE]), percent(of[AUTO] / of[ORACLE] - 1)]
+        choices.append([*row, *(str(t[s]) for t in traces.values())])
+        times.append([str(s), *(milliseconds(of[n]) for n in contenders)])
+    header = ["tokens", "auto's last plan", "ms", "best measured", "ms", "above", *traces]
+    bench.table(header, choices, "## By length")
+    bench.table(["tokens", *contenders], times, "Milliseconds a step, medians:")

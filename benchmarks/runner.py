@@ -32,16 +32,15 @@ from paradyse.planning.machine import describe_device
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 
-SWITCH = {"action": "store_true"}
 WHERE = "folder of the report; default benchmarks/results, with --quick none is written"
 OPTIONS: dict[str, Any] = {
-    "quick": SWITCH | {"help": "tiny sizes, to see that it runs"},
-    "report_only": SWITCH | {"help": "exit with 0 even if a goal is missed"},
+    "quick": {"action": "store_true", "help": "tiny sizes, to see that it runs"},
+    "report_only": {"action": "store_true", "help": "exit with 0 even if a goal is missed"},
     "out": {"type": Path, "metavar": "FOLDER", "help": WHERE},
 }
 """Of every benchmark."""
 
-T = TypeVar("T")
+K, T = TypeVar("K"), TypeVar("T")
 median = statistics.median
 
 
@@ -79,11 +78,11 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[int], T]],
+    contenders: Mapping[K, Callable[[int], T]],
     lengths: Sequence[int],
     rounds: Iterable[int],
     tell: Callable[[str], object] = lambda text: None,
-) -> dict[str, dict[int, list[T]]]:
+) -> dict[K, dict[int, list[T]]]:
     """What each contender returns at each length, round by round.
 
     A length may be there several times. Another contender goes first each time, since what
@@ -94,7 +93,7 @@ def take_turns(
         tell: is told of every round.
     """
     names = list(contenders)
-    found: dict[str, dict[int, list[T]]] = {c: {n: [] for n in lengths} for c in names}
+    found: dict[K, dict[int, list[T]]] = {c: {n: [] for n in lengths} for c in names}
     for r in rounds:
         for i, n in enumerate(lengths):
             first = (r + i) % len(names)
@@ -146,9 +145,9 @@ class Benchmark:
         name: of the file that the report is written to.
         doc: the benchmark's docstring, for ``--help``.
         quick: other defaults under ``--quick``: tiny sizes.
-        options: name to default value, whose type is the option's. False makes a switch, a tuple
-            takes several values, and a dict is what ``add_argument`` is given.
-            ``ranks`` and ``inner`` make a benchmark on ranks.
+        options: name to default value, whose type is the option's. A tuple takes several values,
+            and a dict is what ``add_argument`` is given. ``ranks`` and ``inner`` make a benchmark
+            on ranks.
     """
 
     def __init__(
@@ -162,11 +161,9 @@ class Benchmark:
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         for option, default in (OPTIONS | options).items():
-            given = {"default": default, "type": type(default)}
+            given: dict[str, Any] = {"default": default, "type": type(default)}
             if isinstance(default, dict):
                 given = dict(default)
-            elif default is False:
-                given = dict(SWITCH)
             elif isinstance(default, tuple):
                 given |= {"nargs": "*", "type": type(default[0])}
             flag = f"--{option.replace('_', '-')}"
@@ -189,17 +186,12 @@ class Benchmark:
 
     def on_ranks(self, measure: Callable[[Rank, argparse.Namespace], T]) -> T:
         """What rank 0 of ``--ranks`` returns of ``measure(rank, args)``, a function of a module of
-        this folder. The lines that rank 0 sends are shown."""
-
-        def show(rank: int, line: str) -> None:
-            if rank == 0:
-                log(line)
-
+        this folder. The lines that it reports are shown."""
         target = f"{Path(measure.__code__.co_filename).stem}:{measure.__name__}"
         setting = Setting(timeout_s=7200, silence_s=1800, env={"PYTHONPATH": str(FOLDER)})
-        given = {"target": target, "args": self.args}
+        how = {"target": target, "args": self.args}, setting, lambda _, line: log(line)
         try:
-            return run_ranks("runner:run_target", self.args.ranks, given, setting, show)[0]
+            return run_ranks("runner:run_target", self.args.ranks, *how)[0]
         except RanksFailed as e:
             sys.exit(str(e))
 
@@ -208,10 +200,11 @@ class Benchmark:
         self.lines += lines
         print(*lines, sep="\n", flush=True)
 
-    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A Markdown table; the first column is text, the others are numbers."""
-        if self.lines and self.lines[-1]:
-            self.add("")
+    def table(
+        self, header: Sequence[str], rows: Sequence[Sequence[str]], above: str | None = None
+    ) -> None:
+        """A Markdown table, below a line; the first column is text, the others are numbers."""
+        self.add(*([] if above is None else ["", above]), "")
         first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
 
         def line(cells: Sequence[str]) -> str:
@@ -221,13 +214,11 @@ class Benchmark:
         rule = "|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""])
         self.add(line(header), rule, *map(line, rows))
 
-    def at_least(self, what: str, value: float, limit: float) -> None:
-        """A goal."""
-        self._goal(f"{what}: {value:.2f}, goal at least {limit:g}", value >= limit)
+    def at_least(self, what: str, value: float, goal: float) -> None:
+        self._goal(f"{what}: {value:.2f}, goal at least {goal:g}", value >= goal)
 
-    def at_most(self, what: str, value: float, limit: float) -> None:
-        """A goal."""
-        self._goal(f"{what}: {value:.2f}, goal at most {limit:g}", value <= limit)
+    def at_most(self, what: str, value: float, goal: float) -> None:
+        self._goal(f"{what}: {value:.2f}, goal at most {goal:g}", value <= goal)
 
     def _goal(self, text: str, met: bool) -> None:
         self.goals.append(f"- {text}: {'met' if met else '**missed**'}")
@@ -262,11 +253,8 @@ def benchmark(
 ) -> Callable[[Main], Callable[[], int]]:
     """Makes ``main(bench, args)``, the last function of a file, what the file runs.
 
-    Args:
-        quick, options: as of ``Benchmark``.
-    Returns:
-        The decorator. ``main`` returns what it ran on, as ``finish`` is told, and the command the
-        exit status.
+    ``quick`` and ``options`` are those of ``Benchmark``. ``main`` returns what it ran on, as
+    ``finish`` is told, and the command the exit status.
     """
 
     def decorate(main: Main) -> Callable[[], int]:

@@ -5,9 +5,8 @@
 A Llama of two layers on two ranks, compiled once, everything warm. For every ordered pair of
 strategies (a, b) and in each round two steps under b are measured: one right after a step under a,
 one right after a step under b; which comes first is drawn. The length and the tokens are the same.
-A step is zero_grad, forward, backward, and the slower rank counts. Before anything is timed, loss
-and gradients are compared with one-process eager, and both kinds of step have to send the same
-bytes: a switch moves nothing.
+Before anything is timed, loss and gradients are compared with one-process eager, and both kinds of
+step have to send the same bytes: a switch moves nothing.
 
 Noise, of time: what the median of the paired differences would stray by if a switch changed
 nothing (``runner.noise_of``), for all rows of the table together in 95 of 100 repetitions of the
@@ -19,11 +18,10 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import permutations
+from dataclasses import dataclass
 
 from contenders import Contender, Switched, llama
-from runner import Benchmark, benchmark, is_noise, median, milliseconds, noise_of
+from runner import Benchmark, benchmark, is_noise, median, milliseconds, noise_of, take_turns
 
 import paradyse
 from paradyse.cli.launch import Rank
@@ -39,16 +37,15 @@ MOST_NOISE = 2.0
 
 @dataclass(frozen=True)
 class Samples:
-    """Of steps under one strategy at one length: after a switch, and without one, in pairs."""
+    """Of steps under one strategy at one length: pairs of a step after a switch, of the rank that
+    is slower or holds more, and of one without."""
 
-    switched_s: list[float] = field(default_factory=list)
-    same_s: list[float] = field(default_factory=list)
-    switched_bytes: list[int] = field(default_factory=list)
-    same_bytes: list[int] = field(default_factory=list)
+    seconds: Sequence[tuple[float, float]]
+    peak_bytes: Sequence[tuple[int, int]]
 
     def shares(self) -> list[float]:
         """How much longer the step after a switch took, of the step without one."""
-        return [a / b - 1 for a, b in zip(self.switched_s, self.same_s, strict=True)]
+        return [a / b - 1 for a, b in self.seconds]
 
 
 Key = tuple[int, str]
@@ -56,51 +53,55 @@ Key = tuple[int, str]
 
 
 def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
-    """All samples; rank 0's are those of the slower rank, and of the one that held more."""
+    """All samples."""
     model, reference = (llama(args.layers, args.hidden) for _ in range(2))
     switched, eager = Switched(model, args.inner), Contender(reference)
     for strategy in ATTENTION_STRATEGIES:
         for n in args.lengths:
             switched.under(strategy).check(strategy, eager, n)
-        rank.send(f"{strategy} agrees with eager")
+        rank.report(f"{strategy} agrees with eager")
+    others = {s: [o for o in ATTENTION_STRATEGIES if o != s] for s in ATTENTION_STRATEGIES}
+    held = {
+        (n, after): [peaks_of(switched, n, before, after) for before in others[after]]
+        for n in args.lengths
+        for after in ATTENTION_STRATEGIES
+    }
+    rank.report("memory done")
     rng = random.Random(0)  # the same on all ranks
-    samples = {(n, after): Samples() for n in args.lengths for after in ATTENTION_STRATEGIES}
-    pairs = list(permutations(ATTENTION_STRATEGIES, 2))
-    for before, after in pairs:
-        for n in args.lengths:
-            watch_memory(switched, n, before, after, samples[n, after])
-    rank.send("memory done")
-    for r in range(args.rounds + 1):
-        for n in args.lengths:
-            for before, after in pairs:
-                taken = {}
-                for first in rng.sample((before, after), 2):
-                    switched.under(first).loss(n)
-                    taken[first] = switched.under(after).time_s(n)
-                if r:  # the first round warms up
-                    samples[n, after].switched_s.append(taken[before])
-                    samples[n, after].same_s.append(taken[after])
-        rank.send(f"round {r} of {args.rounds}" if r else "warmed up")
-    return samples
+
+    def times_of(n: int, after: str) -> list[tuple[float, float]]:
+        found = []
+        for before in others[after]:
+            taken = {}
+            for first in rng.sample((before, after), 2):
+                switched.under(first).loss(n)
+                taken[first] = switched.under(after).time_s(n)
+            found.append((taken[before], taken[after]))
+        return found
+
+    turns = {s: lambda n, s=s: times_of(n, s) for s in ATTENTION_STRATEGIES}
+    taken = take_turns(turns, args.lengths, range(-1, args.rounds), rank.report)
+    return {(n, s): Samples(sum(taken[s][n], []), peaks) for (n, s), peaks in held.items()}
 
 
-def watch_memory(model: Switched, n: int, before: str, after: str, samples: Samples) -> None:
-    """Peaks, after a switch and without one; and the bytes sent.
+def peaks_of(model: Switched, n: int, before: str, after: str) -> tuple[int, int]:
+    """Bytes held at most after a switch, and without one.
 
     Raises:
         SystemExit: a step sends more after a switch.
     """
-    sent = {}
-    for first, peaks in ((before, samples.switched_bytes), (after, samples.same_bytes)):
+    peaks, sent = {}, {}
+    for first in (before, after):
         model.under(first).loss(n)
         start = messages(model)
-        peaks.append(model.under(after).peak_bytes(n))
+        peaks[first] = model.under(after).peak_bytes(n)
         sent[first] = messages(model) - start
     if sent[before] != sent[after]:
         sys.exit(
             f"not timed: {after} at {n} tokens sends {dict(sent[before])} after {before}, "
             f"{dict(sent[after])} after itself"
         )
+    return peaks[before], peaks[after]
 
 
 def messages(model: Switched) -> Counter[str]:
@@ -110,25 +111,21 @@ def messages(model: Switched) -> Counter[str]:
     return Counter({**stats.bytes_per_collective, **calls})
 
 
-def spread(values: Sequence[int]) -> int:
-    return max(values) - min(values)
-
-
 def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:
     """A row for each length and strategy; how many are beyond the noise, in time or in memory."""
     level = 1 - (1 - LEVEL) / len(found)  # of each, so that LEVEL is that of all (Bonferroni)
     rows, beyond = [], 0
     for (n, strategy), s in found.items():
-        shares = s.shares()
+        shares, (switched, same) = s.shares(), zip(*s.peak_bytes, strict=True)
         in_time = is_noise(shares, level)
-        extra = median(s.switched_bytes) - median(s.same_bytes)
-        in_memory = abs(extra) <= spread(s.same_bytes)
+        extra, spread = median(switched) - median(same), max(same) - min(same)
+        in_memory = abs(extra) <= spread
         beyond += not (in_time and in_memory)
-        row = [f"{strategy}, {n} tokens", milliseconds(median(s.switched_s))]
-        row += [milliseconds(median(s.same_s)), f"{median(shares):+.2%}"]
+        times = (milliseconds(median(of)) for of in zip(*s.seconds, strict=True))
+        row = [f"{strategy}, {n} tokens", *times, f"{median(shares):+.2%}"]
         row += [f"{noise_of(shares, level):.2%}", "yes" if in_time else "**no**"]
-        row += [f"{median(s.same_bytes) / 2**20:.2f}", f"{extra / 2**10:+.1f}"]
-        row += [f"{spread(s.same_bytes) / 2**10:.1f}", "yes" if in_memory else "**no**"]
+        row += [f"{median(same) / 2**20:.2f}", f"{extra / 2**10:+.1f}"]
+        row += [f"{spread / 2**10:.1f}", "yes" if in_memory else "**no**"]
         rows.append(row)
     return rows, beyond
 

@@ -3,11 +3,9 @@
     python benchmarks/two_ranks.py            # half an hour on two cores, most of it compilation
 
 Llama of 4 layers, hidden 256, 8 heads, 4 KV heads, float32; a trace of 16 lengths from 128 to
-4,096, all of them multiples of 32 because PyTorch's contenders ask for that. A step is zero_grad,
-forward, backward, with the gradients of replicated weights whole on every rank at its end. Every
-contender is warmed up on every length and has its loss and its gradients compared with
-one-process eager; then the contenders take turns on each length, and the slower rank counts. What
-is compared is the time of the whole trace: the sum over the lengths of the medians.
+4,096, all of them multiples of 32 because PyTorch's contenders ask for that. Every contender has
+its loss and its gradients compared with one-process eager on every length. What is compared then
+is the time of the whole trace: the sum over the lengths of the medians.
 """
 
 from argparse import Namespace
@@ -52,9 +50,9 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     for name, contender in contenders.items():
         for n in args.trace:
             contender.check(name, reference, n)
-        rank.send(f"{name} agrees with eager at all lengths")
+        rank.report(f"{name} agrees with eager at all lengths")
     steps = {name: c.time_s for name, c in contenders.items()}
-    seconds = take_turns(steps, args.trace, range(-1, args.runs), rank.send)
+    seconds = take_turns(steps, args.trace, range(-1, args.runs), rank.report)
     plans = plans_of(contenders[AUTO].run) if AUTO in contenders else {}
     return {"seconds": seconds, "plans": plans}
 
@@ -77,12 +75,11 @@ def main(bench: Benchmark, args: Namespace) -> None:
             if {one, other} <= total.keys():
                 bench.at_least(f"`{one}` over {other}, the trace", total[other] / total[one], 1.0)
     if AUTO in total:
-        bench.add("", "## What auto chose", "")
         chosen = [[str(n), result["plans"].get(n, "")] for n in lengths]
-        bench.table(["tokens", "blocks by strategy"], chosen)
-        bench.add("", "## auto against each contender, the trace", "")
+        bench.table(["tokens", "blocks by strategy"], chosen, "## What auto chose")
         ratios = [[c, f"{total[c] / total[AUTO]:.2f}"] for c in names if c != AUTO]
-        bench.table(["contender", "its time over auto's"], ratios)
+        title = "## auto against each contender, the trace"
+        bench.table(["contender", "its time over auto's"], ratios, title)
         if rivals := [c for c in TORCH if c in total]:
             best = min(rivals, key=total.__getitem__)
             what = f"`auto` over the fastest of PyTorch's ({best}), the trace"

@@ -199,8 +199,9 @@ def test_a_slower_or_larger_step_after_a_switch_is_beyond_the_noise(benchmark: A
 
     def samples(slower: float, more: int) -> Any:
         same = around(0.1, count=40)
-        after = [s * slower * d for s, d in zip(same, around(1.0, count=40, seed=1))]
-        return switch_cost.Samples(after, same, [1000 + more] * 4, [990, 1000, 1000, 1010])
+        off = around(slower, count=40, seed=1)
+        seconds = [(s * d, s) for s, d in zip(same, off)]
+        return switch_cost.Samples(seconds, [(1000 + more, n) for n in (990, 1000, 1000, 1010)])
 
     assert switch_cost.rows_of({(64, "metp"): samples(1.0, 0)})[1] == 0
     assert switch_cost.rows_of({(64, "metp"): samples(1.05, 0)})[1] == 1

@@ -122,6 +122,3 @@ def test_the_published_heuristic_by_hand(published: Any) -> None:
     assert published(choices, 1037, 4) == (("a", "a", "a", "b"), True)
     assert published(choices, 1019, 4) == (("b",) * 4, True)
     assert published(choices, 1018, 4) == (("b",) * 4, False)
-    other = choices_of([costs, {"a": costs["a"]}], 2)
-    with pytest.raises(ValueError, match="2 sets of strategies"):
-        published(other, 10, 2)
