@@ -55,10 +55,6 @@ class Case:
     num_documents: int = 3
 
     @property
-    def scale(self) -> float:
-        return self.width**-0.5
-
-    @property
     def num_padded(self) -> int:
         return self.tokens // 8
 
@@ -82,9 +78,7 @@ class Case:
         """[S] int64: documents of unlike lengths, the same in every sequence."""
         generator = torch.Generator().manual_seed(self.tokens)
         cuts = torch.randperm(self.tokens - 1, generator=generator)[: self.num_documents - 1] + 1
-        starts = torch.zeros(self.tokens, dtype=torch.int64)
-        starts[cuts] = 1
-        return starts.cumsum(0).to(self.device)
+        return torch.bucketize(self.positions, cuts.sort().values.to(self.device), right=True)
 
     @cached_property
     def spec(self) -> AttentionSpec:
@@ -93,7 +87,7 @@ class Case:
 
         return AttentionSpec(
             self.tokens,
-            self.scale,
+            self.width**-0.5,
             left=self.window - 1 if self.mask == "window" else None,
             right=None if self.mask == FULL else 0,
             key_padding=of_all(self.positions >= self.num_padded, "padding"),
@@ -153,7 +147,7 @@ def ours(case: Case) -> Contender:
     """The operator that models call: our Triton kernels, or the CPU's."""
     spec, op = case.spec, torch.ops.paradyse.attention
     left, right = (-1 if reach is None else reach for reach in (spec.left, spec.right))
-    data = spec.key_padding, spec.document_ids, None, None, left, right, -1, case.scale, 0.0, 0.0
+    data = spec.key_padding, spec.document_ids, None, None, left, right, -1, spec.scale, 0.0, 0.0
     name = "triton" if case.device == "cuda" else "ours"
     return Contender(name, lambda q, k, v: op(q, k, v, *data)[0])
 
@@ -182,22 +176,22 @@ def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Cont
     """SDPA of one backend or of PyTorch's choice: plain masks by its flag, the others, or all, by
     the boolean mask [1, 1, S, S] that HuggingFace models build."""
     dense |= case.mask not in PLAIN
-    mask = cache(lambda: dense_mask(case) if dense else None)
-    options: Any = {"is_causal": case.mask == CAUSAL and not dense, "scale": case.scale}
-    options["enable_gqa"] = case.heads != case.kv_heads
+    causal, groups = case.mask == CAUSAL and not dense, case.heads != case.kv_heads
+
+    @cache
+    def mask() -> Tensor:
+        visible = case.visibility()(case.positions[:, None], case.positions)
+        if case.mask == "padding":  # as HuggingFace does: a row that sees nothing is no number
+            visible[: case.num_padded] = True
+        return visible[None, None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel([backend] if backend else ANY):
-            return F.scaled_dot_product_attention(q, k, v, mask(), **options)
+            return F.scaled_dot_product_attention(
+                q, k, v, mask() if dense else None, is_causal=causal, enable_gqa=groups
+            )
 
     return Contender(name, attend)
-
-
-def dense_mask(case: Case) -> Tensor:
-    mask = case.visibility()(case.positions[:, None], case.positions)
-    if case.mask == "padding":  # as HuggingFace does: a row that sees nothing is no number
-        mask[: case.num_padded] = True
-    return mask[None, None]
 
 
 def flex(case: Case) -> Contender:
@@ -213,7 +207,7 @@ def flex(case: Case) -> Contender:
         return create_block_mask(lambda b, h, i, j: visible(i, j), *sizes, device=case.device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, block_mask=blocks(), scale=case.scale)
+        return attend(q, k, v, block_mask=blocks())
 
     return Contender("flex_attention" if cuda else "flex_attention, forward", run, cuda)
 
@@ -242,7 +236,7 @@ def exact(case: Case, inputs: Inputs) -> Inputs:
     for rows in case.positions.split(1024):
         seen = visible(rows[:, None], case.positions)
         seen |= ~seen.any(-1, keepdim=True)  # a row that sees nothing has no gradient
-        out = (q[rows] @ k.T * case.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        out = (q[rows] @ k.T * case.spec.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
         out.backward(grad[rows])
         outs.append(out.detach())
     assert q.grad is not None and k.grad is not None and v.grad is not None
@@ -250,11 +244,7 @@ def exact(case: Case, inputs: Inputs) -> Inputs:
 
 
 def check(case: Case, contender: Contender, inputs: Inputs) -> None:
-    """Compares the last head of the last sequence with attention in float64.
-
-    Raises:
-        AssertionError: a result differs; names it and says by how much.
-    """
+    """Asserts that the last head of the last sequence is attention as in float64."""
     limit, results = TOLERANCE.get(case.dtype, 1e-5), contender.results(inputs)
     for what, x, y in zip(("out", "dq", "dk", "dv"), results, exact(case, inputs)):
         x = x[-1, -1]

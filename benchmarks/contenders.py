@@ -76,11 +76,8 @@ class Contender:
         return float(self.step(self.tokens(seq_len)))
 
     def time_s(self, seq_len: int, count: int = 1) -> float:
-        """Seconds of a step, on the slowest rank: the mean of ``count`` in a row.
-
-        Raises:
-            SystemExit: the last of them has another loss than the first that was timed had.
-        """
+        """Seconds of a step, on the slowest rank: the mean of ``count`` in a row. Exits where the
+        last of them has another loss than the first that was timed had."""
         ids, losses = self.tokens(seq_len), list[Tensor]()
         taken = seconds_of(lambda: losses.extend(self.step(ids) for _ in range(count)))
         loss = float(losses[-1])
@@ -91,23 +88,20 @@ class Contender:
     def gradients(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
-    def check(self, name: str, reference: Contender, seq_len: int) -> None:
-        """Compares the loss and every gradient at this length with the reference's.
-
-        Raises:
-            SystemExit: they differ.
-        """
-        at = f"{name} at {seq_len} tokens"
-        check_equal({"the reference": reference.loss(seq_len), at: self.loss(seq_len)}, TOLERANCE)
-        expected, found = reference.gradients(), self.gradients()
-        whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
-        for weight, grad in expected.items():
-            norm, error = float(grad.norm()), float((found[weight] - grad).norm())
-            if re.search(r"\bk(ey|_proj|_lin)\.bias$", weight):  # zero: softmax ignores it
-                norm = max(norm, TOLERANCE * whole)
-            if not error <= TOLERANCE * norm:
-                off = f"{error:.1e} of {norm:.1e}"
-                sys.exit(f"not timed: {at} has the gradient of {weight} off by {off}")
+    def check(self, name: str, reference: Contender, *lengths: int) -> None:
+        """Exits where the loss or a gradient at one of the lengths is not the reference's."""
+        for n in lengths:
+            at = f"{name} at {n} tokens"
+            check_equal({"the reference": reference.loss(n), at: self.loss(n)}, TOLERANCE)
+            expected, found = reference.gradients(), self.gradients()
+            whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
+            for weight, grad in expected.items():
+                norm, error = float(grad.norm()), float((found[weight] - grad).norm())
+                if re.search(r"\bk(ey|_proj|_lin)\.bias$", weight):  # zero: softmax ignores it
+                    norm = max(norm, TOLERANCE * whole)
+                if not error <= TOLERANCE * norm:
+                    off = f"{error:.1e} of {norm:.1e}"
+                    sys.exit(f"not timed: {at} has the gradient of {weight} off by {off}")
 
 
 def ours(

@@ -55,6 +55,7 @@ def first_step_of_ranks(rank: Rank, args: Namespace) -> dict[str, float]:
 @benchmark({"layers": 3, "hidden": 64, "runs": 1}, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> str:
     def run(backend: str) -> list[tuple[float, float]]:
+        log(f"{backend} compiles in a process of its own ...")
         with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
             found = alone(first_steps, backend, args, TORCHINDUCTOR_CACHE_DIR=folder)
         log(backend, *(f"{s:.1f} s" for s, _ in found))

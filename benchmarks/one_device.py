@@ -79,10 +79,7 @@ def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | No
 
 
 def compare(reference: Run, other: Run, tolerance: float) -> None:
-    """
-    Raises:
-        SystemExit: the loss or a gradient differs from inductor's.
-    """
+    """Exits where the loss or a gradient is not inductor's."""
     check_equal({"inductor": reference.loss, "paradyse": other.loss}, tolerance)
     for name, (product, norm) in reference.projections.items():
         error = abs(other.projections[name][0] - product) / norm

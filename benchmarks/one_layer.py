@@ -39,8 +39,8 @@ def measure(rank: Rank, args: Namespace) -> tuple[Times, dict[int, str]]:
     layer = Switched(model, args.inner)
     lengths, choices = sorted(args.lengths), (*ATTENTION_STRATEGIES, AUTO)
     for choice in choices:
-        for n in {lengths[0], lengths[len(lengths) // 2], lengths[-1]}:
-            layer.under(choice).check(choice, reference, n)
+        some = lengths[0], lengths[len(lengths) // 2], lengths[-1]
+        layer.under(choice).check(choice, reference, *some)
         rank.report(f"{choice} agrees with eager")
     for n in lengths:
         layer.under(AUTO).loss(n)

@@ -30,7 +30,6 @@ MODELS["OPT-13B"]["word_embed_proj_dim"] = 5120
 # Two kinds in one axis: the older has half the memory.
 UNEQUAL = Cluster((DEVICES["a100-80gb"], DEVICES["a100-40gb"]), Network())
 
-
 LAYERS = {"type": int, "help": "fewer than the models have"}
 
 

@@ -46,7 +46,7 @@ QUICK = {"layers": 1, "hidden": 64, "longest": 128, "seconds": 1, "inner": "eage
 MIXED = ("megatron_ts/megatron_cz", "megatron_cz/megatron_ts", "ulysses_z/megatron_ts")
 """Attention/MLP: plans that are no static strategy and that two ranks may want."""
 
-STEPS_PER_DOUBLING = 2
+SHORTEST, STEPS_PER_DOUBLING = 32, 2
 """Of the grid of lengths."""
 
 LEAST_RUNS = 4
@@ -56,15 +56,11 @@ LEAST_S, MOST_OFTEN = 0.2, 8
 """A run has so many steps of each contender at a length that they take about LEAST_S."""
 
 
-def grid(shortest: int, longest: int) -> list[int]:
-    """Lengths from ``shortest`` to ``longest``, each a fixed factor more than the one before."""
-    steps = math.ceil(STEPS_PER_DOUBLING * math.log2(longest / shortest))
-    return sorted({round(longest * 2 ** (-i / STEPS_PER_DOUBLING)) for i in range(steps + 1)})
-
-
-def draw_traces(count: int, lengths: Sequence[int]) -> dict[str, Counter[int]]:
-    """Per trace, how many of its ``count`` sequences have each length of the grid ``lengths``."""
-    longest = lengths[-1]
+def draw_traces(count: int, longest: int) -> dict[str, Counter[int]]:
+    """Per trace, how many of its ``count`` sequences have each length of the grid."""
+    steps = math.ceil(STEPS_PER_DOUBLING * math.log2(longest / SHORTEST))
+    factors = (2 ** (-i / STEPS_PER_DOUBLING) for i in range(steps + 1))
+    lengths = sorted({round(longest * factor) for factor in factors})
     drawn = {name: sample_lengths(name, count, longest) for name in DISTRIBUTIONS}
     drawn["demo's text"] = [f.num_tokens for f in draw_files(count, longest)]
     return {n: Counter(lengths[bisect_left(lengths, s)] for s in of) for n, of in drawn.items()}
@@ -84,8 +80,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
         reference, left_out, lengths = Contender(model_of(args)), {}, args.lengths
         for name in list(made):
             try:
-                for seq_len in (lengths[0], lengths[len(lengths) // 2]):
-                    made[name].check(name, reference, seq_len)
+                made[name].check(name, reference, lengths[0], lengths[len(lengths) // 2])
                 rank.report(f"{name} agrees with eager")
             except ValueError as e:  # on every rank alike: it cannot compute some block
                 left_out[name] = str(e)
@@ -177,9 +172,8 @@ def report_trace(
 def main(bench: Benchmark, args: Namespace) -> None:
     if args.profile and not Path(args.profile).exists():
         sys.exit(f"no profile {args.profile}; leave --profile out to have one made")
-    lengths = grid(32, args.longest)
-    traces = draw_traces(args.count, lengths)
-    args.lengths = [s for s in lengths if any(t[s] for t in traces.values())]
+    traces = draw_traces(args.count, args.longest)
+    args.lengths = sorted({s for trace in traces.values() for s in trace})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.profile or f"{folder}/profile.jsonl")
         args.profile_path = str(path.resolve())

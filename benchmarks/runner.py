@@ -86,11 +86,7 @@ def take_turns(
     """What each contender returns at each length, round by round.
 
     A length may be there several times. Another contender goes first each time, since what
-    follows a neighbour's garbage is slower.
-
-    Args:
-        rounds: numbers of the rounds; those below 0 warm up and are not kept.
-        tell: is told of every round.
+    follows a neighbour's garbage is slower. Rounds below 0 warm up and are not kept.
     """
     names = list(contenders)
     found: dict[K, dict[int, list[T]]] = {c: {n: [] for n in lengths} for c in names}
@@ -106,11 +102,7 @@ def take_turns(
 
 
 def check_equal(losses: Mapping[str, float], tolerance: float = 1e-4) -> None:
-    """Compares losses with the first.
-
-    Raises:
-        SystemExit: a loss differs from it by more than ``tolerance``, relative.
-    """
+    """Exits where a loss differs from the first by more than ``tolerance``, relative."""
     (name, reference), *others = losses.items()
     for other, loss in others:
         if not abs(loss - reference) <= tolerance * abs(reference):
@@ -225,12 +217,11 @@ class Benchmark:
         self.missed |= not met
 
     def finish(self, threads: str | None = None) -> int:
-        """Adds goals, machine and command, and writes the report, if there is one.
+        """Adds goals, machine and command, writes the report, if there is one, and returns the
+        exit status.
 
         Args:
             threads: what the benchmark ran on; default: its ranks, of one thread each.
-        Returns:
-            The exit status: 1 where a goal is missed.
         """
         if not (self.lines or self.goals):
             return 0

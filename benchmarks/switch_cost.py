@@ -57,8 +57,7 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     model, reference = (llama(args.layers, args.hidden) for _ in range(2))
     switched, eager = Switched(model, args.inner), Contender(reference)
     for strategy in ATTENTION_STRATEGIES:
-        for n in args.lengths:
-            switched.under(strategy).check(strategy, eager, n)
+        switched.under(strategy).check(strategy, eager, *args.lengths)
         rank.report(f"{strategy} agrees with eager")
     others = {s: [o for o in ATTENTION_STRATEGIES if o != s] for s in ATTENTION_STRATEGIES}
     held = {
@@ -85,11 +84,8 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
 
 
 def peaks_of(model: Switched, n: int, before: str, after: str) -> tuple[int, int]:
-    """Bytes held at most after a switch, and without one.
-
-    Raises:
-        SystemExit: a step sends more after a switch.
-    """
+    """Bytes held at most after a switch, and without one. Exits where a step sends more after a
+    switch."""
     peaks, sent = {}, {}
     for first in (before, after):
         model.under(first).loss(n)

@@ -48,8 +48,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     contenders = {n: build() for n, build in make.items() if not args.only or n in args.only}
     reference = Contender(model())
     for name, contender in contenders.items():
-        for n in args.trace:
-            contender.check(name, reference, n)
+        contender.check(name, reference, *args.trace)
         rank.report(f"{name} agrees with eager at all lengths")
     steps = {name: c.time_s for name, c in contenders.items()}
     seconds = take_turns(steps, args.trace, range(-1, args.runs), rank.report)

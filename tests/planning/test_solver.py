@@ -96,7 +96,7 @@ def test_a_deep_model_of_many_kinds_is_solved() -> None:
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    return import_module("published").published
+    return import_module("choice").published
 
 
 @pytest.mark.parametrize("seed", range(30))
