@@ -58,6 +58,8 @@ class Crossing:
     at: float
     time_s: float
     """Of both, there."""
+    front: bool
+    """Whether no other strategy is faster there."""
 
 
 def crossings_of(one: str, other: str, times: Times) -> list[Crossing]:
@@ -77,25 +79,21 @@ def crossings_of(one: str, other: str, times: Times) -> list[Crossing]:
         first, second = median(times[one][a]), median(times[one][b])
         before, after = (one, other) if logs[low] < 0 else (other, one)
         at, time_s = a * (b / a) ** share, first * (second / first) ** share
-        found.append(Crossing(before, after, at, time_s))
+        near = min(lengths, key=lambda n: abs(math.log(n / at)))
+        front = fastest(times, near) in (one, other)
+        found.append(Crossing(before, after, at, time_s, front))
     return found
 
 
 def fastest(times: Times, n: int) -> str:
-    return min(ATTENTION_STRATEGIES, key=lambda s: median(times[s][n]))
-
-
-def is_at_the_front(crossing: Crossing, times: Times) -> bool:
-    """Whether no other strategy is faster where these two cross."""
-    near = min(times[crossing.before], key=lambda n: abs(math.log(n / crossing.at)))
-    return fastest(times, near) in (crossing.before, crossing.after)
+    return min((c for c in times if c != AUTO), key=lambda c: median(times[c][n]))
 
 
 def page_of(title: str, times: Times, crossings: Sequence[Crossing]) -> Page:
     """The picture; crossings of the fastest strategies are marked."""
     points = {c: tuple((n, median(of[n]), True) for n in sorted(of)) for c, of in times.items()}
     lines = tuple(Line(c, p) for c, p in points.items())
-    marks = tuple((c.at, c.time_s, f"{c.at:,.0f}") for c in crossings if is_at_the_front(c, times))
+    marks = tuple((c.at, c.time_s, f"{c.at:,.0f}") for c in crossings if c.front)
     return Page(title, [Chart("Time of a step", "s", lines, marks=marks)])
 
 
@@ -118,8 +116,8 @@ def main(bench: Benchmark, args: Namespace) -> None:
     crossings = sorted((c for p in pairs for c in crossings_of(*p, times)), key=lambda c: c.at)
     rows = []
     for c in crossings:
-        front = "yes" if is_at_the_front(c, times) else ""
-        rows.append([f"{c.at:,.0f} tokens", c.before, c.after, milliseconds(c.time_s), front])
+        row = [f"{c.at:,.0f} tokens", c.before, c.after, milliseconds(c.time_s)]
+        rows.append([*row, "yes" if c.front else ""])
     header = ["at", "faster before", "faster after", "time there, ms", "of the fastest"]
     if rows:
         bench.table(header, rows, "## Crossings")

@@ -9,6 +9,7 @@ Nothing is trained or measured on a device: see ``paradyse/offline/dry_run.py`` 
 
 import time
 from argparse import Namespace
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,20 +37,19 @@ LAYERS = {"type": int, "help": "fewer than the models have"}
 @benchmark({"gpus": (2,), "layers": 1}, gpus=(8, 1024), layers=LAYERS)
 def main(bench: Benchmark, args: Namespace) -> None:
     a100 = read_cluster("a100-80gb")
-    for num_gpus in args.gpus:
-        for name, config in MODELS.items():
-            start = time.process_time()
-            run = dry_run_of(SIZES | config, args.layers, "bfloat16", num_gpus, sharded=True)
-            took = time.process_time() - start
-            clusters = {"a100-80gb": a100}
-            if num_gpus <= 8:
-                clusters["a100-80gb and a100-40gb"] = UNEQUAL
-            for devices, cluster in clusters.items():
-                machine = machine_of(cluster, num_gpus)
-                outlook = look_ahead(run, machine, default_lengths, torch.bfloat16)
-                print(f"# {name} on {num_gpus} x {devices}, bfloat16, batch 1, sharded weights")
-                print(f"# {machine.source}; the dry run took {took:.0f} s of one core\n")
-                for title, header, rows in tables_of(outlook, cluster, num_gpus):
-                    print(f"{title}\n{text_table(header, rows)}\n", flush=True)
+    for num_gpus, (name, config) in product(args.gpus, MODELS.items()):
+        start = time.process_time()
+        run = dry_run_of(SIZES | config, args.layers, "bfloat16", num_gpus, sharded=True)
+        took = time.process_time() - start
+        clusters = {"a100-80gb": a100}
+        if num_gpus <= 8:
+            clusters["a100-80gb and a100-40gb"] = UNEQUAL
+        for devices, cluster in clusters.items():
+            machine = machine_of(cluster, num_gpus)
+            outlook = look_ahead(run, machine, default_lengths, torch.bfloat16)
+            print(f"# {name} on {num_gpus} x {devices}, bfloat16, batch 1, sharded weights")
+            print(f"# {machine.source}; the dry run took {took:.0f} s of one core\n")
+            for title, header, rows in tables_of(outlook, cluster, num_gpus):
+                print(f"{title}\n{text_table(header, rows)}\n", flush=True)
     for remark in remarks(machine)[1:]:
         print(f"note: {remark}")

@@ -17,11 +17,12 @@ import random
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from contenders import Contender, Switched, llama
-from runner import Benchmark, benchmark, is_noise, median, milliseconds, noise_of, take_turns
+from runner import Benchmark, T, benchmark, is_noise, median, milliseconds, noise_of, take_turns
 
 import paradyse
 from paradyse.cli.launch import Rank
@@ -59,45 +60,39 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     for strategy in ATTENTION_STRATEGIES:
         switched.under(strategy).check(strategy, eager, *args.lengths)
         rank.report(f"{strategy} agrees with eager")
-    others = {s: [o for o in ATTENTION_STRATEGIES if o != s] for s in ATTENTION_STRATEGIES}
-    held = {
-        (n, after): [peaks_of(switched, n, before, after) for before in others[after]]
-        for n in args.lengths
-        for after in ATTENTION_STRATEGIES
-    }
-    rank.report("memory done")
     rng = random.Random(0)  # the same on all ranks
 
-    def times_of(n: int, after: str) -> list[tuple[float, float]]:
+    def pairs(n: int, after: str, take: Callable[[Switched, int], T]) -> list[tuple[T, T]]:
+        """Of steps after a switch from each other strategy, and of steps without one."""
         found = []
-        for before in others[after]:
-            taken = {}
-            for first in rng.sample((before, after), 2):
-                switched.under(first).loss(n)
-                taken[first] = switched.under(after).time_s(n)
-            found.append((taken[before], taken[after]))
+        for before in ATTENTION_STRATEGIES:
+            if before != after:
+                taken = {}
+                for first in rng.sample((before, after), 2):
+                    switched.under(first).loss(n)
+                    taken[first] = take(switched.under(after), n)
+                found.append((taken[before], taken[after]))
         return found
 
-    turns = {s: lambda n, s=s: times_of(n, s) for s in ATTENTION_STRATEGIES}
+    peaks: dict[Key, list[tuple[int, int]]] = {}
+    for n, after in product(args.lengths, ATTENTION_STRATEGIES):
+        held = pairs(n, after, peak_and_messages)
+        peaks[n, after] = [(more, same) for (more, _), (same, _) in held]
+        for (_, sent), (_, expected) in held:
+            if sent != expected:
+                sys.exit(
+                    f"not timed: {after} at {n} tokens sends {sent} after a switch, else {expected}"
+                )
+    rank.report("memory done")
+    turns = {s: lambda n, s=s: pairs(n, s, Switched.time_s) for s in ATTENTION_STRATEGIES}
     taken = take_turns(turns, args.lengths, range(-1, args.rounds), rank.report)
-    return {(n, s): Samples(sum(taken[s][n], []), peaks) for (n, s), peaks in held.items()}
+    return {(n, s): Samples(sum(taken[s][n], []), held) for (n, s), held in peaks.items()}
 
 
-def peaks_of(model: Switched, n: int, before: str, after: str) -> tuple[int, int]:
-    """Bytes held at most after a switch, and without one. Exits where a step sends more after a
-    switch."""
-    peaks, sent = {}, {}
-    for first in (before, after):
-        model.under(first).loss(n)
-        start = messages(model)
-        peaks[first] = model.under(after).peak_bytes(n)
-        sent[first] = messages(model) - start
-    if sent[before] != sent[after]:
-        sys.exit(
-            f"not timed: {after} at {n} tokens sends {dict(sent[before])} after {before}, "
-            f"{dict(sent[after])} after itself"
-        )
-    return peaks[before], peaks[after]
+def peak_and_messages(model: Switched, n: int) -> tuple[int, Counter[str]]:
+    """Bytes held at most in a step; bytes and messages of each collective."""
+    start = messages(model)
+    return model.peak_bytes(n), messages(model) - start
 
 
 def messages(model: Switched) -> Counter[str]:
