@@ -1,6 +1,5 @@
 """What the attention benchmarks compare: masks, contenders, and attention in float64."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -13,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
-from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.selection import BACKWARD, CAUSAL, FORWARD, FULL, capability_of, supported
 
@@ -152,26 +150,6 @@ def ours(case: Case) -> Contender:
     return Contender(name, lambda q, k, v: op(q, k, v, *data)[0])
 
 
-def interpreted(case: Case) -> Contender:
-    """Our kernels on a CPU, under Triton's interpreter."""
-    from paradyse.kernels import flash_runs
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out, lse = flash_runs.forward(q, k, v, *where)
-            ctx.save_for_backward(q, k, v, out, lse)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-            return flash_runs.backward(Backward(grad, *ctx.saved_tensors), *where)
-
-    runs = ((0, case.tokens),)
-    where = (runs, runs, case.spec)
-    return Contender("triton, interpreted", lambda *qkv: Attention.apply(*qkv))
-
-
 def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Contender:
     """SDPA of one backend or of PyTorch's choice: plain masks by its flag, the others, or all, by
     the boolean mask [1, 1, S, S] that HuggingFace models build."""
@@ -222,8 +200,6 @@ def contenders(case: Case) -> Iterator[Contender]:
         for name, backend in LIBRARIES.items() if case.mask in PLAIN else ():
             if all(supported(name, *where, d) for d in (FORWARD, BACKWARD)):
                 yield sdpa(case, name, backend, dense=False)
-    elif os.environ.get("TRITON_INTERPRET") == "1":
-        yield interpreted(case)
     yield sdpa(case, "efficient, dense mask", dense, dense=True)
     yield flex(case)
 

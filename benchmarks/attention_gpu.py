@@ -3,8 +3,7 @@
     python benchmarks/attention_gpu.py                     # all lengths, widths and masks
     python benchmarks/attention_gpu.py --lengths 16384 --widths 128 --masks causal
     python benchmarks/attention_gpu.py --write-table kernels/selection.json
-    python benchmarks/attention_gpu.py --check             # correctness alone, tiny; also on a CPU,
-                                                           # with TRITON_INTERPRET=1 our kernels too
+    python benchmarks/attention_gpu.py --check             # correctness alone, tiny; also on a CPU
 
 Contenders: ours (Triton); ATen's flash attention and cuDNN's, where the mask is plain; PyTorch's
 memory-efficient kernel with the dense mask that a HuggingFace model would build; flex_attention,

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 aten = torch.ops.aten
 
@@ -133,10 +134,9 @@ class ContextParallel(Contender):
             loss = self.run(**given).loss
             loss.backward()
         grads = list(self.gradients().values())
-        flat = torch._utils._flatten_dense_tensors(grads)
+        flat = parameters_to_vector(grads)
         dist.all_reduce(flat)
-        for grad, whole in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads)):
-            grad.copy_(whole)
+        vector_to_parameters(flat, grads)
         return loss.detach()
 
     def loss(self, seq_len: int) -> float:
