@@ -87,6 +87,7 @@ def compare(layers: int, num_tables: int) -> np.ndarray:
         middle = time.process_time()
         heuristic, fits = published(choices, limit, layers)
         end = time.process_time()
+        assert exact is not None
         gap = choices.time_s(heuristic) / choices.time_s(exact) - 1 if fits else math.inf
         rows.append((gap, middle - start, end - middle))
     return np.array(rows).T

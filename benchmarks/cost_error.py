@@ -111,7 +111,11 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
             for p in ask:
                 step_s, *held = quantities(measured[p])
                 said_s, *said = (curve(*p) for curve in curves)
-                error = {"estimator": name, "where": where, "label": f"{kind} {strategy}".strip()}
+                error: Error = {
+                    "estimator": name,
+                    "where": where,
+                    "label": f"{kind} {strategy}".strip(),
+                }
                 error |= {"power": p[1].bit_length() - 1, "time": abs(said_s / step_s - 1)}
                 error["memory"] = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
                 found.append(error)

@@ -70,7 +70,7 @@ class Bounded(Steps):
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return int(told)
 
-    def longest(self, strategy: str, limit: int, said: int) -> int:
+    def longest(self, strategy: str, limit: float, said: int) -> int:
         """The longest length whose step is measured to fit, ``said`` to be predicted; or 0."""
         start = max(1, said)
         lengths = range(0, 2 * start + 1, math.ceil(CLOSE * start))

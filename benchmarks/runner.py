@@ -40,7 +40,8 @@ OPTIONS: dict[str, Any] = {
 }
 """Of every benchmark."""
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 median = statistics.median
 
 
