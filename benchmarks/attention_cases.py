@@ -205,27 +205,29 @@ def contenders(case: Case) -> Iterator[Contender]:
 
 
 def exact(case: Case, inputs: Inputs) -> Inputs:
-    """out, dq, dk, dv [S, D] of the last sequence's last head, in float64, by blocks of rows."""
-    *leaves, grad = (x[-1, -1].double() for x in inputs)
+    """out, dq, dk, dv [H, S, D] of the last sequence's last KV head and the query heads that share
+    it, in float64, by blocks of rows."""
+    group = case.heads // case.kv_heads
+    *leaves, grad = (x[-1, -n:].double() for x, n in zip(inputs, (group, 1, 1, group)))
     q, k, v = (x.requires_grad_() for x in leaves)
     outs, visible = [], case.visibility()
     for rows in case.positions.split(1024):
         seen = visible(rows[:, None], case.positions)
         seen |= ~seen.any(-1, keepdim=True)  # a row that sees nothing has no gradient
-        out = (q[rows] @ k.T * case.spec.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
-        out.backward(grad[rows])
+        out = (q[:, rows] @ k.mT * case.spec.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        out.backward(grad[:, rows])
         outs.append(out.detach())
     assert q.grad is not None and k.grad is not None and v.grad is not None
-    return torch.cat(outs), q.grad, k.grad, v.grad
+    return torch.cat(outs, 1), q.grad, k.grad, v.grad
 
 
 def check(case: Case, contender: Contender, inputs: Inputs) -> None:
-    """Asserts that the last head of the last sequence is attention as in float64."""
+    """Asserts that the last KV head of the last sequence is attention as in float64."""
     limit, results = TOLERANCE.get(case.dtype, 1e-5), contender.results(inputs)
     for what, x, y in zip(("out", "dq", "dk", "dv"), results, exact(case, inputs)):
-        x = x[-1, -1]
+        x = x[-1, -len(y) :]
         if case.mask == "padding" and what == "out":
-            x, y = x[case.num_padded :], y[case.num_padded :]
+            x, y = x[:, case.num_padded :], y[:, case.num_padded :]
         error = float((x - y).norm() / y.norm())
         assert error <= limit, (
             f"{contender.name}, {MASKS[case.mask]}, {case.tokens} tokens, width {case.width}: "
