@@ -18,7 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paradyse.kernels.attention_core import Backward, Call, Grads, Problem, adjacent, stat_dtype
+from paradyse.kernels.attention_core import (
+    Backward,
+    Call,
+    Grads,
+    Problem,
+    adjacent,
+    empty_like_heads,
+    empty_lse,
+    stat_dtype,
+)
 from paradyse.kernels.attention_mask import (
     AttentionSpec,
     Intervals,
@@ -184,9 +193,7 @@ def attention_forward(
     """
     call = _call(q, k, v, q_runs, kv_runs, spec)
     if isinstance(q, FakeTensor):  # a dry run: what a flash kernel allocates
-        b, h, n, _ = q.shape
-        out = q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2)
-        return out, q.new_empty(b, h, n, dtype=stat_dtype(q.dtype))
+        return empty_like_heads(q, v.shape[-1]), empty_lse(q)
     if q.is_cuda:
         found = library_forward(q, k, v, q_runs, kv_runs, spec)
         if found is not None:
@@ -200,9 +207,7 @@ def attention_forward(
     if len(problems) == 1 and problems[0].is_one_tile(q.shape[2], k.shape[2]):
         out, lse = call.forward(problems[0], problems[0].tiles[0], *qkv)
         return out[..., :value_width].to(dtype), lse
-    b, h, n, _ = q.shape
-    out = q.new_zeros(b, n, h, value_width).transpose(1, 2)
-    lse = q.new_full((b, h, n), -torch.inf, dtype=stat_dtype(dtype))
+    out, lse = empty_like_heads(q, value_width).zero_(), empty_lse(q).fill_(-torch.inf)
     pending: tuple[Tensor, Tensor] | None = None
     for problem in problems:
         for i, tile in enumerate(problem.tiles):
@@ -232,7 +237,7 @@ def attention_backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: Atten
     qkv = q, k, v = given.q, given.k, given.v
     call = _call(q, k, v, q_runs, kv_runs, spec)
     if isinstance(q, FakeTensor):
-        dq, dk, dv = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in qkv)
+        dq, dk, dv = map(empty_like_heads, qkv)
         return dq, dk, dv
     if q.is_cuda:
         found = library_backward(given, q_runs, kv_runs, spec)
@@ -247,12 +252,7 @@ def attention_backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: Atten
         grads = call.backward(problems[0], problems[0].tiles[0], given)
     else:
         exact = stat_dtype(q.dtype)
-        grads = tuple(  # in [B, S, H, D] order, as the values usually come
-            torch.zeros_like(
-                x.transpose(1, 2), dtype=exact, memory_format=torch.contiguous_format
-            ).transpose(1, 2)
-            for x in given[1:4]
-        )
+        grads = tuple(empty_like_heads(x, dtype=exact).zero_() for x in given[1:4])
         for problem in problems:
             for tile in problem.tiles:
                 shares = call.backward(problem, tile, given.cut(tile, problem.batch))

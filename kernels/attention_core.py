@@ -43,6 +43,21 @@ def adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
 
+def empty_like_heads(
+    x: Tensor, width: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """An empty tensor of the shape of ``x`` [B, H, S, D], laid out as [B, S, H, D]; ``width`` and
+    ``dtype`` replace those of ``x``.
+    """
+    b, h, s, d = x.shape
+    return x.new_empty((b, s, h, d if width is None else width), dtype=dtype).transpose(1, 2)
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """An empty log-sum-exp [B, H, S] of ``q`` [B, H, S, D], in ``stat_dtype``."""
+    return q.new_empty(q.shape[:3], dtype=stat_dtype(q.dtype))
+
+
 class Backward(NamedTuple):
     """What gradients are computed from: some queries, and some keys that they see."""
 

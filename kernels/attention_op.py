@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
-from paradyse.kernels.attention_core import Backward, stat_dtype
+from paradyse.kernels.attention_core import Backward, empty_like_heads, empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.torch_private import schema_of, tree_leaves
 
@@ -96,19 +96,6 @@ def token_major(x: Tensor) -> Tensor:
         if alone and y.is_contiguous()
         else y.clone(memory_format=torch.contiguous_format).transpose(1, 2)
     )
-
-
-def empty_like_heads(x: Tensor, width: int | None = None) -> Tensor:
-    """An empty ``token_major`` tensor of the shape of ``x`` [B, H, S, D], its last dim replaced by
-    ``width``.
-    """
-    b, h, s, d = x.shape
-    return x.new_empty((b, s, h, d if width is None else width)).transpose(1, 2)
-
-
-def empty_lse(q: Tensor) -> Tensor:
-    """An empty log-sum-exp [B, H, S] of ``q`` [B, H, S, D], in ``stat_dtype``."""
-    return q.new_empty(q.shape[:3], dtype=stat_dtype(q.dtype))
 
 
 def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence[Tensor]]) -> None:

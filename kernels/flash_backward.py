@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paradyse.kernels.attention_core import Backward, Grads
+from paradyse.kernels.attention_core import Backward, Grads, empty_like_heads
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_pairs import (
     bias_of,
@@ -230,7 +230,7 @@ def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec
     configs = device_configs(q, v, visibility)
     split = _split(b, h, kv_heads, num_keys, configs.keys.block_n, q.device)
     sums = q.dtype if split == 1 else torch.float32
-    dq = q.new_empty((b, n, h, d))
+    dq = empty_like_heads(q)
     dk = k.new_empty((split, b, num_keys, kv_heads, d), dtype=sums)
     dv = v.new_empty((split, b, num_keys, kv_heads, dv_width), dtype=sums)
     delta, shift = torch.empty_like(lse), torch.empty_like(lse)
@@ -258,7 +258,7 @@ def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec
         to_queries = (shift, delta, dq, spec.scale)
         launch(_queries_kernel, configs.queries, b * h, inputs, to_queries, *call)
     whole_dk, whole_dv = (x[0] if split == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
-    return dq.transpose(1, 2), whole_dk.transpose(1, 2), whole_dv.transpose(1, 2)
+    return dq, whole_dk.transpose(1, 2), whole_dv.transpose(1, 2)
 
 
 def _split(b: int, h: int, kv_heads: int, num_keys: int, block_n: int, device: torch.device) -> int:

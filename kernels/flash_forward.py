@@ -8,11 +8,11 @@ the others through one with it; hidden tiles are in neither (``flash_tiles``).
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from paradyse.kernels.attention_core import empty_like_heads, empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_pairs import (
     bias_of,
@@ -116,10 +116,8 @@ def launch_forward(
     Returns:
         out [B, H, Sq, Dv] in q's dtype, laid out as [B, Sq, H, Dv], and lse [B, H, Sq] float32.
     """
-    b, h, n, _ = q.shape
-    out = q.new_empty((b, n, h, v.shape[-1]))
-    lse = q.new_empty((b, h, n), dtype=torch.float32)
+    out, lse = empty_like_heads(q, v.shape[-1]), empty_lse(q)
     if lse.numel():
-        config = device_configs(q, v, visibility).forward
-        launch(_forward_kernel, config, b * h, (q, k, v), (out, lse), visibility, spec)
-    return out.transpose(1, 2), lse
+        config, programs = device_configs(q, v, visibility).forward, q.shape[0] * q.shape[1]
+        launch(_forward_kernel, config, programs, (q, k, v), (out, lse), visibility, spec)
+    return out, lse

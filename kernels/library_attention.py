@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.kernels.attention_core import Backward, Grads, adjacent
+from paradyse.kernels.attention_core import Backward, Grads, adjacent, empty_like_heads
 from paradyse.kernels.attention_mask import DIAGONAL, AttentionSpec, Runs, Tile
 from paradyse.kernels.attention_mask import FULL as FULL_TILE
 from paradyse.kernels.selection import (
@@ -186,11 +186,6 @@ def selected_tile(
     return (tile, kernel) if kernel in FORWARD_KERNELS else None
 
 
-def _token_major_zeros(like: Tensor) -> Tensor:
-    b, h, s, d = like.shape
-    return like.new_zeros(b, s, h, d).transpose(1, 2)
-
-
 def library_forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor] | None:
@@ -204,7 +199,7 @@ def library_forward(
     out, lse = FORWARD_KERNELS[kernel](*parts, tile.kind == DIAGONAL, spec.scale)
     if (tile.r0, tile.r1) == (0, q.shape[2]):
         return out, lse
-    whole = _token_major_zeros(q)
+    whole = empty_like_heads(q).zero_()
     whole_lse = lse.new_full(q.shape[:3], -torch.inf)
     whole[:, :, rows] = out
     whole_lse[:, :, rows] = lse
@@ -228,7 +223,7 @@ def library_backward(
         if grad.shape == like.shape:
             found.append(grad)
             continue
-        whole = _token_major_zeros(like)
+        whole = empty_like_heads(like).zero_()
         whole[:, :, at] = grad
         found.append(whole)
     dq, dk, dv = found

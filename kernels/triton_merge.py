@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paradyse.kernels.attention_core import empty_like_heads
 from paradyse.kernels.triton_heads import Heads, head_of, tile_options
 
 
@@ -63,7 +64,7 @@ def launch_merge(
     """
     b, h, s, d = out.shape
     in_place = out.dtype == dtype and out.stride(3) == 1 and 0 not in out.stride()[:3]
-    result = out if in_place else out.new_empty(b, s, h, d, dtype=dtype).transpose(1, 2)
+    result = out if in_place else empty_like_heads(out, dtype=dtype)
     result_lse = lse.new_empty(b, h, s)
     if out.numel() == 0:
         return result, result_lse.copy_(torch.logaddexp(lse, lse_i))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paradyse.distributed.axis import Axis
+from paradyse.kernels.attention_core import empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
-from paradyse.kernels.attention_op import empty_lse
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
 from paradyse.graph.attention_call import AttentionCall
+from paradyse.kernels.attention_core import empty_like_heads
 from paradyse.kernels.attention_op import (
     ARGUMENTS,
     BACKWARD,
     Grads,
-    empty_like_heads,
     make_spec,
     register_gradient,
     token_major,

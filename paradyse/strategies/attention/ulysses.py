@@ -14,9 +14,9 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
-from paradyse.kernels.attention_core import Backward
+from paradyse.kernels.attention_core import Backward, empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
-from paradyse.kernels.attention_op import empty_lse, token_major
+from paradyse.kernels.attention_op import token_major
 from paradyse.kernels.head_exchange import (
     receive_heads,
     receive_tokens,
