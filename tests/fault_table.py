@@ -282,7 +282,7 @@ FAULTS: tuple[Fault, ...] = (
         "paradyse/weights/layout.py",
         "            at += n\n",
         "            at = n\n",
-        ("tests/checkpoint/test_loading.py::test_any_layout_is_overwritten_in_place",),
+        ("tests/weights/test_layout.py",),
     ),
     # graph
     Fault(
@@ -361,7 +361,7 @@ FAULTS: tuple[Fault, ...] = (
         "passes/place_tokens.py",
         "    ctx.fills[labels] = ignore_index\n",
         "",
-        WHOLE,
+        ("tests/passes/test_place_tokens.py",),
     ),
     # runtime
     Fault(
@@ -369,7 +369,7 @@ FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/guard.py",
         "key = (batch, seq_len, training)",
         "key = (batch, training)",
-        ("tests/runtime/test_guard.py", "tests/test_dropin.py::test_dynamic[2-True-1]"),
+        ("tests/runtime/test_guard.py", "tests/test_dropin.py::test_dynamic"),
     ),
     Fault(
         "a converted value of an earlier layout",
