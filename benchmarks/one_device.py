@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from contenders import BACKENDS, compiled, llama
-from runner import Benchmark, alone, benchmark, check_equal, log, median, seconds_of, take_turns
+from runner import Benchmark, alone, benchmark, check_equal, log, median, take_turns
 
 OPTIONS = {"lengths": (32768, 131072), "steps": 5, "rounds": 2, "checkpoint_from": 32768}
 QUICK = {"lengths": (128, 192), "steps": 2, "rounds": 1, "checkpoint_from": 192}
@@ -59,21 +59,18 @@ def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | No
         if seq_len >= args.checkpoint_from:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         contender = compiled(model, backend)
-        ids = contender.tokens(seq_len).to(model.device)
-        seconds, losses = [], []
-        for i in range(WARM_UP + args.steps):
-            if i == WARM_UP and cuda:
-                torch.cuda.reset_peak_memory_stats()
-            # The loss on the host is the end of the step's work on a device.
-            seconds.append(seconds_of(lambda: losses.append(float(contender.step(ids)))))
+        losses = [contender.loss(seq_len) for _ in range(WARM_UP)]
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds = [contender.time_s(seq_len) for _ in range(args.steps)]
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         found = {}
         for i, (name, grad) in enumerate(contender.gradients().items()):
-            generator = torch.Generator(grad.device).manual_seed(i)
-            direction = torch.randn(grad.shape, generator=generator, device=grad.device)
+            torch.manual_seed(i)
+            direction = torch.randn_like(grad, dtype=torch.float32)
             product = (grad.float() * direction).sum() / direction.norm()
             found[name] = float(product), float(grad.float().norm())
-        return Run(seconds[WARM_UP:], peak, losses[-1], found)
+        return Run(seconds, peak, losses[-1], found)
     except torch.OutOfMemoryError:
         return None
 

@@ -3,8 +3,7 @@
     python benchmarks/one_layer.py            # four minutes on two cores, half of it compilation
 
 A Llama of one layer on two ranks, compiled once; its strategy is switched before every step, in
-which are the embedding and the head of 256 bytes too. Loss and gradients of every strategy are
-compared with one-process eager first.
+which are the embedding and the head of 256 bytes too.
 
 Two strategies cross between two lengths where one is faster at the shorter and the other at the
 longer, each by more than the noise of the rounds (``runner.noise_of``); where exactly is
@@ -17,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from contenders import AUTO, Contender, Switched, llama
+import numpy as np
+from contenders import AUTO, Switched, llama
 from runner import Benchmark, benchmark, is_noise, median, milliseconds, take_turns
 
 import paradyse
@@ -35,13 +35,9 @@ Times = Mapping[str, Mapping[int, Sequence[float]]]
 
 def measure(rank: Rank, args: Namespace) -> tuple[Times, dict[int, str]]:
     """Seconds of every step, and the key of the plan that auto takes at each length."""
-    model, reference = llama(1, args.hidden), Contender(llama(1, args.hidden))
-    layer = Switched(model, args.inner)
+    layer = Switched(llama(1, args.hidden), args.inner)
     lengths, choices = sorted(args.lengths), (*ATTENTION_STRATEGIES, AUTO)
-    for choice in choices:
-        some = lengths[0], lengths[len(lengths) // 2], lengths[-1]
-        layer.under(choice).check(choice, reference, *some)
-        rank.report(f"{choice} agrees with eager")
+    layer.check_plans(rank, choices, lengths[0], lengths[len(lengths) // 2], lengths[-1])
     for n in lengths:
         layer.under(AUTO).loss(n)
     plans = dict(paradyse.stats(layer.run).plan_per_length)
@@ -66,8 +62,8 @@ def crossings_of(one: str, other: str, times: Times) -> list[Crossing]:
     """Where one of the two overtakes the other, from the shortest length on."""
     lengths = sorted(times[one])
     logs = {n: math.log(median(times[one][n]) / median(times[other][n])) for n in lengths}
-    pairs = {n: zip(times[one][n], times[other][n]) for n in lengths}
-    clear = [n for n in lengths if not is_noise([math.log(a / b) for a, b in pairs[n]])]
+    ratios = {n: np.divide(times[one][n], times[other][n]) for n in lengths}
+    clear = [n for n in lengths if not is_noise(np.log(ratios[n]))]
     found = []
     for low, high in pairwise(clear):
         if logs[low] * logs[high] >= 0:
@@ -114,11 +110,11 @@ def main(bench: Benchmark, args: Namespace) -> None:
     bench.add("", "`*` fastest strategy")
     pairs = combinations(ATTENTION_STRATEGIES, 2)
     crossings = sorted((c for p in pairs for c in crossings_of(*p, times)), key=lambda c: c.at)
-    rows = []
-    for c in crossings:
-        row = [f"{c.at:,.0f} tokens", c.before, c.after, milliseconds(c.time_s)]
-        rows.append([*row, "yes" if c.front else ""])
     header = ["at", "faster before", "faster after", "time there, ms", "of the fastest"]
+    rows = [
+        [f"{c.at:,.0f} tokens", c.before, c.after, milliseconds(c.time_s), "yes" * c.front]
+        for c in crossings
+    ]
     if rows:
         bench.table(header, rows, "## Crossings")
     else:

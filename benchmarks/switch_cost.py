@@ -5,8 +5,7 @@
 A Llama of two layers on two ranks, compiled once, everything warm. For every ordered pair of
 strategies (a, b) and in each round two steps under b are measured: one right after a step under a,
 one right after a step under b; which comes first is drawn. The length and the tokens are the same.
-Before anything is timed, loss and gradients are compared with one-process eager, and both kinds of
-step have to send the same bytes: a switch moves nothing.
+Both kinds of step have to send the same bytes: a switch moves nothing.
 
 Noise, of time: what the median of the paired differences would stray by if a switch changed
 nothing (``runner.noise_of``), for all rows of the table together in 95 of 100 repetitions of the
@@ -21,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from contenders import Contender, Switched, llama
+from contenders import Switched, llama
 from runner import Benchmark, T, benchmark, is_noise, median, milliseconds, noise_of, take_turns
 
 import paradyse
@@ -55,11 +54,8 @@ Key = tuple[int, str]
 
 def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     """All samples."""
-    model, reference = (llama(args.layers, args.hidden) for _ in range(2))
-    switched, eager = Switched(model, args.inner), Contender(reference)
-    for strategy in ATTENTION_STRATEGIES:
-        switched.under(strategy).check(strategy, eager, *args.lengths)
-        rank.report(f"{strategy} agrees with eager")
+    switched = Switched(llama(args.layers, args.hidden), args.inner)
+    switched.check_plans(rank, ATTENTION_STRATEGIES, *args.lengths)
     rng = random.Random(0)  # the same on all ranks
 
     def pairs(n: int, after: str, take: Callable[[Switched, int], T]) -> list[tuple[T, T]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def verify(
                 continue
             current[0] = planned
             got, got_grads = _step(compiled, model, batch)
-            worst, error = _worst(grads, got_grads)
+            worst, error = worst_gradient(grads, got_grads)
             loss_error = abs(got - loss) / max(abs(loss), 1e-30)
             name = name if axis.size > 1 else REPLICATED
             rows.append(VerifyRow(name, loss_error, worst, error, "", tolerance))
@@ -102,8 +103,9 @@ def _step(
     return float(loss.detach()), grads
 
 
-def _worst(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient differs most, in relative norm.
+def worst_gradient(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The parameter whose gradient in ``got`` is furthest from that in ``want``, and by how much,
+    in relative norm; not a number is further than any.
 
     A gradient that is mathematically zero (a key bias) is compared with the norm of the whole
     gradient.
@@ -112,11 +114,10 @@ def _worst(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, 
         missing = sorted(want.keys() ^ got.keys())
         return f"{missing[0]} (in one only)", float("inf")
     whole = torch.stack([g.double().norm() for g in want.values()]).norm().item()
-    worst, error = "", 0.0
+    errors = {}
     for name, g in want.items():
-        scale = g.double().norm().item()
-        scale = whole if scale < 1e-6 * whole else scale
-        e = (got[name].double() - g.double()).norm().item() / max(scale, 1e-30)
-        if not e <= error:
-            worst, error = name, e
-    return worst, error
+        norm = g.double().norm().item()
+        scale = whole if norm < 1e-6 * whole else norm
+        errors[name] = (got[name].double() - g.double()).norm().item() / max(scale, 1e-30)
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    return worst, errors[worst]

@@ -1,0 +1,32 @@
+"""Which gradient ``verify`` finds furthest off."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paradyse.verification import worst_gradient
+
+WANT = {"weight": torch.ones(3), "norm": torch.full((3,), 1e-3), "k_proj.bias": torch.zeros(3)}
+
+
+def test_each_is_held_against_its_own_norm_but_for_what_is_zero() -> None:
+    noise = torch.full((3,), 1e-9)
+    name, error = worst_gradient(WANT, WANT | {"k_proj.bias": noise})
+    assert name == "k_proj.bias" and 0 < error < 2e-9
+    name, error = worst_gradient(WANT, WANT | {"norm": torch.full((3,), 1.1e-3)})
+    assert name == "norm" and math.isclose(error, 0.1, rel_tol=1e-5)
+
+
+def test_what_is_no_number_is_worst_wherever_it_stands() -> None:
+    wrong = {"norm": torch.full((3,), 2e-3), "k_proj.bias": torch.ones(3)}
+    for nan in WANT:
+        got = WANT | wrong | {nan: torch.tensor([0.0, math.nan, 0.0])}
+        name, error = worst_gradient(WANT, got)
+        assert name == nan and math.isnan(error)
+
+
+def test_a_gradient_that_is_missing_is_named() -> None:
+    got = {name: grad for name, grad in WANT.items() if name != "norm"}
+    assert worst_gradient(WANT, got) == ("norm (in one only)", math.inf)
