@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -41,12 +42,12 @@ def random_choices(rng: random.Random, layers: int) -> Choices:
     return Choices([ATTENTION_STRATEGIES] * 2 * layers, kinds * layers, NOTHING, 0, 0, 0.0, 0)
 
 
-def published(choices: Choices, limit: float, layers: int) -> tuple[Strategies, bool]:
-    """The heuristic's plan, and whether it needs at most ``limit`` bytes (arXiv 2511.13198).
+def published(choices: Choices, limit: float, layers: int) -> Strategies:
+    """The heuristic's plan for at most ``limit`` bytes (arXiv 2511.13198).
 
     Strategies that another beats in both time and memory are dropped. The fastest that fits runs
     all layers; else, of every pair, the first layers take one and the rest the other, at the split
-    that is fastest among those that fit; else the smallest strategy runs all layers.
+    that is fastest among those that fit; else, though too large, the smallest runs all layers.
 
     Args:
         choices: every block offers the same strategies: a strategy runs whole layers.
@@ -54,24 +55,16 @@ def published(choices: Choices, limit: float, layers: int) -> tuple[Strategies, 
     """
     (offered,) = set(choices.names)
     blocks = len(choices.names)
-
-    def split(a: str, b: str, first: int) -> Strategies:
-        at = first * blocks // layers
-        return (a,) * at + (b,) * (blocks - at)
-
-    kept: list[str] = []
-    peaks: dict[str, int] = {}
-    for _, s in sorted((choices.time_s((s,) * blocks), s) for s in offered):
-        peaks[s] = choices.peak((s,) * blocks)
-        if not kept or peaks[s] < peaks[kept[-1]]:
-            kept.append(s)
-    if peaks[kept[0]] <= limit:
-        return (kept[0],) * blocks, True
-    mixed = (split(a, b, k) for a in kept for b in kept for k in range(1, layers + 1))
-    fitting = [p for p in mixed if choices.peak(p) <= limit]
-    if fitting:
-        return min(fitting, key=choices.time_s), True
-    return (kept[-1],) * blocks, False
+    kept: list[Strategies] = []
+    for plan in sorted([(s,) * blocks for s in offered], key=choices.time_s):
+        if not kept or choices.peak(plan) < choices.peak(kept[-1]):
+            kept.append(plan)
+    if choices.peak(kept[0]) <= limit:
+        return kept[0]
+    cuts = range(blocks // layers, blocks + 1, blocks // layers)
+    mixed = (a[:cut] + b[cut:] for a, b, cut in product(kept, kept, cuts))
+    fitting = (plan for plan in mixed if choices.peak(plan) <= limit)
+    return min(fitting, key=choices.time_s, default=kept[-1])
 
 
 def compare(layers: int, num_tables: int) -> np.ndarray:
@@ -85,9 +78,10 @@ def compare(layers: int, num_tables: int) -> np.ndarray:
         start = time.process_time()
         exact = choices.fastest(limit)
         middle = time.process_time()
-        heuristic, fits = published(choices, limit, layers)
+        heuristic = published(choices, limit, layers)
         end = time.process_time()
         assert exact is not None
+        fits = choices.peak(heuristic) <= limit
         gap = choices.time_s(heuristic) / choices.time_s(exact) - 1 if fits else math.inf
         rows.append((gap, middle - start, end - middle))
     return np.array(rows).T
