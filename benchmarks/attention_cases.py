@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
-from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.selection import BACKWARD, CAUSAL, FORWARD, FULL, capability_of, supported
 
 LIBRARIES = {"aten_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -34,7 +33,6 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and the gradient of out, [B, H, S, D], laid out as [B, S, H, D]."""
-Visible = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,21 +76,7 @@ class Case:
         cuts = torch.randperm(self.tokens - 1, generator=generator)[: self.num_documents - 1] + 1
         return torch.bucketize(self.positions, cuts.sort().values.to(self.device), right=True)
 
-    @cached_property
-    def spec(self) -> AttentionSpec:
-        def of_all(x: Tensor, mask: str) -> Tensor | None:
-            return x.expand(self.batch, -1) if mask == self.mask else None
-
-        return AttentionSpec(
-            self.tokens,
-            self.width**-0.5,
-            left=self.window - 1 if self.mask == "window" else None,
-            right=None if self.mask == FULL else 0,
-            key_padding=of_all(self.positions >= self.num_padded, "padding"),
-            document_ids=of_all(self.documents, "documents"),
-        )
-
-    def visibility(self) -> Visible:
+    def visibility(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Whether query i sees key j, of indices that broadcast.
 
         Closed over numbers and tensors alone, so that it compiles.
@@ -143,11 +127,15 @@ class Contender:
 
 def ours(case: Case) -> Contender:
     """The operator that models call: our Triton kernels, or the CPU's."""
-    spec, op = case.spec, torch.ops.paradyse.attention
-    left, right = (-1 if reach is None else reach for reach in (spec.left, spec.right))
-    data = spec.key_padding, spec.document_ids, None, None, left, right, -1, spec.scale, 0.0, 0.0
+    of_mask = {"padding": case.positions >= case.num_padded, "documents": case.documents}
+    padding, documents = (
+        x.expand(case.batch, -1) if case.mask == mask else None for mask, x in of_mask.items()
+    )
+    left = case.window - 1 if case.mask == "window" else -1
+    right = -1 if case.mask == FULL else 0
+    given = padding, documents, None, None, left, right, -1, case.width**-0.5, 0.0, 0.0
     name = "triton" if case.device == "cuda" else "ours"
-    return Contender(name, lambda q, k, v: op(q, k, v, *data)[0])
+    return Contender(name, lambda q, k, v: torch.ops.paradyse.attention(q, k, v, *given)[0])
 
 
 def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Contender:
@@ -214,7 +202,7 @@ def exact(case: Case, inputs: Inputs) -> Inputs:
     for rows in case.positions.split(1024):
         seen = visible(rows[:, None], case.positions)
         seen |= ~seen.any(-1, keepdim=True)  # a row that sees nothing has no gradient
-        out = (q[:, rows] @ k.mT * case.spec.scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        out = (q[:, rows] @ k.mT * case.width**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
         out.backward(grad[:, rows])
         outs.append(out.detach())
     assert q.grad is not None and k.grad is not None and v.grad is not None

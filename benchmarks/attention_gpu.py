@@ -7,12 +7,12 @@
 
 Contenders: ours (Triton); ATen's flash attention and cuDNN's, where the mask is plain; PyTorch's
 memory-efficient kernel with the dense mask that a HuggingFace model would build; flex_attention,
-compiled. 16,384 tokens a batch (one sequence where it is longer), 2,048 / width heads. Operations
-are those of visible pairs: 4 x width each forward, 2.5 times that backward. Medians of interleaved
-runs. Before a contender is timed, one head of its output and of every gradient is compared with
-attention computed in float64; one that is wrong stops the benchmark, one that does not fit the
-memory says so. --write-table leaves the fastest kernel for each plain mask, by the longest length
-up to 16,384, for ``paradyse.kernels.selection`` to choose by.
+compiled. 16,384 tokens a batch (one sequence where it is longer), 2,048 / width heads, documents of
+2,048 tokens on average. Operations are those of visible pairs: 4 x width each forward, 2.5 times
+that backward. Before a contender is timed, one head of its output and of every gradient is compared
+with attention computed in float64; one that does not fit the memory says so. --write-table leaves
+the fastest kernel for each plain mask, by the longest length up to 16,384, for
+``paradyse.kernels.selection`` to choose by.
 """
 
 import json
@@ -54,13 +54,6 @@ def seconds_of(step: Callable[[], Any], repeats: int) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / repeats
-
-
-def case_of(mask: str, tokens: int, width: int, dtype: str) -> Case:
-    """16,384 tokens a batch, 2,048 / width heads; documents of 2,048 tokens on average."""
-    batch, heads = max(1, 16384 // tokens), 2048 // width
-    sizes = batch, heads, heads, min(4096, tokens // 4), max(3, tokens // 2048)
-    return Case(mask, tokens, width, getattr(torch, dtype), "cuda", *sizes)
 
 
 def measure(case: Case, runs: int) -> Times:
@@ -158,7 +151,9 @@ def main(bench: Benchmark, args: Namespace) -> str:
     for mask, width in product(args.masks, args.widths):
         rows = []
         for tokens in args.lengths:
-            case = case_of(mask, tokens, width, args.dtype)
+            batch, heads = max(1, 16384 // tokens), 2048 // width
+            sizes = batch, heads, heads, min(4096, tokens // 4), max(3, tokens // 2048)
+            case = Case(mask, tokens, width, getattr(torch, args.dtype), "cuda", *sizes)
             times = measure(case, args.runs)
             rates = ([rate(case, d, t) for d, t in of.items()] for of in times.values())
             rows.append([f"{tokens:,}", *map(" / ".join, rates)])

@@ -17,6 +17,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from contenders import llama
-from runner import Benchmark, benchmark
+from runner import Benchmark, benchmark, median
 
 from paradyse.cli.commands.plan import dry_run_of
 from paradyse.cli.models import read_config
@@ -65,17 +66,15 @@ def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
     return {b.structure: b for b in run.blocks}
 
 
-def prior_of(m: Measurement, model: CostModel, block: BlockSpec) -> Callable[[Point], BlockCost]:
+def prior_of(
+    block: BlockSpec, strategy: str, training: bool, model: CostModel, at: Point
+) -> BlockCost:
     """The prior, of what is measured of a block: without the messages of its gradients."""
-    header = model.profile.header
-
-    def cost(at: Point) -> BlockCost:
-        w = Workload(*at, getattr(torch, header.dtype), m.training, header.num_ranks)
-        whole = prior_cost(block, m.strategy, w, model.machine, header.sharded)
-        sums_s = 0.0 if header.sharded else gradient_sum_s(block, m.strategy, w, model.machine)
-        return replace(whole, time_s=whole.time_s - sums_s)
-
-    return cost
+    header, machine = model.profile.header, model.machine
+    w = Workload(*at, getattr(torch, header.dtype), training, header.num_ranks)
+    whole = prior_cost(block, strategy, w, machine, header.sharded)
+    sums_s = 0.0 if header.sharded else gradient_sum_s(block, strategy, w, machine)
+    return replace(whole, time_s=whole.time_s - sums_s)
 
 
 def splits(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Point]]]:
@@ -90,32 +89,29 @@ def splits(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Poi
 
 
 def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
-    rows: dict[tuple[str, str, str, bool], dict[Point, Measurement]] = {}
+    rows: dict[tuple[str, str, str, bool], dict[Point, tuple[float, float, float]]] = {}
     for m in profile.measurements:
         if m.outcome == MEASURED:
             row = rows.setdefault((m.kind, m.structure, m.strategy, m.training), {})
-            row[m.batch, m.seq_len] = m
+            step_s = m.forward_s + m.backward_s
+            row[m.batch, m.seq_len] = step_s, m.saved_bytes, m.workspace_bytes
     model, found = CostModel(profile), []
-    for (kind, structure, strategy, _), measured in rows.items():
+    for (kind, structure, *variant), measured in rows.items():
         growths: Sequence[GrowthFactor | None] = (None,) * 3
         if structure in blocks:
-            one = next(iter(measured.values()))
-            growths = prior_growths(prior_of(one, model, blocks[structure]))
+            growths = prior_growths(partial(prior_of, blocks[structure], *variant, model))
         degrees = DEGREES[:1] if kind == REST else DEGREES
+        label = f"{kind} {variant[0]}".strip()
         for (where, fit, ask), name in product(splits(sorted(measured)), ESTIMATORS):
-            samples = zip(*(quantities(measured[p]) for p in fit))
+            samples = zip(*(measured[p] for p in fit))
             curves = [
                 estimator(dict(zip(fit, of)), name, growth, degrees)
                 for of, growth in zip(samples, growths)
             ]
             for p in ask:
-                step_s, *held = quantities(measured[p])
+                step_s, *held = measured[p]
                 said_s, *said = (curve(*p) for curve in curves)
-                error: Error = {
-                    "estimator": name,
-                    "where": where,
-                    "label": f"{kind} {strategy}".strip(),
-                }
+                error: Error = {"estimator": name, "where": where, "label": label}
                 error |= {"power": p[1].bit_length() - 1, "time": abs(said_s / step_s - 1)}
                 error["memory"] = abs(sum(said) / sum(held) - 1) if sum(held) else 0.0
                 found.append(error)
@@ -133,10 +129,6 @@ def estimator(
     if name == FOREST:
         return fit_forest(points, values)
     return fit_polynomial(points, values, None, degrees)
-
-
-def quantities(m: Measurement) -> tuple[float, float, float]:
-    return m.forward_s + m.backward_s, m.saved_bytes, m.workspace_bytes
 
 
 def select(errors: Sequence[Error], **equal: object) -> list[Error]:
@@ -175,9 +167,8 @@ def report_on(
         f"## {name}",
         "",
         f"{len(profile.measurements)} measurements on {first.device}, {first.num_ranks} ranks, "
-        f"{first.dtype}, inner={first.inner}, "
-        f"{'sharded' if first.sharded else 'whole'} weights; the hybrid "
-        f"{'looks' if blocks else 'cannot look'} at the prior.",
+        f"{first.dtype}, inner={first.inner}, {'sharded' if first.sharded else 'whole'} weights; "
+        f"the hybrid {'looks' if blocks else 'cannot look'} at the prior.",
     )
     errors = errors_of(profile, blocks)
     hybrid = select(errors, estimator=HYBRID)
@@ -206,11 +197,9 @@ def report_on(
     bench.table(header, rows, "Errors by length, in tokens:")
     bench.add("")
     for where in wheres:
-        median, p90 = np.quantile(
-            [100 * e["time"] for e in select(hybrid, where=where)], (0.5, 0.9)
-        )
-        bench.at_most(f"{name}: median time error {where}, %", median, 10)
-        bench.at_most(f"{name}: 90th percentile {where}, %", p90, 25)
+        times = [100 * e["time"] for e in select(hybrid, where=where)]
+        bench.at_most(f"{name}: median time error {where}, %", median(times), 10)
+        bench.at_most(f"{name}: 90th percentile {where}, %", np.quantile(times, 0.9), 25)
 
 
 @benchmark(profiles=PROFILES, model=MODEL)

@@ -27,7 +27,6 @@ from runner import Benchmark, benchmark
 
 import paradyse
 from paradyse.cli.launch import Rank
-from paradyse.cli.models import whole_graphs
 from paradyse.planning.planner import format_bytes
 from paradyse.profiling.steps import Steps
 from paradyse.runtime.registry import captures_of
@@ -79,27 +78,23 @@ class Bounded(Steps):
 
 def measure(rank: Rank, args: Namespace) -> list[dict[str, Any]]:
     """A row of figures for each limit."""
-    with whole_graphs():
-        model = model_of(args)
-        if args.sharded:
-            paradyse.shard(model)
-        lengths = [args.longest >> i for i in range(4, -1, -1)]
-        make_profile(rank, model, args, lengths, repeats=1)
-        options = {"inner": args.inner, "cost_model": args.profile_path}
-        free = Bounded(model, options, lengths[0])
-        plans = {
-            s: (s,) * len(free.blocks)
-            for s in ATTENTION_STRATEGIES
-            if all(s in b.feasible() for b in free.blocks)
-        }
-        rows = []
-        with free.prepared():
-            for part in PARTS:
-                work = free.workload(int(part * args.longest))
-                needs = sorted(free.planner.least_bytes(work, plan) for plan in plans.values())
-                limit = needs[len(needs) // 2]
-                bounded = Bounded(model, options | {"memory_limit": limit}, min(16, lengths[0]))
-                rows.append(bound(rank, bounded, plans, limit))
+    model = model_of(args)
+    if args.sharded:
+        paradyse.shard(model)
+    lengths = [args.longest >> i for i in range(4, -1, -1)]
+    make_profile(rank, model, args, lengths, repeats=1)
+    options = {"inner": args.inner, "cost_model": args.profile_path}
+    free = Bounded(model, options, lengths[0])
+    feasible = set(ATTENTION_STRATEGIES).intersection(*(b.feasible() for b in free.blocks))
+    plans = {s: (s,) * len(free.blocks) for s in ATTENTION_STRATEGIES if s in feasible}
+    rows = []
+    with free.prepared():
+        for part in PARTS:
+            work = free.workload(int(part * args.longest))
+            needs = sorted(free.planner.least_bytes(work, plan) for plan in plans.values())
+            limit = needs[len(needs) // 2]
+            bounded = Bounded(model, options | {"memory_limit": limit}, min(16, lengths[0]))
+            rows.append(bound(rank, bounded, plans, limit))
     return rows
 
 

@@ -36,12 +36,11 @@ LAYERS = {"type": int, "help": "fewer than the models have"}
 
 @benchmark({"gpus": (2,), "layers": 1}, gpus=(8, 1024), layers=LAYERS)
 def main(bench: Benchmark, args: Namespace) -> None:
-    a100 = read_cluster("a100-80gb")
     for num_gpus, (name, config) in product(args.gpus, MODELS.items()):
         start = time.process_time()
         run = dry_run_of(SIZES | config, args.layers, "bfloat16", num_gpus, sharded=True)
         took = time.process_time() - start
-        clusters = {"a100-80gb": a100}
+        clusters = {"a100-80gb": read_cluster("a100-80gb")}
         if num_gpus <= 8:
             clusters["a100-80gb and a100-40gb"] = UNEQUAL
         for devices, cluster in clusters.items():

@@ -14,6 +14,7 @@ the other way round. How far that is above the oracle is noise, which no choice 
 """
 
 import math
+import os
 import sys
 import tempfile
 import time
@@ -31,7 +32,6 @@ from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.corpus import draw_files
 from paradyse.cli.launch import Rank
-from paradyse.cli.models import whole_graphs
 from paradyse.cli.traces import DISTRIBUTIONS, sample_lengths
 from paradyse.types import ATTENTION_STRATEGIES
 
@@ -68,30 +68,28 @@ def draw_traces(count: int, longest: int) -> dict[str, Counter[int]]:
 
 def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     """Seconds of every step, the plans of auto, and who was left out."""
-    with whole_graphs():
-        if not Path(args.profile_path).exists():
-            dist.barrier()  # all have seen that it is not there
-            points = sorted({args.lengths[i * (len(args.lengths) - 1) // 5] for i in range(6)})
-            make_profile(rank, model_of(args), args, points, repeats=3)
-        plans: dict[str, Any] = {s: s for s in ATTENTION_STRATEGIES}
-        plans |= {t: dict(zip(("attention", "mlp"), t.split("/"), strict=True)) for t in MIXED}
-        made = {name: ours(model_of(args), plan, args.inner) for name, plan in plans.items()}
-        made[AUTO] = ours(model_of(args), AUTO, args.inner, cost_model=args.profile_path)
-        reference, left_out, lengths = Contender(model_of(args)), {}, args.lengths
-        for name in list(made):
-            try:
-                made[name].check(name, reference, lengths[0], lengths[len(lengths) // 2])
-                rank.report(f"{name} agrees with eager")
-            except ValueError as e:  # on every rank alike: it cannot compute some block
-                left_out[name] = str(e)
-                del made[name]
-        often = []
-        for n in lengths:  # all are warmed up
-            step_s = min([contender.time_s(n) for contender in made.values()])
-            often += [n] * max(1, min(MOST_OFTEN, round(LEAST_S / step_s)))
-        steps = {name: c.time_s for name, c in made.items()}
-        runs: list[int] = []
-        found = take_turns(steps, often, while_time(args.seconds, runs), rank.report)
+    if not args.profile:
+        points = sorted({args.lengths[i * (len(args.lengths) - 1) // 5] for i in range(6)})
+        make_profile(rank, model_of(args), args, points, repeats=3)
+    plans: dict[str, Any] = {s: s for s in ATTENTION_STRATEGIES}
+    plans |= {t: dict(zip(("attention", "mlp"), t.split("/"), strict=True)) for t in MIXED}
+    made = {name: ours(model_of(args), plan, args.inner) for name, plan in plans.items()}
+    made[AUTO] = ours(model_of(args), AUTO, args.inner, cost_model=args.profile_path)
+    reference, left_out, lengths = Contender(model_of(args)), {}, args.lengths
+    for name in list(made):
+        try:
+            made[name].check(name, reference, lengths[0], lengths[len(lengths) // 2])
+            rank.report(f"{name} agrees with eager")
+        except ValueError as e:  # on every rank alike: it cannot compute some block
+            left_out[name] = str(e)
+            del made[name]
+    often = []
+    for n in lengths:  # all are warmed up
+        step_s = min([contender.time_s(n) for contender in made.values()])
+        often += [n] * max(1, min(MOST_OFTEN, round(LEAST_S / step_s)))
+    steps = {name: c.time_s for name, c in made.items()}
+    runs: list[int] = []
+    found = take_turns(steps, often, while_time(args.seconds, runs), rank.report)
     chosen = plans_of(made[AUTO].run)
     assert set(chosen) >= set(lengths), "auto was not planned at every length"
     return {"seconds": found, "plans": chosen, "left_out": left_out, "runs": len(runs)}
@@ -175,8 +173,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
     traces = draw_traces(args.count, args.longest)
     args.lengths = sorted({s for trace in traces.values() for s in trace})
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(args.profile or f"{folder}/profile.jsonl")
-        args.profile_path = str(path.resolve())
+        args.profile_path = os.path.abspath(args.profile or f"{folder}/profile.jsonl")
         result = bench.on_ranks(measure)
     what = f"{args.model}, " if args.model else f"Llama of hidden {args.hidden}, "
     bench.add(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.cli.models import whole_graphs
 from paradyse.planning.machine import describe_device
 
 FOLDER = Path(__file__).parent
@@ -61,7 +63,8 @@ def run_target(rank: Rank, target: str, args: argparse.Namespace) -> Any:
     """What runs on each rank: ``module:function``."""
     # Dynamo counts models compiled under many plans as recompilations of one function, and at its
     # limit would run them eagerly without a word.
-    with torch._dynamo.config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True):
+    limits = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits), whole_graphs():
         return pkgutil.resolve_name(target)(rank, args)
 
 
@@ -264,14 +267,12 @@ def benchmark(
 
 def _machine(threads: str, dtype: str) -> list[str]:
     """The hardware, the versions and the command."""
-    import transformers
-
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cpu = describe_device(torch.device("cpu")).removeprefix("cpu, ")
     out = [
         f"{cpu}, {memory:.0f} GiB, {threads}, load {os.getloadavg()[0]:.1f} at the end",
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, {dtype}, {date.today().isoformat()}",
+        f"{version('transformers')}, {dtype}, {date.today().isoformat()}",
     ]
     if torch.cuda.is_available():
         d = torch.cuda.get_device_properties(0)
