@@ -7,6 +7,7 @@ Both deliver whole gradients for replicated weights: DTensor reduces those of th
 parallel one all-reduce of one bucket, as DDP does it for models of this size.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from contenders import Contender
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,7 +35,9 @@ class TensorParallel(Contender):
 
     def __init__(self, model: Any, mesh: DeviceMesh):
         layer, sharded, whole = "model.layers.*", Shard(1), Replicate()
-        plan: dict[str, Any] = {
+        linear = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel(output_layouts=sharded)}
+        own = model.config.base_model_tp_plan.items()
+        plan: dict[str, Any] = {f"model.{name}": linear[style] for name, style in own} | {
             "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=sharded),
             "model.norm": SequenceParallel(),
             "lm_head": ColwiseParallel(input_layouts=sharded, output_layouts=whole),
@@ -44,67 +46,43 @@ class TensorParallel(Contender):
                 input_kwarg_layouts={"hidden_states": sharded},
                 desired_input_kwarg_layouts={"hidden_states": whole},
             ),
-            f"{layer}.self_attn.[qkv]_proj": ColwiseParallel(),
-            f"{layer}.self_attn.o_proj": RowwiseParallel(output_layouts=sharded),
-            f"{layer}.mlp": PrepareModuleInput(
-                input_layouts=(sharded,), desired_input_layouts=(whole,)
-            ),
-            f"{layer}.mlp.gate_proj": ColwiseParallel(),
-            f"{layer}.mlp.up_proj": ColwiseParallel(),
-            f"{layer}.mlp.down_proj": RowwiseParallel(output_layouts=sharded),
+            f"{layer}.mlp": PrepareModuleInput(input_layouts=sharded, desired_input_layouts=whole),
         }
-        super().__init__(parallelize_module(model, mesh, plan))
+        super().__init__(parallelize_module(model, mesh, plan), self.call)
 
-    def step(self, ids: Tensor) -> Tensor:
-        self.model.zero_grad()
+    def call(self, input_ids: Tensor, **given: Any) -> Any:
         # Positions are given: the model would count the rank's part of the embeddings.
-        positions = torch.arange(ids.shape[1])[None]
-        loss = self.run(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
+        positions = torch.arange(input_ids.shape[1])[None]
+        return self.model(input_ids, position_ids=positions, **given)
 
     def gradients(self) -> dict[str, Tensor]:
         grads = super().gradients()
         return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
-def _forward_op(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **kwargs: Any) -> Any:
-    # The kernel's log-sum-exp lies transposed in memory; the merge wants it as its shape says.
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, scale=kwargs["scale"]
-    )
-    return out, lse
-
-
-def _backward_op(**kwargs: Any) -> Any:
-    names = "grad_out", "query", "key", "value", "out", "logsumexp"
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(kwargs[n] for n in names), 0.0, kwargs["is_causal"], scale=kwargs["scale"]
-    )
-
-
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        ctx.options = {"is_causal": True, "scale": scale}
-        out, lse = ring._templated_ring_attention(
-            dist.group.WORLD, 2, _forward_op, q, k, v, **ctx.options
-        )
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+        given = dist.group.WORLD, 2, aten._scaled_dot_product_flash_attention_for_cpu, *qkv
+        out, lse = ring._templated_ring_attention(*given, is_causal=True)
+        ctx.save_for_backward(*qkv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        given = dist.group.WORLD, 2, _backward_op, grad, "grad_out"
-        grads = ring._templated_ring_attention_backward(*given, *ctx.saved_tensors, **ctx.options)
-        return *grads, None
+        flash = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0)
+        given = dist.group.WORLD, 2, flash, grad, "grad_out", *ctx.saved_tensors
+        return ring._templated_ring_attention_backward(*given, is_causal=True)
 
 
 def _ring_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """An attention function as transformers calls it; one that it does not know gets no mask."""
-    return _Ring.apply(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
+    """An attention function as transformers calls it; one that it does not know gets no mask.
+
+    The kernels' own scale is a Llama's.
+    """
+    return _Ring.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
 class ContextParallel(Contender):
@@ -115,29 +93,28 @@ class ContextParallel(Contender):
 
         AttentionInterface.register("context_parallel_ring", _ring_attention)
         model.set_attn_implementation("context_parallel_ring")
-        super().__init__(model, torch.compile(model) if compiled else model)
-        self.mesh = mesh
+        super().__init__(model, self.call)
+        self.mesh, self.part = mesh, torch.compile(model) if compiled else model
+
+    def call(self, input_ids: Tensor, labels: Tensor, **given: Any) -> Any:
+        # Labels are shifted before the split, and the count is that of the whole.
+        seq_len = input_ids.shape[1]
+        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        buffers = [input_ids, labels, torch.arange(seq_len)[None]]
+        balancer = ring._create_default_load_balancer(seq_len, self.mesh.size(), "cpu")
+        ids, labels, positions = ring._context_parallel_shard(
+            self.mesh, buffers, [1, 1, 1], balancer
+        )
+        given |= {"shift_labels": labels, "num_items_in_batch": torch.tensor(seq_len - 1)}
+        return self.part(input_ids=ids, position_ids=positions, labels=labels, **given)
 
     def step(self, ids: Tensor) -> Tensor:
-        self.model.zero_grad()
-        # Labels are shifted before the split, and the count is that of the whole.
-        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-        positions = torch.arange(ids.shape[1])[None]
-        count = torch.tensor(ids.shape[1] - 1)
-        buffers = [ids.clone(), labels, positions]
-        with context_parallel(
-            self.mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)
-        ):
-            ids, labels, positions = buffers
-            given = {"input_ids": ids, "position_ids": positions, "labels": labels}
-            given |= {"shift_labels": labels, "num_items_in_batch": count, "use_cache": False}
-            loss = self.run(**given).loss
-            loss.backward()
+        loss = super().step(ids)
         grads = list(self.gradients().values())
         flat = parameters_to_vector(grads)
         dist.all_reduce(flat)
         vector_to_parameters(flat, grads)
-        return loss.detach()
+        return loss
 
     def loss(self, seq_len: int) -> float:
         part = self.step(self.tokens(seq_len)).clone()  # each rank has its part of the sum

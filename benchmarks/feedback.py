@@ -43,8 +43,11 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
         feedback._known.clear()  # as if the length were new
         return contender.time_s(seq_len)
 
-    turns = {"without": partial(steps_s, fed=False), "with": partial(steps_s, fed=True)}
-    turns |= {"memory": watched_s}
+    turns = {
+        "without": partial(steps_s, fed=False),
+        "with": partial(steps_s, fed=True),
+        "memory": watched_s,
+    }
     found = take_turns(turns, args.lengths, range(-1, args.runs), rank.report)
     watched = any(quantity == SAVED for quantity, _ in feedback.measured)
     assert watched and min(feedback._runs.values()) > WARM_UP, "memory was not watched"
