@@ -59,9 +59,8 @@ Error = dict[str, Any]
 lies between 2^power and its double), and the relative errors of ``time`` and ``memory``."""
 
 
-def blocks_of(config: dict[str, Any], profile: Profile) -> dict[str, BlockSpec]:
-    """By structure, the blocks of a model on the profile's ranks."""
-    header = profile.header
+def blocks_of(config: dict[str, Any], header: Header) -> dict[str, BlockSpec]:
+    """By structure, the blocks of a model on the ranks of a profile."""
     run = dry_run_of(config, None, header.dtype, header.num_ranks, header.sharded)
     return {b.structure: b for b in run.blocks}
 
@@ -96,12 +95,13 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
             step_s = m.forward_s + m.backward_s
             row[m.batch, m.seq_len] = step_s, m.saved_bytes, m.workspace_bytes
     model, found = CostModel(profile), []
-    for (kind, structure, *variant), measured in rows.items():
+    for (kind, structure, strategy, training), measured in rows.items():
         growths: Sequence[GrowthFactor | None] = (None,) * 3
         if structure in blocks:
-            growths = prior_growths(partial(prior_of, blocks[structure], *variant, model))
+            prior = partial(prior_of, blocks[structure], strategy, training, model)
+            growths = prior_growths(prior)
         degrees = DEGREES[:1] if kind == REST else DEGREES
-        label = f"{kind} {variant[0]}".strip()
+        label = f"{kind} {strategy}".strip()
         for (where, fit, ask), name in product(splits(sorted(measured)), ESTIMATORS):
             samples = zip(*(measured[p] for p in fit))
             curves = [
@@ -146,15 +146,15 @@ def known_law(config: dict[str, Any], noise: float = 0.03) -> Profile:
     """Measurements that were not made: the prior of a small machine, each off by some noise."""
     machine = Machine(9e10, 6e9, 1.5e-4, 1e9, attention_flops=5.5e10, op_overhead_s=3e-6)
     header = Header({}, "none", 2, "float32", True, "eager", asdict(machine))
-    law, rng, rows = Profile(header, (), "a known law", 0), np.random.default_rng(0), []
+    rng, rows = np.random.default_rng(0), []
     lengths = 128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096
     strategies = "megatron_ts", "megatron_cz", "metp"
-    for block, strategy, s in product(blocks_of(config, law).values(), strategies, lengths):
+    for block, strategy, s in product(blocks_of(config, header).values(), strategies, lengths):
         c = prior_cost(block, strategy, Workload(1, s, torch.float32, True, 2), machine, True)
         step_s = c.time_s * math.exp(noise * rng.standard_normal())
         row = block.structure, block.kind, strategy, 1, s, True, MEASURED, step_s / 3, step_s / 1.5
         rows.append(Measurement(*row, c.saved_bytes, c.workspace_bytes))
-    return replace(law, measurements=tuple(rows))
+    return Profile(header, tuple(rows), "a known law", 0)
 
 
 def report_on(
@@ -209,12 +209,12 @@ def main(bench: Benchmark, args: Namespace) -> str:
     if args.quick:
         config = llama(1, 256).config.to_dict()
         law = known_law(config)
-        report_on(bench, law, "a known law", blocks_of(config, law))
+        report_on(bench, law, "a known law", blocks_of(config, law.header))
     configs = [read_config(path) for path in args.model]
     for path in args.profiles:
         profile = read_profile(path)
         needed = {m.structure for m in profile.measurements if m.kind != REST}
-        found = ((str(c["model_type"]), blocks_of(c, profile)) for c in configs)
+        found = ((str(c["model_type"]), blocks_of(c, profile.header)) for c in configs)
         fitting = (of for of in found if needed <= of[1].keys())
         name, blocks = next(fitting, (Path(path).stem, {}))
         report_on(bench, profile, name, blocks)

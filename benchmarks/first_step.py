@@ -3,11 +3,10 @@
     python benchmarks/first_step.py            # about 15 minutes
 
 Llama of 24 layers, hidden 256, 512 tokens, float32, one process. Each run is a process of its own
-with an empty cache folder (TORCHINDUCTOR_CACHE_DIR); the contenders take turns. The clock starts
-before torch.compile and stops when the first backward is done; then it takes a step of another
-length, for which both capture anew, with symbolic sizes, and one of a third length, for which
-nothing should be compiled. Then ranks take a first step twice, in processes that are new the second
-time and find the cache folder of the first.
+with an empty cache folder (TORCHINDUCTOR_CACHE_DIR). The clock starts before torch.compile and
+stops when the first backward is done; then it takes a step of another length, for which both
+capture anew, with symbolic sizes, and one of a third length, for which nothing should be compiled.
+Then ranks take a first step twice, in new processes that find the cache folder of the first.
 """
 
 import os

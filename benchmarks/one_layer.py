@@ -63,7 +63,7 @@ def crossings_of(one: str, other: str, times: Times) -> list[Crossing]:
     lengths = sorted(times[one])
     logs = {n: math.log(median(times[one][n]) / median(times[other][n])) for n in lengths}
     ratios = {n: np.divide(times[one][n], times[other][n]) for n in lengths}
-    clear = [n for n in lengths if not is_noise(np.log(ratios[n]))]
+    clear = [n for n in lengths if not is_noise(np.log(ratios[n]).tolist())]
     found = []
     for low, high in pairwise(clear):
         if logs[low] * logs[high] >= 0:

@@ -37,9 +37,8 @@ class Case(NamedTuple):
 
 
 CASES = {"short": Case(12, 512, 512), "long": Case(2, 256, 16384)}
-OPTIONS: dict[str, Any] = {"long_runs": 3, "short_runs": 21}
+OPTIONS: dict[str, Any] = {"long_runs": 3, "short_runs": 21, "only": {"choices": tuple(CASES)}}
 OPTIONS["no_memory"] = {"action": "store_true"}
-OPTIONS["only"] = {"choices": tuple(CASES)}
 QUICK = {"short": Case(3, 64, 128), "long": Case(2, 64, 1024)}
 
 
