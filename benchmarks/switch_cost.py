@@ -85,17 +85,12 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     return {(n, s): Samples(sum(taken[s][n], []), held) for (n, s), held in peaks.items()}
 
 
-def peak_and_messages(model: Switched, n: int) -> tuple[int, Counter[str]]:
-    """Bytes held at most in a step; bytes and messages of each collective."""
-    start = messages(model)
-    return model.peak_bytes(n), messages(model) - start
-
-
-def messages(model: Switched) -> Counter[str]:
-    """Bytes and messages so far, of each collective."""
-    stats = paradyse.stats(model.run)
-    calls = {f"messages of {k}": n for k, n in stats.calls_per_collective.items()}
-    return Counter({**stats.bytes_per_collective, **calls})
+def peak_and_messages(model: Switched, n: int) -> tuple[int, list[Counter[str]]]:
+    """Bytes held at most in a step; bytes, then messages, of each collective."""
+    before, peak, after = paradyse.stats(model.run), model.peak_bytes(n), paradyse.stats(model.run)
+    sent = Counter(after.bytes_per_collective) - Counter(before.bytes_per_collective)
+    calls = Counter(after.calls_per_collective) - Counter(before.calls_per_collective)
+    return peak, [sent, calls]
 
 
 def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:
