@@ -32,10 +32,16 @@ def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         labels: [rows] int.
         ignore_index: the label that does not count.
     Returns:
-        [2] in the dtype of ``logits``.
+        [2] in float32 (in float64 for such logits): bfloat16 cannot count beyond 256, and a sum
+        in float16 overflows after some thousand tokens.
     """
-    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=ignore_index)
-    return torch.stack([total, (labels != ignore_index).sum().to(logits.dtype)])
+    dtype = _sum_dtype(logits)
+    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=ignore_index)
+    return torch.stack([losses.sum(dtype=dtype), (labels != ignore_index).sum().to(dtype)])
+
+
+def _sum_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
@@ -133,8 +139,13 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
             count = gm.graph.call_function(aten.select.int, (pair, 0, 1))
             loss = gm.graph.call_function(aten.div.Tensor, (total, count))
             new += [count, loss]
+        wide = val.new_empty([], dtype=_sum_dtype(logits.meta["val"]))
+        if val.dtype != wide.dtype:
+            loss = gm.graph.call_function(aten.to.dtype, (loss, val.dtype))
+            new.append(loss)
     for n in new:
-        n.meta = {**node.meta, "val": val.new_empty(2) if n in (sums, pair) else val}
+        one = wide if n is not loss else val
+        n.meta = {**node.meta, "val": wide.new_empty(2) if n in (sums, pair) else one}
         names.dims[n] = names.fresh(n.meta["val"].shape)
     node.replace_all_uses_with(loss)
     gm.graph.erase_node(node)

@@ -171,7 +171,7 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
     """
     count = 0
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    for node, at in order.items():
+    for node, at in list(order.items()):
         schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
         if schema is None or not schema.is_mutable:
             continue
@@ -189,11 +189,30 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
                 f"{node.target} writes into {written}, which is an input or shares memory"
             )
         node.target = getattr(functional, schema.overload_name or "default")
+        new = _in_dtype_of(gm, node, written)
+        order[new] = at
         for user in list(written.users):
             if order[user] > at:
-                user.replace_input_with(written, node)
+                user.replace_input_with(written, new)
         count += 1
     return count
+
+
+def _in_dtype_of(gm: fx.GraphModule, node: fx.Node, written: fx.Node) -> fx.Node:
+    """``node``, which was in-place, cast to the dtype of what it wrote to where it would promote
+    it."""
+    before = node.meta["val"]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with before.fake_mode:
+        val = node.target(*args, **kwargs)
+    if val.dtype == before.dtype:
+        return node
+    with gm.graph.inserting_after(node):
+        cast = gm.graph.call_function(aten.to.dtype, (node, before.dtype))
+    cast.meta = dict(node.meta)
+    node.meta = {**node.meta, "val": val}
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    return cast
 
 
 _PRODUCTS = {

@@ -104,3 +104,23 @@ def test_sums_of_parts_add_up_to_the_mean() -> None:
     total, count = sum(parts)
     torch.testing.assert_close(total / count, F.cross_entropy(logits, labels))
     assert count == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_long_sums_and_counts_of_narrow_logits_neither_overflow_nor_round(
+    dtype: torch.dtype,
+) -> None:
+    logits, labels = torch.randn(20_001, 50).to(dtype), torch.randint(50, (20_001,))
+    total, count = loss_sums(logits, labels, -100)
+    assert count == 20_001
+    expected = F.cross_entropy(logits.double(), labels, reduction="sum")
+    torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=0)
+    fn = with_loss(lambda x, y: F.cross_entropy(x.to(dtype), y))
+    _, gm, _ = placed(fn, toy_inputs())
+    loss = run(gm, *toy_inputs())
+    assert loss.dtype == dtype, "as one process gives it"
+
+
+def test_double_precision_sums_stay_double() -> None:
+    logits, labels = torch.randn(5, 3).double(), torch.randint(3, (5,))
+    assert loss_sums(logits, labels, -100).dtype == torch.float64

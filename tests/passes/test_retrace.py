@@ -101,6 +101,20 @@ def test_writes_become_values() -> None:
     torch.testing.assert_close(run(gm, x), fn(x))
 
 
+def test_a_write_keeps_the_dtype_of_what_it_writes_to() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x + 1
+        y.add_(w).mul_(w)
+        return y * 2
+
+    x, w = torch.randn(3, 4).bfloat16(), torch.randn(3, 4)
+    gm = trace(fn, x, w)
+    assert remove_mutation(gm, context()) == 2
+    assert operators(gm) == {"add": 2, "mul": 2, "to": 2}
+    assert run(gm, x, w).dtype == torch.bfloat16
+    torch.testing.assert_close(run(gm, x, w), fn(x, w))
+
+
 def into_input(x: Tensor) -> Tensor:
     x.add_(1)
     return x * 2

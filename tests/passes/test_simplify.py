@@ -54,6 +54,28 @@ def test_equals_are_computed_once_and_random_numbers_are_not() -> None:
     assert operators(gm) == {"cos": 1, "dropout": 2, "rand": 2, "add": 8, "mul": 1}
 
 
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: torch.normal(x, 1.0),
+    "native dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "randn": lambda x: torch.randn(2, 3),
+    "randint": lambda x: torch.randint(9, (2, 3)).float(),
+    "randperm": lambda x: torch.randperm(5).float(),
+    "bernoulli": lambda x: torch.bernoulli(x),
+    "multinomial": lambda x: torch.multinomial(x[0].abs(), 2).float(),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_two_draws_stay_two(name: str) -> None:
+    draw = RANDOM[name]
+    gm = trace(lambda x: draw(x) - draw(x), X)
+    tags = ((n, getattr(n.target, "tags", ())) for n in gm.graph.nodes)
+    random = [n for n, t in tags if torch.Tag.nondeterministic_seeded in t]
+    assert len(random) == 2
+    merge_equals(gm, context())
+    assert set(random) <= set(gm.graph.nodes)
+
+
 LINEARS: dict[str, tuple[Callable[..., Tensor], dict[str, int]]] = {
     "conv1d": (
         lambda x, w, b: torch.addmm(b, x.reshape(-1, 4), w).reshape(2, 3, 5),
