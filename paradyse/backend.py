@@ -96,7 +96,7 @@ class Capture:
             self.fallback = fail
             return
         self.trace = trace_inputs(self.placeholders, examples)
-        self.keyed_dims: tuple[tuple[int, int], ...] = ()
+        self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
         graph = self._graph(self.trace.values)
         if graph is not None and self.trace.again is not None:
             self._check_sizes(graph)

@@ -51,6 +51,12 @@ def _rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
     return torch.stack([_take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
 
 
+def take_own(x: Tensor, layout: TokenLayout, rank: int, dim: int) -> Tensor:
+    """The rows of ``x`` [.., S, ..] (in sequence order along ``dim``) that ``rank`` holds in
+    ``layout``, [.., s, ..]; 0 past the end, as in a gradient."""
+    return _take_rows(x, layout, rank, dim, 0)
+
+
 def _gather(x: Tensor, axis: Axis, block_id: int, dim: int, seq_len: int) -> Tensor:
     """Rows [.., s, ..] of every rank as one tensor [.., S, ..] in sequence order."""
     stacked = collectives.all_gather(x, axis, block_id)
@@ -141,7 +147,7 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         layout, rank, dim = ctx.where
-        return _take_rows(grad, layout, rank, dim, 0), None, None, None, None
+        return take_own(grad, layout, rank, dim), None, None, None, None
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 
@@ -66,6 +68,9 @@ class TraceInputs:
     """(placeholder, dim) -> the symbolic size there."""
     again: tuple[Any, ...] | None = None
     """``values`` at other sizes, where Dynamo's guards allow any."""
+    merged: bool = False
+    """Whether sizes that may differ in another call are equal in ``values``, for want of others
+    that the guards allow."""
 
 
 def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
@@ -82,7 +87,7 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         for d, n in enumerate(meta.shape if isinstance(meta, Tensor) else ()):
             if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
                 symbols[i, d] = n
-    values, others = _choose_sizes(list(symbols.values()), metas)
+    values, others, merged = _choose_sizes(list(symbols.values()), metas)
     sizes = {n.node.expr for n in symbols.values()}
     scalars: dict[int, Any] = {}
     for i, (node, example, meta) in enumerate(zip(placeholders, examples, metas, strict=True)):
@@ -100,7 +105,7 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         return tuple(scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs)
 
     again = inputs(others) if others else None
-    return TraceInputs(inputs(values), tuple(scalars), symbols, again)
+    return TraceInputs(inputs(values), tuple(scalars), symbols, again, merged)
 
 
 def _is_number(node: fx.Node, example: Any) -> bool:
@@ -111,10 +116,12 @@ def _is_number(node: fx.Node, example: Any) -> bool:
 
 def _choose_sizes(
     sizes: Sequence[torch.SymInt], metas: Sequence[Any]
-) -> tuple[dict[Any, int], dict[Any, int]]:
-    """Symbol -> the value to trace with, and other values to compare with ({} where none is legal).
+) -> tuple[dict[Any, int], dict[Any, int], bool]:
+    """Symbol -> the value to trace with; other values to compare with ({} where none is legal); and
+    whether sizes got one value that may differ in another call.
 
-    Symbols equal in this call stay equal in the trace.
+    Symbols that Dynamo holds apart get values apart, also where they are equal in this call, unless
+    its guards want them equal.
     """
     taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
     hints: dict[Any, int] = {}
@@ -123,20 +130,56 @@ def _choose_sizes(
         env = size.node.shape_env
         known = symbol_values(env)
         hints.update({symbol: int(known[symbol]) for symbol in size.node.expr.free_symbols})
-    instead: dict[int, int] = {}
-    for hint in dict.fromkeys(hints.values()):
-        choices = (v for v in (hint, *_PRIMES) if v not in taken)
-        instead[hint] = next(choices, hint)
-        taken.add(instead[hint])
-    values = {symbol: instead[hint] for symbol, hint in hints.items()}
     if not hints:
-        return {}, {}
+        return {}, {}, False
+    groups = _equal_by_guards(env, hints)
+    primes = (v for v in _PRIMES if v not in taken)
+    values: dict[Any, int] = {}
+    for group in groups:
+        hint = hints[group[0]]
+        value = hint if hint not in taken else next(primes, hint)
+        taken.add(value)
+        values.update(dict.fromkeys(group, value))
+    merged = False
     if not _allowed(env, values):
-        values = hints
-    primes = iter([v for v in _PRIMES if v not in taken])
-    fresh = {hint: next(primes, hint) for hint in instead}
-    others = {symbol: fresh[hint] for symbol, hint in hints.items()}
-    return values, others if _allowed(env, others) else {}
+        values, merged = hints, len({hints[g[0]] for g in groups}) < len(groups)
+    primes = (v for v in _PRIMES if v not in taken)
+    others = {s: v for g in groups for v in [next(primes, hints[g[0]])] for s in g}
+    return values, others if _allowed(env, others) else {}, merged
+
+
+def _equal_by_guards(env: Any, hints: Mapping[Any, int]) -> list[list[Any]]:
+    """The symbols of ``hints``, those together that guards of ``env`` want equal."""
+    equal = nx.Graph()
+    equal.add_nodes_from(hints)
+    while True:
+        groups = [sorted(g, key=str) for g in nx.connected_components(equal)]
+        apart = {s: v for g, v in zip(groups, _PRIMES, strict=False) for s in g}
+        more = [pair for g in _guards(env, apart) for pair in _wanted_equal(g, apart, hints)]
+        if not more:
+            return groups
+        equal.add_edges_from(more)
+
+
+def _wanted_equal(
+    guard: Any, values: Mapping[Any, int], hints: Mapping[Any, int]
+) -> tuple[tuple[Any, Any], ...]:
+    """The fewest pairs of symbols, equal in the call, that must be equal for an equation to
+    hold."""
+    if getattr(guard, "rel_op", "") != "==" or guard.xreplace(values):
+        return ()
+    symbols = sorted(guard.free_symbols, key=str)
+    pairs = [(a, b) for a, b in combinations(symbols, 2) if hints[a] == hints[b]]
+    for number in (1, 2):  # [B, S] flattened against another [B, S]: two
+        for chosen in combinations(pairs, number):
+            if guard.xreplace({**values, **{a: values[b] for a, b in chosen}}):
+                return chosen
+    return ()
+
+
+def _guards(env: Any, values: Mapping[Any, int]) -> list[Any]:
+    """Dynamo's guards that speak of symbols of ``values`` alone."""
+    return [g.expr for g in env.guards if g.expr.free_symbols <= set(values)]
 
 
 def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
@@ -145,8 +188,7 @@ def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
         bounds = env.var_to_range.get(symbol)
         if bounds is not None and not (bounds.lower <= value and bool(value <= bounds.upper)):
             return False
-    expressions = [g.expr for g in env.guards if g.expr.free_symbols <= set(values)]
-    return all(bool(e.xreplace(values)) for e in expressions)
+    return all(bool(e.xreplace(values)) for e in _guards(env, values))
 
 
 def build_program(

@@ -1,8 +1,13 @@
-"""Outputs that are computed at first use: logits and caches that a training loop rarely reads."""
+"""Outputs that are computed at first use: logits and caches that a training loop rarely reads.
+
+A ``DeferredTensor`` is made by an autograd node when the program ends, and only its data comes
+later: C++ (autograd functions, hooks, ``torch.func``, scripted code) takes part in the gradient
+without asking Python whether it may.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +19,9 @@ from paradyse.torch_private import (
     tree_map_only,
 )
 
-_METADATA = {
+aten = torch.ops.aten
+
+_AS_IT_IS = {
     Tensor.shape.__get__,
     Tensor.dtype.__get__,
     Tensor.device.__get__,
@@ -28,31 +35,64 @@ _METADATA = {
     Tensor.is_complex,
     torch.is_floating_point,
     torch.numel,
+    Tensor.requires_grad.__get__,
+    Tensor.requires_grad.__set__,
+    Tensor.requires_grad_,
+    Tensor.grad_fn.__get__,
+    Tensor.is_leaf.__get__,
+    Tensor.grad.__get__,
+    Tensor.grad.__set__,
+    Tensor.grad.__delete__,
+    Tensor.retains_grad.__get__,
+    Tensor.retain_grad,
+    Tensor.register_hook,
+    Tensor.detach,
+    torch.detach,
+    Tensor.backward,
+    torch.autograd.backward,
+    torch.autograd.grad,
 }
-"""Questions that the shape and dtype answer."""
+"""What needs no value: questions of shape and dtype, and what speaks to autograd."""
+
+_SAME_VALUE = {aten.alias.default, aten.detach.default, aten.view.default}
+"""Where the shape stays, the result is deferred as well."""
+
+
+class _Value:
+    """A value to come, of one or several tensors."""
+
+    def __init__(self, compute: Callable[[], Tensor]):
+        self._compute: Callable[[], Tensor] | None = compute
+        self._tensor: Tensor | None = None
+
+    def get(self, device: torch.device) -> Tensor:
+        if self._tensor is None:
+            assert self._compute is not None
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                self._tensor = self._compute()
+            self._compute = None
+        return self._tensor
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor whose value is made by ``compute`` at first use; shape and dtype are known before.
+    """A tensor whose value is made at first use; shape, dtype and ``grad_fn`` are there before.
 
-    The computation is collective where the value is split over ranks, so every rank must use it,
-    as every line of the program is run by every rank. Gradients flow through it.
+    Where the value is split over ranks computing it is collective, so every rank must use it, as
+    every line of the program is run by every rank.
     """
 
-    _compute: Callable[[], Tensor] | None
-    _value: Tensor | None
+    _value: _Value
 
     @staticmethod
     def __new__(
         cls: type,
-        compute: Callable[[], Tensor],
-        shape: tuple[int, ...],
+        value: _Value,
+        shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> Any:
         out = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        out._compute = compute
-        out._value = None
+        out._value = value
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,23 +100,100 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = tree_map_only(DeferredTensor, materialize, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if func not in _AS_IT_IS:
+            # Much of what Python offers asks for memory (numpy, tolist, pickle): a plain tensor.
+            args, kwargs = tree_map_only(DeferredTensor, materialize, (args, kwargs))
+            return func(*args, **kwargs)
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(DeferredTensor, materialize, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func in _SAME_VALUE:
+            x = args[0]
+            if func != aten.view.default or tuple(args[1]) == tuple(x.shape):
+                return DeferredTensor(x._value, x.shape, x.dtype, x.device)
+        plain = tree_map_only(
+            DeferredTensor, lambda x: x._value.get(x.device), (args, kwargs or {})
+        )
+        return func(*plain[0], **plain[1])
 
 
 @torch.compiler.disable
 def materialize(x: DeferredTensor) -> Tensor:
-    """The value of ``x``, computed now if it has not been."""
+    """``x`` as a plain tensor: a view of it, its value computed now if it has not been."""
     with DisableTorchFunctionSubclass():
-        if x._value is None:
-            assert x._compute is not None
-            x._value = x._compute()
-            x._compute = None
-        return x._value
+        return aten.slice.Tensor(x, 0) if x.ndim else aten.squeeze.default(x)
+
+
+class _Defer(torch.autograd.Function):
+    """Inputs to a ``DeferredTensor``; backward asks ``pull`` or computes again."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Any, pull: Any, like: Any, *inputs: Tensor) -> Any:
+        ctx.compute, ctx.pull = compute, pull
+        ctx.set_materialize_grads(False)
+        if pull is None:
+            ctx.save_for_backward(*inputs)
+        held = [x.detach() for x in inputs]
+        return DeferredTensor(_Value(lambda: compute(*held)), *like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if ctx.pull is not None:
+            return None, None, None, *ctx.pull(grad)
+        needs = ctx.needs_input_grad[3:]
+        inputs = [
+            x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needs, strict=True)
+        ]
+        asked = [x for x in inputs if x.requires_grad]
+        with torch.enable_grad():
+            value = ctx.compute(*inputs)
+        found = iter(torch.autograd.grad(value, asked, grad, allow_unused=True))
+        return None, None, None, *(next(found) if n else None for n in needs)
+
+
+def defer(
+    compute: Callable[..., Tensor],
+    inputs: Sequence[Any],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pull: Callable[[Tensor], Sequence[Tensor | None]] | None = None,
+) -> DeferredTensor:
+    """``compute(*inputs)``, of ``shape``, ``dtype`` and ``device``, at first use.
+
+    Args:
+        compute: may be called again in backward, with gradients enabled, where ``pull`` is None.
+        inputs: all tensors that gradients flow to, and numbers.
+        pull: gradient of the result -> gradients of the tensors in ``inputs``.
+    """
+    numbers = [None if isinstance(x, Tensor) else x for x in inputs]
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    is_tensor = [isinstance(x, Tensor) for x in inputs]
+
+    def of_tensors(*given: Tensor) -> Tensor:
+        left = iter(given)
+        return compute(*(next(left) if t else x for t, x in zip(is_tensor, numbers, strict=True)))
+
+    like = (tuple(shape), dtype, device)
+    out: DeferredTensor = _Defer.apply(of_tensors, pull, like, *tensors)
+    return out
+
+
+def refuse_double_backward(grad: Tensor) -> None:
+    """A hook for outputs: their gradient ``grad`` cannot be differentiated again.
+
+    Raises:
+        NotImplementedError: backward runs with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "double backward (create_graph=True) through a model that is split over ranks is not "
+            "supported: its second derivatives would be wrong. Call backward without create_graph, "
+            "or compute what needs it, such as a gradient penalty, with a copy of the model that "
+            "is neither compiled nor sharded"
+        )

@@ -14,11 +14,17 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
-from paradyse.distributed.tokens import GatherTokens, ReduceGrad, SplitTokens, SumOverRanks
+from paradyse.distributed.tokens import (
+    GatherTokens,
+    ReduceGrad,
+    SplitTokens,
+    SumOverRanks,
+    take_own,
+)
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step
-from paradyse.runtime.deferred import DeferredTensor
+from paradyse.runtime.deferred import DeferredTensor, defer, refuse_double_backward
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
@@ -252,54 +258,68 @@ class Frame:
     def _side(self, step: Step, node: fx.Node, piece: Piece) -> DeferredTensor:
         """A value inside a block, computed again from the block's inputs if it is ever read."""
         body = LocalPiece(self.program.scope, piece, SPLIT, "side", eager=True)
-        values = {n: self.get(step, n, SPLIT) for n in body.inputs}
-        held = [self.env[n] for n in body.weight_nodes]
-        context = replace(self.context(step, {}), get=lambda n, _: values[n])
+        context, num_inputs = self.context(step, {}), len(body.inputs)
 
         def taken(x: Any) -> Any:
             if isinstance(x, ShardedTensor):
                 return gather([x], step.block_id, True, self.shelf)[0][0]
             return ReduceGrad.apply(x, self.axis, step.block_id) if x.requires_grad else x
 
-        def compute() -> Tensor:
-            weights = tuple(map(taken, held))
-            (value,) = body(replace(context, weights=lambda _: weights))
+        def compute(*given: Any) -> Tensor:
+            values = dict(zip(body.inputs, given, strict=False))
+            weights = tuple(map(taken, given[num_inputs:]))
+            (value,) = body(
+                replace(context, get=lambda n, _: values[n], weights=lambda _: weights)
+            )
             return self._gather(node, value)
 
-        return self._deferred(node, compute)
+        values = [self.get(step, n, SPLIT) for n in body.inputs]
+        return self._deferred(node, compute, [*values, *map(self.raw, body.weight_nodes)])
 
     def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:
         """An output made from the inside of blocks, on whole values, if it is ever read."""
         body = LocalPiece(self.program.scope, piece, WHOLE, "tail", eager=True)
-        values = {n: self.env[n] for n in piece.inputs}
+        apart = {
+            n
+            for n in piece.inputs
+            if n in self.ctx.split and not isinstance(self.env[n], DeferredTensor)
+        }
+        context = self.context(self.program.steps[-1], {})
 
-        def whole(n: fx.Node, _: str = WHOLE) -> Any:
-            apart = n in self.ctx.split and not isinstance(values[n], DeferredTensor)
-            return self._gather(n, values[n]) if apart else values[n]
+        def compute(*given: Any) -> Tensor:
+            values = {
+                n: self._gather(n, x) if n in apart else x
+                for n, x in zip(piece.inputs, given, strict=True)
+            }
+            (out,) = body(
+                replace(
+                    context,
+                    get=lambda n, _: values[n],
+                    weights=lambda uses: tuple(values[n] for n, _ in uses),
+                )
+            )
+            return out
 
-        context = replace(
-            self.context(self.program.steps[-1], {}),
-            get=whole,
-            weights=lambda uses: tuple(whole(n) for n, _ in uses),
-        )
-        return self._deferred(node, lambda: body(context)[0])
+        return self._deferred(node, compute, [self.env[n] for n in piece.inputs])
 
-    def _deferred(self, node: fx.Node, compute: Callable[[], Tensor]) -> DeferredTensor:
-        """``node`` whole, by ``compute`` once it is read; with gradients if this call has them."""
-        grad = torch.is_grad_enabled()
-
-        def value() -> Tensor:
-            with torch.set_grad_enabled(grad):
-                return compute()
-
+    def _deferred(
+        self, node: fx.Node, compute: Callable[..., Tensor], inputs: Sequence[Any], pull: Any = None
+    ) -> DeferredTensor:
+        """``node`` whole, by ``compute`` of ``inputs`` once it is read."""
         scope, val = self.program.scope, node.meta["val"]
         sizes = bind_factors(scope, WHOLE, self.sizes)
-        shape = tuple(size_of(d, sizes) for d in scope.names.of(node))
-        out: DeferredTensor = DeferredTensor(value, shape, val.dtype, val.device)
-        return out
+        shape = [size_of(d, sizes) for d in scope.names.of(node)]
+        return defer(compute, inputs, shape, val.dtype, val.device, pull)
 
     def result(self, node: fx.Node) -> Any:
         """``node`` as an output of the program."""
+        value = self._output(node)
+        split = self.axis.size > 1 or self.program.replicas.size > 1
+        if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
+            value.register_hook(refuse_double_backward)
+        return value
+
+    def _output(self, node: fx.Node) -> Any:
         tail = self.program.schedule.tails.get(node)
         if tail is not None:
             return self._tail(node, tail)
@@ -308,7 +328,14 @@ class Frame:
             return value
         if node in self.ctx.partial or node.op == "placeholder":
             return self.replicated(node)
-        return self._deferred(node, lambda: self._gather(node, value))
+        scope, sizes = self.program.scope, bind_factors(self.program.scope, WHOLE, self.sizes)
+        layout, rank = self.axis.layout(self.sizes[WHOLE]), self.axis.rank
+
+        def own_rows(grad: Tensor) -> tuple[Tensor]:
+            rows = on_tokens(scope, node, grad, sizes, lambda x, d: take_own(x, layout, rank, d))
+            return (rows,)
+
+        return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
 
 
 MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import LengthScaled, Mixer, Tiny, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BartConfig, BartForConditionalGeneration
 
 import paradyse.backend
 from paradyse.runtime.registry import captures_of
@@ -30,6 +35,65 @@ def compile_and_compare(model, lengths, dynamic=None, **options):
         for got, want in zip(*grads, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     return compiled
+
+
+class TwoStreams(Tiny):
+    """Attends from one stream to itself, then to another one of any length."""
+
+    def forward(self, ids: Tensor, others: Tensor) -> Tensor:
+        x, y = self.embed(ids), self.embed(others)
+        for layer in self.layers:
+            for keys in (x, y):
+                q, k, v = (self.heads_of(layer, z, i) for i, z in enumerate((x, keys, keys)))
+                o = F.scaled_dot_product_attention(q, k, v)
+                x = x + layer["proj"](o.transpose(1, 2).flatten(2))
+            x = x + layer["down"](F.gelu(layer["up"](layer["norm2"](x))))
+        return self.head(x).square().mean()
+
+    def heads_of(self, layer: Any, x: Tensor, part: int) -> Tensor:
+        made = layer["qkv"](layer["norm"](x)).chunk(3, -1)[part]
+        return made.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def bart(ids: Tensor, others: Tensor, model: Any) -> Tensor:
+    return model(input_ids=others, decoder_input_ids=ids).logits.square().mean()
+
+
+TWO_LENGTHS = [(13, 13), (17, 17), (13, 15), (10, 6), (6, 10), (9, 9)]
+
+
+def train_on_two_lengths(family: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    if family == "bart":
+        each = {"layers": 1, "attention_heads": 4, "ffn_dim": 40}
+        sizes = {f"{side}_{k}": n for side in ("encoder", "decoder") for k, n in each.items()}
+        config = BartConfig(vocab_size=50, d_model=32, dropout=0.0, use_cache=False, **sizes)
+        model: nn.Module = BartForConditionalGeneration(config)
+    else:
+        model = TwoStreams()
+    model = model.double()
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    weights = list(model.parameters())
+    for ids, others in ((tokens(2, a), tokens(2, b, seed=1)) for a, b in TWO_LENGTHS):
+        found = []
+        for call in (model, compiled):
+            loss = bart(ids, others, call) if family == "bart" else call(ids, others)
+            grads = torch.autograd.grad(loss, weights, allow_unused=True)
+            found.append((loss.detach(), [g for g in grads if g is not None]))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("family", ["two streams", "bart"])
+def test_lengths_that_were_equal_at_first(nproc: int, family: str, ranks: Any) -> None:
+    ranks(nproc).run(train_on_two_lengths, family, timeout_s=200)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_batch_as_large_as_its_length_is_long_at_first(dynamic: bool | None) -> None:
+    sizes = [(5, 5), (6, 6), (5, 7), (9, 4)]
+    compile_and_compare(Tiny().double(), sizes, dynamic)
 
 
 LENGTHS = [(2, 7), (2, 11), (3, 5), (1, 9), (1, 1)]
