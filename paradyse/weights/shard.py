@@ -6,9 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from paradyse.distributed.axis import Axis, resolve_axis
-from paradyse.torch_private import parameters_of
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -17,8 +17,9 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     """Spread every parameter of ``model`` over the ranks of a sequence group, in place.
 
     Each parameter becomes a ``ShardedTensor`` of the same name, shape and dtype, of which a rank
-    keeps 1/p in memory; tied parameters stay tied. Model class and forward stay as they are.
-    Make the optimizer after this, then compile and train as usual:
+    keeps 1/p in memory; tied parameters stay tied. Model class and forward stay as they are, and
+    so does each parameter as an object: an optimizer may be made before or after this. Then compile
+    and train as usual:
 
         paradyse.shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -37,21 +38,17 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
     Returns:
         ``model``.
     Raises:
-        ValueError: the model is sharded already, wrapped or parallelized by something else; the
-            mesh does not fit. Nothing is changed then.
+        ValueError: the model is sharded already, wrapped or parallelized by something else, or has
+            run in a way that holds on to a parameter; the mesh does not fit. Nothing is changed
+            then.
     """
     axis = resolve_axis(mesh)
     _check(model)
     if axis.size == 1:
         return model
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in list(parameters_of(module).items()):
-            if p is None or p.ndim == 0:
-                continue
-            if id(p) not in made:
-                made[id(p)] = _sharded(p, axis)
-            parameters_of(module)[name] = made[id(p)]
+    parameters = [p for p in model.parameters() if p.ndim]
+    for p in parameters:
+        swap_tensors(p, _sharded(p, axis))
     return model
 
 
@@ -84,6 +81,16 @@ def _check(model: nn.Module) -> None:
                 f"{name} is a {type(p).__name__}, parallelized by something else (fully_shard, "
                 "parallelize_module, ...); give a model with plain parameters"
             )
+        other = nn.Parameter(p.detach().new_empty(0), p.requires_grad)
+        try:
+            swap_tensors(p, other)
+        except RuntimeError as e:
+            raise ValueError(
+                f"{name} cannot be sharded in place: something holds on to its memory, such as a "
+                "loss whose backward is still to come or a compiled model that has run. Call "
+                "paradyse.shard before the model runs for the first time"
+            ) from e
+        swap_tensors(p, other)
 
 
 def full_state_dict(

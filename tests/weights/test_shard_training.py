@@ -22,10 +22,10 @@ def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def _train(
-    model: Any, run: Any, kind: str, steps: int, accumulate: int = 1
+    model: Any, run: Any, kind: str, steps: int, accumulate: int = 1, made: Any = None
 ) -> tuple[list[float], list[float]]:
     """Losses, and total norms of the gradients before they are clipped."""
-    optimizer = _optimizer(kind, [p for p in model.parameters() if p.requires_grad])
+    optimizer = made or _optimizer(kind, [p for p in model.parameters() if p.requires_grad])
     scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler", init_scale=64.0)
     losses, norms = [], []
     for i in range(steps):
@@ -47,7 +47,11 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
     import paradyse
 
     reference = make_model(family, torch.float64, num_hidden_layers=1)
-    model = paradyse.shard(make_model(family, torch.float64, num_hidden_layers=1))
+    model = make_model(family, torch.float64, num_hidden_layers=1)
+    made = _optimizer(kind, model.parameters()) if kind == "made before" else None
+    parameters = dict(model.named_parameters())
+    assert paradyse.shard(model) is model
+    assert all(p is parameters[n] for n, p in model.named_parameters())
     if kind == "frozen":
         for m in (reference, model):
             for name, p in m.named_parameters():
@@ -56,9 +60,8 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
     want = _train(reference, reference, kind, 4, accumulate)
     plans = iter(PLANS * 10)
     options = {"plan": lambda workload: next(plans), "inner": "eager"}
-    got = _train(
-        model, torch.compile(model, backend="paradyse", options=options), kind, 4, accumulate
-    )
+    run = torch.compile(model, backend="paradyse", options=options)
+    got = _train(model, run, kind, 4, accumulate, made)
     errors = [[abs(a / b - 1) for a, b in zip(*pair, strict=True)] for pair in zip(got, want)]
     full = paradyse.full_state_dict(model)
     assert full.keys() == reference.state_dict().keys()
@@ -69,7 +72,7 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
 @pytest.mark.parametrize(
     "kind",
     [
-        *("sgd", "foreach", "scaler", "accumulate", "frozen"),
+        *("sgd", "foreach", "scaler", "accumulate", "frozen", "made before"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("loop", "fused")),
     ],
 )
@@ -179,8 +182,8 @@ def refuse() -> list[str]:
         texts.append(str(error.value))
         assert {n: (id(p), type(p)) for n, p in model.named_parameters()} == before
 
+    ask(nn.parallel.DistributedDataParallel(make_model("llama")))
     model = make_model("llama")
-    ask(nn.parallel.DistributedDataParallel(model))
     ask(nn.Sequential(paradyse.shard(model)))
     ask(torch.distributed.fsdp.fully_shard(make_model("llama")))
     larger = DeviceMesh("cpu", [0, 1, 2, 3], _init_backend=False)  # else torch itself refuses
@@ -188,16 +191,25 @@ def refuse() -> list[str]:
     with pytest.raises(NotImplementedError) as error:
         model(**make_batch("plain", 1, 5))
     texts.append(str(error.value))
+    held = make_model("llama")
+    loss = held(**make_batch("plain", 1, 5)).loss
+    before = {n: p.detach().clone() for n, p in held.named_parameters()}
+    ask(held)
+    assert all(type(p) is nn.Parameter for p in held.parameters())
+    assert all(torch.equal(p, before[n]) for n, p in held.named_parameters())
+    del loss
+    paradyse.shard(held)
     return texts
 
 
 def test_refused(pool2: RankPool) -> None:
-    for wrapped, twice, fsdp, mesh, eager in pool2.run(refuse, timeout_s=100):
+    for wrapped, twice, fsdp, mesh, eager, running in pool2.run(refuse, timeout_s=100):
         assert "wrapped by DistributedDataParallel" in wrapped
         assert "is sharded already" in twice
         assert "parallelized by something else (fully_shard" in fsdp
         assert "the mesh has 4 ranks and the world has 2" in mesh
         assert 'torch.compile(model, backend="paradyse")' in eager
+        assert "Call paradyse.shard before the model runs" in running
 
 
 def move_weights_about() -> None:
