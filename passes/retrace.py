@@ -51,7 +51,7 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     Raises:
         Untraceable: the graph has an operator with a body of its own (a custom autograd function).
             Activation checkpointing is one too, but its body is traced in its place; its nodes
-            carry ``meta["recompute"]``.
+            carry ``meta["recompute"]``. Or a value got lost on the way, as in ``torch.func.vmap``.
 
     Args:
         gm: the graph Dynamo hands to a backend.
@@ -75,11 +75,30 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     with fake_mode, preserve_node_meta():
         fakes = [fake(x) for x in inputs]
         traced = make_fx(lambda *args: _Interpreter(gm).run(*args), pre_dispatch=True)(*fakes)
+    _check_constants(traced, gm)
     for node in traced.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["module"] = list(stack.values())[-1][0]
     return traced
+
+
+_LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+"""What is written as a number in the program (``torch.tensor(1.0)``) enters the graph by these."""
+
+
+def _check_constants(traced: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """A value that tracing lost track of becomes a constant, which holds in no other call."""
+    modules = list(gm.modules())
+    own = [v for m in modules for v in (*m.parameters(False), *m.buffers(False), *vars(m).values())]
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = getattr(traced, node.target)
+        if not any(value is v for v in own) and not all(u.target in _LIFTS for u in node.users):
+            raise Untraceable(
+                f"{next(iter(node.users))} reads a value that tracing took for a constant: the "
+                "graph transforms functions (torch.func, associative_scan), which the passes do "
+                "not see into"
+            )
 
 
 class _Interpreter(fx.Interpreter):

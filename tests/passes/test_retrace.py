@@ -10,6 +10,7 @@ import pytest
 import torch
 from pass_graphs import context, operators, run, trace
 from torch import Tensor, fx, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from paradyse.passes.retrace import (
     InputLike,
@@ -63,6 +64,47 @@ def test_the_body_of_a_checkpoint_is_traced_in_place_and_marked() -> None:
     marked = {n.target for n in calls if n.meta.get("recompute")}
     assert operators(gm) == {"sin": 1, "cos": 1, "exp": 1}
     assert marked == {torch.ops.aten.sin.default, torch.ops.aten.cos.default}
+
+
+def test_constants_of_the_graph_and_of_the_program_are_kept() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(3, 3)
+            self.table = torch.ones(3)
+            self.register_buffer("scale", torch.full((3,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x * self.table * self.scale) + torch.tensor([1.0, 2.0, 3.0])
+
+    root = Root()
+    gm = retrace(fx.symbolic_trace(root), [like(2, 3)])
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(fx.Interpreter(gm).run(x), root(x))
+
+
+def of_every_row(x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: row * 2 + row.sum())(x)
+
+
+def scanned(x: Tensor) -> Tensor:
+    return associative_scan(torch.add, x, dim=0, combine_mode="generic")
+
+
+@pytest.mark.parametrize("fn", [of_every_row, scanned])
+def test_what_tracing_loses_is_no_constant(fn: Callable[[Tensor], Tensor]) -> None:
+    refused = []
+
+    def compile_graph(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        with pytest.raises(Untraceable, match="took for a constant|whose body") as error:
+            retrace(gm, [like(*x.shape) for x in inputs])
+        refused.append(error)
+        return gm.forward
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(torch.compile(fn, backend=compile_graph)(x), fn(x))
+    assert refused
 
 
 def test_other_operators_with_a_body_are_refused() -> None:
