@@ -242,7 +242,7 @@ class _Graph:
         self.axis = axis
         self.blocks = describe_blocks(program)
         weights = [p() for p in capture.parameters]
-        static = sum(4 * rows_here(w).nbytes for w in weights if w is not None)
+        static = sum(_static_bytes(w) for w in weights if w is not None)
         self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
         self.cost_model = self._cost_model()
         self._profiled: Machine | None = None
@@ -347,6 +347,12 @@ class _Graph:
             held = [w for w in held if not isinstance(w, ShardedTensor)]
         sums = [rows_here(w).detach().double().sum() for w in held]
         return checksum([torch.stack(sums)]) if sums else 0
+
+
+def _static_bytes(weight: torch.nn.Parameter) -> int:
+    """Of what this rank holds of it; of a trained one also of its gradient and, as in Adam, two
+    moments."""
+    return (4 if weight.requires_grad else 1) * rows_here(weight).nbytes
 
 
 def _check_shards(examples: Sequence[Any], axis: Axis) -> None:

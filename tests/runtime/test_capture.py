@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import LengthScaled, Mixer, Tiny, tokens
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn import functional as F
 from transformers import BartConfig, BartForConditionalGeneration
 
@@ -167,3 +168,38 @@ def test_explain_needs_a_graph_and_names_the_blocks():
     compiled(tokens(2, 7))
     report = paradyse.explain(compiled, 1, 128)
     assert "layers.0.attention and 1 like it" in str(report) and "layers.0.mlp" in str(report)
+
+
+def test_frozen_weights_have_neither_gradient_nor_moments() -> None:
+    model = Tiny()
+    for name, p in model.named_parameters():
+        p.requires_grad_("qkv" in name)
+    compiled = compile_and_run(model)
+    (graph,) = next(iter(captures_of(compiled))).graphs.values()
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert graph.planner.static_bytes == sum(p.nbytes for p in model.parameters()) + 3 * trained
+
+
+def compile_and_run(model: nn.Module) -> Any:
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    compiled(tokens(2, 7), tokens(2, 7, seed=1)).backward()
+    return compiled
+
+
+class JambaLike(Tiny):
+    """Scans over tokens by an operator with a body, in which tracing loses sight of values."""
+
+    def extra(self, x: Tensor) -> Tensor:
+        return associative_scan(torch.add, x, dim=1, combine_mode="generic")
+
+
+def train_a_scan() -> list[str]:
+    compiled = compile_and_compare(JambaLike().double(), [(2, 7), (2, 11), (3, 5)])
+    assert all(type(p.grad) is Tensor for p in compiled.parameters())
+    return [n for c in captures_of(compiled, whole=True) for n in c.notes]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_tracing_cannot_follow_is_computed_whole(nproc: int, ranks: Any) -> None:
+    for notes in ranks(nproc).run(train_a_scan, timeout_s=200):
+        assert any("which the passes do not see into" in n for n in notes), notes
