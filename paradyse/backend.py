@@ -232,12 +232,9 @@ class _Graph:
 
     def __init__(self, program: Program, capture: Capture):
         self.program, self.capture = program, capture
-        self.sizes = find_sizes(program)
-        if self.sizes is None:
-            raise NotImplementedError(
-                "no tensor argument of the graph shows the batch size and sequence length; pass "
-                "input_ids or inputs_embeds as tensors"
-            )
+        sizes = find_sizes(program)
+        assert sizes is not None, "a program is made where they are found"
+        self.sizes = sizes
         axis, options = capture.axis, capture.options
         self.axis = axis
         self.blocks = describe_blocks(program)
@@ -283,7 +280,6 @@ class _Graph:
         return self._profiled
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        assert self.sizes is not None
         sizes = sizes_of(self.sizes, args, self.axis)
 
         def make(plan: Plan) -> StepConstants:

@@ -219,7 +219,14 @@ def build_program(
     if ctx.schedule is None or ctx.seq is None:
         return None, ctx
     scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, axis.session.of(VariantCache))
-    return Program(traced, ctx, scope), ctx
+    program = Program(traced, ctx, scope)
+    if find_sizes(program) is None:
+        ctx.note(
+            "no tensor argument of the graph shows the batch size and sequence length, as "
+            "input_ids or inputs_embeds do"
+        )
+        return None, ctx
+    return program, ctx
 
 
 def fingerprint(program: Program) -> str:
