@@ -23,7 +23,9 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     seqs = {ctx.names.of(call.q)[2] for call in calls}
     batches = {ctx.names.of(call.q)[0] for call in calls}
     ctx.seq = ctx.batch = None
-    if len(seqs) == 1 and len(next(iter(seqs))) == 1:
+    if any(len(batch) > 1 for batch in batches):
+        ctx.note("the batch of an attention is several dims in one: nothing is split")
+    elif len(seqs) == 1 and len(next(iter(seqs))) == 1:
         ctx.seq = next(iter(seqs))[0]
         if len(batches) == 1 and len(next(iter(batches))) == 1:
             ctx.batch = next(iter(batches))[0]

@@ -122,7 +122,8 @@ def saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
     return kept
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_blocks_save_as_much_in_a_dry_run_as_on_two_ranks(family: str, pool2: RankPool) -> None:
     real = pool2.run(saved_by_blocks, family, timeout_s=200)[0]
     run = on_paper(family, 2)

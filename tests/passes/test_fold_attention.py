@@ -192,7 +192,9 @@ def train_capped(sharded: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("nproc", "sharded"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("nproc", "sharded"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_capped_scores_train(nproc: int, sharded: bool, ranks: Callable[[int], RankPool]) -> None:
     masks = ["causal, left 4", "causal"]
     expected = [*masks, *(m + ", documents" for m in masks)]

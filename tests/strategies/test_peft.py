@@ -177,6 +177,7 @@ def steps_with_dropout(plans: tuple[str, ...], sharded: bool) -> list[Any]:
     return steps
 
 
+@pytest.mark.slow
 def test_dropout_of_adapters(pool1: RankPool, pool2: RankPool) -> None:
     """The same elements are dropped on one rank and on two, whatever the strategy."""
     ((want,),) = pool1.run(steps_with_dropout, ("megatron_cz",), False, timeout_s=100)

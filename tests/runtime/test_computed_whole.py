@@ -1,0 +1,216 @@
+"""Models that the passes cannot split yet are computed whole: exactly, and with a note."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from harness import RankPool
+from torch import Tensor, nn
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+}
+IMAGE: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_labels": 3}
+CLASSES = torch.tensor([0, 2])
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(3, 50, shape)
+
+
+def vit() -> Made:
+    model = hf.ViTForImageClassification(hf.ViTConfig(**SIZES, **IMAGE))
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": CLASSES}
+
+
+def dinov2() -> Made:
+    sizes = {k: n for k, n in SIZES.items() if k != "intermediate_size"}
+    model = hf.Dinov2ForImageClassification(hf.Dinov2Config(**sizes, **IMAGE))
+    return model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": CLASSES}
+
+
+def beit() -> Made:
+    config = hf.BeitConfig(**SIZES, **IMAGE, use_relative_position_bias=True)
+    given = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": CLASSES}
+    return hf.BeitForImageClassification(config), given
+
+
+def wav2vec2() -> Made:
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4)}
+    config = hf.Wav2Vec2Config(
+        **SIZES,
+        **convolutions,
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        num_labels=3,
+        apply_spec_augment=False,
+        classifier_proj_size=16,
+    )
+    model = hf.Wav2Vec2ForSequenceClassification(config).eval()
+    return model, {"input_values": torch.randn(2, 400), "labels": CLASSES}
+
+
+def deberta_v2() -> Made:
+    config = hf.DebertaV2Config(
+        **SIZES,
+        vocab_size=50,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        max_relative_positions=16,
+        num_labels=3,
+    )
+    labels = torch.randint(0, 3, (2, 11))
+    return hf.DebertaV2ForTokenClassification(config), {"input_ids": ids(2, 11), "labels": labels}
+
+
+def multiple_choice() -> Made:
+    model = hf.BertForMultipleChoice(hf.BertConfig(**SIZES, vocab_size=50))
+    return model, {"input_ids": ids(2, 3, 11), "labels": CLASSES}
+
+
+def llama_model() -> Any:
+    return hf.LlamaModel(hf.LlamaConfig(**SIZES, vocab_size=50, num_key_value_heads=2))
+
+
+class Concatenated(nn.Module):
+    """Chosen and rejected answers in one batch, as for preferences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama_model()
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        both = self.model(input_ids=torch.cat([chosen, rejected])).last_hidden_state
+        first, second = both.square().mean((1, 2)).chunk(2)
+        return (first - second).sigmoid().mean()
+
+
+class Siamese(Concatenated):
+    """Two inputs of one shape through one encoder."""
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        first, second = (self.model(input_ids=x).last_hidden_state for x in (chosen, rejected))
+        return (first - second).square().mean()
+
+
+class Repeated(Concatenated):
+    """A batch repeated inside."""
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        three = self.model(input_ids=chosen.repeat_interleave(3, 0)).last_hidden_state
+        return three.square().mean()
+
+
+class Prefixed(Concatenated):
+    """A learned prefix before the tokens, as in prompt tuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Parameter(torch.randn(3, 32))
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        x = self.model.embed_tokens(chosen)
+        x = torch.cat([self.prefix.expand(len(x), -1, -1), x], 1)
+        return self.model(inputs_embeds=x).last_hidden_state.square().mean()
+
+
+class Convolved(Concatenated):
+    """A causal convolution over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(32, 32, 4, padding=3, groups=32)
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        x = self.model.embed_tokens(chosen)
+        x = self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return self.model(inputs_embeds=x).last_hidden_state.square().mean()
+
+
+def of_two_inputs(cls: type[Concatenated]) -> Callable[[], Made]:
+    return lambda: (cls(), {"chosen": ids(2, 11), "rejected": ids(2, 11)})
+
+
+def jamba() -> Made:
+    config = hf.JambaConfig(
+        **SIZES | {"num_hidden_layers": 2},
+        vocab_size=50,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_cache=False,
+    )
+    tokens = ids(2, 11)
+    return hf.JambaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    f.__name__: f for f in (vit, dinov2, beit, wav2vec2, deberta_v2, multiple_choice, jamba)
+} | {
+    cls.__name__: of_two_inputs(cls)
+    for cls in (Concatenated, Siamese, Repeated, Prefixed, Convolved)
+}
+
+
+def train(names: list[str], sharded: bool) -> None:
+    import paradyse
+    from paradyse.runtime.registry import captures_of
+
+    for name in names:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        want, grads = loss_and_gradients(model, model, batch)
+        if sharded:
+            paradyse.shard(model)
+        compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+        got, found = loss_and_gradients(compiled, model, batch)
+        assert abs(got - want) <= 1e-5 * abs(want), name
+        whole = torch.stack([g.norm() for g in grads.values()]).norm()
+        for weight, grad in grads.items():
+            assert type(found[weight]) is Tensor
+            assert (found[weight] - grad).norm() <= 1e-4 * whole, (name, weight)
+        notes = [n for c in captures_of(compiled, whole=True) for n in c.notes]
+        assert notes or name == "Siamese", name
+
+
+def loss_and_gradients(
+    call: Any, model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what models and Dynamo say of each other
+        out = call(**batch)
+    loss = out if isinstance(out, Tensor) else out.loss
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), {
+        n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()
+    }
+
+
+@pytest.mark.slow
+def test_on_one_rank(pool1: RankPool) -> None:
+    pool1.run(train, list(MODELS), False, timeout_s=300)
+
+
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_on_two_ranks(sharded: bool, pool2: RankPool) -> None:
+    pool2.run(train, list(MODELS), sharded, timeout_s=300)
