@@ -82,6 +82,7 @@ class DeferredTensor(torch.Tensor):
     """
 
     _value: _Value
+    _plain: Tensor | None
 
     @staticmethod
     def __new__(
@@ -92,13 +93,14 @@ class DeferredTensor(torch.Tensor):
         device: torch.device,
     ) -> Any:
         out = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        out._value = value
+        out._value, out._plain = value, None
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything happens in ``__new__``, as for all tensor subclasses."""
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _AS_IT_IS:
@@ -109,6 +111,7 @@ class DeferredTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME_VALUE:
             x = args[0]
@@ -120,11 +123,29 @@ class DeferredTensor(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
-@torch.compiler.disable
 def materialize(x: DeferredTensor) -> Tensor:
-    """``x`` as a plain tensor: a view of it, its value computed now if it has not been."""
+    """``x`` as a plain tensor, its value computed now if it has not been. Once gradients flow
+    through it, it is always the same one, so that what is written into it is read again."""
     with DisableTorchFunctionSubclass():
-        return aten.slice.Tensor(x, 0) if x.ndim else aten.squeeze.default(x)
+        if x._plain is not None:
+            return x._plain
+        plain: Tensor = _Read.apply(x)
+        if plain.requires_grad:
+            x._plain = plain
+        return plain
+
+
+class _Read(torch.autograd.Function):
+    """The value of a ``DeferredTensor``, no view of it: tracers would look into what it is of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DeferredTensor) -> Tensor:
+        value = x._value.get(x.device)
+        return value.new_empty(0).set_(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 class _Defer(torch.autograd.Function):
