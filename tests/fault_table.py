@@ -143,8 +143,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradient of gathered tokens from the first rank's rows",
         TOKENS,
-        "_take_rows(grad, layout, rank, dim, 0)",
-        "_take_rows(grad, layout, 0, dim, 0)",
+        "_take_rows(x, layout, rank, dim, 0)",
+        "_take_rows(x, layout, 0, dim, 0)",
         MOVES,
     ),
     Fault(
@@ -388,7 +388,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "deferred value computed at every use",
         "paradyse/runtime/deferred.py",
-        "if x._value is None:",
+        "if self._tensor is None:",
         "if True:",
         ("tests/runtime/test_deferred.py",),
     ),

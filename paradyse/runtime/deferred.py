@@ -21,36 +21,16 @@ from paradyse.torch_private import (
 
 aten = torch.ops.aten
 
+_ATTRIBUTES = "shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf"
+_METHODS = "size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "detach"
+_AUTOGRAD = "requires_grad_", "retain_grad", "register_hook", "backward"
+
 _AS_IT_IS = {
-    Tensor.shape.__get__,
-    Tensor.dtype.__get__,
-    Tensor.device.__get__,
-    Tensor.ndim.__get__,
-    Tensor.layout.__get__,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    torch.is_floating_point,
-    torch.numel,
-    Tensor.requires_grad.__get__,
-    Tensor.requires_grad.__set__,
-    Tensor.requires_grad_,
-    Tensor.grad_fn.__get__,
-    Tensor.is_leaf.__get__,
-    Tensor.grad.__get__,
-    Tensor.grad.__set__,
-    Tensor.grad.__delete__,
-    Tensor.retains_grad.__get__,
-    Tensor.retain_grad,
-    Tensor.register_hook,
-    Tensor.detach,
-    torch.detach,
-    Tensor.backward,
-    torch.autograd.backward,
-    torch.autograd.grad,
+    *(getattr(Tensor, name).__get__ for name in (*_ATTRIBUTES, "grad", "retains_grad")),
+    *(getattr(Tensor, name) for name in (*_METHODS, *_AUTOGRAD)),
+    *(Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.grad.__delete__),
+    *(torch.is_floating_point, torch.numel, torch.detach),
+    *(torch.autograd.backward, torch.autograd.grad),
 }
 """What needs no value: questions of shape and dtype, and what speaks to autograd."""
 

@@ -268,9 +268,7 @@ class Frame:
         def compute(*given: Any) -> Tensor:
             values = dict(zip(body.inputs, given, strict=False))
             weights = tuple(map(taken, given[num_inputs:]))
-            (value,) = body(
-                replace(context, get=lambda n, _: values[n], weights=lambda _: weights)
-            )
+            (value,) = body(replace(context, get=lambda n, _: values[n], weights=lambda _: weights))
             return self._gather(node, value)
 
         values = [self.get(step, n, SPLIT) for n in body.inputs]
