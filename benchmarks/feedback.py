@@ -34,20 +34,14 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
     feedback = graph.feedback
     assert feedback is not None
 
-    def steps_s(seq_len: int, fed: bool) -> float:
+    def step_s(seq_len: int, fed: bool = True, count: int = REFRESH_EVERY) -> float:
         graph.feedback = feedback if fed else None
-        return contender.time_s(seq_len, REFRESH_EVERY)
+        if count == 1:
+            feedback._known.clear()  # as if the length were new
+        return contender.time_s(seq_len, count)
 
-    def watched_s(seq_len: int) -> float:
-        graph.feedback = feedback
-        feedback._known.clear()  # as if the length were new
-        return contender.time_s(seq_len)
-
-    turns = {
-        "without": partial(steps_s, fed=False),
-        "with": partial(steps_s, fed=True),
-        "memory": watched_s,
-    }
+    turns = {"without": partial(step_s, fed=False), "with": step_s}
+    turns["memory"] = partial(step_s, count=1)
     found = take_turns(turns, args.lengths, range(-1, args.runs), rank.report)
     watched = any(quantity == SAVED for quantity, _ in feedback.measured)
     assert watched and min(feedback._runs.values()) > WARM_UP, "memory was not watched"

@@ -93,13 +93,9 @@ def main(bench: Benchmark, args: Namespace) -> str:
             "the CPU, one_process.py is the same comparison for CPUs"
         )
     bench.dtype = "bfloat16" if cuda else "float32"
-    failed = set()
 
     def run(n: int, backend: str) -> Run | None:
-        given = backend, n
-        found = None if given in failed else alone(run_one, *given, bench.dtype, args)
-        if found is None:
-            failed.add(given)
+        found = alone(run_one, backend, n, bench.dtype, args)
         told = found and f"{median(found.seconds):.3f} s, peak {found.peak_gib:.1f} GiB"
         log(f"{n:,} tokens, {backend}: {told or 'out of memory'}")
         return found

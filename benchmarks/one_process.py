@@ -14,12 +14,13 @@ process of its own for each contender after one step, libraries included.
 
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contenders import BACKENDS, Contender, compiled, llama
+from contenders import BACKENDS, compiled, llama
 from runner import Benchmark, alone, benchmark, log, median, take_turns
+
+from paradyse.cli.rank_jobs import peak_bytes
 
 
 class Case(NamedTuple):
@@ -32,9 +33,6 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.layers} layers, hidden {self.hidden}, {self.seq_len:,} tokens"
 
-    def contender(self, backend: str) -> Contender:
-        return compiled(llama(self.layers, self.hidden), backend)
-
 
 CASES = {"short": Case(12, 512, 512), "long": Case(2, 256, 16384)}
 OPTIONS: dict[str, Any] = {"long_runs": 3, "short_runs": 21, "only": {"choices": tuple(CASES)}}
@@ -44,7 +42,7 @@ QUICK = {"short": Case(3, 64, 128), "long": Case(2, 64, 1024)}
 
 def measure(case: Case, runs: int) -> list[float]:
     """The median step of each backend, in seconds."""
-    contenders = {b: case.contender(b) for b in BACKENDS}
+    contenders = {b: compiled(llama(case.layers, case.hidden), b) for b in BACKENDS}
     contenders["paradyse"].check("paradyse", contenders["inductor"], case.seq_len)
     steps = {name: c.time_s for name, c in contenders.items()}
     seconds = take_turns(steps, [case.seq_len], range(runs), partial(log, case))
@@ -53,11 +51,8 @@ def measure(case: Case, runs: int) -> list[float]:
 
 def peak_gib(case: Case, backend: str) -> float:
     """GiB resident at most in this process after one step."""
-    case.contender(backend).loss(case.seq_len)
-    # Not ru_maxrss: a child begins with its parent's.
-    status = Path("/proc/self/status").read_text().splitlines()
-    kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    return kib / 2**20
+    compiled(llama(case.layers, case.hidden), backend).loss(case.seq_len)
+    return peak_bytes("cpu") / 2**30
 
 
 @benchmark({"short_runs": 5}, **OPTIONS)

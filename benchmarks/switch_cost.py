@@ -88,9 +88,8 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
 def peak_and_messages(model: Switched, n: int) -> tuple[int, list[Counter[str]]]:
     """Bytes held at most in a step; bytes, then messages, of each collective."""
     before, peak, after = paradyse.stats(model.run), model.peak_bytes(n), paradyse.stats(model.run)
-    sent = Counter(after.bytes_per_collective) - Counter(before.bytes_per_collective)
-    calls = Counter(after.calls_per_collective) - Counter(before.calls_per_collective)
-    return peak, [sent, calls]
+    names = "bytes_per_collective", "calls_per_collective"
+    return peak, [Counter(getattr(after, k)) - Counter(getattr(before, k)) for k in names]
 
 
 def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:

@@ -54,7 +54,7 @@ class StepDone:
 
 
 def _reset_peak(device: str) -> None:
-    """Begin anew what ``_peak_bytes`` tells."""
+    """Begin anew what ``peak_bytes`` tells."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
@@ -63,8 +63,8 @@ def _reset_peak(device: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes(device: str) -> int:
-    """Peak memory of the device, or of the process's resident set on CPUs."""
+def peak_bytes(device: str) -> int:
+    """Peak memory of ``device`` ("cuda"), or of the process's resident set ("cpu")."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def train(
             loss, time_s = training.step(file)
             plans.append(paradyse.stats(compiled).plan_per_length.get(file.num_tokens, ""))
             kinds = kinds or block_kinds(compiled, file.num_tokens)
-            peak = _peak_bytes(rank.device)
+            peak = peak_bytes(rank.device)
             highest = max(highest, peak)
             in_words = describe_plan(plans[-1], kinds)
             rank.report(StepDone(i, file.name, file.num_tokens, in_words, loss, time_s, peak))
