@@ -115,10 +115,8 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
 
 def run_checks() -> int:
     """Correctness at tiny sizes, on whatever device there is."""
-    failed = 0
-    device, names = "cpu", ["float32"]
-    if torch.cuda.is_available():
-        device, names = "cuda", ["bfloat16", "float16"]
+    cuda, failed = torch.cuda.is_available(), 0
+    device, names = ("cuda", ["bfloat16", "float16"]) if cuda else ("cpu", ["float32"])
     for name, mask, (tokens, width) in product(names, MASKS, ((64, 16), (200, 64), (257, 24))):
         case = Case(mask, tokens, width, getattr(torch, name), device, 2, 2, 2, tokens // 4)
         for c in contenders(case):

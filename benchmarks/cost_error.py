@@ -16,7 +16,7 @@ the blocks' widths must be known: those of the models given, found by their stru
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,7 +29,7 @@ from runner import Benchmark, benchmark, median
 
 from paradyse.cli.commands.plan import dry_run_of
 from paradyse.cli.models import read_config
-from paradyse.planning.costs import BlockCost, Machine
+from paradyse.planning.costs import Machine
 from paradyse.planning.curves import (
     DEGREES,
     FOREST,
@@ -42,7 +42,7 @@ from paradyse.planning.curves import (
     fit_polynomial,
 )
 from paradyse.planning.measured import REST, CostModel, prior_growths
-from paradyse.planning.prior import gradient_sum_s, prior_cost
+from paradyse.planning.prior import prior_cost
 from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
 from paradyse.types import BlockSpec, Workload
 
@@ -65,17 +65,6 @@ def blocks_of(config: dict[str, Any], header: Header) -> dict[str, BlockSpec]:
     return {b.structure: b for b in run.blocks}
 
 
-def prior_of(
-    block: BlockSpec, strategy: str, training: bool, model: CostModel, at: Point
-) -> BlockCost:
-    """The prior, of what is measured of a block: without the messages of its gradients."""
-    header, machine = model.profile.header, model.machine
-    w = Workload(*at, getattr(torch, header.dtype), training, header.num_ranks)
-    whole = prior_cost(block, strategy, w, machine, header.sharded)
-    sums_s = 0.0 if header.sharded else gradient_sum_s(block, strategy, w, machine)
-    return replace(whole, time_s=whole.time_s - sums_s)
-
-
 def splits(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Point]]]:
     """What is kept and what is taken away, for each of the two questions."""
     lengths = sorted({s for _, s in points})
@@ -94,12 +83,14 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
             row = rows.setdefault((m.kind, m.structure, m.strategy, m.training), {})
             step_s = m.forward_s + m.backward_s
             row[m.batch, m.seq_len] = step_s, m.saved_bytes, m.workspace_bytes
-    model, found = CostModel(profile), []
+    model, header, found = CostModel(profile), profile.header, []
+    dtype = getattr(torch, header.dtype)
     for (kind, structure, strategy, training), measured in rows.items():
         growths: Sequence[GrowthFactor | None] = (None,) * 3
         if structure in blocks:
-            prior = partial(prior_of, blocks[structure], strategy, training, model)
-            growths = prior_growths(prior)
+            like = partial(Workload, dtype=dtype, training=training, num_ranks=header.num_ranks)
+            prior = partial(model.measurable, blocks[structure], strategy)
+            growths = prior_growths(lambda at, like=like, of=prior: of(like(*at)))
         degrees = DEGREES[:1] if kind == REST else DEGREES
         label = f"{kind} {strategy}".strip()
         for (where, fit, ask), name in product(splits(sorted(measured)), ESTIMATORS):

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from transformers import AttentionInterface
 
 aten = torch.ops.aten
 
@@ -89,8 +90,6 @@ class ContextParallel(Contender):
     """Context parallel. Lengths divide by twice the ranks."""
 
     def __init__(self, model: Any, mesh: DeviceMesh, compiled: bool):
-        from transformers import AttentionInterface
-
         AttentionInterface.register("context_parallel_ring", _ring_attention)
         model.set_attn_implementation("context_parallel_ring")
         super().__init__(model, self.call)

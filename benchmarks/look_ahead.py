@@ -27,12 +27,9 @@ WAIT_S = 1e-4
 OPTIONS = {"layers": 4, "hidden": 256, "lengths": (256, 2048), "runs": 7, "ranks": 2}
 QUICK = {"layers": 2, "hidden": 64, "lengths": (64,), "runs": 3, "inner": "eager"}
 
-Step = tuple[float, int, float]
-"""Seconds, waits of over ``WAIT_S``, and the seconds of all waits."""
 
-
-def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[Step]]]]:
-    """Plan -> ahead or without -> length -> steps."""
+def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
+    """Plan -> ahead or without -> length -> steps: seconds, long waits, seconds of all waits."""
     waits: list[float] = []
     wait = collectives.Pending.wait
 
@@ -45,7 +42,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[str, dict[int, list[S
 
     contender = Switched(paradyse.shard(llama(args.layers, args.hidden)), args.inner)
 
-    def step(seq_len: int, ahead: bool) -> Step:
+    def step(seq_len: int, ahead: bool) -> tuple[float, int, float]:
         waits.clear()
         with patch.object(resolve_axis().session.of(LookAhead), "on", ahead):
             taken = contender.time_s(seq_len)

@@ -125,11 +125,10 @@ def main(bench: Benchmark, args: Namespace) -> None:
     header += ["peak without, MiB", "more after, KiB", "noise, KiB", "within"]
     bench.table(header, rows)
     shares = [share for s in found.values() for share in s.shares()]
-    verdict = "within" if is_noise(shares) else "beyond"
     bench.add(
         "",
         f"All {len(shares)} pairs together: a step after a switch takes {median(shares):+.2%}, "
-        f"noise {noise_of(shares):.2%}: {verdict} it.",
+        f"noise {noise_of(shares):.2%}: {'within' if is_noise(shares) else 'beyond'} it.",
     )
     bench.at_most("rows beyond the noise, of time or memory", beyond, 0)
     bench.at_most("noise of all pairs together, % of a step", 100 * noise_of(shares), MOST_NOISE)

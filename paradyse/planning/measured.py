@@ -89,17 +89,14 @@ class CostModel:
         """
         variant = canonical_strategy(block.kind, strategy)
         key = block.structure, variant, workload.training
-        sharded = self.profile.header.sharded
         samples = self._samples(key)
         if not samples:
+            sharded = self.profile.header.sharded
             prior = prior_cost(block, strategy, workload, self.machine, sharded)
             return self._over_limit(prior, key, workload)
 
         def measurable(at: Point) -> BlockCost:
-            """The prior's answer, less what is in no block's measurements."""
-            like = replace(workload, batch=at[0], seq_len=at[1])
-            cost = prior_cost(block, strategy, like, self.machine, sharded)
-            return replace(cost, time_s=cost.time_s - self._outside(block, variant, like))
+            return self.measurable(block, strategy, replace(workload, batch=at[0], seq_len=at[1]))
 
         if key not in self._fitted:
             self._fitted[key] = self._fit(samples, measurable)
@@ -107,6 +104,13 @@ class CostModel:
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         outside = self._outside(block, variant, workload)
         return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
+
+    def measurable(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
+        """The prior's answer for ``block`` under ``strategy`` and ``workload``, less what is in no
+        block's measurements."""
+        cost = prior_cost(block, strategy, workload, self.machine, self.profile.header.sharded)
+        variant = canonical_strategy(block.kind, strategy)
+        return replace(cost, time_s=cost.time_s - self._outside(block, variant, workload))
 
     def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
         """Predicted for what of ``workload`` is in no block, as far as enough was measured.
