@@ -13,6 +13,7 @@ from models import check, make_batch, make_model, relative, run_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import paradyse
 from paradyse.runtime.deferred import DeferredTensor, defer
 
 Ranks = Callable[[int], RankPool]
@@ -134,18 +135,25 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-def train_on_what_is_read(names: list[str]) -> None:
-    model = make_model("llama", num_hidden_layers=1)
+def train_on_what_is_read(names: list[str], sharded: bool) -> None:
+    reference, model = (make_model("llama", num_hidden_layers=1) for _ in range(2))
+    if sharded:
+        paradyse.shard(model)
     compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
     batch = make_batch("plain", 3, 13)
     for name in names:
-        want = run_step(model, model, batch, LOSSES[name])
+        want = run_step(reference, reference, batch, LOSSES[name])
         check(run_step(compiled, model, batch, LOSSES[name]), want, what=name)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_gradients_of_losses_that_read_the_logits_in_cpp(nproc: int, ranks: Ranks) -> None:
-    ranks(nproc).run(train_on_what_is_read, list(LOSSES), timeout_s=200)
+@pytest.mark.parametrize(
+    ("nproc", "sharded"),
+    [(1, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 3))],
+)
+def test_gradients_of_losses_that_read_the_logits_in_cpp(
+    nproc: int, sharded: bool, ranks: Ranks
+) -> None:
+    ranks(nproc).run(train_on_what_is_read, list(LOSSES), sharded, timeout_s=200)
 
 
 def ask_autograd() -> None:
