@@ -31,11 +31,11 @@ def measure(rank: Rank, args: Namespace) -> dict[str, dict[int, list[float]]]:
     for seq_len in args.lengths:
         contender.loss(seq_len)
     (graph,) = [g for c in captures_of(contender.run) for g in c.graphs.values()]
-    feedback = graph.feedback
+    feedback = graph.choice.feedback
     assert feedback is not None
 
     def step_s(seq_len: int, fed: bool = True, count: int = REFRESH_EVERY) -> float:
-        graph.feedback = feedback if fed else None
+        graph.choice.feedback = feedback if fed else None
         if count == 1:
             feedback._known.clear()  # as if the length were new
         return contender.time_s(seq_len, count)

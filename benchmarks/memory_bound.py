@@ -55,7 +55,7 @@ class Bounded(Steps):
         super().__init__(model, options, 1, True, None)
         self.find_blocks(shortest)
         mine = [c for c in captures_of(model) if c.options.plan == self._current_plan]
-        self.planner = [g.planner for c in mine for g in c.graphs.values() if g.blocks][-1]
+        self.planner = [g.choice.planner for c in mine for g in c.graphs.values() if g.blocks][-1]
 
     def held(self, plan: str, seq_len: int) -> float:
         """Bytes measured, of the rank that holds most; infinitely many where no plan is given."""

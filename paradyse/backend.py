@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,20 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.choice import choice_of
 from paradyse.config import Options, parse_options
 from paradyse.distributed import collectives
-from paradyse.distributed.agreement import PROFILE, WEIGHTS, check_agreement, checksum, must_check
+from paradyse.distributed.agreement import (
+    GRADIENTS,
+    INPUTS,
+    PROFILE,
+    PROGRAM,
+    RANDOM_STATE,
+    WEIGHTS,
+    BatchChecksum,
+    agreement_of,
+    checksum,
+)
 from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
 from paradyse.distributed.session import Recent
-from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.costs import Machine
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
-from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
-from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
-from paradyse.planning.planner import Planner
-from paradyse.planning.profile_file import Header, present_versions
-from paradyse.profiling.online import Feedback
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
     build_program,
@@ -36,16 +41,15 @@ from paradyse.runtime.capture import (
     sizes_of,
     trace_inputs,
 )
-from paradyse.runtime.describe import describe_blocks, describe_masks
+from paradyse.runtime.describe import describe_blocks
 from paradyse.runtime.frame import current_frames
-from paradyse.runtime.guard import Guard
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import WHOLE, VariantCache
 from paradyse.strategies.groups.rest_layout import rest_layouts
-from paradyse.torch_private import lookup_backend
-from paradyse.types import Plan, Workload
+from paradyse.torch_private import lookup_backend, tree_leaves
+from paradyse.types import Plan
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
 
@@ -74,6 +78,7 @@ class Capture:
     def __init__(self, gm: fx.GraphModule, examples: list[Any], options: Options, axis: Axis):
         self.gm, self.options, self.axis = gm, options, axis
         self.replicas = resolve_replicas(options.mesh)
+        self.agreement = agreement_of(axis, options.mesh)
         self.placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
@@ -87,6 +92,15 @@ class Capture:
         self.num_steps = 0
         self.notes: list[str] = []
         self.graphs: dict[tuple[Any, ...], _Graph] = {}
+        self.data = [
+            i
+            for i, (e, is_weight) in enumerate(zip(examples, self.is_weight, strict=True))
+            if isinstance(e, Tensor) and not is_weight
+        ]
+        self._batch = BatchChecksum()
+        self._replicas_agree = False
+        plan = "a function" if callable(options.plan) else options.plan
+        self._options = str((plan, options.strategies, options.memory_limit, options.smoothing))
         problem = _empty_input(self.placeholders, examples)
         if problem:
 
@@ -130,7 +144,40 @@ class Capture:
 
     def run_whole(self, *args: Any) -> Any:
         """Called by Dynamo with the graph's inputs, where nothing of it is split."""
+        self.num_steps += 1
+        shapes = [tuple(args[i].shape) for i in self.data]
+        self.agree(args, {"the shapes of the inputs": str(shapes)})
         return self.fallback(*args)
+
+    def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> None:
+        """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
+        if self.agreement is None:
+            return
+        names = (str(self.placeholders[i].target).removeprefix("L_") for i in self.data)
+        first = self.num_steps == 1
+        trains = torch.is_grad_enabled()
+        self.agreement.begin(
+            trains and bool(self.parameters),
+            {
+                GRADIENTS: trains,
+                INPUTS: ", ".join(n.removeprefix("kwargs_").removesuffix("_") for n in names),
+                "the options": self._options,
+                **facts,
+                **self._batch.fact([args[i] for i in self.data]),
+                WEIGHTS: self._checksum_of_weights(sharded=False) if first else "not compared",
+            },
+        )
+        if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
+            self._replicas_agree = True
+            replicas.compare("starts to train", {WEIGHTS: self._checksum_of_weights(sharded=True)})
+
+    def _checksum_of_weights(self, sharded: bool) -> int:
+        """Of those that every rank of the axis holds whole; and of the rank's rows of the others if
+        ``sharded``."""
+        held = [w for w in (p() for p in self.parameters) if w is not None]
+        held = [w for w in held if sharded or not isinstance(w, ShardedTensor)]
+        sums = [rows_here(w).detach().double().sum() for w in held]
+        return checksum([torch.stack(sums)]) if sums else 0
 
     def _whole_graph(self, examples: Sequence[Any]) -> Any:
         """The graph as it is, on every rank, with whole weights."""
@@ -235,69 +282,34 @@ class _Graph:
         sizes = find_sizes(program)
         assert sizes is not None, "a program is made where they are found"
         self.sizes = sizes
-        axis, options = capture.axis, capture.options
-        self.axis = axis
+        self.axis = capture.axis
         self.blocks = describe_blocks(program)
-        weights = [p() for p in capture.parameters]
-        static = sum(_static_bytes(w) for w in weights if w is not None)
-        self.dtype = next((w.dtype for w in weights if w is not None), torch.float32)
-        self.cost_model = self._cost_model()
-        self._profiled: Machine | None = None
-        known = self._machine, static, bool(capture.sharded), self.cost_model
-        self.planner = Planner(options, self.blocks, axis.size, *known)
-        like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
-        self.guard = Guard(self.planner.plan, not callable(options.plan), like)
-        nodes = enumerate(program.placeholders)
-        self.data = [i for i, n in nodes if is_tensor(n) and not is_weight(n)]
-        self._constants: Recent[Any, StepConstants] = Recent()
-        self.feedback: Feedback | None = None
-        if axis.size > 1 and self.blocks and self.planner.chooses:
-            self.feedback = Feedback(program, self.planner, self.guard.forget)
-
-    def _cost_model(self) -> CostModel | None:
-        """Of the profile that the options name; on one rank there is nothing to choose."""
-        path, axis = self.capture.options.cost_model, self.axis
-        if path is None or axis.size == 1 or not self.blocks:
-            return None
-        present = Header(
-            versions=present_versions(),
-            device=describe_device(device_of(axis.group)),
-            num_ranks=axis.size,
-            dtype=dtype_name(self.dtype),
-            sharded=bool(self.capture.sharded),
-            inner=self.capture.options.inner,
-            machine={},
+        weights = [w for w in (p() for p in capture.parameters) if w is not None]
+        text = fingerprint(program)
+        self.choice = choice_of(
+            text, capture.options, self.axis, capture.agreement, self.blocks, weights
         )
-        return load_cost_model(path, self.blocks, present)
-
-    def _machine(self, dtype: torch.dtype) -> Machine:
-        """Rates as measured with the profile, else now; the memory is always what is there."""
-        if self.cost_model is None:
-            return measure_machine(self.axis, dtype)
-        if self._profiled is None:
-            capacity = agreed_capacity(self.axis)
-            self._profiled = replace(self.cost_model.machine, capacity_bytes=capacity)
-        return self._profiled
+        self._program_facts = {
+            "how many outputs are asked for": len(tree_leaves(program.output)),
+            "how many weights are trained": sum(w.requires_grad for w in weights),
+            PROGRAM: zlib.crc32(text.encode()),
+        }
+        self._constants: Recent[Any, StepConstants] = Recent()
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes = sizes_of(self.sizes, args, self.axis)
-
-        def make(plan: Plan) -> StepConstants:
-            return self._make(sizes, plan)
-
-        batch, seq_len, training = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
-        constants = self.guard(batch, seq_len, training, make)
         if self.axis.size > 1:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
-            self._agree(args, sizes, constants)
-        replicas = self.capture.replicas
-        if replicas.size > 1 and must_check(replicas, False):
-            check_agreement(replicas, [], {WEIGHTS: self._checksum_of_weights()}, "")
+            self.capture.agree(args, self._facts(sizes))
+
+        batch, seq_len, training = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
+        guard, feedback = self.choice.guard, self.choice.feedback
+        constants = self._make(sizes, guard(batch, seq_len, training))
         make_frame = current_frames()
-        if self.feedback is None or not training:
+        if feedback is None or not training:
             return make_frame(self.program, args, constants).run()
-        workload = self.guard.workload(batch, seq_len, training)
-        return self.feedback.run(args, constants, workload, make_frame)
+        workload = guard.workload(batch, seq_len, training)
+        return feedback.run(self.program, args, constants, workload, make_frame)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan.strategies)
@@ -318,37 +330,16 @@ class _Graph:
         name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
         (Path(folder) / name).write_text(table + "\n")
 
-    def _agree(
-        self, args: Sequence[Any], sizes: Mapping[str, int], constants: StepConstants
-    ) -> None:
-        first = self.capture.num_steps == 1
-        if not must_check(self.axis, first):
-            return
-        weights = self._checksum_of_weights(replicated=True) if first else 0
-        random = [torch.get_rng_state()] if self.program.schedule.has_dropout else []
-        numbers = {  # as many on every rank, also where ranks disagree on what is the first call
+    def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        first, dropout = self.capture.num_steps == 1, self.program.schedule.has_dropout
+        profile = self.choice.cost_model
+        return {
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
-            "the random state": checksum(random),
-            WEIGHTS: weights,
-            PROFILE: self.cost_model.profile.checksum if first and self.cost_model else 0,
+            **self._program_facts,
+            RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
+            PROFILE: profile.profile.checksum if first and profile else 0,
         }
-        tensors = [args[i] for i in self.data]
-        check_agreement(self.axis, tensors, numbers, ",".join(constants.strategies))
-
-    def _checksum_of_weights(self, replicated: bool = False) -> int:
-        """Of what this rank holds; only of ``replicated`` weights if so."""
-        held = [w for w in (p() for p in self.capture.parameters) if w is not None]
-        if replicated:
-            held = [w for w in held if not isinstance(w, ShardedTensor)]
-        sums = [rows_here(w).detach().double().sum() for w in held]
-        return checksum([torch.stack(sums)]) if sums else 0
-
-
-def _static_bytes(weight: torch.nn.Parameter) -> int:
-    """Of what this rank holds of it; of a trained one also of its gradient and, as in Adam, two
-    moments."""
-    return (4 if weight.requires_grad else 1) * rows_here(weight).nbytes
 
 
 def _check_shards(examples: Sequence[Any], axis: Axis) -> None:
@@ -393,9 +384,9 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
             else "no graph of this model is known yet: run one step of the compiled model first"
         )
     capture, graph = graphs[-1]
-    like = graph.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
-    kernels = attention_kernels(graph.blocks, graph.dtype, device_of(capture.axis.group))
-    return explain_plan(graph.planner, like, tuple(graph.program.ctx.notes), kernels)
+    like = graph.choice.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
+    kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
+    return explain_plan(graph.choice.planner, like, tuple(graph.program.ctx.notes), kernels)
 
 
 def stats(compiled_model: Any) -> Stats:
@@ -413,6 +404,7 @@ def stats(compiled_model: Any) -> Stats:
         for c, g in graphs
         for i in (*(s.block_id for s in g.program.block_steps), g.program.schedule.between_id)
     ]
+    guards = dict.fromkeys(g.choice.guard for _, g in graphs)
     sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
     for t in traffic:
         sent.update(t.sent_bytes)
@@ -425,8 +417,8 @@ def stats(compiled_model: Any) -> Stats:
             session.of(VariantCache).num_compiled for session in {c.axis.session for c in captures}
         ),
         steps=sum(c.num_steps for c in captures),
-        plan_switches=sum(g.guard.num_switches for _, g in graphs),
-        plan_per_length={n: plan for _, g in graphs for n, plan in g.guard.plan_of.items()},
+        plan_switches=sum(g.num_switches for g in guards),
+        plan_per_length={n: plan for g in guards for n, plan in g.plan_of.items()},
         bytes_per_collective=dict(sent),
         calls_per_collective=dict(calls),
         bytes_per_block=dict(per_block),

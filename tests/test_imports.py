@@ -25,6 +25,7 @@ LAYERS = (
     ("planning",),
     ("profiling",),
     ("offline",),
+    ("choice",),
     ("backend",),
     ("trainer", "verification"),
     ("cli",),

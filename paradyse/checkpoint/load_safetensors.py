@@ -169,8 +169,14 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
     try:
         names = json.loads(path.read_text())["weight_map"]
         files = [path.parent / f for f in sorted(set(names.values()))]
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} is not an index of safetensors files: {e!r}") from e
+    outside = [f for f in files if f.parent != path.parent or f.name in ("", "..")]
+    if outside:
+        raise ValueError(
+            f"{path} names files outside its folder: {listed(map(str, outside))}; an index "
+            "may name files beside it alone"
+        )
     absent = [f.name for f in files if not f.is_file()]
     if absent:
         raise ValueError(

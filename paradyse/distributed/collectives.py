@@ -13,6 +13,7 @@ all-gather 70 ms, reduce-scatter 39 ms, all-reduce 12 ms, all-to-all 4.5 ms.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -34,8 +35,12 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 TIMEOUT_VARIABLE = "PARADYSE_COLLECTIVE_TIMEOUT_S"
 """Environment variable: seconds after which a rank that waits in a collective gives up. Default
-300.
+300. What NCCL carries ends by the process group's own time-out: asked for another one, NCCL keeps
+the host waiting for each message.
 """
+
+LONGEST_S = 10**7
+"""Of a time-out: some months."""
 
 
 class CollectiveError(RuntimeError):
@@ -81,8 +86,23 @@ def traffic(axis: Axis, block_id: int) -> Traffic:
     return axis.session.of(_Blocks)[block_id]
 
 
-def _timeout() -> timedelta:
-    return timedelta(seconds=float(os.environ.get(TIMEOUT_VARIABLE, "300")))
+def timeout() -> timedelta:
+    """How long a rank waits in a collective on gloo, and in one that compares ranks.
+
+    Raises:
+        ValueError: the environment variable is no number of seconds above 0.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_S:
+        raise ValueError(
+            f"{TIMEOUT_VARIABLE} is {text!r}: give a number of seconds above 0, at most "
+            f"{LONGEST_S}, or leave it unset for 300"
+        )
+    return timedelta(seconds=seconds)
 
 
 def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveError:
@@ -92,7 +112,7 @@ def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveE
         f"rank {axis.rank} of {axis.size}: {what} of block '{block.name}'{strategy} did not "
         f"complete: another rank died, stalled or left the program ({error}). Look at the other "
         "ranks' output first; "
-        f"{TIMEOUT_VARIABLE} (now {_timeout().total_seconds():g} s) sets how long a rank waits."
+        f"{TIMEOUT_VARIABLE} (now {timeout().total_seconds():g} s) sets how long a rank waits."
     )
 
 
@@ -121,17 +141,21 @@ class Pending:
     ):
         self._works, self._result, self._context = works, result, (what, axis, block_id)
         self._keep = keep  # send buffers must outlive the transfer
+        self._patience = [timeout()] if axis.group is None or _on_gloo(axis) else []
 
     def wait(self) -> Any:
         """The result, when it is there.
 
         Raises:
             CollectiveError: it failed, or took longer than ``TIMEOUT_VARIABLE`` says.
+            torch.OutOfMemoryError: as the collective raised it.
         """
         try:
             for work in self._works:
-                if work is not None and not work.wait(_timeout()):
+                if work is not None and not work.wait(*self._patience):
                     raise RuntimeError("wait returned False")
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as e:
             raise _fail(*self._context, e) from e
         if pauses := SINGLE.session.of(_Pauses):
@@ -148,6 +172,8 @@ def _start(
     block.calls[what] += 1
     try:
         works = launch()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as e:
         raise _fail(what, axis, block_id, e) from e
     return Pending(

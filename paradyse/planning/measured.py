@@ -237,12 +237,32 @@ def _machine(profile: Profile) -> Machine:
     known = {f.name for f in fields(Machine)}
     try:
         links = {n: Link(**link) for n, link in (given.pop("links", None) or {}).items()}
-        return Machine(**{k: v for k, v in given.items() if k in known}, links=links)
+        machine = Machine(**{k: v for k, v in given.items() if k in known}, links=links)
+        _check_rates("the machine", machine)
+        for name, link in links.items():
+            _check_rates(f"the link of {name}", link)
+        return machine
     except (TypeError, AttributeError) as e:
         raise ValueError(
             f"{profile.path}:1: the fields of the machine are not those of this version ({e}); "
             "measure again with `paradyse profile`"
         ) from e
+
+
+MOST_RATE, MOST_S = 1e18, 60.0
+"""No machine computes or sends more a second, or takes longer for an operator or a message."""
+
+
+def _check_rates(what: str, of: Machine | Link) -> None:
+    """Raises TypeError where a rate or a time of ``of`` is none that a machine has."""
+    for name, value in vars(of).items():
+        rate = name.endswith(("_flops", "bandwidth", "bandwidth_bytes"))
+        if value is None or not (rate or name.endswith("_s")):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} of {what} is {value!r}, not a number")
+        if not (0 < value <= MOST_RATE if rate else 0 <= value <= MOST_S):
+            raise TypeError(f"{name} of {what} is {value:g}")
 
 
 class _Models(Recent[tuple[object, ...], CostModel]):

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
+from paradyse.distributed.session import Recent
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, BlockCost, Machine
 from paradyse.planning.measured import CostModel
@@ -96,6 +97,7 @@ class Planner:
         self._corrections = Corrections()
         self._planned = lru_cache(MOST_PLANS)(self._decide)
         self._previous: Plan | None = None
+        self._settled: Recent[tuple[PlanOption, Workload], Plan] = Recent()
 
     def plan(self, workload: Workload) -> Plan:
         """The plan for ``workload``: one strategy per block.
@@ -107,8 +109,13 @@ class Planner:
             ValueError: the plan does not fit the model (number of names, a strategy that cannot
                 compute its block), the workload is empty, or nothing fits ``memory_limit``.
         """
-        self._previous = self._planned(self._form(workload), workload)
+        form = self._form(workload)
+        self._previous = self._settled.get((form, workload)) or self._planned(form, workload)
         return self._previous
+
+    def settle(self, workload: Workload, plan: Plan) -> None:
+        """Have ``plan``, another rank's choice, for ``workload``."""
+        self._previous = self._settled[self._form(workload), workload] = plan
 
     @property
     def chooses(self) -> bool:
@@ -127,6 +134,7 @@ class Planner:
         alike."""
         self._corrections = corrections
         self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
+        self._settled.clear()
         self._planned.cache_clear()
 
     def costs(self, workload: Workload) -> Costs:

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED
+
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
@@ -115,10 +117,9 @@ def append(path: str | Path, header: Header, measurements: Iterable[Measurement]
         ValueError: the file holds measurements of another header, or is not a profile.
     """
     path = Path(path)
-    whole = path.read_bytes() if path.exists() else b""
-    kept = _without_cut_line(whole)
+    kept = _own_lines(path)
     if kept.strip():
-        held = _setting(kept.decode().splitlines()[0], f"{path}:1")
+        held = _setting(kept.decode(errors="replace").splitlines()[0], f"{path}:1")
         for name, theirs in vars(held).items():
             ours = getattr(header, name)
             if name != "machine" and ours != theirs:  # a machine's rates differ each time
@@ -134,6 +135,28 @@ def append(path: str | Path, header: Header, measurements: Iterable[Measurement]
             file.write(b"\n")
         for m in measurements:
             _write(file, asdict(m))
+
+
+def remove(path: str | Path) -> None:
+    """Remove the profile at ``path``, if there is one.
+
+    Raises:
+        ValueError: the file is not a profile; it stays.
+    """
+    path = Path(path)
+    if kept := _own_lines(path):
+        _setting(kept.decode(errors="replace").splitlines()[0], f"{path}:1")
+    path.unlink(missing_ok=True)
+
+
+def _own_lines(path: Path) -> bytes:
+    """What is at ``path``, without a line that was cut off; never nothing of a foreign file."""
+    whole = path.read_bytes() if path.exists() else b""
+    kept = _without_cut_line(whole)
+    begin = b'{"%s": ' % fields(Header)[0].name.encode()
+    if not kept.strip() and whole.strip() and whole[: len(begin)] != begin[: len(whole)]:
+        raise ValueError(f"{path}: this is not a profile; give another file, or remove this one")
+    return kept
 
 
 def _write(file: Any, fields_of: Mapping[str, Any]) -> None:
@@ -195,7 +218,12 @@ def _measurement(line: str, where: str) -> Measurement:
     for name in ("sent_bytes", "messages"):  # nothing reads them; earlier versions wrote them
         found.pop(name, None)
     m = _checked(Measurement, found, where)
-    legal = {"kind": ("attention", "mlp", "rest"), "outcome": (MEASURED, OVER_LIMIT)}
+    strategies = ("",) if m.kind == "rest" else (*ATTENTION_STRATEGIES, REPLICATED)
+    legal = {
+        "kind": ("attention", "mlp", "rest"),
+        "outcome": (MEASURED, OVER_LIMIT),
+        "strategy": strategies,
+    }
     for name, values in legal.items():
         if getattr(m, name) not in values:
             raise ValueError(

@@ -111,6 +111,7 @@ class StepWatch(Watch):
 class _Record:
     """One watched call."""
 
+    program: Program
     call: int
     workload: Workload
     strategies: tuple[str, ...]
@@ -147,14 +148,15 @@ class _Agreement:
 
 
 class Feedback:
-    """Watches one program, and corrects the costs of its planner.
+    """Watches a program, in all captures of it, and corrects the costs of its planner.
 
     Args:
+        planner: of the program.
         forget: called where plans are to be chosen anew, on all ranks at the same call.
     """
 
-    def __init__(self, program: Program, planner: Planner, forget: Callable[[], None]) -> None:
-        self.program, self.planner, self.forget = program, planner, forget
+    def __init__(self, planner: Planner, forget: Callable[[], None]) -> None:
+        self.planner, self.forget = planner, forget
         self.measured: dict[tuple[str, Hashable], dict[int, float]] = {}
         """What the ranks agreed on (``Corrections.measured``)."""
         self.times = TimeRatios(OWN_OF_PROFILE if planner.cost_model else OWN_OF_PRIOR)
@@ -171,11 +173,17 @@ class Feedback:
         self._keys = cache(self._find_keys)
 
     def run(
-        self, args: Sequence[Any], constants: StepConstants, workload: Workload, make: MakeFrame
+        self,
+        program: Program,
+        args: Sequence[Any],
+        constants: StepConstants,
+        workload: Workload,
+        make: MakeFrame,
     ) -> Any:
         """The program's call, watched if it is its turn.
 
         Args:
+            program: as captured for this call.
             args: the graph's inputs.
             constants: of the call's sizes and plan.
             workload: what the plan was made for.
@@ -185,7 +193,7 @@ class Feedback:
         if self._records and (last := self._records[-1].watch) is not None:
             last.close()
         if self._calls % REFRESH_EVERY == 0:
-            self._start_agreement()
+            self._start_agreement(program)
         elif self._calls % REFRESH_EVERY == SETTLE:
             self._finish_agreement()
         strategies, scale = constants.strategies, scale_of(workload)
@@ -194,18 +202,21 @@ class Feedback:
         record = None
         if self._runs[strategies] > WARM_UP:
             if self._is_new(strategies, workload):
-                record = self._watch_memory(args, workload, strategies)
+                record = self._watch_memory(program, args, workload, strategies)
             elif self._of_scale[scale] % SAMPLE_EVERY == 0:
-                clock = Clock(self.program.device)
-                record = _Record(self._calls, workload, strategies, False, StepWatch(clock))
+                clock = Clock(program.device)
+                record = _Record(
+                    program, self._calls, workload, strategies, False, StepWatch(clock)
+                )
         if record is not None:
             self._records.append(record)
-        if record is None or (watch := record.watch) is None:
-            return make(self.program, args, constants).run()
+        watch = None if record is None else record.watch
+        if record is None or watch is None:
+            return make(program, args, constants).run()
         watch.mark(START)
         try:
             with watch.probe:
-                return WatchedFrame(watch, self.program, args, constants).run()
+                return WatchedFrame(watch, program, args, constants).run()
         except BaseException:
             record.watch = None
             watch.close()
@@ -227,26 +238,30 @@ class Feedback:
         return any(self._known.get((k, scale), 0) < tokens for k in self._keys(strategies))
 
     def _watch_memory(
-        self, args: Sequence[Any], workload: Workload, strategies: tuple[str, ...]
+        self,
+        program: Program,
+        args: Sequence[Any],
+        workload: Workload,
+        strategies: tuple[str, ...],
     ) -> _Record:
         scale, tokens = scale_of(workload), num_tokens(workload)
         for key in self._keys(strategies):
             self._known[key, scale] = max(tokens, self._known.get((key, scale), 0))
-        record = _Record(self._calls, workload, strategies, True)
+        record = _Record(program, self._calls, workload, strategies, True)
         record.missing_bytes = _missing_gradients(args)
-        if self.program.device.type == "cuda":
+        if program.device.type == "cuda":
             record.watch = StepWatch(DeviceMemory(reset=False))
         elif saved_tensors_hooks_are_free():
             given = (a.local if isinstance(a, ShardedTensor) else a for a in args)
             record.watch = StepWatch(SavedMemory(given))
         return record
 
-    def _start_agreement(self) -> None:
+    def _start_agreement(self, program: Program) -> None:
         """Send the others what was measured; every rank comes here at the same call."""
         old = [r for r in self._records if r.call <= self._calls - SETTLE]
         self._records = self._records[len(old) :]
         if slots := self._read(old):
-            self._agreement = _Agreement(slots, old, self.program)
+            self._agreement = _Agreement(slots, old, program)
 
     def _finish_agreement(self) -> None:
         """Take over what the ranks agree on; every rank comes here at the same call."""
@@ -300,7 +315,7 @@ class Feedback:
         if watch is None:
             return {(TIME, key, scale): [] for key in keys}
         assert isinstance(watch.probe, Clock)
-        at = {step.block_id: i for i, step in enumerate(self.program.block_steps)}
+        at = {step.block_id: i for i, step in enumerate(record.program.block_steps)}
         seconds = watch.probe.read()
         for span in find_spans(watch.marks):
             if watch.marks[span.last][0] != END:  # else its end was not seen
@@ -333,7 +348,7 @@ class Feedback:
         costs = self.planner.predicted_costs(record.workload)
         for key, at in keys.items():
             cost = costs[at[0]][record.strategies[at[0]]]
-            ids = [self.program.block_steps[i].block_id for i in at]
+            ids = [record.program.block_steps[i].block_id for i in at]
             saved = max(0.0, statistics.fmean(held.saved_bytes[i] for i in ids))
             workspace = max(held.workspace_bytes[i] for i in ids)
             found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -230,11 +231,15 @@ def build_program(
 
 
 def fingerprint(program: Program) -> str:
-    """Text of ``program`` that another one shares exactly when they differ in nothing but the sizes
-    traced at."""
+    """Text of ``program`` that another one, also of another process, shares exactly when they
+    differ in nothing but the sizes traced at."""
     scope = program.scope
-    pieces = (step.piece for step in program.steps)
-    return "\n\n".join(structure(p, scope.names, scope.labels(WHOLE)) for p in pieces)
+    texts = (
+        f"{structure(step.piece, scope.names, scope.labels(WHOLE))}\n{step.recompute}"
+        for step in program.steps
+    )
+    text = re.sub(r" at 0x[0-9a-f]+", "", "\n\n".join(texts))
+    return text.replace(program.replicas.name, "replicas")
 
 
 def find_sizes(program: Program) -> SizeSource | None:

@@ -183,18 +183,3 @@ def defer(
     like = (tuple(shape), dtype, device)
     out: DeferredTensor = _Defer.apply(of_tensors, pull, like, *tensors)
     return out
-
-
-def refuse_double_backward(grad: Tensor) -> None:
-    """A hook for outputs: their gradient ``grad`` cannot be differentiated again.
-
-    Raises:
-        NotImplementedError: backward runs with ``create_graph=True``.
-    """
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "double backward (create_graph=True) through a model that is split over ranks is not "
-            "supported: its second derivatives would be wrong. Call backward without create_graph, "
-            "or compute what needs it, such as a gradient penalty, with a copy of the model that "
-            "is neither compiled nor sharded"
-        )

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
+from paradyse.distributed.agreement import Call, current_call
 from paradyse.distributed.tokens import (
     GatherTokens,
     ReduceGrad,
@@ -24,7 +25,7 @@ from paradyse.distributed.tokens import (
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step
-from paradyse.runtime.deferred import DeferredTensor, defer, refuse_double_backward
+from paradyse.runtime.deferred import DeferredTensor, defer
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
@@ -52,6 +53,7 @@ class Frame:
     def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):
         self.program, self.constants = program, constants
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
+        self.call = current_call(self.axis)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
@@ -304,17 +306,23 @@ class Frame:
         self, node: fx.Node, compute: Callable[..., Tensor], inputs: Sequence[Any], pull: Any = None
     ) -> DeferredTensor:
         """``node`` whole, by ``compute`` of ``inputs`` once it is read."""
-        scope, val = self.program.scope, node.meta["val"]
+        scope, val, call = self.program.scope, node.meta["val"], self.call
         sizes = bind_factors(scope, WHOLE, self.sizes)
         shape = [size_of(d, sizes) for d in scope.names.of(node)]
-        return defer(compute, inputs, shape, val.dtype, val.device, pull)
+
+        def read(*given: Any) -> Tensor:
+            if call is not None:
+                call.read(node.name)
+            return compute(*given)
+
+        return defer(read, inputs, shape, val.dtype, val.device, pull)
 
     def result(self, node: fx.Node) -> Any:
         """``node`` as an output of the program."""
         value = self._output(node)
         split = self.axis.size > 1 or self.program.replicas.size > 1
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            value.register_hook(refuse_double_backward)
+            value.register_hook(partial(_begin_backward, self.call, node.name))
         return value
 
     def _output(self, node: fx.Node) -> Any:
@@ -334,6 +342,19 @@ class Frame:
             return (rows,)
 
         return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
+
+
+def _begin_backward(call: Call | None, output: str, grad: Tensor) -> None:
+    """A hook: ``grad`` is the gradient of the output ``output`` of ``call``."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "double backward (create_graph=True) through a model that is split over ranks is not "
+            "supported: its second derivatives would be wrong. Call backward without create_graph, "
+            "or compute what needs it, such as a gradient penalty, with a copy of the model that "
+            "is neither compiled nor sharded"
+        )
+    if call is not None:
+        call.backward(output)
 
 
 MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]

@@ -1,17 +1,16 @@
-"""The guard at the entry of a program: which plan runs, and what was made for it."""
+"""The guard at the entry of a program: which plan runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from paradyse.distributed.session import Recent
 from paradyse.types import Plan, Workload
 
 
 class Guard:
-    """Maps a workload to what runs: a dictionary look-up for one seen before.
+    """Maps a workload to its plan: a dictionary look-up for one seen before.
 
     Args:
         plan: chooses a plan.
@@ -21,7 +20,7 @@ class Guard:
 
     def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, like: Workload):
         self._plan, self._fixed, self._like = plan, fixed, like
-        self._known: Recent[tuple[int, int, bool], tuple[Plan, Any]] = Recent()
+        self._known: Recent[tuple[int, int, bool], Plan] = Recent()
         self.num_switches = 0
         self.plan_of: Recent[int, str] = Recent()
         """Length -> key of its latest plan."""
@@ -35,23 +34,17 @@ class Guard:
         """Ask for every plan anew."""
         self._known.clear()
 
-    def __call__(
-        self, batch: int, seq_len: int, training: bool, make: Callable[[Plan], Any]
-    ) -> Any:
-        """What ``make(plan)`` gave for this workload; the plan is asked for anew only if it may
-        change.
-        """
+    def __call__(self, batch: int, seq_len: int, training: bool) -> Plan:
+        """The plan of this workload, asked for anew only if it may change."""
         key = (batch, seq_len, training)
-        found = self._known.get(key) if self._fixed else None
-        if found is None:
+        plan = self._known.get(key) if self._fixed else None
+        if plan is None:
             plan = self._plan(self.workload(batch, seq_len, training))
-            found = (plan, make(plan))
             if self._fixed:
-                self._known[key] = found
+                self._known[key] = plan
             self.plan_of[seq_len] = plan.key
-        plan, made = found
         if plan is not self._last:
             if self._last is not None and plan != self._last:
                 self.num_switches += 1
             self._last = plan
-        return made
+        return plan

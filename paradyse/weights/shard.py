@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
+from paradyse.distributed.agreement import agreement_of, checksum
 from paradyse.distributed.axis import Axis, resolve_axis
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
@@ -39,17 +40,29 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
         ``model``.
     Raises:
         ValueError: the model is sharded already, wrapped or parallelized by something else, or has
-            run in a way that holds on to a parameter; the mesh does not fit. Nothing is changed
-            then.
+            run in a way that holds on to a parameter; the mesh does not fit; the ranks' weights
+            differ, said on all of them. Nothing is changed then.
     """
     axis = resolve_axis(mesh)
     _check(model)
     if axis.size == 1:
         return model
+    _check_equal(model, axis, mesh)
     parameters = [p for p in model.parameters() if p.ndim]
     for p in parameters:
         swap_tensors(p, _sharded(p, axis))
     return model
+
+
+def _check_equal(model: nn.Module, axis: Axis, mesh: Any) -> None:
+    """Ranks with other values would each give the model a part of another model."""
+    agreement = agreement_of(axis, mesh)
+    assert agreement is not None, "several ranks"
+    facts = {
+        f"the weight {name} (checksum)": checksum([p]) if not p.is_meta else list(p.shape)
+        for name, p in model.named_parameters()
+    }
+    agreement.compare("shards a model", {}, together=True, common=facts)
 
 
 def _sharded(p: nn.Parameter, axis: Axis) -> nn.Parameter:

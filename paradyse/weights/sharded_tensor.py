@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.agreement import compare
 from paradyse.distributed.collectives import OPTIMIZER
 from paradyse.torch_private import (
     disabled_torch_function,
@@ -73,6 +74,7 @@ class ShardedTensor(Tensor):
             ValueError: the tensor is on the meta device.
         """
         self._need_values()
+        compare(self.placement.axis, f"gathers a sharded tensor of shape {list(self.shape)}")
         with torch.no_grad():
             return gather_shards([self], OPTIMIZER)[0]
 
@@ -232,6 +234,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*map(rows, args), **{k: rows(v) for k, v in kwargs.items()})
     if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
         axis = next(x for x in likes if x is not None).placement.axis
+        compare(axis, "looks for infinite gradients")
         args[1].copy_(collectives.all_gather(args[1], axis, OPTIMIZER).amax(0))
     if schema_of(func).is_mutable:
         return kwargs.get("out", args[0]) if num is None else out
@@ -289,6 +292,7 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
     ]
     shards = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
     axis = tensors[shards[0]].placement.axis
+    compare(axis, "computes norms of sharded tensors")
     every = collectives.all_gather(torch.stack([norms[i] for i in shards]), axis, OPTIMIZER)
     total = every.amax(0) if math.isinf(ord) else torch.linalg.vector_norm(every, ord, dim=0)
     for i, norm in zip(shards, total.unbind(0), strict=True):
@@ -297,7 +301,9 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
 
 
 def _sum(x: ShardedTensor, *, dtype: Any = None) -> Tensor:
-    return collectives.all_reduce(x.local.sum(dtype=dtype), x.placement.axis, OPTIMIZER)
+    axis = x.placement.axis
+    compare(axis, "sums a sharded tensor")
+    return collectives.all_reduce(x.local.sum(dtype=dtype), axis, OPTIMIZER)
 
 
 _REDUCTIONS: dict[Any, Callable[..., Any]] = {

@@ -272,3 +272,22 @@ def test_buffers_that_nothing_makes(kind: Any, text: str, tmp_path: Path) -> Non
         model[0].alias, model[0].constant = model[0].table, torch.arange(2)
     paradyse.load_safetensors(model, tmp_path / "a.safetensors")
     assert model[0].weight.tolist() == [0, 0, 0] and model[0].table.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "sub/../x", ".."])
+def test_an_index_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
+    import paradyse
+
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ValueError, match="names files outside its folder"):
+        paradyse.load_safetensors(on_meta("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": {"a": 3}}', '{"weight_map": 3}'])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    import paradyse
+
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is not an index of safetensors files"):
+        paradyse.load_safetensors(on_meta("llama"), tmp_path)

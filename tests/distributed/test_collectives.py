@@ -11,7 +11,7 @@ from harness import RankPool
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import SINGLE, resolve_axis
+from paradyse.distributed.axis import SINGLE, Axis, resolve_axis
 from paradyse.distributed.collectives import CollectiveError, Pending, register_block, traffic
 
 
@@ -103,3 +103,52 @@ def test_a_failure_names_the_collective_the_block_and_the_rank(error: str) -> No
     text = re.escape("rank 0 of 1: all_gather of block 'layers.3.mlp' (strategy metp) did not")
     with pytest.raises(CollectiveError, match=f"{text}.*{error}"):
         pending.wait()
+
+
+class OutOfMemory:
+    """A collective for which there is no memory."""
+
+    def wait(self, timeout: object) -> bool:
+        raise torch.OutOfMemoryError("no memory for a buffer")
+
+
+def test_out_of_memory_stays_what_it_is() -> None:
+    block = register_block(SINGLE, "layers.3.mlp")
+    pending = Pending([OutOfMemory()], None, "all_gather", SINGLE, block, None)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for a buffer"):
+        pending.wait()
+
+    def launch() -> Any:
+        raise torch.OutOfMemoryError("no memory to send")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory to send"):
+        collectives._start("all_gather", SINGLE, block, 0, launch, None, None)
+
+
+class Patient:
+    """A collective that notes how it is waited for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def wait(self, *timeout: object) -> bool:
+        self.asked.append(timeout)
+        return True
+
+
+@pytest.mark.parametrize(("backend", "waits"), [("nccl", 0), ("gloo", 1)])
+def test_the_host_polls_for_no_message_on_nccl(
+    backend: str, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "backend_of", lambda group: backend)
+    axis = Axis("of a test of waiting", 2, 0, object())
+    work = Patient()
+    Pending([work], None, "all_gather", axis, register_block(axis, "a"), None).wait()
+    assert [len(given) for given in work.asked] == [waits]
+
+
+@pytest.mark.parametrize("text", ["abc", "", "nan", "inf", "-1", "0", "1e9"])
+def test_a_time_out_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(collectives.TIMEOUT_VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{collectives.TIMEOUT_VARIABLE} is '{text}'.*above 0"):
+        collectives.timeout()

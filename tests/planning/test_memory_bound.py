@@ -55,7 +55,7 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
             steps.run(16, AUTO)
             steps.run(17, AUTO)
         mine = [c for c in captures_of(model) if c.options.plan == steps._current_plan]
-        return steps, next(g.planner for c in mine for g in c.graphs.values())
+        return steps, next(g.choice.planner for c in mine for g in c.graphs.values())
 
     def work(seq_len: int) -> Workload:
         return Workload(1, seq_len, torch.float32, True, 2, mask)

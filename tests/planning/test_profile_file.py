@@ -19,6 +19,7 @@ from paradyse.planning.profile_file import (
     append,
     present_versions,
     read_profile,
+    remove,
 )
 
 HEADER = Header(
@@ -135,6 +136,9 @@ def test_a_first_line_that_is_no_setting_is_refused(file: Path, first: Any, text
     [
         ({"kind": "head"}, "kind is 'head', not one of attention, mlp, rest"),
         ({"outcome": "crashed"}, "outcome is 'crashed', not one of measured, over the memory"),
+        ({"strategy": "fsdp"}, "strategy is 'fsdp', not one of megatron_ts, "),
+        ({"strategy": ""}, "strategy is '', not one of megatron_ts, "),
+        ({"strategy": 3}, "strategy is 3, not str"),
         ({"batch": 0}, "batch 0, length 128: both at least 1"),
         ({"forward_s": 0.0}, "forward_s is 0.0, not a time"),
         ({"forward_s": float("nan")}, "forward_s is nan"),
@@ -164,6 +168,35 @@ def test_a_broken_line_before_the_last_is_named(file: Path) -> None:
     file.write_text("\n".join([*lines[:2], *lines[3:]]) + "\n")
     with pytest.raises(ValueError, match=r"profile.jsonl:3: not JSON"):
         read_profile(file)
+
+
+FOREIGN = {
+    "text": b"my notes",
+    "lines": b"my notes\nof today",
+    "bytes": b"\x00\xff\xfe\x89PNG",
+    "bytes in lines": b"\x89PNG\r\n\x1a\n\x00\xff",
+    "a cut object": b'{"name": "paradyse", "ver',
+    "an object": b'{"name": "paradyse"}',
+    "a list": b"[1, 2]\n",
+    "a number": b"42",
+    "a cut word": b'{"vers\xe9',
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_is_no_profile_stays_as_it_is(file: Path, name: str) -> None:
+    file.write_bytes(FOREIGN[name])
+    for change in (lambda: append(file, HEADER, [ROW]), lambda: remove(file)):
+        with pytest.raises(ValueError, match=re.escape(str(file))):
+            change()
+        assert file.read_bytes() == FOREIGN[name]
+
+
+def test_a_profile_is_removed_on_request(file: Path) -> None:
+    remove(file)
+    append(file, HEADER, [ROW])
+    remove(file)
+    assert not file.exists()
 
 
 def test_versions_of_this_process_are_those_a_setting_names() -> None:

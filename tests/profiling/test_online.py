@@ -52,7 +52,7 @@ class Run:
     """
 
     def __init__(self, family: str, patch: pytest.MonkeyPatch, **options: Any):
-        from paradyse import backend
+        from paradyse import choice
         from paradyse.distributed import collectives
         from paradyse.profiling import marks
         from paradyse.runtime.registry import captures_of
@@ -66,7 +66,7 @@ class Run:
 
         patch.setattr(collectives, "_start", send)
         patch.setattr(marks, "time", self.time)
-        patch.setattr(backend, "measure_machine", rates)
+        patch.setattr(choice, "measure_machine", rates)
         self.model, self.reference = make_model(family), make_model(family)
         given = {"strategies": ["ulysses_z", "megatron_cz"], "inner": "eager", **options}
         self.compiled: Any = torch.compile(
@@ -90,15 +90,15 @@ class Run:
             want = run_step(self.reference, self.reference, batch)
             check(got, want, what=f"step {len(self.taken)}")
         graph = self.graph
-        if not self.taken and graph.feedback is not None:
-            forget = graph.feedback.forget
+        if not self.taken and graph.choice.feedback is not None:
+            forget = graph.choice.feedback.forget
 
             def note() -> None:
                 self.planned.append(len(self.taken))
                 forget()
 
-            graph.feedback.forget = note
-        self.taken.append(graph.guard._last.strategies[0])
+            graph.choice.feedback.forget = note
+        self.taken.append(graph.choice.guard._last.strategies[0])
 
     def rows(self, seq_len: int) -> dict[str, Any]:
         """Strategy -> what ``explain`` tells of it for the first attention."""
@@ -109,7 +109,9 @@ class Run:
 
     def times(self, strategy: str) -> dict[int, float]:
         """Scale -> measured over predicted, of the first attention."""
-        kind = self.graph.feedback.times.estimate().of_kind[self.graph.planner.kinds[0]]
+        kind = self.graph.choice.feedback.times.estimate().of_kind[
+            self.graph.choice.planner.kinds[0]
+        ]
         scales = [int(s) for v, s in zip(kind.variants, kind.scales) if v == strategy]
         return {scale: kind.ratio(strategy, scale) for scale in scales}
 
@@ -147,7 +149,7 @@ def slow_when_long(rounds: int) -> tuple[list[int], dict[int, str], dict[int, fl
             for seq_len in LENGTHS:
                 run.time.slow = "all_to_all" if i >= 4 and seq_len > 32 else None
                 run.step(seq_len, checked=i == rounds - 1)
-        attention = {n: run.graph.guard.plan_of[n].split(",")[0] for n in LENGTHS}
+        attention = {n: run.graph.choice.guard.plan_of[n].split(",")[0] for n in LENGTHS}
         return run.planned, attention, run.times("ulysses_z")
 
 
@@ -173,7 +175,7 @@ def train_given() -> tuple[list[str], list[int], bool]:
         run = Run("llama", patch, plan="ulysses_z")
         for _ in range(3):
             run.step(24)
-        return run.taken, run.planned, run.graph.feedback is not None
+        return run.taken, run.planned, run.graph.choice.feedback is not None
 
 
 def test_a_plan_that_is_given_is_not_watched(pool2: RankPool) -> None:
@@ -213,15 +215,15 @@ def held(run: Run, seq_len: int) -> Any:
     )
     from paradyse.runtime.frame import frames_by
 
-    kept = run.graph.feedback
-    run.graph.feedback = None
+    kept = run.graph.choice.feedback
+    run.graph.choice.feedback = None
     with HostMemory() as probe:
         watch = Watch(probe)
         watch.mark(START)
         with frames_by(partial(WatchedFrame, watch)):
             run_step(run.compiled, run.model, make_batch("plain", 1, seq_len))
         watch.mark(END)
-    run.graph.feedback = kept
+    run.graph.choice.feedback = kept
     return memory_of(watch, probe.read())
 
 
@@ -241,14 +243,14 @@ def train_underrated(steps: int) -> dict[str, Any]:
         saved = {}
         for i in range(steps):
             run.step(UNDERRATED, checked=i == steps - 1)
-            key = run.graph.guard.plan_of[UNDERRATED]
+            key = run.graph.choice.guard.plan_of[UNDERRATED]
             if key not in saved:
                 memory = held(run, UNDERRATED)
                 saved[key] = sum(memory.saved_bytes.values())
                 mlp = run.graph.program.block_steps[1].block_id
                 seen.setdefault("mlp", memory.saved_bytes[mlp])
-        planner = run.graph.planner
-        workload = run.graph.guard.workload(1, UNDERRATED, True)
+        planner = run.graph.choice.planner
+        workload = run.graph.choice.guard.workload(1, UNDERRATED, True)
         report = paradyse.explain(run.compiled, 1, UNDERRATED)
         seen["mlp as corrected"] = planner.costs(workload)[1]["ulysses_z"].saved_bytes
         seen["static"] = {row.strategy: row for row in report.static_plans}["ulysses_z"]

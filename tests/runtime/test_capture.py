@@ -177,7 +177,9 @@ def test_frozen_weights_have_neither_gradient_nor_moments() -> None:
     compiled = compile_and_run(model)
     (graph,) = next(iter(captures_of(compiled))).graphs.values()
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert graph.planner.static_bytes == sum(p.nbytes for p in model.parameters()) + 3 * trained
+    assert (
+        graph.choice.planner.static_bytes == sum(p.nbytes for p in model.parameters()) + 3 * trained
+    )
 
 
 def compile_and_run(model: nn.Module) -> Any:

@@ -76,7 +76,7 @@ def test_depth_and_captures_compile_nothing(deep: int, pool2: RankPool) -> None:
 
 
 def ask_guard_again(plan: str) -> bool:
-    """Whether a workload seen before is made neither a plan nor anything of it."""
+    """Whether a workload seen before is made no plan."""
     from paradyse.runtime.registry import captures_of
 
     model = make_model("llama")
@@ -85,11 +85,12 @@ def ask_guard_again(plan: str) -> bool:
     run_step(compiled, model, make_batch("plain", 2, 16))
     (graph,) = [g for c in captures_of(compiled) for g in c.graphs.values()]
 
-    def make(plan: Any) -> Any:
+    def plan_again(workload: Any) -> Any:
         raise AssertionError("the workload was seen before")
 
-    graph.guard._plan = make
-    return graph.guard(2, 16, True, make) is graph.guard(2, 16, True, make)
+    guard = graph.choice.guard
+    guard._plan = plan_again
+    return guard(2, 16, True) is guard(2, 16, True)
 
 
 @pytest.mark.parametrize("plan", ["auto", "ulysses_z"])

@@ -24,9 +24,9 @@ class Plans:
 def test_a_workload_seen_before_costs_a_look_up() -> None:
     plans = Plans()
     guard = Guard(plans, True, LIKE)
-    made = guard(2, 7, True, lambda plan: [plan])
-    assert guard(2, 7, True, lambda plan: [plan]) is made
-    assert guard(2, 7, False, lambda plan: [plan]) is not made
+    made = guard(2, 7, True)
+    assert guard(2, 7, True) is made
+    guard(2, 7, False)
     assert plans.asked == [guard.workload(2, 7, True), guard.workload(2, 7, False)]
     assert plans.asked[0].num_ranks == 2 and plans.asked[0].mask == "causal"
 
@@ -35,19 +35,19 @@ def test_a_function_is_asked_at_every_call_and_forgotten_plans_anew() -> None:
     plans = Plans()
     guard = Guard(plans, False, LIKE)
     for _ in range(3):
-        guard(2, 7, True, lambda plan: plan)
+        guard(2, 7, True)
     assert len(plans.asked) == 3
     fixed = Guard(plans, True, LIKE)
-    fixed(2, 7, True, lambda plan: plan)
+    fixed(2, 7, True)
     fixed.forget()
-    fixed(2, 7, True, lambda plan: plan)
+    fixed(2, 7, True)
     assert len(plans.asked) == 5
 
 
 def test_switches_are_counted_and_lengths_remembered() -> None:
     guard = Guard(Plans(), True, LIKE)
     for length in (7, 9, 200, 300, 7):
-        guard(1, length, True, lambda plan: plan)
+        guard(1, length, True)
     assert guard.num_switches == 2
     assert guard.plan_of == {7: "megatron_cz", 9: "megatron_cz", 200: "metp", 300: "metp"}
 
@@ -55,5 +55,5 @@ def test_switches_are_counted_and_lengths_remembered() -> None:
 def test_lengths_without_end_take_bounded_memory() -> None:
     guard = Guard(Plans(), True, LIKE)
     for length in range(2000):
-        guard(1, length, True, lambda plan: plan)
+        guard(1, length, True)
     assert len(guard._known) <= 512

@@ -50,7 +50,7 @@ def train(
         losses.append(loss.item())
         if compiled:
             graphs = [g for c in captures_of(call) for g in c.graphs.values()]
-            keys.append(",".join(k for g in graphs for k in g.guard.plan_of.values()))
+            keys.append(",".join(k for g in graphs for k in g.choice.guard.plan_of.values()))
     weights = {n: whole(p) for n, p in model.named_parameters()}
     return losses, weights, keys, paradyse.stats(call).plan_switches if compiled else 0
 

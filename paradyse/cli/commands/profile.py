@@ -12,7 +12,7 @@ from paradyse.cli import launch
 from paradyse.cli.models import LlamaSize, make_llama, make_model, read_config, require_transformers
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.explain import format_seconds
-from paradyse.planning.profile_file import MEASURED, Measurement, Profile
+from paradyse.planning.profile_file import MEASURED, Measurement, Profile, remove
 
 
 def run_profile(args: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def run_profile(args: argparse.Namespace) -> int:
     if not path.parent.is_dir():
         raise ValueError(f"--out {args.out}: no folder {path.parent}")
     if args.overwrite:
-        path.unlink(missing_ok=True)
+        remove(path)
     arguments = {
         "path": str(path),
         "lengths": args.lengths,

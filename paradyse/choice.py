@@ -1,0 +1,150 @@
+"""What chooses the plans of a program: its planner, the guard in front of it, and what is measured
+while it runs.
+
+Captures that compute the same share one ``Choice``: ranks may have captured a model at other calls
+than the rest, and must all the same ask for plans, and agree on measurements, at the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paradyse.config import Options
+from paradyse.distributed.agreement import PLAN, Agreement
+from paradyse.distributed.axis import Axis, device_of
+from paradyse.distributed.session import Recent
+from paradyse.planning.costs import Machine
+from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
+from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
+from paradyse.planning.planner import Planner
+from paradyse.planning.profile_file import Header, present_versions
+from paradyse.profiling.online import Feedback
+from paradyse.runtime.describe import describe_masks
+from paradyse.runtime.guard import Guard
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
+from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
+
+
+class Choice:
+    """Chooses the plans of one program.
+
+    Args:
+        options: of the backend.
+        axis: the sequence axis.
+        agreement: of its ranks; None on one rank.
+        blocks: of the program.
+        weights: of the model, as they lie on this rank.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        axis: Axis,
+        agreement: Agreement | None,
+        blocks: Sequence[BlockSpec],
+        weights: Sequence[torch.nn.Parameter],
+    ) -> None:
+        self.options, self.axis, self.agreement = options, axis, agreement
+        self.blocks = tuple(blocks)
+        self.sharded = any(isinstance(w, ShardedTensor) for w in weights)
+        self.dtype = weights[0].dtype if weights else torch.float32
+        self.cost_model = self._cost_model()
+        self._profiled: Machine | None = None
+        static = sum(map(static_bytes, weights))
+        known = self._machine, static, self.sharded, self.cost_model
+        self.planner = Planner(options, self.blocks, axis.size, *known)
+        like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
+        self.guard = Guard(self._plan, not callable(options.plan), like)
+        self.feedback: Feedback | None = None
+        if axis.size > 1 and self.blocks and self.planner.chooses:
+            self.feedback = Feedback(self.planner, self.guard.forget)
+
+    def _cost_model(self) -> CostModel | None:
+        """Of the profile that the options name; on one rank there is nothing to choose."""
+        if self.options.cost_model is None or self.axis.size == 1 or not self.blocks:
+            return None
+        present = Header(
+            versions=present_versions(),
+            device=describe_device(device_of(self.axis.group)),
+            num_ranks=self.axis.size,
+            dtype=dtype_name(self.dtype),
+            sharded=self.sharded,
+            inner=self.options.inner,
+            machine={},
+        )
+        return load_cost_model(self.options.cost_model, self.blocks, present)
+
+    def _machine(self, dtype: torch.dtype) -> Machine:
+        """Rates as measured with the profile, else now; the memory is always what is there."""
+        if self.cost_model is None:
+            return measure_machine(self.axis, dtype)
+        if self._profiled is None:
+            capacity = agreed_capacity(self.axis)
+            self._profiled = replace(self.cost_model.machine, capacity_bytes=capacity)
+        return self._profiled
+
+    def _plan(self, workload: Workload) -> Plan:
+        """The planner's choice as the first rank makes it: arithmetic differs in the last bits."""
+        if self.agreement is None or not self.blocks:
+            return self.planner.plan(workload)
+        if callable(self.options.plan):
+            plan = self.planner.plan(workload)
+            self.agreement.compare("makes a plan", {PLAN: plan.key})
+            return plan
+        mine, error = [-1] * len(self.blocks), None
+        try:
+            mine = [ATTENTION_STRATEGIES.index(s) for s in self.planner.plan(workload).strategies]
+        except ValueError as e:
+            error = e
+        told = self.agreement.first_says(mine)
+        if told[0] < 0:
+            raise error or ValueError("the first rank of the group found no plan: see its error")
+        plan = Plan(tuple(ATTENTION_STRATEGIES[i] for i in told))
+        if told != mine:
+            self.planner.settle(workload, plan)
+        return plan
+
+
+def static_bytes(weight: torch.nn.Parameter) -> int:
+    """Of what this rank holds of ``weight``; of a trained one also of its gradient and, as in Adam,
+    two moments."""
+    return (4 if weight.requires_grad else 1) * rows_here(weight).nbytes
+
+
+class _Choices:
+    """Those of one axis."""
+
+    def __init__(self) -> None:
+        self.of_weight = WeakTensorKeyDictionary()
+        """The first weight of a model -> its choices, by what they choose for."""
+        self.without_weights: Recent[Any, Choice] = Recent()
+
+
+def choice_of(
+    program: str,
+    options: Options,
+    axis: Axis,
+    agreement: Agreement | None,
+    blocks: Sequence[BlockSpec],
+    weights: Sequence[torch.nn.Parameter],
+) -> Choice:
+    """The ``Choice`` of all captures of one model with equal arguments.
+
+    Args:
+        program: its fingerprint.
+        options, axis, agreement, blocks, weights: as of ``Choice``.
+    """
+    form = tuple((tuple(w.shape), w.dtype, w.requires_grad, type(w)) for w in weights)
+    choices = axis.session.of(_Choices)
+    known = choices.without_weights
+    if weights:
+        known = choices.of_weight.setdefault(weights[0], {})
+    key = program, form, str(options)
+    if key not in known:
+        known[key] = Choice(options, axis, agreement, blocks, weights)
+    return known[key]
