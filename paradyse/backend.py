@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from paradyse.distributed.agreement import (
     PROGRAM,
     RANDOM_STATE,
     WEIGHTS,
-    BatchChecksum,
+    Call,
     agreement_of,
-    checksum,
 )
 from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
+from paradyse.distributed.checksums import BatchChecksum, checksum
+from paradyse.distributed.failures import OutOfMemoryError
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
@@ -146,17 +148,19 @@ class Capture:
         """Called by Dynamo with the graph's inputs, where nothing of it is split."""
         self.num_steps += 1
         shapes = [tuple(args[i].shape) for i in self.data]
-        self.agree(args, {"the shapes of the inputs": str(shapes)})
-        return self.fallback(*args)
+        call = self.agree(args, {"the shapes of the inputs": str(shapes)})
+        if call is None:
+            return self.fallback(*args)
+        return call.forward(lambda: self.fallback(*args))
 
-    def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> None:
+    def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
         if self.agreement is None:
-            return
+            return None
         names = (str(self.placeholders[i].target).removeprefix("L_") for i in self.data)
         first = self.num_steps == 1
         trains = torch.is_grad_enabled()
-        self.agreement.begin(
+        call = self.agreement.begin(
             trains and bool(self.parameters),
             {
                 GRADIENTS: trains,
@@ -166,10 +170,12 @@ class Capture:
                 **self._batch.fact([args[i] for i in self.data]),
                 WEIGHTS: self._checksum_of_weights(sharded=False) if first else "not compared",
             },
+            self.parameters,
         )
         if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
             self._replicas_agree = True
             replicas.compare("starts to train", {WEIGHTS: self._checksum_of_weights(sharded=True)})
+        return call
 
     def _checksum_of_weights(self, sharded: bool) -> int:
         """Of those that every rank of the axis holds whole; and of the rank's rows of the others if
@@ -297,18 +303,34 @@ class _Graph:
         self._constants: Recent[Any, StepConstants] = Recent()
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        sizes = sizes_of(self.sizes, args, self.axis)
+        sizes, call = sizes_of(self.sizes, args, self.axis), None
         if self.axis.size > 1:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
-            self.capture.agree(args, self._facts(sizes))
+            call = self.capture.agree(args, self._facts(sizes))
+        guard = self.choice.guard
+        shape = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
+        plan = guard(*shape)
+        if call is None:
+            return self._run(args, sizes, plan)
+        call.out_of_memory = partial(self.choice.ran_out, guard.workload(*shape))
+        random_state = torch.get_rng_state() if self.program.schedule.has_dropout else None
+        try:
+            return call.forward(lambda: self._run(args, sizes, plan))
+        except OutOfMemoryError as e:
+            safer = guard(*shape)
+            if safer == plan or not self.capture.options.retry_out_of_memory:
+                raise
+            log.warning("%s. This forward is run again by the plan %s", e, safer.key)
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+        return call.forward(lambda: self._run(args, sizes, safer))
 
-        batch, seq_len, training = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
-        guard, feedback = self.choice.guard, self.choice.feedback
-        constants = self._make(sizes, guard(batch, seq_len, training))
-        make_frame = current_frames()
+    def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
+        constants, make_frame = self._make(sizes, plan), current_frames()
+        feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:
             return make_frame(self.program, args, constants).run()
-        workload = guard.workload(batch, seq_len, training)
+        workload = self.choice.guard.workload(sizes.get("B", 1), sizes[WHOLE], training)
         return feedback.run(self.program, args, constants, workload, make_frame)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:

@@ -109,6 +109,12 @@ class Choice:
             self.planner.settle(workload, plan)
         return plan
 
+    def ran_out(self, workload: Workload) -> None:
+        """A rank ran out of memory at ``workload``: from now on its plan is the smallest."""
+        if self.planner.chooses:
+            self.planner.ran_out(workload)
+            self.guard.forget()
+
 
 def static_bytes(weight: torch.nn.Parameter) -> int:
     """Of what this rank holds of ``weight``; of a trained one also of its gradient and, as in Adam,

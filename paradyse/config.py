@@ -52,6 +52,8 @@ class Options:
     """Bytes per rank that a plan may need; None: the device's capacity less a reserve."""
     smoothing: float = 0.05
     """Keep the previous plan while its predicted time is within this share of the best."""
+    retry_out_of_memory: bool = True
+    """Run a forward that ran out of memory once more by the smallest plan, where there is one."""
     mesh: Any = None
     """A ``DeviceMesh``; None: one axis over the world."""
     inner: str = "inductor"
@@ -198,6 +200,12 @@ def _smoothing(value: Any) -> float:
     return float(value)
 
 
+def _flag(value: Any, key: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"option {key!r}: give True or False, not {value!r}")
+
+
 def _mesh(value: Any) -> Any:
     if isinstance(getattr(value, "ndim", None), int) and hasattr(value, "get_group"):
         return value
@@ -241,6 +249,7 @@ def parse_options(
         "cost_model": _cost_model,
         "memory_limit": parse_bytes,
         "smoothing": _smoothing,
+        "retry_out_of_memory": lambda v: _flag(v, "retry_out_of_memory"),
         "mesh": _mesh,
         "inner": lambda v: _one_of(v, "inner", INNER_COMPILERS),
         "on_unsupported": lambda v: _one_of(v, "on_unsupported", UNSUPPORTED),

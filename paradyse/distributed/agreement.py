@@ -9,23 +9,43 @@ exchange the facts themselves and raise the same error, and are in step again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.collectives import CollectiveError, Started, Watchers
+from paradyse.distributed.control import Control, control_of, tell_all
+from paradyse.distributed.failures import (
+    DroppedCallError,
+    Failure,
+    OutOfMemoryError,
+    RankFailedError,
+    catch_up,
+    error_of,
+    is_out_of_memory,
+    place_of,
+    started,
+)
+from paradyse.torch_private import (
+    DisableTorchFunctionSubclass,
+    at_end_of_backward,
+)
+
+T = TypeVar("T")
 
 DOING = "what they do"
 WEIGHTS = "the weights (checksum)"
 PROFILE = "the profile (checksum)"
-BATCH = "the batch (checksum)"
-EARLIER_BATCH = "the batch of the call before (checksum)"
 RANDOM_STATE = "the random state"
 GRADIENTS = "whether gradients are enabled"
 PLAN = "the plan"
@@ -57,33 +77,40 @@ class Agreement:
 
     Args:
         axis: the sequence axis.
-        everyone: all ranks of the mesh, its replicas included, which train together; None: those of
-            ``axis``.
+        mesh: the option; its ranks, replicas included, train together. None: those of ``axis``.
     """
 
-    def __init__(self, axis: Axis, everyone: Sequence[int] | None = None) -> None:
-        ranks = dist.get_process_group_ranks(axis.group)
+    def __init__(self, axis: Axis, mesh: Any = None) -> None:
+        ranks = tuple(dist.get_process_group_ranks(axis.group))
+        everyone = ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
+        self._axes = [a for a in (axis, resolve_replicas(mesh)) if a.size > 1]
         self._num_calls = {True: 0, False: 0}
         """Of calls that train, and of others."""
-        self._latest = axis.session.of(_Agreements)
+        self._of_axis = axis.session.of(_Agreements)
         self._leader = ranks[0]
-        self._of_axis = self._everyone = _control(tuple(ranks))
-        if everyone is not None and len(everyone) > len(ranks):
-            self._everyone = _control(tuple(everyone))
+        self._control = {False: control_of(ranks), True: control_of(everyone)}
+        """What carries comparisons, by whether all ranks of the mesh take part."""
 
-    def begin(self, trains: bool, facts: Mapping[str, Any]) -> Call:
+    def begin(
+        self,
+        trains: bool,
+        facts: Mapping[str, Any],
+        parameters: Sequence[weakref.ref[nn.Parameter]] = (),
+    ) -> Call:
         """A call of the model, compared with the other ranks'.
 
         Args:
             trains: gradients will be averaged over all ranks of the mesh.
             facts: what errors call it -> a number or text that the ranks of the axis must share.
+            parameters: what backward of the call may give gradients to.
         Raises:
             ValueError: on every rank, naming what differs, which rank holds what, and the way out.
         """
         self._num_calls[trains] += 1
         kind = "training call" if trains else "call without gradients"
-        call = self._latest.call = Call(self, f"{kind} {self._num_calls[trains]}", trains)
-        self.compare(f"calls the model ({call.name})", facts, trains)
+        name = f"{kind} {self._num_calls[trains]}"
+        call = self._of_axis.call = Call(self, name, trains, parameters)
+        self.compare(f"calls the model ({name})", facts, trains)
         return call
 
     def compare(
@@ -101,63 +128,227 @@ class Agreement:
             common: shared as ``doing`` is.
         Raises:
             ValueError: as ``begin``.
+            DroppedCallError: a rank has failed.
         """
-        shared = {DOING: doing, **(common or {})}
-        control = self._everyone if together else self._of_axis
-        collectives.traffic(control, collectives.AGREEMENT).name = f"agreement: {doing}"
-        digests = _digest(shared), _digest(facts)
-        mine = torch.tensor([self._leader, *digests], device="cpu")  # whatever the default device
-        table = collectives.all_gather(mine, control, collectives.AGREEMENT)
-        rows = {tuple(row) for row in table.tolist()}
-        if len({what for _, what, _ in rows}) == 1 and len(rows) == len({at for at, _, _ in rows}):
+        self._exchange(doing, facts, together, common or {}, None)
+
+    def fail(self, doing: str, place: str, error: str, out_of_memory: bool, together: bool) -> None:
+        """Tell the other ranks that this one has failed.
+
+        Args:
+            doing, place, error, out_of_memory: as of ``Failure``.
+            together: as of ``compare``.
+        Raises:
+            DroppedCallError: what all ranks are told.
+        """
+        failure = Failure(dist.get_rank(), doing, place, error, out_of_memory)
+        self._control[together].alarm.ring()
+        self._exchange(f"failed in {doing}", {}, together, {}, failure)
+
+    def listen(self) -> None:
+        """Asked while this rank waits for a message.
+
+        Raises:
+            DroppedCallError: another rank has failed, so it will not come.
+        """
+        for together, control in self._control.items():
+            if control.alarm.rings():
+                self._exchange("waits for a message", {}, together, {}, None)
+
+    def watch_backward(self, call: Call) -> None:
+        """From within the backward of ``call``."""
+        running = self._of_axis.backwards
+        if not any(b.call is call and b.state == _RUNNING for b in running):
+            backward = _Backward(call)
+            running.add(backward)
+            at_end_of_backward(backward)
+
+    def end_backward(self, call: Call) -> None:
+        """The backward under way has come to its end on this rank.
+
+        Raises:
+            DroppedCallError: not so on another rank.
+        """
+        self.compare(f"ends backward of {call.name}", {}, call.trains)
+        self._of_axis.end_backwards(_ENDED)
+
+    def fail_backward(self, call: Call, out_of_memory: bool) -> None:
+        """The backward under way has ended before its end on this rank.
+
+        Raises:
+            DroppedCallError: what the other ranks are told.
+            CollectiveError: they are gone.
+        """
+        if any(a.session.of(Started).broken for a in self._axes):
             return
-        told: list[Any] = [None] * control.size
-        mine_told = self._leader, shared, {**shared, **facts}, self._num_calls
-        dist.all_gather_object(told, mine_told, group=control.group)
-        for trains in self._num_calls:  # whoever goes on after this error is in step
-            self._num_calls[trains] = max(numbers[trains] for *_, numbers in told)
-        raise ValueError(_difference(told, dist.get_process_group_ranks(control.group)))
+        sent = self._axes[0].session.of(Started)
+        place = f" after a message{place_of(self._axes[0], sent.block_id)}"
+        error = "its own error says more"
+        self.fail(f"backward of {call.name}", place, error, out_of_memory, call.trains)
 
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, as many on every rank."""
         mine = torch.tensor(numbers, device="cpu")
         told: list[int] = collectives.all_gather(
-            mine, self._of_axis, collectives.AGREEMENT
+            mine, self._control[False].axis, collectives.AGREEMENT
         ).tolist()[0]
         return told
 
+    def _exchange(
+        self,
+        doing: str,
+        facts: Mapping[str, Any],
+        together: bool,
+        common: Mapping[str, Any],
+        failure: Failure | None,
+    ) -> None:
+        shared = {DOING: doing, **common}
+        control = self._control[together]
+        collectives.traffic(control.axis, collectives.AGREEMENT).name = f"agreement: {doing}"
+        row = [self._leader, _digest(shared), _digest(facts), failure is not None]
+        mine = torch.tensor(row, device="cpu")  # whatever the default device
+        table = collectives.all_gather(mine, control.axis, collectives.AGREEMENT)
+        rows = {tuple(row) for row in table.tolist()}
+        if any(failed for *_, failed in rows):
+            self._drop_call(control, failure)
+        if len({r[1] for r in rows}) == 1 and len(rows) == len({r[0] for r in rows}):
+            return
+        mine_told = self._leader, shared, {**shared, **facts}, self._num_calls
+        told = tell_all(mine_told, control.axis)
+        for trains in self._num_calls:  # whoever goes on after this error is in step
+            self._num_calls[trains] = max(numbers[trains] for *_, numbers in told)
+        self._of_axis.end_backwards(_FAILED)
+        raise ValueError(_difference(told, dist.get_process_group_ranks(control.axis.group)))
 
-@dataclass(frozen=True)
+    def _drop_call(self, control: Control, failure: Failure | None) -> NoReturn:
+        """Every rank of ``control`` comes here where one or several have a ``failure``."""
+        told = tell_all((failure, started(self._axes)), control.axis)
+        for axis in self._axes:
+            catch_up(axis, [messages for _, messages in told])
+        control.alarm.reset()
+        self._of_axis.end_backwards(_FAILED)
+        error = error_of([f for f, _ in told if f is not None])
+        if isinstance(error, OutOfMemoryError) and self._of_axis.call is not None:
+            self._of_axis.call.out_of_memory()
+        raise error
+
+
+@dataclass
 class Call:
     """One call of a model, of which backward and reads of outputs are compared too."""
 
     agreement: Agreement
     name: str
     trains: bool
+    parameters: Sequence[weakref.ref[nn.Parameter]]
+    at: tuple[Axis, int] | None = None
+    """The axis and id of the block that is computed."""
+    out_of_memory: Callable[[], None] = lambda: None
+    """Called on every rank where one of them ran out of memory."""
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        """``compute()``, the outputs of the call, once all ranks have theirs.
+
+        Raises:
+            OutOfMemoryError: a rank ran out of memory.
+            RankFailedError: another rank raised something else; on this one its own error.
+        """
+        return self._to_the_end(f"forward of {self.name}", compute, self.trains)
+
+    def _to_the_end(self, doing: str, compute: Callable[[], T], together: bool) -> T:
+        try:
+            out = compute()
+        except (DroppedCallError, CollectiveError):
+            raise
+        except Exception as e:
+            place = "" if self.at is None else place_of(*self.at)
+            try:
+                self.agreement.fail(doing, place, _first_line(e), is_out_of_memory(e), together)
+            except RankFailedError:
+                raise e from None
+        finally:
+            self.at = None
+        self.agreement.compare(f"ends {doing}", {}, together)
+        return out
 
     def backward(self, output: str) -> None:
-        """Gradients reach ``output``.
+        """Gradients reach ``output``: all ranks come to the end of this backward, or none.
 
         Raises:
             ValueError: on every rank, where another one does something else.
         """
-        doing = f"runs backward of {self.name} from {output}"
-        self.agreement.compare(doing, {}, self.trains)
+        self.agreement.compare(f"runs backward of {self.name} from {output}", {}, self.trains)
+        self.agreement.watch_backward(self)
 
-    def read(self, output: str) -> None:
-        """``output`` is about to be gathered.
+    def read(self, output: str, compute: Callable[[], T]) -> T:
+        """``compute()``, which gathers ``output``.
 
         Raises:
             ValueError: on every rank, where another one does something else.
+            DroppedCallError: as ``forward``.
         """
-        self.agreement.compare(f"reads the output {output} of {self.name}", {})
+        what = f"the output {output} of {self.name}"
+        self.agreement.compare(f"reads {what}", {})
+        return self._to_the_end(f"the read of {what}", compute, together=False)
+
+
+_RUNNING, _ENDED, _FAILED = "running", "ended", "failed"
+
+
+class _Backward:
+    """Held by a backward under way, which calls it at its end. One that is let go of before has
+    failed on this rank: autograd has no other word for that."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.state = call, _RUNNING
+        held = (p() for p in call.parameters)
+        with DisableTorchFunctionSubclass():
+            self._without_gradient = [
+                weakref.ref(p) for p in held if p is not None and p.grad is None
+            ]
+        self._num_out_of_memory = _num_out_of_memory()
+
+    def __call__(self) -> None:
+        if self.state != _RUNNING:  # another one of this backward was first
+            return
+        try:
+            self.call.agreement.end_backward(self.call)
+        except DroppedCallError:
+            self._restore()
+            raise
+
+    def __del__(self) -> None:
+        if self.state == _RUNNING:
+            with contextlib.suppress(DroppedCallError, CollectiveError):
+                self.call.agreement.fail_backward(self.call, self._is_out_of_memory())
+        if self.state != _ENDED:
+            self._restore()
+
+    def _is_out_of_memory(self) -> bool:
+        """On a CPU nobody counts: there it is what has most likely happened to one rank alone."""
+        return not torch.cuda.is_available() or _num_out_of_memory() > self._num_out_of_memory
+
+    def _restore(self) -> None:
+        """Take back the gradients that this backward was the first to give."""
+        self.state = _ENDED
+        for p in (p() for p in self._without_gradient):
+            if p is not None:
+                p.grad = None
 
 
 class _Agreements(dict[tuple[int, ...], Agreement]):
     """Those of one axis, by the ranks that train together."""
 
-    call: Call | None = None
-    """The latest of any of them."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: Call | None = None
+        """The latest of any of them."""
+        self.backwards: weakref.WeakSet[_Backward] = weakref.WeakSet()
+
+    def end_backwards(self, state: str) -> None:
+        """Those under way are over, with ``state``."""
+        for b in self.backwards:
+            b.state = state if b.state == _RUNNING else b.state
 
 
 def current_call(axis: Axis) -> Call | None:
@@ -173,8 +364,16 @@ def agreement_of(axis: Axis, mesh: Any = None) -> Agreement | None:
     everyone = tuple(mesh.mesh.flatten().tolist()) if mesh is not None else ()
     known = axis.session.of(_Agreements)
     if everyone not in known:
-        known[everyone] = Agreement(axis, everyone or None)
+        if not known:
+            resolve_axis().session.of(Watchers).append(partial(_listen, axis))
+        known[everyone] = Agreement(axis, mesh)
     return known[everyone]
+
+
+def _listen(axis: Axis) -> None:
+    call = current_call(axis)
+    if call is not None:
+        call.agreement.listen()
 
 
 def compare(axis: Axis, doing: str) -> None:
@@ -204,72 +403,18 @@ def _difference(told: Sequence[tuple[int, Any, Mapping[str, Any], Any]], ranks: 
     return f"ranks of one group disagree: {told}"
 
 
-def _control(ranks: tuple[int, ...]) -> Axis:
-    """An axis over ``ranks`` for small messages between hosts, apart from all others: one for the
-    life of the world."""
-    controls = resolve_axis().session.of(_Controls)
-    if ranks not in controls:
-        group = dist.new_group(
-            list(ranks),
-            timeout=collectives.timeout(),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        name = f"control:{'-'.join(map(str, ranks))}"
-        controls[ranks] = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
-    return controls[ranks]
+def _num_out_of_memory() -> int:
+    """How often this process could not have memory on its GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
-class _Controls(dict[tuple[int, ...], Axis]):
-    """Axes for comparing, by their ranks."""
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _digest(x: Any) -> int:
     digest = hashlib.blake2b(repr(x).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-class BatchChecksum:
-    """The fact that batches are equal. Of a batch on a GPU it is known one call later: the host
-    does not wait for the device."""
-
-    def __init__(self) -> None:
-        self._earlier: tuple[Tensor, Any] | None = None
-
-    def fact(self, tensors: Sequence[Tensor]) -> dict[str, int]:
-        """The checksum of ``tensors``, or of those of the call before where these are on a GPU."""
-        if not any(t.is_cuda for t in tensors):
-            return {BATCH: checksum(tensors)}
-        known = 0
-        if self._earlier is not None:
-            copy, event = self._earlier
-            event.synchronize()
-            known = int(copy)
-        copy = _checksum(tensors).to("cpu", non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._earlier = copy, event
-        return {EARLIER_BATCH: known}
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLE = 1 << 16
-"""Elements of a tensor whose places count in its checksum; of larger ones, spread evenly."""
-
-
-def checksum(tensors: Sequence[Tensor]) -> int:
-    """A number that equal ``tensors`` share and different ones, in practice, do not."""
-    return int(_checksum(tensors)) if tensors else 0
-
-
-@torch.no_grad()
-def _checksum(tensors: Sequence[Tensor]) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-    for i, t in enumerate(tensors):
-        real = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-        bits = real.reshape(-1).contiguous().view(_INTEGERS[real.element_size()])
-        sample = bits[:: max(1, bits.numel() // _SAMPLE)].to(torch.int64)
-        placed = sample * torch.arange(1, sample.numel() + 1, device=sample.device)
-        here = bits.sum(dtype=torch.int64) + placed.sum() * (2 * i + 1) + bits.numel()
-        total = total * 31 + here.to(total.device)
-    return total

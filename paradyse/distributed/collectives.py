@@ -16,7 +16,7 @@ import contextlib
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paradyse.distributed.axis import SINGLE, Axis, backend_of
+from paradyse.distributed.axis import SINGLE, Axis, backend_of, resolve_axis
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,6 +106,7 @@ def timeout() -> timedelta:
 
 
 def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveError:
+    axis.session.of(Started).broken = True
     block = traffic(axis, block_id)
     strategy = f" (strategy {block.strategy})" if block.strategy else ""
     return CollectiveError(
@@ -133,6 +134,60 @@ def settled(pause_s: float = 1e-3) -> Iterator[None]:
         pauses.pop()
 
 
+@dataclass(frozen=True)
+class Message:
+    """What a rank must know of a collective to take part in it without the values."""
+
+    kind: str
+    shape: tuple[int, ...]
+    """Of the tensor that it was called with."""
+    dtype: torch.dtype
+    device: str
+    root: int = 0
+
+    def take_part(self, axis: Axis) -> None:
+        """Send and receive unspecified values, so that the other ranks of ``axis`` go on."""
+        x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        again: dict[str, Callable[[], Any]] = {
+            "all_to_all": lambda: all_to_all(x, axis, AGREEMENT),
+            "all_gather": lambda: all_gather(x, axis, AGREEMENT),
+            "reduce_scatter": lambda: reduce_scatter(x, axis, AGREEMENT),
+            "all_reduce": lambda: all_reduce_in_place(x, axis, {AGREEMENT: x.nbytes}),
+            "broadcast": lambda: broadcast(x, axis, self.root, AGREEMENT).wait(),
+            "reduce": lambda: reduce_to(x, axis, self.root, AGREEMENT).wait(),
+            "ring_exchange": lambda: ring_exchange(x, axis, AGREEMENT).wait(),
+        }
+        again[self.kind]()
+
+
+class Started:
+    """The messages that this rank has started on one axis: as many as every rank in step."""
+
+    MOST = 1024
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.latest: deque[Message] = deque(maxlen=self.MOST)
+        self.block_id = AGREEMENT
+        """What the last one was for."""
+        self.broken = False
+        """One of them failed: another rank is gone."""
+
+    def add(self, message: Message, block_id: int) -> None:
+        """``message`` is about to start, for the block ``block_id``."""
+        self.count += 1
+        self.latest.append(message)
+        self.block_id = block_id
+
+
+WAKE_S = 0.25
+"""Whoever waits for a message on gloo asks so often whether it will ever come."""
+
+
+class Watchers(list[Callable[[], None]]):
+    """Called while this rank waits for a message, in the session of the world; they may raise."""
+
+
 class Pending:
     """A collective under way. ``wait`` returns its result."""
 
@@ -141,7 +196,8 @@ class Pending:
     ):
         self._works, self._result, self._context = works, result, (what, axis, block_id)
         self._keep = keep  # send buffers must outlive the transfer
-        self._patience = [timeout()] if axis.group is None or _on_gloo(axis) else []
+        self._on_gloo = axis.group is None or _on_gloo(axis)
+        self._watched = block_id != AGREEMENT  # which nothing may interrupt
 
     def wait(self) -> Any:
         """The result, when it is there.
@@ -152,9 +208,9 @@ class Pending:
         """
         try:
             for work in self._works:
-                if work is not None and not work.wait(*self._patience):
-                    raise RuntimeError("wait returned False")
-        except torch.OutOfMemoryError:
+                if work is not None:
+                    self._wait(work)
+        except (torch.OutOfMemoryError, CollectiveError):  # the latter is another rank's word
             raise
         except RuntimeError as e:
             raise _fail(*self._context, e) from e
@@ -163,10 +219,38 @@ class Pending:
         self._keep = None
         return self._result
 
+    def _wait(self, work: Any) -> None:
+        patience = timeout().total_seconds()
+        deadline = time.monotonic() + patience
+        step = [timedelta(seconds=min(patience, WAKE_S))] if self._on_gloo else []
+        while True:
+            try:
+                if not work.wait(*step):
+                    raise RuntimeError("wait returned False")
+                return
+            except RuntimeError:
+                if not self._on_gloo or work.is_completed() or time.monotonic() > deadline:
+                    raise
+            if self._watched:
+                for watch in resolve_axis().session.of(Watchers):
+                    watch()
+
 
 def _start(
-    what: str, axis: Axis, block_id: int, num_bytes: int, launch: Any, result: Any, keep: Any
+    what: str,
+    x: Tensor,
+    axis: Axis,
+    block_id: int,
+    num_bytes: int,
+    launch: Any,
+    result: Any,
+    kind: str = "",
+    root: int = 0,
 ) -> Pending:
+    """Call ``launch`` to start the collective ``what`` with ``x``; ``kind`` where it is carried by
+    another one."""
+    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
+    axis.session.of(Started).add(message, block_id)
     block = traffic(axis, block_id)
     block.sent_bytes[what] += num_bytes
     block.calls[what] += 1
@@ -176,9 +260,7 @@ def _start(
         raise
     except RuntimeError as e:
         raise _fail(what, axis, block_id, e) from e
-    return Pending(
-        works if isinstance(works, list) else [works], result, what, axis, block_id, keep
-    )
+    return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
 
 
 def _on_gloo(axis: Axis) -> bool:
@@ -189,7 +271,7 @@ def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes
     x = x.contiguous()
     out = torch.empty_like(x)
     launch = partial(dist.all_to_all_single, out, x, group=axis.group, async_op=True)
-    return _start(what, axis, block_id, num_bytes, launch, out, x)
+    return _start(what, x, axis, block_id, num_bytes, launch, out, "all_to_all")
 
 
 def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
@@ -213,7 +295,7 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
     x = x.contiguous()
     out = x.new_empty((axis.size, *x.shape))
     launch = partial(_ALL_GATHER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
-    return _start("all_gather", axis, block_id, num_bytes, launch, out, x)
+    return _start("all_gather", x, axis, block_id, num_bytes, launch, out)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
@@ -224,7 +306,7 @@ def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x[0])
     launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
-    return _start("reduce_scatter", axis, block_id, num_bytes, launch, out, x).wait()
+    return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out).wait()
 
 
 _SMALL_ELEMENTS = 1 << 14
@@ -253,7 +335,7 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
         block.sent_bytes["all_reduce"] += 2 * num_bytes * (axis.size - 1) // axis.size
         block.calls["all_reduce"] += int(block_id != first)
     launch = partial(dist.all_reduce, x, group=axis.group, async_op=True)
-    out: Tensor = _start("all_reduce", axis, first, 0, launch, x, None).wait()
+    out: Tensor = _start("all_reduce", x, axis, first, 0, launch, x).wait()
     return out
 
 
@@ -262,7 +344,7 @@ def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
     source = dist.get_process_group_ranks(axis.group)[root]
     launch = partial(dist.broadcast, x, source, group=axis.group, async_op=True)
     sent = x.nbytes * (axis.size - 1) if axis.rank == root else 0
-    return _start("broadcast", axis, block_id, sent, launch, x, None)
+    return _start("broadcast", x, axis, block_id, sent, launch, x, root=root)
 
 
 def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
@@ -271,7 +353,7 @@ def reduce_to(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
     target = dist.get_process_group_ranks(axis.group)[root]
     launch = partial(dist.reduce, x, target, group=axis.group, async_op=True)
     sent = x.nbytes if axis.rank != root else 0
-    return _start("reduce", axis, block_id, sent, launch, x, None)
+    return _start("reduce", x, axis, block_id, sent, launch, x, root=root)
 
 
 def ring_exchange(x: Tensor, axis: Axis, block_id: int) -> Pending:
@@ -294,4 +376,4 @@ def ring_exchange(x: Tensor, axis: Axis, block_id: int) -> Pending:
         sides = (dist.isend, x, to), (dist.irecv, out, source)
         ops = [dist.P2POp(*side, axis.group) for side in sides]
         launch = partial(dist.batch_isend_irecv, ops)
-    return _start("ring_exchange", axis, block_id, x.nbytes, launch, out, x)
+    return _start("ring_exchange", x, axis, block_id, x.nbytes, launch, out)

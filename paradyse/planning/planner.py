@@ -98,6 +98,7 @@ class Planner:
         self._planned = lru_cache(MOST_PLANS)(self._decide)
         self._previous: Plan | None = None
         self._settled: Recent[tuple[PlanOption, Workload], Plan] = Recent()
+        self._ran_out: Recent[Workload, None] = Recent()
 
     def plan(self, workload: Workload) -> Plan:
         """The plan for ``workload``: one strategy per block.
@@ -116,6 +117,13 @@ class Planner:
     def settle(self, workload: Workload, plan: Plan) -> None:
         """Have ``plan``, another rank's choice, for ``workload``."""
         self._previous = self._settled[self._form(workload), workload] = plan
+
+    def ran_out(self, workload: Workload) -> None:
+        """Memory did not do for ``workload``, whatever was predicted: its plan is to be the one
+        that needs least. On every rank alike."""
+        self._ran_out[workload] = None
+        self._settled.clear()
+        self._planned.cache_clear()
 
     @property
     def chooses(self) -> bool:
@@ -306,7 +314,10 @@ class Planner:
         strategies = choices.fastest(limit)
         if strategies is None:
             strategies = self._over_the_limit(names, limit, workload)
-        best = self._smooth(Plan(strategies), choices, limit)
+        if workload in self._ran_out:
+            best = Plan(choices.smallest()[1])
+        else:
+            best = self._smooth(Plan(strategies), choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 

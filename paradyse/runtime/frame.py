@@ -88,6 +88,8 @@ class Frame:
     def run_step(self, step: Step, strategy: str) -> None:
         """Compute the outputs of ``step`` by ``strategy`` ("" for a piece between blocks)."""
         collectives.traffic(self.axis, step.block_id).strategy = strategy
+        if self.call is not None:
+            self.call.at = self.axis, step.block_id
         for node, piece in step.sides.items():
             self.env[node] = self._side(step, node, piece)
         variant = self.program.variant(step, strategy)
@@ -311,9 +313,9 @@ class Frame:
         shape = [size_of(d, sizes) for d in scope.names.of(node)]
 
         def read(*given: Any) -> Tensor:
-            if call is not None:
-                call.read(node.name)
-            return compute(*given)
+            if call is None:
+                return compute(*given)
+            return call.read(node.name, lambda: compute(*given))
 
         return defer(read, inputs, shape, val.dtype, val.device, pull)
 

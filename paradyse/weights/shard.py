@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from paradyse.distributed.agreement import agreement_of, checksum
+from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.distributed.checksums import checksum
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import RankFailure, run_ranks
 from tiny import Tiny, tokens
 
-from paradyse.distributed.agreement import checksum
+from paradyse.distributed.checksums import checksum
 
 
 def differ(what):

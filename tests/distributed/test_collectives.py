@@ -94,6 +94,9 @@ class Broken:
             raise RuntimeError(self.error)
         return False
 
+    def is_completed(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize("error", ["", "connection closed by peer"])
 def test_a_failure_names_the_collective_the_block_and_the_rank(error: str) -> None:
@@ -111,6 +114,9 @@ class OutOfMemory:
     def wait(self, timeout: object) -> bool:
         raise torch.OutOfMemoryError("no memory for a buffer")
 
+    def is_completed(self) -> bool:
+        return True
+
 
 def test_out_of_memory_stays_what_it_is() -> None:
     block = register_block(SINGLE, "layers.3.mlp")
@@ -122,7 +128,7 @@ def test_out_of_memory_stays_what_it_is() -> None:
         raise torch.OutOfMemoryError("no memory to send")
 
     with pytest.raises(torch.OutOfMemoryError, match="no memory to send"):
-        collectives._start("all_gather", SINGLE, block, 0, launch, None, None)
+        collectives._start("all_gather", torch.ones(1), SINGLE, block, 0, launch, None)
 
 
 class Patient:

@@ -60,9 +60,9 @@ class Run:
         self.time = VirtualTime()
         start = collectives._start
 
-        def send(what: str, axis: Any, *args: Any) -> Any:
+        def send(what: str, x: torch.Tensor, axis: Any, *args: Any, **kwargs: Any) -> Any:
             self.time.send(what, axis)
-            return start(what, axis, *args)
+            return start(what, x, axis, *args, **kwargs)
 
         patch.setattr(collectives, "_start", send)
         patch.setattr(marks, "time", self.time)

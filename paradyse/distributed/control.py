@@ -1,0 +1,69 @@
+"""What ranks tell each other beside their messages: small facts between hosts, and alarms."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.torch_private import default_store
+
+T = TypeVar("T")
+
+
+def tell_all(mine: T, control: Axis) -> list[T]:
+    """What every rank of ``control`` gives as ``mine``, small objects, in the order of ranks."""
+    told: list[Any] = [None] * control.size
+    dist.all_gather_object(told, mine, group=control.group)
+    return told
+
+
+class Alarm:
+    """Whether a rank has failed, asked in passing: a key in the store of the world."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._num_settled = name, 0
+
+    def ring(self) -> None:
+        """This rank has failed."""
+        default_store().set(self._key(), "")
+
+    def rings(self) -> bool:
+        """Whether any has."""
+        return bool(default_store().check([self._key()]))
+
+    def reset(self) -> None:
+        """All ranks know."""
+        self._num_settled += 1
+
+    def _key(self) -> str:
+        return f"paradyse/{self._name}/{self._num_settled}"
+
+
+class Control(NamedTuple):
+    """What carries small messages between hosts, apart from all others."""
+
+    axis: Axis
+    alarm: Alarm
+
+
+class _Controls(dict[tuple[int, ...], Control]):
+    """By their ranks; for the life of the world."""
+
+
+def control_of(ranks: tuple[int, ...]) -> Control:
+    """The one of ``ranks`` of the world; all of them ask for it at the same time."""
+    controls = resolve_axis().session.of(_Controls)
+    if ranks not in controls:
+        group = dist.new_group(
+            list(ranks),
+            timeout=collectives.timeout(),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        name = f"control:{'-'.join(map(str, ranks))}"
+        axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
+        controls[ranks] = Control(axis, Alarm(name))
+    return controls[ranks]

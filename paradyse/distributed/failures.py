@@ -1,0 +1,91 @@
+"""One rank fails in the middle of a call: all ranks drop the call, and are in step again.
+
+The rank that fails has not sent what the others wait for, or will wait for. All tell each other
+how many messages they have started; whoever has started fewer takes part in the rest with
+unspecified values, and what is received is dropped with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paradyse.distributed.axis import Axis
+from paradyse.distributed.collectives import CollectiveError, Message, Started, traffic
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the text of its errors, which are plain ``RuntimeError``s."""
+
+
+class DroppedCallError(Exception):
+    """All ranks have dropped the call and are in step."""
+
+
+class RankFailedError(DroppedCallError, CollectiveError):
+    """Another rank raised an error; the text says which rank, where and what."""
+
+
+class OutOfMemoryError(DroppedCallError, torch.OutOfMemoryError):
+    """A rank ran out of memory; the text says which and where. It is raised on every rank."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank tells the others."""
+
+    rank: int
+    """In the world."""
+    doing: str
+    place: str
+    """The block, where it is known."""
+    error: str
+    out_of_memory: bool
+
+    def __str__(self) -> str:
+        what = "ran out of memory" if self.out_of_memory else "failed"
+        return f"rank {self.rank} {what} in {self.doing}{self.place} ({self.error})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory could not be had, on whatever device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def error_of(failures: Sequence[Failure]) -> DroppedCallError:
+    """What every rank raises for ``failures``, of one or several ranks."""
+    told = "; ".join(map(str, failures))
+    step = "All ranks dropped this call and are in step"
+    if any(f.out_of_memory for f in failures):
+        return OutOfMemoryError(
+            f"{told}. {step}: a loop may catch torch.OutOfMemoryError on every rank, clear the "
+            "gradients and go on with the next batch; shorter or fewer sequences, more ranks or "
+            "paradyse.shard need less memory"
+        )
+    return RankFailedError(f"{told}. {step}; see that rank's own error")
+
+
+def started(axes: Sequence[Axis]) -> dict[str, tuple[int, list[Message]]]:
+    """The messages that this rank has started on ``axes``, by their names: how many in all, and
+    the latest of them."""
+    held = {a.name: a.session.of(Started) for a in axes}
+    return {name: (s.count, list(s.latest)) for name, s in held.items()}
+
+
+def catch_up(axis: Axis, told: Sequence[Mapping[str, tuple[int, list[Message]]]]) -> None:
+    """Take part in the messages on ``axis`` that another rank has started and this one has not.
+
+    Args:
+        told: what ``started`` gives on every rank that is in the same call.
+    """
+    count, latest = max((t[axis.name] for t in told if axis.name in t), key=lambda s: s[0])
+    missing = count - axis.session.of(Started).count
+    for message in latest[len(latest) - missing :]:
+        message.take_part(axis)
+
+
+def place_of(axis: Axis, block_id: int) -> str:
+    """The block ``block_id`` and its strategy, for ``Failure.place``."""
+    block = traffic(axis, block_id)
+    return f", block '{block.name}'" + (f" ({block.strategy})" if block.strategy else "")

@@ -1,0 +1,260 @@
+"""One rank runs out of memory: all raise alike within seconds, and the loop goes on in step."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankPool
+from models import make_batch, make_model, relative, whole
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import paradyse
+from paradyse.distributed.failures import RankFailedError
+from paradyse.runtime import frame
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.registry import captures_of
+
+SOON_S = 10.0
+
+NO_MEMORY = torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+BUG = ZeroDivisionError("division by zero")
+CPU_ALLOCATOR = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: not enough")
+
+
+class FailInBackward(torch.autograd.Function):
+    """An identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ctx.error
+
+
+@contextmanager
+def failing(at: int, error: Exception | None, in_backward: bool = False) -> Iterator[None]:
+    """Inside, step number ``at`` of every frame raises ``error``, once."""
+    left = [error] if error is not None else []
+    run_step = Frame.run_step
+
+    def run(self: Frame, step: Any, strategy: str) -> None:
+        here = step.position == at and left
+        if here and not in_backward:
+            raise left.pop()
+        run_step(self, step, strategy)
+        if here and torch.is_grad_enabled():
+            for n in step.piece.outputs:
+                if isinstance(x := self.env.get(n), Tensor) and x.requires_grad:
+                    self.env[n] = FailInBackward.apply(x, left.pop())
+                    return
+
+    Frame.run_step = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Frame.run_step = run_step  # type: ignore[method-assign]
+
+
+class Loop:
+    """Training beside one process; the last rank fails."""
+
+    def __init__(self, sharded: bool, **options: Any) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.reference = make_model("llama", num_hidden_layers=2)
+        self.model = make_model("llama", num_hidden_layers=2)
+        self.model.load_state_dict(self.reference.state_dict())
+        if sharded:
+            paradyse.shard(self.model, options.get("mesh"))
+        options = {"inner": "eager", "plan": "megatron_ts", **options}
+        self.compiled: Any = torch.compile(self.model, backend="paradyse", options=options)
+        self.fails = dist.get_rank() == dist.get_world_size() - 1
+        self.batch = make_batch("plain", 2, 12)
+
+    def step(self) -> None:
+        self.compiled(**self.batch).loss.backward()
+
+    def steps(self) -> list[int]:
+        """The first step, those of all blocks, and the last."""
+        (graph,) = (g for c in captures_of(self.compiled) for g in c.graphs.values())
+        blocks = (s.position for s in graph.program.block_steps)
+        return sorted({0, *blocks, len(graph.program.steps) - 1})
+
+    def is_exact(self) -> bool:
+        for model in (self.model, self.reference):
+            model.zero_grad()
+        self.reference(**self.batch).loss.backward()
+        self.step()
+        got = {n: whole(p.grad) for n, p in self.model.named_parameters()}
+        return all(relative(got[n], p.grad) < 1e-4 for n, p in self.reference.named_parameters())
+
+
+def told(
+    loop: Loop, at: int, error: Exception, in_backward: bool, raised: type[Exception]
+) -> tuple[str, str]:
+    """The name and the text of what this rank hears; then it is in step with the others."""
+    loop.model.zero_grad()
+    dist.barrier()
+    start = time.monotonic()
+    with failing(at, error if loop.fails else None, in_backward), pytest.raises(raised) as heard:
+        loop.step()
+    assert time.monotonic() - start < SOON_S
+    assert all(p.grad is None for p in loop.model.parameters())
+    name, text = type(heard.value).__name__, str(heard.value)
+    del heard
+    assert loop.is_exact()
+    return name, text
+
+
+def run_out(sharded: bool, in_backward: bool) -> list[tuple[str, str]]:
+    loop = Loop(sharded)
+    for _ in range(2):
+        loop.step()
+    places = loop.steps()[1:] if in_backward else loop.steps()
+    return [told(loop, at, NO_MEMORY, in_backward, torch.OutOfMemoryError) for at in places]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_in_forward(sharded: bool, pool2: RankPool) -> None:
+    first, second = pool2.run(run_out, sharded, False)
+    assert first == second
+    for name, text in first:
+        assert name == "OutOfMemoryError"
+        assert re.search(
+            r"rank 1 ran out of memory in forward of training call \d+.*Tried to allocate 20", text
+        ), text
+    assert any("mlp' (megatron_ts)" in text for _, text in first), first
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_in_backward(sharded: bool, pool2: RankPool) -> None:
+    """The rank itself hears what its operator raised; the others hear of it."""
+    first, second = pool2.run(run_out, sharded, True)
+    for (_, heard), (_, own) in zip(first, second, strict=True):
+        assert re.search(r"rank 1 ran out of memory in backward of training call \d+", heard), heard
+        assert "Tried to allocate" in own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_three_ranks(sharded: bool, in_backward: bool, pool3: RankPool) -> None:
+    for heard in zip(*pool3.run(run_out, sharded, in_backward), strict=True):
+        assert all("rank 2 ran out of memory" in text for _, text in heard[:2]), heard
+
+
+def other_errors(error: Exception) -> list[str]:
+    loop = Loop(True)
+    loop.step()
+    raised = type(error) if loop.fails else RankFailedError
+    return [told(loop, 2, error, False, raised)[1]]
+
+
+def test_another_error_of_one_rank_is_told_to_the_others(pool2: RankPool) -> None:
+    (first,), (second,) = pool2.run(other_errors, BUG)
+    assert re.search("rank 1 failed in forward of .*ZeroDivisionError: division by zero", first)
+    assert second == "division by zero"
+
+
+def allocator() -> list[str]:
+    loop = Loop(False)
+    loop.step()
+    return [told(loop, 2, CPU_ALLOCATOR, False, torch.OutOfMemoryError)[1]]
+
+
+def test_what_the_cpu_allocator_raises_is_out_of_memory(pool2: RankPool) -> None:
+    (first,), (second,) = pool2.run(allocator)
+    assert first == second and "rank 1 ran out of memory" in first
+
+
+def retried(retry: bool, dropout: bool) -> tuple[list[str], bool]:
+    """The plans of the steps before and after, and whether an error was raised."""
+    loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"], retry_out_of_memory=retry)
+    plans, raised = [], False
+    for at in (None, 2, None):
+        loop.model.zero_grad()
+        error = NO_MEMORY if at is not None and loop.fails else None
+        try:
+            with failing(2, error):
+                loop.step()
+        except torch.OutOfMemoryError:
+            raised = True
+        plans.append(paradyse.stats(loop.compiled).plan_per_length[12])
+    assert loop.is_exact()
+    return plans, raised
+
+
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_forward_is_run_again_by_the_smallest_plan(retry: bool, pool2: RankPool) -> None:
+    first, second = pool2.run(retried, retry, False)
+    assert first == second
+    (before, _, after), raised = first
+    assert raised is not retry
+    assert "megatron_cz" in before and "metp" in after and before != after
+
+
+def accumulate() -> bool:
+    """Gradients of the batch before are kept where they were whole."""
+    loop = Loop(True, plan="auto", strategies=["megatron_cz", "metp"])
+    loop.step()
+    with failing(2, NO_MEMORY if loop.fails else None):
+        loop.step()  # run again
+    loop.reference(**loop.batch).loss.backward()
+    loop.reference(**loop.batch).loss.backward()
+    got = {n: whole(p.grad) for n, p in loop.model.named_parameters()}
+    return all(relative(got[n], p.grad) < 1e-4 for n, p in loop.reference.named_parameters())
+
+
+def test_gradients_accumulate_over_a_forward_that_is_run_again(pool2: RankPool) -> None:
+    assert pool2.run(accumulate) == [True, True]
+
+
+def read_late() -> str:
+    loop = Loop(True)
+    out = loop.compiled(**loop.batch)
+    gather = frame.GatherTokens.apply
+
+    def fail(*args: Any) -> Any:
+        raise NO_MEMORY
+
+    if loop.fails:
+        frame.GatherTokens.apply = fail  # type: ignore[method-assign]
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as heard:
+            str(out.logits)
+    finally:
+        frame.GatherTokens.apply = gather  # type: ignore[method-assign]
+    text = str(heard.value)
+    assert loop.is_exact()
+    return text
+
+
+def test_in_a_late_read(pool2: RankPool) -> None:
+    first, second = pool2.run(read_late)
+    assert first == second
+    assert re.search("rank 1 ran out of memory in the read of the output .* of training", first)
+
+
+def on_replicas(in_backward: bool) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    loop = Loop(True, mesh=mesh)
+    loop.step()
+    return told(loop, 3, NO_MEMORY, in_backward, torch.OutOfMemoryError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_every_replica_hears_of_it(in_backward: bool, pool4: RankPool) -> None:
+    heard = pool4.run(on_replicas, in_backward)
+    assert all("rank 3 ran out of memory" in text for _, text in heard[:3]), heard
