@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from paradyse.distributed.control import Control, control_of, tell_all
 from paradyse.distributed.failures import (
     DroppedCallError,
     Failure,
-    OutOfMemoryError,
     RankFailedError,
     catch_up,
     error_of,
@@ -90,6 +90,8 @@ class Agreement:
         self._leader = ranks[0]
         self._control = {False: control_of(ranks), True: control_of(everyone)}
         """What carries comparisons, by whether all ranks of the mesh take part."""
+        self._left: Callable[[], None] | None = None
+        """What the others wait for since this rank failed."""
 
     def begin(
         self,
@@ -105,12 +107,18 @@ class Agreement:
             parameters: what backward of the call may give gradients to.
         Raises:
             ValueError: on every rank, naming what differs, which rank holds what, and the way out.
+            CollectiveError: a message has failed before, so ranks are no longer in step.
         """
+        if self._is_broken():
+            raise CollectiveError(
+                "a collective has failed before: the ranks are out of step. Start them again, from "
+                "a checkpoint"
+            )
         self._num_calls[trains] += 1
         kind = "training call" if trains else "call without gradients"
         name = f"{kind} {self._num_calls[trains]}"
-        call = self._of_axis.call = Call(self, name, trains, parameters)
         self.compare(f"calls the model ({name})", facts, trains)
+        call = self._of_axis.call = Call(self, name, trains, parameters)
         return call
 
     def compare(
@@ -179,7 +187,7 @@ class Agreement:
             DroppedCallError: what the other ranks are told.
             CollectiveError: they are gone.
         """
-        if any(a.session.of(Started).broken for a in self._axes):
+        if self._is_broken():
             return
         sent = self._axes[0].session.of(Started)
         place = f" after a message{place_of(self._axes[0], sent.block_id)}"
@@ -194,6 +202,9 @@ class Agreement:
         ).tolist()[0]
         return told
 
+    def _is_broken(self) -> bool:
+        return any(a.session.of(Started).broken for a in self._axes)
+
     def _exchange(
         self,
         doing: str,
@@ -202,6 +213,9 @@ class Agreement:
         common: Mapping[str, Any],
         failure: Failure | None,
     ) -> None:
+        if self._left is not None:
+            left, self._left = self._left, None
+            left()
         shared = {DOING: doing, **common}
         control = self._control[together]
         collectives.traffic(control.axis, collectives.AGREEMENT).name = f"agreement: {doing}"
@@ -223,14 +237,45 @@ class Agreement:
     def _drop_call(self, control: Control, failure: Failure | None) -> NoReturn:
         """Every rank of ``control`` comes here where one or several have a ``failure``."""
         told = tell_all((failure, started(self._axes)), control.axis)
-        for axis in self._axes:
-            catch_up(axis, [messages for _, messages in told])
-        control.alarm.reset()
         self._of_axis.end_backwards(_FAILED)
-        error = error_of([f for f, _ in told if f is not None])
-        if isinstance(error, OutOfMemoryError) and self._of_axis.call is not None:
+        failures = [f for f, _ in told if f is not None]
+        catch_up_with = [messages for _, messages in told]
+        try:
+            self._catch_up(control, failures, catch_up_with, may_wait=failure is not None)
+        except MemoryError:
+            self._left = partial(self._catch_up, control, failures, catch_up_with)
+        raise error_of(failures)
+
+    def _catch_up(
+        self, control: Control, failures: list[Failure], told: list[Any], may_wait: bool = False
+    ) -> None:
+        """Be in step again.
+
+        Args:
+            told: by every rank, of its messages.
+            may_wait: the others can wait until this rank has let go of what it computed.
+        Raises:
+            MemoryError: there is no memory for a message, and the others wait.
+            CollectiveError: on all ranks: there is none, and one of them cannot wait.
+        """
+        problem = ""
+        try:
+            for axis in self._axes:
+                catch_up(axis, told)
+        except RuntimeError as e:
+            if may_wait and is_out_of_memory(e):
+                raise MemoryError from e
+            problem = _first_line(e)
+        if problems := [p for p in tell_all(problem, control.axis) if p]:
+            for axis in self._axes:
+                axis.session.of(Started).broken = True
+            raise CollectiveError(
+                f"{error_of(failures)}. Then a rank could not even take part in the messages under "
+                f"way ({problems[0]}): start all ranks again"
+            )
+        control.alarm.reset()
+        if any(f.out_of_memory for f in failures) and self._of_axis.call is not None:
             self._of_axis.call.out_of_memory()
-        raise error
 
 
 @dataclass
@@ -262,6 +307,7 @@ class Call:
             raise
         except Exception as e:
             place = "" if self.at is None else place_of(*self.at)
+            traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
             try:
                 self.agreement.fail(doing, place, _first_line(e), is_out_of_memory(e), together)
             except RankFailedError:

@@ -174,7 +174,7 @@ class Started:
         """One of them failed: another rank is gone."""
 
     def add(self, message: Message, block_id: int) -> None:
-        """``message`` is about to start, for the block ``block_id``."""
+        """``message`` has started, for the block ``block_id``."""
         self.count += 1
         self.latest.append(message)
         self.block_id = block_id
@@ -249,8 +249,6 @@ def _start(
 ) -> Pending:
     """Call ``launch`` to start the collective ``what`` with ``x``; ``kind`` where it is carried by
     another one."""
-    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
-    axis.session.of(Started).add(message, block_id)
     block = traffic(axis, block_id)
     block.sent_bytes[what] += num_bytes
     block.calls[what] += 1
@@ -260,6 +258,8 @@ def _start(
         raise
     except RuntimeError as e:
         raise _fail(what, axis, block_id, e) from e
+    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
+    axis.session.of(Started).add(message, block_id)
     return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankPool
+from harness import RankPool, run_ranks
 from models import make_batch, make_model, relative, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -178,7 +180,38 @@ def test_what_the_cpu_allocator_raises_is_out_of_memory(pool2: RankPool) -> None
     assert first == second and "rank 1 ran out of memory" in first
 
 
-def retried(retry: bool, dropout: bool) -> tuple[list[str], bool]:
+def under_a_real_limit(in_backward: bool) -> tuple[str, str]:
+    """One process may map some MiB more than it has; a longer batch needs more."""
+    loop = Loop(True)
+    short = loop.batch
+    for length in (12, 64, 256):  # what there is to compile is compiled
+        loop.batch = make_batch("plain", 4, length)
+        loop.step()
+    loop.batch = make_batch("plain", 4, 4096)
+    loss = loop.compiled(**loop.batch).loss if in_backward else None
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if loop.fails:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
+    with pytest.raises(RuntimeError) as heard:
+        loop.compiled(**loop.batch) if loss is None else loss.backward()
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    name, text = type(heard.value).__name__, str(heard.value)
+    del heard, loss
+    loop.batch = short
+    assert loop.is_exact()
+    return name, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_memory_of_a_process_is_at_its_end(in_backward: bool) -> None:
+    first, second = run_ranks(under_a_real_limit, 2, in_backward)
+    assert first[0] == "OutOfMemoryError" and "rank 1 ran out of memory in" in first[1]
+    assert "DefaultCPUAllocator" in second[1]
+
+
+def retried(retry: bool) -> tuple[list[str], bool]:
     """The plans of the steps before and after, and whether an error was raised."""
     loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"], retry_out_of_memory=retry)
     plans, raised = [], False
@@ -197,7 +230,7 @@ def retried(retry: bool, dropout: bool) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_forward_is_run_again_by_the_smallest_plan(retry: bool, pool2: RankPool) -> None:
-    first, second = pool2.run(retried, retry, False)
+    first, second = pool2.run(retried, retry)
     assert first == second
     (before, _, after), raised = first
     assert raised is not retry
