@@ -61,7 +61,9 @@ def control_of(ranks: tuple[int, ...]) -> Control:
             list(ranks),
             timeout=collectives.timeout(),
             backend="gloo",
-            use_local_synchronization=True,
+            # Names of such groups differ, and they hang, on ranks that are in more groups than
+            # others: https://github.com/pytorch/pytorch/issues/173608
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         name = f"control:{'-'.join(map(str, ranks))}"
         axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)

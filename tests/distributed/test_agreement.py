@@ -8,6 +8,8 @@ import torch.distributed as dist
 from harness import RankFailure, run_ranks
 from tiny import Tiny, tokens
 
+from paradyse.distributed.agreement import compare
+from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.checksums import checksum
 
 
@@ -47,3 +49,14 @@ def test_checksum_tells_numbers_apart() -> None:
     assert checksum([torch.tensor(2.5)]) == checksum([torch.tensor(2.5)])
     assert checksum([torch.tensor(2.5)]) != checksum([torch.tensor(2.0)])
     assert checksum([torch.tensor([1, 2])]) != checksum([torch.tensor([2, 1])])
+
+
+def compare_among_uneven_groups() -> bool:
+    """One rank is in a group of its own that the other is not in."""
+    dist.new_group([0], use_local_synchronization=True)
+    compare(resolve_axis(), "compares")
+    return True
+
+
+def test_ranks_may_be_in_different_numbers_of_groups() -> None:
+    assert run_ranks(compare_among_uneven_groups, 2) == [True, True]
