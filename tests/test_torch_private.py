@@ -100,6 +100,19 @@ def check_FakeStore() -> None:
         torch.distributed.destroy_process_group()
 
 
+def check_default_store() -> None:
+    """What ranks ring an alarm by: ``check`` does not wait."""
+    held = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=held, rank=0, world_size=1)
+    try:
+        store = private.default_store()
+        assert not store.check(["rung"])
+        store.set("rung", "")
+        assert store.check(["rung"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def check_OpOverload() -> None:
     assert isinstance(aten.add.Tensor, private.OpOverload)
     assert aten.add.Tensor.overloadpacket is aten.add

@@ -23,6 +23,7 @@ from paradyse.distributed.failures import RankFailedError
 from paradyse.runtime import frame
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.registry import captures_of
+from paradyse.torch_private import at_end_of_backward
 
 SOON_S = 10.0
 
@@ -66,6 +67,41 @@ def failing(at: int, error: Exception | None, in_backward: bool = False) -> Iter
         yield
     finally:
         Frame.run_step = run_step  # type: ignore[method-assign]
+
+
+class LetGo:
+    """A callback that tells when it is let go of."""
+
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def __call__(self) -> None:
+        self.order.append("end")
+
+    def __del__(self) -> None:
+        self.order.append("let go")
+
+
+def test_a_backward_that_fails_lets_go_of_its_callbacks_at_once() -> None:
+    order: list[str] = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            at_end_of_backward(LetGo(order))
+            raise torch.OutOfMemoryError("none")
+
+    loss = Node.apply(torch.ones(2, requires_grad=True).exp()).sum()
+    with pytest.raises(torch.OutOfMemoryError):
+        try:
+            loss.backward()
+        finally:
+            order.append("raised")
+    assert order == ["let go", "raised"]
 
 
 class Loop:
