@@ -172,7 +172,7 @@ class Agreement:
             at_end_of_backward(backward)
 
     def end_backward(self, call: Call) -> None:
-        """The backward under way has come to its end on this rank.
+        """The backward under way, of ``call``, has come to its end on this rank.
 
         Raises:
             DroppedCallError: not so on another rank.
@@ -181,7 +181,7 @@ class Agreement:
         self._of_axis.end_backwards(_ENDED)
 
     def fail_backward(self, call: Call, out_of_memory: bool) -> None:
-        """The backward under way has ended before its end on this rank.
+        """The backward under way, of ``call``, failed on this rank, ``out_of_memory`` or not.
 
         Raises:
             DroppedCallError: what the other ranks are told.
@@ -294,6 +294,9 @@ class Call:
     def forward(self, compute: Callable[[], T]) -> T:
         """``compute()``, the outputs of the call, once all ranks have theirs.
 
+        Args:
+            compute: runs the graph.
+
         Raises:
             OutOfMemoryError: a rank ran out of memory.
             RankFailedError: another rank raised something else; on this one its own error.
@@ -327,7 +330,10 @@ class Call:
         self.agreement.watch_backward(self)
 
     def read(self, output: str, compute: Callable[[], T]) -> T:
-        """``compute()``, which gathers ``output``.
+        """``output``, once all ranks have it.
+
+        Args:
+            compute: gathers it.
 
         Raises:
             ValueError: on every rank, where another one does something else.
