@@ -86,6 +86,6 @@ def catch_up(axis: Axis, told: Sequence[Mapping[str, tuple[int, list[Message]]]]
 
 
 def place_of(axis: Axis, block_id: int) -> str:
-    """The block ``block_id`` and its strategy, for ``Failure.place``."""
+    """The block ``block_id`` of ``axis`` and its strategy, for ``Failure.place``."""
     block = traffic(axis, block_id)
     return f", block '{block.name}'" + (f" ({block.strategy})" if block.strategy else "")
