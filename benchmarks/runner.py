@@ -134,8 +134,66 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
-class Benchmark:
-    """The options of one benchmark, its ranks, and its report.
+class Report:
+    """What is shown and written: lines, tables and goals, and the machine at the end.
+
+    Args:
+        name: its title, and the name of its file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.dtype = name, "float32"
+        self.lines: list[str] = []
+        self.goals: list[str] = []
+        self.missed = False
+
+    def add(self, *lines: str) -> None:
+        """Shows lines, and keeps them for the report."""
+        self.lines += lines
+        print(*lines, sep="\n", flush=True)
+
+    def table(
+        self, header: Sequence[str], rows: Sequence[Sequence[str]], above: str | None = None
+    ) -> None:
+        """A Markdown table, below a line; the first column is text, the others are numbers."""
+        self.add(*([] if above is None else ["", above]), "")
+        first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+
+        def line(cells: Sequence[str]) -> str:
+            rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
+            return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
+
+        rule = "|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""])
+        self.add(line(header), rule, *map(line, rows))
+
+    def at_least(self, what: str, value: float, goal: float) -> None:
+        self._goal(f"{what}: {value:.2f}, goal at least {goal:g}", value >= goal)
+
+    def at_most(self, what: str, value: float, goal: float) -> None:
+        self._goal(f"{what}: {value:.2f}, goal at most {goal:g}", value <= goal)
+
+    def _goal(self, text: str, met: bool) -> None:
+        self.goals.append(f"- {text}: {'met' if met else '**missed**'}")
+        self.missed |= not met
+
+    def write(self, folder: Path | None, threads: str) -> None:
+        """Adds goals, machine and command, and writes the report into ``folder``, if there is one.
+
+        Args:
+            folder: made if need be.
+            threads: what it ran on.
+        """
+        if self.goals:
+            self.add("", "## Goals", "", *self.goals)
+        self.add("", "## Machine", "", *(f"- {s}" for s in _machine(threads, self.dtype)))
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = "\n".join([f"# {self.name}", "", *self.lines]) + "\n"
+            (folder / f"{self.name}.md").write_text(text)
+
+
+class Benchmark(Report):
+    """The report of one benchmark, with its options and its ranks.
 
     Args:
         name: of the file that the report is written to.
@@ -149,10 +207,7 @@ class Benchmark:
     def __init__(
         self, name: str, doc: str | None, quick: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        self.name, self.dtype = name, "float32"
-        self.lines: list[str] = []
-        self.goals: list[str] = []
-        self.missed = False
+        super().__init__(name)
         parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -191,52 +246,15 @@ class Benchmark:
         except RanksFailed as e:
             sys.exit(str(e))
 
-    def add(self, *lines: str) -> None:
-        """Shows lines, and keeps them for the report."""
-        self.lines += lines
-        print(*lines, sep="\n", flush=True)
-
-    def table(
-        self, header: Sequence[str], rows: Sequence[Sequence[str]], above: str | None = None
-    ) -> None:
-        """A Markdown table, below a line; the first column is text, the others are numbers."""
-        self.add(*([] if above is None else ["", above]), "")
-        first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
-
-        def line(cells: Sequence[str]) -> str:
-            rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
-            return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
-
-        rule = "|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""])
-        self.add(line(header), rule, *map(line, rows))
-
-    def at_least(self, what: str, value: float, goal: float) -> None:
-        self._goal(f"{what}: {value:.2f}, goal at least {goal:g}", value >= goal)
-
-    def at_most(self, what: str, value: float, goal: float) -> None:
-        self._goal(f"{what}: {value:.2f}, goal at most {goal:g}", value <= goal)
-
-    def _goal(self, text: str, met: bool) -> None:
-        self.goals.append(f"- {text}: {'met' if met else '**missed**'}")
-        self.missed |= not met
-
     def finish(self, threads: str | None = None) -> int:
-        """Adds goals, machine and command, writes the report, if there is one, and returns the
-        exit status.
+        """Writes the report, if there is one, and returns the exit status.
 
         Args:
             threads: what the benchmark ran on; default: its ranks, of one thread each.
         """
         if not (self.lines or self.goals):
             return 0
-        threads = threads or f"{self.num_ranks} processes of one thread"
-        if self.goals:
-            self.add("", "## Goals", "", *self.goals)
-        self.add("", "## Machine", "", *(f"- {s}" for s in _machine(threads, self.dtype)))
-        if self.args.out:
-            self.args.out.mkdir(parents=True, exist_ok=True)
-            text = "\n".join([f"# {self.name}", "", *self.lines]) + "\n"
-            (self.args.out / f"{self.name}.md").write_text(text)
+        self.write(self.args.out, threads or f"{self.num_ranks} processes of one thread")
         return int(self.missed and not (self.args.report_only or self.args.quick))
 
 
