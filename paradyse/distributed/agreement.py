@@ -195,7 +195,9 @@ class Agreement:
         self.fail(f"backward of {call.name}", place, error, out_of_memory, call.trains)
 
     def first_says(self, numbers: Sequence[int]) -> list[int]:
-        """What the first rank of the axis gives as ``numbers``, as many on every rank."""
+        """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
+        every rank."""
+        _name(self._control[False].axis, "chooses a plan")
         mine = torch.tensor(numbers, device="cpu")
         told: list[int] = collectives.all_gather(
             mine, self._control[False].axis, collectives.AGREEMENT
@@ -218,7 +220,7 @@ class Agreement:
             left()
         shared = {DOING: doing, **common}
         control = self._control[together]
-        collectives.traffic(control.axis, collectives.AGREEMENT).name = f"agreement: {doing}"
+        _name(control.axis, doing)
         row = [self._leader, _digest(shared), _digest(facts), failure is not None]
         mine = torch.tensor(row, device="cpu")  # whatever the default device
         table = collectives.all_gather(mine, control.axis, collectives.AGREEMENT)
@@ -437,6 +439,11 @@ def compare(axis: Axis, doing: str) -> None:
     agreement = agreement_of(axis)
     if agreement is not None:
         agreement.compare(doing, {})
+
+
+def _name(control: Axis, doing: str) -> None:
+    """Have errors of messages over ``control`` say what ranks were ``doing``."""
+    collectives.traffic(control, collectives.AGREEMENT).name = f"agreement: {doing}"
 
 
 def _difference(told: Sequence[tuple[int, Any, Mapping[str, Any], Any]], ranks: list[int]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from paradyse.distributed.axis import SINGLE, Axis, backend_of, resolve_axis
+from paradyse.distributed.axis import SINGLE, Axis, backend_of, device_of, resolve_axis
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,12 +61,20 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
 
 
-RESERVED = ("agreement", "optimizer", "data parallel", "online costs")
+RESERVED = (
+    "agreement",
+    "optimizer",
+    "data parallel",
+    "online costs",
+    "measurement of the machine",
+    "profile",
+)
 """Names of messages that no block sends, with the same ids on every axis."""
 
-AGREEMENT, OPTIMIZER, REPLICAS, ONLINE = range(len(RESERVED))
+AGREEMENT, OPTIMIZER, REPLICAS, ONLINE, MACHINE, PROFILE = range(len(RESERVED))
 """Block ids of the checks that ranks hold the same batch, of norms of gradients and whole tensors
-asked for, of messages between replicas, and of costs that ranks agree on."""
+asked for, of messages between replicas, of costs that ranks agree on, of rates of the machine, and
+of a profile that is made."""
 
 
 class _Blocks(list[Traffic]):
@@ -105,7 +115,9 @@ def timeout() -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _fail(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveError:
+def failure(what: str, axis: Axis, block_id: int, error: Exception) -> CollectiveError:
+    """What to raise where ``what`` did not complete, a collective of ``block_id`` over ``axis``,
+    which raised ``error``: the ranks are out of step from now on."""
     axis.session.of(Started).broken = True
     block = traffic(axis, block_id)
     strategy = f" (strategy {block.strategy})" if block.strategy else ""
@@ -213,7 +225,7 @@ class Pending:
         except (torch.OutOfMemoryError, CollectiveError):  # the latter is another rank's word
             raise
         except RuntimeError as e:
-            raise _fail(*self._context, e) from e
+            raise failure(*self._context, e) from e
         if pauses := SINGLE.session.of(_Pauses):
             time.sleep(pauses[-1])
         self._keep = None
@@ -257,7 +269,7 @@ def _start(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as e:
-        raise _fail(what, axis, block_id, e) from e
+        raise failure(what, axis, block_id, e) from e
     message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
     axis.session.of(Started).add(message, block_id)
     return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
@@ -284,6 +296,21 @@ def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """``x`` of every rank of ``axis``, stacked: [p, *x.shape]."""
     out: Tensor = start_all_gather(x, axis, block_id).wait()
     return out
+
+
+def gather_objects(x: Any, axis: Axis, block_id: int) -> list[Any]:
+    """``x`` of every rank of ``axis``. Ranks trust each other: what one pickles, all unpickle."""
+    if axis.size == 1:
+        return [x]
+    mine = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
+    mine = mine.to(device_of(axis.group))
+    sizes = all_gather(mine.new_tensor([mine.numel()], dtype=torch.int64), axis, block_id)
+    padded = pad(mine, (0, int(sizes.max()) - mine.numel()))
+    rows = all_gather(padded, axis, block_id).cpu()
+    return [
+        pickle.loads(row[:n].numpy().tobytes())
+        for row, n in zip(rows, sizes.flatten().tolist(), strict=True)
+    ]
 
 
 def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:

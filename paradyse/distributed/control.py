@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -15,9 +15,7 @@ T = TypeVar("T")
 
 def tell_all(mine: T, control: Axis) -> list[T]:
     """What every rank of ``control`` gives as ``mine``, small objects, in the order of ranks."""
-    told: list[Any] = [None] * control.size
-    dist.all_gather_object(told, mine, group=control.group)
-    return told
+    return collectives.gather_objects(mine, control, collectives.AGREEMENT)
 
 
 class Alarm:
@@ -54,17 +52,25 @@ class _Controls(dict[tuple[int, ...], Control]):
 
 
 def control_of(ranks: tuple[int, ...]) -> Control:
-    """The one of ``ranks`` of the world; all of them ask for it at the same time."""
+    """The one of ``ranks`` of the world; all of them ask for it at the same time.
+
+    Raises:
+        CollectiveError: not all of them came.
+    """
     controls = resolve_axis().session.of(_Controls)
     if ranks not in controls:
-        group = dist.new_group(
-            list(ranks),
-            timeout=collectives.timeout(),
-            backend="gloo",
-            # Names of such groups differ, and they hang, on ranks that are in more groups than
-            # others: https://github.com/pytorch/pytorch/issues/173608
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
+        try:
+            group = dist.new_group(
+                list(ranks),
+                timeout=collectives.timeout(),
+                backend="gloo",
+                # Names of such groups differ, and they hang, on ranks that are in more groups than
+                # others: https://github.com/pytorch/pytorch/issues/173608
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
+            )
+        except RuntimeError as e:
+            world = resolve_axis(), collectives.AGREEMENT
+            raise collectives.failure("making the group", *world, e) from e
         name = f"control:{'-'.join(map(str, ranks))}"
         axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
         controls[ranks] = Control(axis, Alarm(name))

@@ -1,7 +1,7 @@
 """Measures what the analytic prior needs to know of the machine, on the ranks of an axis, once.
 
-Takes about 0.4 s on two CPU ranks. Every rate is agreed between the ranks by an all-reduce, so all
-ranks hold equal numbers and choose equal plans from them.
+Takes about 0.4 s on two CPU ranks. Every rate is the slowest rank's, so all ranks hold equal
+numbers and choose equal plans from them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, device_of
@@ -131,13 +131,16 @@ def _sent(collective: str, size: int, p: int) -> float:
 
 
 def _agree(
-    values: list[float], axis: Axis, device: torch.device, op: dist.ReduceOp.RedOpType
+    values: list[float], axis: Axis, device: torch.device, choose: Callable[[Tensor, int], Tensor]
 ) -> list[float]:
+    """What ``choose`` makes of the values of all ranks, [p, n], along their dim 0."""
     if axis.group is None:
         return values
-    t = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(t, op=op, group=axis.group)
-    return t.tolist()
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    agreed: list[float] = choose(
+        collectives.all_gather(mine, axis, collectives.MACHINE), 0
+    ).tolist()
+    return agreed
 
 
 def measure_machine(
@@ -171,7 +174,7 @@ def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
     mine = float(device_capacity(device, local_ranks))
     with disable_current_modes():
-        return int(_agree([mine], axis, device, dist.ReduceOp.MIN)[0])
+        return int(_agree([mine], axis, device, torch.amin)[0])
 
 
 def describe_device(device: torch.device) -> str:
@@ -187,14 +190,13 @@ def describe_device(device: torch.device) -> str:
 def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
     p = axis.size
     if axis.group is not None:
-        collectives.all_reduce(
-            torch.ones(1, device=device), axis, collectives.AGREEMENT
-        )  # start together
+        start_together = torch.ones(1, device=device)
+        collectives.all_reduce(start_together, axis, collectives.MACHINE)
     times = _compute_rates(device, dtype)
     if p > 1:
-        times |= _link_times(device, axis, collectives.register_block(axis, "machine measurement"))
+        times |= _link_times(device, axis, collectives.MACHINE)
     names = list(times)
-    times = dict(zip(names, _agree([times[n] for n in names], axis, device, dist.ReduceOp.MAX)))
+    times = dict(zip(names, _agree([times[n] for n in names], axis, device, torch.amax)))
 
     links = {}
     for name in COLLECTIVES if p > 1 else ():

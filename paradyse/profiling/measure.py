@@ -20,12 +20,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from paradyse.config import check_strategy, parse_bytes
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import resolve_axis
 from paradyse.planning.costs import BlockCost, gradient_bytes, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.profile_file import (
@@ -174,27 +176,22 @@ def _is_first() -> bool:
 
 def _everyone(mine: T) -> list[T]:
     """The value of every rank, on all of them."""
-    if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    return collectives.gather_objects(mine, resolve_axis(), collectives.PROFILE)
 
 
 def _from_first(make: Callable[[], T]) -> T:
     """``make()`` of the rank that writes; what it raises is raised by all."""
-    given: list[Any] = [None, None]
+    made: T | None = None
+    error: Exception | None = None
     if _is_first():
         try:
-            given[0] = make()
+            made = make()
         except (ValueError, OSError) as e:
-            given[1] = e
-    if dist.is_initialized():
-        dist.broadcast_object_list(given, 0)
-    if given[1] is not None:
-        raise given[1]
-    out: T = given[0]
-    return out
+            error = e
+    out, error = _everyone((made, error))[0]
+    if error is not None:
+        raise error
+    return cast(T, out)
 
 
 class _Book:

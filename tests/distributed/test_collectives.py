@@ -77,6 +77,16 @@ def test_a_message_of_several_blocks_is_booked_to_each(pool2: RankPool) -> None:
     assert pool2.run(shares) == [(30, 10)] * 2
 
 
+def objects() -> list[Any]:
+    axis = resolve_axis()
+    return collectives.gather_objects(["x" * 100 * axis.rank, axis.rank], axis, collectives.PROFILE)
+
+
+def test_objects_of_other_sizes_are_gathered(pool3: RankPool) -> None:
+    assert pool3.run(objects) == [[["", 0], ["x" * 100, 1], ["x" * 200, 2]]] * 3
+    assert collectives.gather_objects("alone", SINGLE, collectives.PROFILE) == ["alone"]
+
+
 def test_blocks_of_an_axis_have_ids_of_their_own() -> None:
     ids = [register_block(SINGLE, name) for name in ("a", "b")]
     assert len({*ids, *range(len(collectives.RESERVED))}) == 2 + len(collectives.RESERVED)
