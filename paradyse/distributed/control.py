@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+import weakref
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +23,59 @@ def tell_all(mine: T, control: Axis) -> list[T]:
     return collectives.gather_objects(mine, control, collectives.AGREEMENT)
 
 
+ANSWER_S = 1.0
+"""How long the store may take to answer."""
+
+
+class WorldStore:
+    """The store that ranks met at, which may be on a rank, or behind a network, that has stopped:
+    then it never answers."""
+
+    def __init__(self) -> None:
+        self._questions: SimpleQueue[Any] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._waits = False
+        """Whether a question has not been answered yet."""
+        # When it is needed there may be no memory for a thread.
+        Thread(target=_answer, args=(self._questions, self._answers), daemon=True).start()
+        weakref.finalize(self, self._questions.put, None)
+
+    def ask(self, question: Callable[[Any], T]) -> T | None:
+        """The answer to ``question``, which is given the store; None where it, or an earlier
+        question, has none within ``ANSWER_S``.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        if self._waits:
+            self._take()
+        if self._waits:
+            return None
+        self._questions.put(partial(question, default_store()))
+        self._waits = True
+        answer: T | None = self._take()
+        return answer
+
+    def _take(self) -> Any:
+        try:
+            answer, error = self._answers.get(timeout=ANSWER_S)
+        except Empty:
+            return None
+        self._waits = False
+        if error is not None:
+            raise error
+        return answer
+
+
+def _answer(questions: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
+    """Answer ``questions`` until one is None: each by what it gives, and by the error it raises."""
+    while (question := questions.get()) is not None:
+        try:
+            answers.put((question(), None))
+        except RuntimeError as e:
+            answers.put((None, e))
+
+
 class Alarm:
     """Whether a rank has failed, asked in passing: a key in the store of the world."""
 
@@ -26,11 +84,11 @@ class Alarm:
 
     def ring(self) -> None:
         """This rank has failed."""
-        default_store().set(self._key(), "")
+        _world_store().ask(lambda store: store.set(self._key(), ""))
 
     def rings(self) -> bool:
-        """Whether any has."""
-        return bool(default_store().check([self._key()]))
+        """Whether any has, as far as the store tells."""
+        return bool(_world_store().ask(lambda store: store.check([self._key()])))
 
     def reset(self) -> None:
         """All ranks know."""
@@ -38,6 +96,10 @@ class Alarm:
 
     def _key(self) -> str:
         return f"paradyse/{self._name}/{self._num_settled}"
+
+
+def _world_store() -> WorldStore:
+    return resolve_axis().session.of(WorldStore)
 
 
 class Control(NamedTuple):
@@ -71,6 +133,7 @@ def control_of(ranks: tuple[int, ...]) -> Control:
         except RuntimeError as e:
             world = resolve_axis(), collectives.AGREEMENT
             raise collectives.failure("making the group", *world, e) from e
+        _world_store()
         name = f"control:{'-'.join(map(str, ranks))}"
         axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
         controls[ranks] = Control(axis, Alarm(name))

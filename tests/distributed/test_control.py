@@ -1,0 +1,53 @@
+"""What ranks tell each other beside their messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from harness import PATIENCE, RankPool
+
+from paradyse.distributed import control
+
+
+def ask_a_stopped_store() -> tuple[list[Any], float]:
+    """What a store answers on a rank that runs, then, asked twice, on one that is stopped, and on
+    one that runs again; and the seconds that it took."""
+    is_host, port = dist.get_rank() == 0, [0]
+    if is_host:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        port = [store.port, os.getpid()]
+    told = [port, port]
+    dist.all_gather_object(told, port)
+    answers, start = [], time.monotonic()
+    if not is_host:
+        port_there, pid = told[0]
+        store = dist.TCPStore("127.0.0.1", port_there, 2, timeout=timedelta(seconds=5))
+        with patch.object(control, "default_store", lambda: store):
+            asked = control.WorldStore()
+
+            def ask() -> None:
+                answers.append(asked.ask(lambda store: store.check(["a"])))
+
+            ask()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                ask()
+                ask()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            ask()
+    took = time.monotonic() - start
+    dist.barrier()
+    return answers, took
+
+
+def test_a_stopped_store_does_not_keep_its_clients(pool2: RankPool) -> None:
+    answers, took = pool2.run(ask_a_stopped_store, timeout_s=20)[1]
+    assert answers == [False, None, None, False]
+    assert took < 5 * PATIENCE
