@@ -46,6 +46,7 @@ T = TypeVar("T")
 DOING = "what they do"
 WEIGHTS = "the weights (checksum)"
 PROFILE = "the profile (checksum)"
+FILES = "the files (checksum)"
 RANDOM_STATE = "the random state"
 GRADIENTS = "whether gradients are enabled"
 PLAN = "the plan"
@@ -61,6 +62,7 @@ WAYS_OUT = {
     "(dropout draws from it)",
     WEIGHTS: "call torch.manual_seed with the same seed on every rank before the "
     "model is built, or load the same checkpoint on all",
+    FILES: "give every rank the same files, or a copy of them",
     PROFILE: "give option 'cost_model' a copy of one file on every rank",
     PROGRAM: "the model must be in the same state on every rank: training or evaluation, autocast, "
     "gradient checkpointing, what is trained",

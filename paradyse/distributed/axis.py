@@ -100,10 +100,10 @@ def resolve_axis(mesh: Any = None) -> Axis:
     """
     if mesh is not None:
         _check(mesh)
-        return _axis_of(mesh.get_group(mesh.ndim - 1))
+        return axis_of(mesh.get_group(mesh.ndim - 1))
     if not (dist.is_available() and dist.is_initialized()):
         return SINGLE
-    return _axis_of(dist.group.WORLD)
+    return axis_of(dist.group.WORLD)
 
 
 def resolve_replicas(mesh: Any = None) -> Axis:
@@ -115,7 +115,7 @@ def resolve_replicas(mesh: Any = None) -> Axis:
     if mesh is None:
         return SINGLE
     _check(mesh)
-    return _axis_of(mesh.get_group(0)) if mesh.ndim == 2 else SINGLE
+    return axis_of(mesh.get_group(0)) if mesh.ndim == 2 else SINGLE
 
 
 def _check(mesh: Any) -> None:
@@ -151,7 +151,8 @@ def device_of(group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _axis_of(group: Any) -> Axis:
+def axis_of(group: Any) -> Axis:
+    """The axis of the ranks of the process ``group``."""
     if dist.get_world_size(group) == 1:
         return SINGLE
     ranks = dist.get_process_group_ranks(group)
