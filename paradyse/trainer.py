@@ -142,7 +142,8 @@ class TrainerMixin(_Trainer):
                 )
             return super()._load_optimizer_and_scheduler(checkpoint)
         load_checkpoint(Path(checkpoint, SHARDS), self.model, _plain(self.optimizer))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER)))
+        saved = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(saved)
 
 
 def _is_sharded(model: nn.Module) -> bool:

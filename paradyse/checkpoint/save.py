@@ -1,29 +1,28 @@
 """Checkpoints of a run: the model, its optimizer and where the run stood, for any number of ranks.
 
-Each rank writes its own rows through ``torch.distributed.checkpoint``, in the form of its
-``get_state_dict``: the entries are "model" and "optimizer", and "run" besides.
+Each rank writes its own rows (``storage.py``), in the form of PyTorch's ``get_state_dict``: the
+entries are "model" and "optimizer", and "run" besides.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.checkpoint import folder as files
+from paradyse.checkpoint import storage
 from paradyse.checkpoint.folder import listed
+from paradyse.distributed.axis import Axis, axis_of, resolve_axis
+from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module, unflatten_state_dict
 from paradyse.weights.shard import name_before_compile
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,13 @@ def save_checkpoint(
     disk. It replaces an earlier checkpoint of the same step and what a killed save left of one.
 
     Args:
-        folder: on a file system that all ranks share; made if need be. One run at a time.
+        folder: on a file system that all ranks share, the same on all; made if need be. One run at
+            a time.
         model: sharded or not, compiled or not.
         optimizer: of (some of) the model's parameters.
-        extra: anything small that pickles: a scheduler's state, the position in the data, generator
-            states. Rank 0's is written.
+        extra: anything small of numbers, text, tensors, lists and dicts: a scheduler's state, the
+            position in the data, generator states. Rank 0's is written. Classes have to be named
+            to ``torch.serialization.add_safe_globals``, as loading runs no code of the file.
         step: how many steps are done; it names the checkpoint.
         keep: how many checkpoints of steps up to this one may stay; the others are removed once
             this one is complete. None: all.
@@ -66,25 +67,25 @@ def save_checkpoint(
     Returns:
         The folder of this step.
     Raises:
-        ValueError: step or keep is no count, the optimizer has a parameter that the model lacks,
-            or rank 0 does not see what another rank wrote. All ranks raise it.
-        RuntimeError: a rank could not write. Earlier checkpoints are as they were.
+        ValueError: step or keep is no count, ``extra`` or the optimizer's state holds what could
+            not be loaded again, the optimizer has a parameter that the model lacks, or rank 0 does
+            not see what another rank wrote. All ranks raise it.
+        RuntimeError: a rank could not write; all ranks raise it. Earlier checkpoints are as they
+            were.
+        CollectiveError: another rank died or stalled; it is named where that is known.
     """
-    import torch.distributed.checkpoint as dcp
+    ranks = Together(_axis(process_group), f"saving checkpoint {step} to {folder}")
 
-    ranks = _Ranks(process_group)
-
-    def prepare() -> tuple[Path, Any]:
+    def prepare() -> Path:
         files.check_counts(step, keep)
-        return files.make_room(Path(folder), step), extra
+        return files.make_room(Path(folder), step)
 
-    path, run_extra = ranks.first(prepare)
-    entries = ranks.together(lambda: _entries(model, optimizer))
-    kind = type(optimizer).__name__ if optimizer is not None else None
-    entries["run"] = (step, kind, run_extra)
+    path = ranks.first(prepare)
+    entries = ranks.all_of(lambda: _entries(model, optimizer))
+    if ranks.is_first:
+        entries["run"] = step, optimizer and type(optimizer).__name__, extra
     unfinished = path.with_name(path.name + ".tmp")
-    writer = dcp.FileSystemWriter(unfinished, overwrite=False)
-    metadata = ranks.call_dcp(dcp.save, entries, storage_writer=writer)
+    metadata = storage.write(ranks, unfinished, entries)
     ranks.first(lambda: files.finish(unfinished, path, metadata, step, keep))
     return path
 
@@ -101,11 +102,14 @@ def load_checkpoint(
     The number of ranks, the mesh and the layout may differ from those that saved it. Weights go
     into the model's own tensors (cast where the dtype differs), so the model may be compiled,
     and have been run, or not; the optimizer need not have made a step. Each rank reads what it
-    holds. Reading unpickles: load only what you trust.
+    holds, and compares the checksum of every stretch that it reads before anything changes; a
+    checkpoint that was saved without checksums loads with a note in the log. No code of the files
+    is run: values are read with ``weights_only``, and of the metadata only what PyTorch writes
+    there is unpickled.
 
     Args:
         folder: with checkpoints in it, of which the one of the highest step is taken, or the
-            folder of one step.
+            folder of one step; the same on all ranks.
         model: of the class and configuration that was saved.
         optimizer: of the kind and with the parameter groups of the one that was saved; None loads
             the weights alone.
@@ -114,26 +118,30 @@ def load_checkpoint(
         The checkpoint's folder, its step, and ``extra``.
     Raises:
         FileNotFoundError: there is no complete checkpoint in ``folder``.
-        ValueError: it is of another model or another optimizer, or files of it are missing or
-            too short. Nothing is changed then, on any rank.
-        RuntimeError: a file of the right length could not be read. Weights may be loaded in part.
+        ValueError: it is of another model or another optimizer, files of it are missing, too
+            short or not as they were saved, or a value names a class that is not trusted. Nothing
+            is changed then, on any rank.
+        RuntimeError: a file could not be read. Weights may be loaded in part.
+        CollectiveError: another rank died or stalled; it is named where that is known.
     """
-    ranks = _Ranks(process_group)
+    ranks = Together(_axis(process_group), f"loading checkpoint {folder}")
     path = ranks.first(lambda: files.newest(Path(folder)))
     mine = _weights(model)
-    saved = ranks.together(lambda: _checked(path, mine, optimizer is not None))
+    saved = ranks.all_of(lambda: _checked(path, mine, optimizer is not None))
+    if ranks.is_first:
+        storage.warn_without_checksums(path, saved)
     wanted = ("run", "optimizer.param_groups.") if optimizer is not None else ("run",)
     present = saved.state_dict_metadata.items()
     values: dict[str, Any] = {k: _blank(x) for k, x in present if k.startswith(wanted)}
-    ranks.read(path, values)
+    storage.read(ranks, path, saved, values)
     step, kind, extra = values.pop("run")
     state: dict[str, Any] = {}
     if optimizer is not None:
         groups = unflatten_state_dict(values, saved.planner_data)["optimizer"]["param_groups"]
-        ranks.together(partial(_check_optimizer, path, kind, groups, optimizer, model))
+        ranks.all_of(partial(_check_optimizer, path, kind, groups, optimizer, model))
         state = _blank_state(saved, model)
     entries = {f"model.{n}": x for n, x in mine.items()} | state
-    ranks.read(path, entries)
+    storage.read(ranks, path, saved, entries)
     others = {n: entries[f"model.{n}"] for n, x in mine.items() if not isinstance(x, Tensor)}
     if others:
         original_module(model).load_state_dict(others, strict=False)
@@ -144,77 +152,8 @@ def load_checkpoint(
     return Checkpoint(path, step, extra)
 
 
-# Ranks that agree
-
-
-class _Ranks:
-    """The ranks that save or load together; this one alone without a process group."""
-
-    def __init__(self, process_group: Any) -> None:
-        self.group = process_group
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        self.is_first = self.alone or dist.get_rank(process_group) == 0
-
-    def together(self, work: Callable[[], T]) -> T:
-        """The result of ``work()``, once it has succeeded on all ranks; else every rank raises."""
-        result, error = _attempt(work)
-        for rank, (_, failure) in enumerate(self._gather((None, _described(error)))):
-            if failure is not None:
-                raise error if error is not None else failure[0](f"on rank {rank}: {failure[1]}")
-        return result
-
-    def first(self, work: Callable[[], T]) -> T:
-        """The result, on every rank, of ``work()`` on the first rank."""
-        result, error = _attempt(work) if self.is_first else (None, None)
-        result, failure = self._gather((result, _described(error)))[0]
-        if failure is not None:
-            raise error if error is not None else failure[0](failure[1])
-        return result
-
-    def call_dcp(self, call: Callable[..., Any], entries: dict[str, Any], **options: Any) -> Any:
-        """``torch.distributed.checkpoint.save`` or ``load``, which let all ranks know of failures.
-
-        Raises:
-            RuntimeError: in place of their CheckpointException, which is no ``Exception``.
-        """
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        try:
-            with warnings.catch_warnings():
-                # one process without a group is a case like any other
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                return call(entries, process_group=self.group, no_dist=self.alone, **options)
-        except CheckpointException as e:
-            told = [f"on rank {r}: {type(x).__name__}: {x}" for r, (x, _) in e.failures.items()]
-            raise RuntimeError(f"the checkpoint's {call.__name__} failed {listed(told)}") from e
-
-    def read(self, path: Path, entries: dict[str, Any]) -> None:
-        """Fill ``entries``, flat names as in the metadata: tensors in place, values anew."""
-        import torch.distributed.checkpoint as dcp
-
-        self.call_dcp(dcp.load, entries, storage_reader=dcp.FileSystemReader(path))
-
-    def _gather(self, x: Any) -> list[Any]:
-        every = [x] if self.alone else [None] * dist.get_world_size(self.group)
-        if not self.alone:
-            dist.all_gather_object(every, x, group=self.group)
-        return every
-
-
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return work(), None
-    except Exception as e:  # whatever it is, the other ranks must hear of it
-        return None, e
-
-
-def _described(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """Kind and text of an exception, as some exceptions do not pickle."""
-    if error is None:
-        return None
-    kinds = (FileNotFoundError, ValueError)
-    kind = next((k for k in kinds if isinstance(error, k)), RuntimeError)
-    return kind, str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+def _axis(process_group: Any) -> Axis:
+    return resolve_axis() if process_group is None else axis_of(process_group)
 
 
 # Entries, and whether a checkpoint has them
@@ -258,15 +197,8 @@ def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
     Args:
         mine: the model's state by name.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-
-    try:
-        metadata: Any = FileSystemReader(path).read_metadata()
-        entries = metadata.state_dict_metadata
-    except Exception as e:
-        raise ValueError(
-            f"{path / files.METADATA} cannot be read ({e}). {files.way_out(path)}"
-        ) from e
+    metadata = storage.read_metadata(path)
+    entries = metadata.state_dict_metadata
     empty = [n for n, x in mine.items() if getattr(getattr(x, "local", x), "is_meta", False)]
     if empty:
         raise ValueError(
