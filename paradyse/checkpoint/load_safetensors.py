@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 
 from paradyse.checkpoint.buffers import Held, held_tensors, remake
 from paradyse.checkpoint.folder import listed
-from paradyse.distributed import collectives
-from paradyse.distributed.axis import device_of
+from paradyse.distributed.agreement import FILES, checksum
+from paradyse.distributed.axis import SINGLE, Axis, device_of
+from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module
-from paradyse.weights.sharded_tensor import OPTIMIZER, ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """What ``save_pretrained`` writes: everything in one file, or several files and their index."""
@@ -76,13 +78,13 @@ def load_safetensors(
     same objects, tied ones stay tied, values are cast to the parameter's dtype. Buffers that no
     checkpoint has are made by the model's own code. A model that is not sharded is read whole.
     Names may differ by the prefix of the base model (``LlamaModel`` and ``LlamaForCausalLM``); a
-    tied parameter may have any one of its names. No messages are sent, except where a checkpoint
-    has a tied parameter twice.
+    tied parameter may have any one of its names. Ranks that share a sharded model compare the
+    files that they read by their headers and a row of each tensor.
 
     Args:
         model: sharded or not, on the meta device or not.
-        path: a ``.safetensors`` file, the ``.index.json`` of several, or the folder of either, the
-            same on every rank.
+        path: a ``.safetensors`` file, the ``.index.json`` of several, or the folder of either; on
+            every rank the same, or a copy.
         device: where tensors on the meta device get their memory. None: the current CUDA device
             where the shards' group is not gloo, else torch's default device.
         strict: False skips what the model has no place for, and lets a parameter keep the values
@@ -90,32 +92,73 @@ def load_safetensors(
             base of the one that was saved, and buffers that older versions saved.
     Raises:
         ValueError: a file is missing or broken; names, shapes or kinds of dtype do not fit; a
-            buffer cannot be made. Nothing is changed then.
+            buffer cannot be made; ranks have different files. Nothing is changed then. Where the
+            model is sharded every rank raises what one of them finds.
         ImportError: the package safetensors is not installed.
+        CollectiveError: another rank died or stalled.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
     model = original_module(model)
     tensors = held_tensors(model)
+    ranks = Together(_axis_of(tensors), "loading safetensors files")
+    loading = ranks.all_of(lambda: _checked(model, tensors, Path(path), device, strict))
+    if not ranks.alone:
+        ranks.compare({FILES: ranks.all_of(lambda: _checksum(loading.entries))})
+    num_bytes = ranks.all_of(loading.read)
+    return LoadReport(len(loading.keys), num_bytes, loading.skipped, loading.kept)
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """What is about to be read, once everything is known to fit."""
+
+    entries: Mapping[str, _Entry]
+    keys: Mapping[Held, tuple[str, ...]]
+    """The names of each tensor in the checkpoint."""
+    made: Sequence[tuple[Held, Tensor]]
+    """Buffers that no checkpoint has, and their values."""
+    device: torch.device
+    skipped: tuple[str, ...]
+    kept: tuple[str, ...]
+
+    def read(self) -> int:
+        """Give the model its values; the number of bytes read."""
+        for held, new in self.made:
+            held.replace(new)
+        num_bytes = 0
+        for held, (key, *_) in self.keys.items():
+            target = held.with_memory(self.device) if held.on_meta else held.tensor
+            for rows, stored in _rows(self.entries[key], key, target.detach()):
+                rows.copy_(stored)
+                num_bytes += stored.numel() * stored.element_size()
+            if held.on_meta:
+                held.replace(target)
+        return num_bytes
+
+
+def _checked(
+    model: nn.Module,
+    tensors: Sequence[Held],
+    path: Path,
+    device: torch.device | str | None,
+    strict: bool,
+) -> _Loading:
     _check_kinds(tensors)
-    entries = _read_headers(Path(path))
+    entries = _read_headers(path)
     keys, skipped, kept, problems = _match(model, tensors, entries, strict)
     if problems:
-        raise ValueError(_described(Path(path), problems))
+        raise ValueError(_described(path, problems))
+    _check_tied(keys, entries)
     device = _default_device(tensors) if device is None else torch.device(device)
-    _check_tied(keys, entries, device)
-    lost = [h for h in tensors if h.on_meta and not h.stored]
-    for held, new in remake(model, lost, device):
-        held.replace(new)
-    bytes_read = 0
-    for held, (key, *_) in keys.items():
-        target = held.with_memory(device) if held.on_meta else held.tensor
-        for rows, stored in _rows(entries[key], key, target.detach()):
-            rows.copy_(stored)
-            bytes_read += stored.numel() * stored.element_size()
-        if held.on_meta:
-            held.replace(target)
-    return LoadReport(len(keys), bytes_read, tuple(skipped), tuple(kept))
+    made = remake(model, [h for h in tensors if h.on_meta and not h.stored], device)
+    return _Loading(entries, keys, made, device, tuple(skipped), tuple(kept))
+
+
+def _axis_of(tensors: Sequence[Held]) -> Axis:
+    """The axis that the model is sharded over."""
+    sharded = (h.tensor for h in tensors if isinstance(h.tensor, ShardedTensor))
+    return next((x.placement.axis for x in sharded), SINGLE)
 
 
 def _check_kinds(tensors: Sequence[Held]) -> None:
@@ -129,8 +172,7 @@ def _check_kinds(tensors: Sequence[Held]) -> None:
 
 
 def _default_device(tensors: Sequence[Held]) -> torch.device:
-    sharded = (h.tensor for h in tensors if isinstance(h.tensor, ShardedTensor))
-    group = next((x.placement.axis.group for x in sharded), None)
+    group = _axis_of(tensors).group
     device = torch.device("cpu") if group is None else device_of(group)
     return device if device.type == "cuda" else torch.get_default_device()
 
@@ -229,6 +271,17 @@ def _rows(entry: _Entry, key: str, target: Tensor) -> Iterator[tuple[Tensor, Ten
             yield target.local.narrow(layout.dim, at, n), stored[index]
 
 
+def _checksum(entries: Mapping[str, _Entry]) -> str:
+    """Of names, shapes and dtypes, and of a row of each tensor: equal files have equal ones."""
+    headers = [(key, e.shape, e.dtype) for key, e in sorted(entries.items())]
+    rows = []
+    for key, shape, _ in headers:
+        with _open(entries[key].file) as f:
+            first = (*(slice(0, 1) for _ in shape[:-1]), slice(None))
+            rows.append(checksum([f.get_slice(key)[first] if shape else f.get_tensor(key)]))
+    return f"{zlib.crc32(repr((headers, rows)).encode()):08x}"
+
+
 # Names
 
 
@@ -289,27 +342,19 @@ def _misfit(held: Held, key: str, entry: _Entry) -> str | None:
     return None
 
 
-def _check_tied(
-    keys: Mapping[Held, tuple[str, ...]], entries: Mapping[str, _Entry], device: torch.device
-) -> None:
-    """Raises ValueError where the names of a tied parameter have values that differ."""
-    for held, found in keys.items():
-        if len(found) == 1:
-            continue
-        same = True
+def _check_tied(keys: Mapping[Held, tuple[str, ...]], entries: Mapping[str, _Entry]) -> None:
+    """Raises ValueError where the names of a tied parameter have values that differ, in the rows
+    that this rank reads."""
+    for held, (first, *others) in keys.items():
         like = held.with_memory(torch.device("meta"))
-        for key in found[1:]:
-            pairs = zip(_rows(entries[found[0]], found[0], like), _rows(entries[key], key, like))
-            same &= all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-        if isinstance(like, ShardedTensor):  # a rank sees its rows; all must raise alike
-            differ = torch.tensor([float(not same)], device=device)
-            same = collectives.all_reduce(differ, like.placement.axis, OPTIMIZER).item() == 0
-        if not same:
-            raise ValueError(
-                f"{' and '.join(found)} differ in the checkpoint and are one parameter in the "
-                "model: make the model with tie_word_embeddings=False in its configuration. "
-                "Nothing was changed"
-            )
+        for key in others:
+            pairs = zip(_rows(entries[first], first, like), _rows(entries[key], key, like))
+            if not all(torch.equal(a, b) for (_, a), (_, b) in pairs):
+                raise ValueError(
+                    f"{first} and {key} differ in the checkpoint and are one parameter in the "
+                    "model: make the model with tie_word_embeddings=False in its configuration. "
+                    "Nothing was changed"
+                )
 
 
 def _described(path: Path, problems: Sequence[str]) -> str:

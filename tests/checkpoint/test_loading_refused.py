@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import RankPool
 from models import make_model, redraw
 from test_loading import assert_same, checkpoints, copied, on_meta, state
 from torch import nn
@@ -189,6 +190,61 @@ def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
         paradyse.load_safetensors(nn.Linear(5, 3), file)
+
+
+def load_a_file_of_its_own(folder: str) -> list[str]:
+    """What this rank hears where only its own file is not that of the others."""
+    import torch.distributed as dist
+
+    import paradyse
+
+    heard = []
+    model = paradyse.shard(nn.Linear(5, 3))
+    before = state(model)
+    for other in ("values", "shape", "nowhere"):
+        name = other if dist.get_rank() == 1 else "right"
+        with pytest.raises(ValueError) as error:
+            paradyse.load_safetensors(model, Path(folder) / f"{name}.safetensors")
+        heard.append(str(error.value))
+        assert state(model) == before
+    paradyse.load_safetensors(model, Path(folder) / f"right{dist.get_rank()}.safetensors")
+    assert torch.equal(paradyse.full_state_dict(model)["weight"], torch.ones(3, 5))
+    return heard
+
+
+def test_ranks_with_different_files(tmp_path: Path, pool2: RankPool) -> None:
+    """Other values under equal names and shapes, another shape, no file; copies are fine."""
+    from safetensors.torch import save_file
+
+    right = {"weight": torch.ones(3, 5), "bias": torch.zeros(3)}
+    for name in ("right", "right0", "right1"):
+        save_file(right, tmp_path / f"{name}.safetensors")
+    save_file({**right, "weight": torch.full((3, 5), 2.0)}, tmp_path / "values.safetensors")
+    save_file({**right, "bias": torch.zeros(4)}, tmp_path / "shape.safetensors")
+    one, two = pool2.run(load_a_file_of_its_own, str(tmp_path), timeout_s=60)
+    assert one[0] == two[0] and "disagree on the files (checksum): rank 0: " in one[0]
+    assert "give every rank the same files, or a copy of them" in one[0]
+    for text, part in zip(two[1:], ("bias is [4] there", "no file or folder"), strict=True):
+        assert part in text
+    assert one[1:] == [f"on rank 1: {text}" for text in two[1:]]
+
+
+def test_tensors_without_values(tmp_path: Path, pool2: RankPool) -> None:
+    """No rows, no dims: nothing to compare, and no error."""
+    from safetensors.torch import save_file
+
+    save_file({"empty": torch.zeros(0, 4), "one": torch.tensor(3)}, tmp_path / "a.safetensors")
+    assert pool2.run(load_odd_tensors, str(tmp_path / "a.safetensors")) == [3, 3]
+
+
+def load_odd_tensors(file: str) -> int:
+    import paradyse
+
+    model = nn.Module()
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+    model.register_buffer("one", torch.tensor(2))
+    paradyse.load_safetensors(paradyse.shard(model), file)
+    return int(model.one)
 
 
 # Buffers
