@@ -6,11 +6,11 @@ import logging
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,8 @@ from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_rep
 from paradyse.distributed.checksums import BatchChecksum, checksum
 from paradyse.distributed.failures import OutOfMemoryError
 from paradyse.distributed.session import Recent
+from paradyse.distributed.together import Together
+from paradyse.passes.dump import write
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
 from paradyse.runtime import registry
@@ -56,6 +58,8 @@ from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def paradyse(
@@ -203,7 +207,9 @@ class Capture:
         return with_whole_weights
 
     def _graph(self, inputs: Sequence[Any]) -> _Graph | None:
-        program, ctx = build_program(self.gm, inputs, self.is_weight, self.options, self.axis)
+        program, ctx = self.dumping(
+            lambda: build_program(self.gm, inputs, self.is_weight, self.options, self.axis)
+        )
         self.notes = ctx.notes
         for note in ctx.notes:
             log.info("%s", note)
@@ -220,6 +226,13 @@ class Capture:
             )
         self.graphs[self._key(inputs)] = graph
         return graph
+
+    def dumping(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which writes dumps on one rank: what it raises all ranks raise."""
+        if self.options.dump is None:
+            return work()
+        doing = "writing dumps (option 'dump', to be given on every rank)"
+        return Together(self.axis, doing).all_of(work)
 
     def _key(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Numbers and sizes of a call that each need a program of their own."""
@@ -338,19 +351,22 @@ class _Graph:
         found = self._constants.get(key)
         if found is None:
             found = self._constants[key] = self.program.constants_for(sizes, plan.strategies)
-            if self.capture.options.dump and self.axis.rank == 0:
-                self._dump_plan(self.capture.options.dump, sizes, plan)
+            if self.capture.options.dump is not None:
+                folder = Path(self.capture.options.dump)
+                self.capture.dumping(lambda: self._dump_plan(folder, sizes, plan))
         return found
 
-    def _dump_plan(self, folder: str, sizes: Mapping[str, int], plan: Plan) -> None:
-        """The table of the plan for these sizes, beside the graphs."""
+    def _dump_plan(self, folder: Path, sizes: Mapping[str, int], plan: Plan) -> None:
+        """The first rank writes the table of the plan for these sizes, beside the graphs."""
+        if self.axis.rank:
+            return
         rows = [
             (b.name, s, str(b.mask or "") or "-", b.structure)
             for b, s in zip(self.blocks, plan.strategies, strict=True)
         ]
         table = text_table(("block", "strategy", "mask", "structure"), rows)
         name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
-        (Path(folder) / name).write_text(table + "\n")
+        write(folder, name, table + "\n")
 
     def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         first, dropout = self.capture.num_steps == 1, self.program.schedule.has_dropout

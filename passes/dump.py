@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ def readable(gm: fx.GraphModule, ctx: Any) -> str:
         reads, gives = (", ".join(map(str, x)) for x in (step.piece.inputs, step.piece.outputs))
         lines.append(f"# step {step.position}, {kind}: {step.piece.name}({reads}) -> {gives}")
     return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    """Write ``text`` to the file ``name`` of the ``folder`` for dumps, which is made if need be.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    except OSError as e:
+        raise ValueError(
+            f"option 'dump': {folder / name} cannot be written ({e}); give a folder that can be"
+        ) from e
 
 
 def _line(node: fx.Node, ctx: Any, letters: dict[Any, str]) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 
 from paradyse.distributed.axis import SINGLE, Axis
 from paradyse.graph.factors import Factor, Names
-from paradyse.passes.dump import readable
+from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
@@ -104,12 +104,13 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
 
     Args:
         dump: folder for the graph before the first and after every pass; the first rank writes.
+    Raises:
+        ValueError: the folder cannot be written.
     """
     off = set(ctx.options.passes_off)
     folder = Path(dump) if dump and ctx.axis.rank == 0 else None
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "00_retrace.txt").write_text(readable(gm, ctx))
+        write(folder, "00_retrace.txt", readable(gm, ctx))
     for i, fn in enumerate(PASSES, 1):
         name = fn.__name__
         if name in off:
@@ -125,7 +126,7 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
             artifact = {"name": f"paradyse_{i:02d}_{name}", "encoding": "string"}
             trace_structured("artifact", lambda a=artifact: a, payload_fn=lambda t=text: t)
             if folder is not None:
-                (folder / f"{i:02d}_{name}.txt").write_text(text)
+                write(folder, f"{i:02d}_{name}.txt", text)
     _report_gathered(ctx)
 
 
