@@ -114,13 +114,22 @@ class RankPool:
             RankFailure: a rank raised, died, or did not return within ``timeout_s``.
         """
         try:
-            if not self._processes:
-                self._start()
-                self._call(_nothing, (), START_S)
+            self.start()
             return self._call(fn, args, timeout_s)
         except BaseException:  # an interrupt too leaves ranks in an unknown state
             self.kill()
             raise
+
+    def start(self) -> None:
+        """Starts the processes, unless they are there, and waits until all have joined."""
+        if not self._processes:
+            self._start()
+            self._call(_nothing, (), START_S)
+
+    @property
+    def processes(self) -> list[Any]:
+        """Those of a pool that was started, by rank."""
+        return list(self._processes)
 
     def close(self) -> None:
         """Lets the ranks leave their group and end; kills those that do not."""
