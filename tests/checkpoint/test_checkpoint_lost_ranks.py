@@ -24,6 +24,7 @@ TIMEOUT_S = 3.0 * PATIENCE
 
 def lose(folder: str, doing: str, how: str) -> None:
     """The second rank is lost amid its files; the first one raises."""
+    dist.barrier()  # imports take some ranks longer
     os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_S)
     save_small(folder)
     run = small_run(1)

@@ -101,6 +101,7 @@ def test_ranks_that_do_other_things_are_told(pool3: RankPool) -> None:
 
 def lose(rank: int, how: str) -> None:
     """``rank`` does not come to the second message; the others raise."""
+    dist.barrier()  # imports take some ranks longer
     os.environ[TIMEOUT_VARIABLE] = str(TIMEOUT_S)
     do_other_things()  # which leaves all in step
     ranks = Together(resolve_axis(), "counting sheep")
