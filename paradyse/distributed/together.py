@@ -129,7 +129,7 @@ class Together:
             who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
             raise collectives.CollectiveError(
                 f"rank {control.rank} of {control.size}: {self.doing} did not complete: {who} "
-                f"died, stalled or left the program ({cause}). Look at that rank's output first; "
+                f"died, stalled or left the program ({cause}). Look at its output first; "
                 f"{collectives.TIMEOUT_VARIABLE} (now {collectives.timeout().total_seconds():g} s) "
                 "sets how long a rank waits."
             ) from e
@@ -158,7 +158,7 @@ class _Arrivals:
         found: list[int] = []
         asking = Thread(target=self._ask, args=(control, others, found), daemon=True)
         asking.start()  # a store on a rank that has stopped never answers
-        asking.join(2 * LATE_S)
+        asking.join(1.5 * LATE_S)
         return [] if asking.is_alive() else found
 
     def _ask(self, control: Axis, others: list[int], found: list[int]) -> None:
