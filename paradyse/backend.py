@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.choice import choice_of
-from paradyse.config import Options, parse_options
+from paradyse.config import Options, check_count, parse_options
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import (
     GRADIENTS,
@@ -63,15 +63,25 @@ T = TypeVar("T")
 
 
 def paradyse(
-    gm: fx.GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Any:
     """Compile one graph of Dynamo's, ``gm`` with ``example_inputs``; ``options`` as in the README.
 
     Raises:
-        ValueError: an option that is unknown or has a wrong value; a plan that does not fit the
-            model.
+        ValueError: an option that is unknown or has a wrong value; a ``mode``, which is inductor's;
+            a plan that does not fit the model; a time-out in the environment that is none.
         NotImplementedError: an operator that cannot be split, with ``on_unsupported="error"``.
     """
+    if mode is not None:
+        raise ValueError(
+            f"mode={mode!r} chooses settings of inductor, and this backend has no modes: leave it "
+            'out; options={"inner": "inductor"} has inductor compile the pieces, as is the default'
+        )
+    collectives.timeout()
     parsed = parse_options(options, OPTIONAL)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     registry.register(capture)
@@ -411,8 +421,10 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
         seq_len: tokens of each.
     Raises:
         ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
-            split; a size below 1.
+            split; a size that is no whole number of at least 1.
     """
+    check_count("batch_size", batch_size)
+    check_count("seq_len", seq_len)
     graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
     if not graphs:
         notes = dict.fromkeys(n for c in captures_of(compiled_model, whole=True) for n in c.notes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +17,11 @@ AUTO = "auto"
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 UNSUPPORTED = ("gather", "error")
 BLOCK_KINDS = ("attention", "mlp")
+
+MOST_BYTES = 2**60
+"""No device has more."""
+MOST_SMOOTHING = 1e9
+"""No plan is better than another by more."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{c}B": 1000**i for i, c in enumerate("KMGTP", 1)}
@@ -119,6 +123,8 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
             by_kind[key] = form
         return PlanByKind(**by_kind)
     if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError(f"{where}: the list is empty; give one name per layer, or 'auto'")
         return tuple(check_strategy(v, f"{where}[{i}]") for i, v in enumerate(value))
     if callable(value):
         return value
@@ -126,6 +132,15 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
         f"{where}: cannot read {value!r}; give 'auto', a strategy name, a list with one name per "
         "layer, {'attention': [...], 'mlp': [...]}, or a function (Workload) -> Plan"
     )
+
+
+def check_count(name: str, value: Any) -> None:
+    """
+    Raises:
+        ValueError: ``value``, of what ``name`` says, is no whole number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} {value!r}: give a whole number of at least 1")
 
 
 def parse_bytes(value: Any, where: str = "option 'memory_limit'") -> int:
@@ -144,7 +159,7 @@ def parse_bytes(value: Any, where: str = "option 'memory_limit'") -> int:
             amount = float(m[1]) * _UNITS[m[2].upper()]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         amount = value
-    if amount is None or not math.isfinite(amount) or amount < 1:
+    if amount is None or not 1 <= amount <= MOST_BYTES:
         raise ValueError(
             f"{where}: cannot read {value!r} as a size; give bytes (80 * 2**30) or text like "
             "'80GiB' or '500MB'"
@@ -192,7 +207,7 @@ def _cost_model(value: Any) -> str:
 
 def _smoothing(value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf:
+    if not number or not 0 <= value <= MOST_SMOOTHING:
         raise ValueError(
             f"option 'smoothing': {value!r} is not a share of the best time; "
             "give a number >= 0 such as 0.05"
@@ -204,14 +219,6 @@ def _flag(value: Any, key: str) -> bool:
     if isinstance(value, bool):
         return value
     raise ValueError(f"option {key!r}: give True or False, not {value!r}")
-
-
-def _mesh(value: Any) -> Any:
-    if isinstance(getattr(value, "ndim", None), int) and hasattr(value, "get_group"):
-        return value
-    raise ValueError(
-        f"option 'mesh': give a torch DeviceMesh or None, not {type(value).__name__} {value!r}"
-    )
 
 
 def _dump(value: Any) -> str:
@@ -250,7 +257,7 @@ def parse_options(
         "memory_limit": parse_bytes,
         "smoothing": _smoothing,
         "retry_out_of_memory": lambda v: _flag(v, "retry_out_of_memory"),
-        "mesh": _mesh,
+        "mesh": lambda v: v,  # checked where its ranks are looked up
         "inner": lambda v: _one_of(v, "inner", INNER_COMPILERS),
         "on_unsupported": lambda v: _one_of(v, "on_unsupported", UNSUPPORTED),
         "dump": _dump,

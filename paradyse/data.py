@@ -47,7 +47,14 @@ def replica_sampler(
         mesh: as the option of the backend.
         shuffle: whether to draw a new order for each epoch; else the dataset's order.
         seed: of the shuffle; the same on every rank.
+    Raises:
+        ValueError: the dataset has no length.
     """
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"give a dataset with a length, not {type(dataset).__name__}; of a stream, "
+            "paradyse.replica_of tells which part this replica is to read"
+        )
     replica, num_replicas = replica_of(mesh)
     return DistributedSampler(
         dataset, num_replicas, replica, shuffle=shuffle, seed=seed, drop_last=drop_last

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paradyse.config import parse_options
 from paradyse.distributed.axis import resolve_axis
+from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.explain import VerifyReport, VerifyRow
 from paradyse.runtime.registry import captures_of
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Workload
+from paradyse.weights.shard import check_module
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative norm of a difference: strategies add up the same terms in another order. Half
@@ -35,8 +38,9 @@ def verify(
         For each plan the relative error of the loss and of the worst gradient, or why no block can
         run under the strategy.
     Raises:
-        ValueError: the output has no loss.
+        ValueError: an argument is wrong, or the output has no loss.
     """
+    _check(model, batch, options)
     axis = resolve_axis((options or {}).get("mesh"))
     kept = {n: p.grad for n, p in model.named_parameters()}
     training = model.training
@@ -74,6 +78,20 @@ def verify(
         model.train(training)
         for n, p in model.named_parameters():
             p.grad = kept[n]
+
+
+def _check(model: Any, batch: Any, options: Mapping[str, Any] | None) -> None:
+    check_module(model)
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to verify")
+    if not isinstance(batch, Mapping):
+        kind = type(batch).__name__
+        raise ValueError(f"give the keyword arguments of one call as a dict, not {kind}")
+    if not any(isinstance(x, Tensor) for x in batch.values()):
+        raise ValueError("the batch has no tensor; give the keyword arguments of one call")
+    parse_options(options, OPTIONAL)
+    if "plan" in (options or {}):
+        raise ValueError("options ['plan']: every strategy is verified as the plan; leave it out")
 
 
 def _plans(blocks: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -104,72 +103,6 @@ def test_the_other_keys_pass_through(tmp_path: Any) -> None:
     )
     assert (o.inner, o.on_unsupported, o.smoothing) == ("eager", "error", 0.0)
     assert (o.dump, o.mesh, o.passes_off) == (str(tmp_path), MESH, ("tile",))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"plans": "auto"},
-            "unknown option 'plans' (did you mean 'plan'?); legal: plan, strategies, cost_model",
-        ),
-        ({"zzz": 1}, "unknown option 'zzz'; legal: plan,"),
-        ({3: 1}, "unknown option 3; legal:"),
-        (
-            {"plan": "ulyses_z"},
-            "option 'plan': unknown strategy 'ulyses_z' (did you mean 'ulysses_z'?); legal: auto, "
-            "megatron_ts, megatron_cz, ulysses_z, colossal_z, metp",
-        ),
-        ({"plan": ["metp", "ring"]}, "option 'plan'[1]: unknown strategy 'ring'; legal:"),
-        ({"plan": ["metp", 7]}, "option 'plan'[1]: unknown strategy 7; legal:"),
-        (
-            {"plan": {"attn": ["metp"]}},
-            "option 'plan': unknown kind of block 'attn' (did you mean 'attention'?); "
-            "legal: attention, mlp",
-        ),
-        ({"plan": {"mlp": ["x"]}}, "option 'plan'['mlp'][0]: unknown strategy 'x'"),
-        ({"plan": {"mlp": by_length}}, "option 'plan'['mlp']: give a name or a list of names"),
-        ({"plan": Plan(("replicated",))}, "unknown strategy 'replicated'"),
-        ({"plan": 3}, "option 'plan': cannot read 3; give 'auto', a strategy name, a list"),
-        (
-            {"strategies": ["metp", "auto"]},
-            "option 'strategies': unknown strategy 'auto'; legal: megatron_ts,",
-        ),
-        ({"strategies": []}, "option 'strategies': the list is empty"),
-        ({"strategies": 5}, "option 'strategies': give a list of names, not 5"),
-        ({"memory_limit": "80 gigs"}, "option 'memory_limit': cannot read '80 gigs' as a size"),
-        (
-            {"memory_limit": -1},
-            "cannot read -1 as a size; give bytes (80 * 2**30) or text like '80GiB'",
-        ),
-        ({"memory_limit": True}, "cannot read True as a size"),
-        ({"memory_limit": float("nan")}, "cannot read nan as a size"),
-        ({"smoothing": -0.1}, "option 'smoothing': -0.1 is not a share"),
-        ({"smoothing": "5%"}, "option 'smoothing': '5%' is not a share"),
-        ({"smoothing": float("nan")}, "option 'smoothing': nan is not a share"),
-        ({"mesh": 4}, "option 'mesh': give a torch DeviceMesh or None, not int 4"),
-        (
-            {"inner": "indutcor"},
-            "option 'inner': unknown value 'indutcor' (did you mean 'inductor'?); legal:",
-        ),
-        ({"inner": []}, "option 'inner': unknown value []; legal: inductor, aot_eager, eager"),
-        (
-            {"on_unsupported": "warn"},
-            "option 'on_unsupported': unknown value 'warn'; legal: gather, error",
-        ),
-        ({"dump": 1}, "option 'dump': give the path of a folder or None, not 1"),
-        ({"cost_model": 3}, "option 'cost_model': give the path of a profile or None, not 3"),
-        (
-            {"passes_off": ["tiles"]},
-            "unknown pass 'tiles' (did you mean 'tile'?); legal: tile, place",
-        ),
-        ({"passes_off": 3}, "option 'passes_off': give a list of names, not 3"),
-        ("auto", "options: give a dict, not str 'auto'"),
-    ],
-)
-def test_error_texts(options: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        parse_options(options, pass_names=("tile", "place"))
 
 
 def test_a_profile_must_be_there(tmp_path: Any) -> None:

@@ -95,8 +95,8 @@ def resolve_axis(mesh: Any = None) -> Axis:
     Args:
         mesh: a 1-D or 2-D ``DeviceMesh``; 2-D is (data parallel, sequence parallel).
     Raises:
-        ValueError: the mesh has more than two axes, or more ranks than the world, or does not
-            contain this rank, or there is no process group for it.
+        ValueError: the mesh is none, has more than two axes, or more ranks than the world, or does
+            not contain this rank, or there is no process group for it.
     """
     if mesh is not None:
         _check(mesh)
@@ -119,6 +119,10 @@ def resolve_replicas(mesh: Any = None) -> Axis:
 
 
 def _check(mesh: Any) -> None:
+    if not (isinstance(getattr(mesh, "ndim", None), int) and hasattr(mesh, "get_group")):
+        raise ValueError(
+            f"mesh: give a torch DeviceMesh or None, not {type(mesh).__name__} {mesh!r}"
+        )
     if not dist.is_initialized():
         raise ValueError(
             "mesh was given but no process group exists; call "

@@ -21,6 +21,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -30,7 +31,14 @@ from paradyse.distributed.session import Recent
 from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine
 from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, GrowthFactor, Point
 from paradyse.planning.prior import gradient_sum_s, prior_cost
-from paradyse.planning.profile_file import MEASURED, Header, Measurement, Profile, read_profile
+from paradyse.planning.profile_file import (
+    AGAIN,
+    MEASURED,
+    Header,
+    Measurement,
+    Profile,
+    read_profile,
+)
 from paradyse.strategies import canonical_strategy
 from paradyse.types import BlockSpec, Workload
 
@@ -245,24 +253,32 @@ def _machine(profile: Profile) -> Machine:
     except (TypeError, AttributeError) as e:
         raise ValueError(
             f"{profile.path}:1: the fields of the machine are not those of this version ({e}); "
-            "measure again with `paradyse profile`"
+            f"{AGAIN}"
         ) from e
 
 
-MOST_RATE, MOST_S = 1e18, 60.0
-"""No machine computes or sends more a second, or takes longer for an operator or a message."""
+_BOUNDS = {
+    "_flops": (1.0, 1e18),
+    "bandwidth": (1.0, 1e18),
+    "bandwidth_bytes": (1.0, 1e18),
+    "_s": (0.0, 60.0),
+    "overlap": (0.0, 1.0),
+    "capacity_bytes": (1.0, 1e18),
+    "communicator_bytes": (0.0, 1e18),
+}
+"""End of a field's name -> the least and the most of any machine, a second or for a message."""
 
 
 def _check_rates(what: str, of: Machine | Link) -> None:
-    """Raises TypeError where a rate or a time of ``of`` is none that a machine has."""
+    """Raises TypeError where a rate, a time or a size of ``of`` is none that a machine has."""
     for name, value in vars(of).items():
-        rate = name.endswith(("_flops", "bandwidth", "bandwidth_bytes"))
-        if value is None or not (rate or name.endswith("_s")):
+        bounds = next((b for end, b in _BOUNDS.items() if name.endswith(end)), None)
+        if value is None or bounds is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name} of {what} is {value!r}, not a number")
-        if not (0 < value <= MOST_RATE if rate else 0 <= value <= MOST_S):
-            raise TypeError(f"{name} of {what} is {value:g}")
+        if not bounds[0] <= value <= bounds[1]:
+            raise TypeError(f"{name} of {what} is {short(value)}")
 
 
 class _Models(Recent[tuple[object, ...], CostModel]):

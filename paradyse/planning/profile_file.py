@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import platform
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED
@@ -92,8 +93,14 @@ class Profile:
 
 _T = TypeVar("_T", Header, Measurement)
 
-_AGAIN = "measure again with `paradyse profile`"
-_OUT = f"remove the line, or {_AGAIN}"
+AGAIN = "measure again with `paradyse profile`"
+"""The way out where a profile is of no use."""
+_OUT = f"remove the line, or {AGAIN}"
+
+_LEAST = {"num_ranks": 1, "memory_limit": 1, "batch": 1, "seq_len": 1}
+"""Of a number, where that is not 0."""
+_MOST, _MOST_S = 2**60, 1e6
+"""Of a number, and of seconds: no block takes longer."""
 
 
 def present_versions() -> dict[str, str]:
@@ -114,27 +121,22 @@ def append(path: str | Path, header: Header, measurements: Iterable[Measurement]
     line is removed first, so a file is never more than one line short.
 
     Raises:
-        ValueError: the file holds measurements of another header, or is not a profile.
+        ValueError: the file holds measurements of another header, is not a profile, or cannot be
+            written.
     """
     path = Path(path)
-    kept = _own_lines(path)
-    if kept.strip():
-        held = _setting(kept.decode(errors="replace").splitlines()[0], f"{path}:1")
-        for name, theirs in vars(held).items():
-            ours = getattr(header, name)
-            if name != "machine" and ours != theirs:  # a machine's rates differ each time
-                raise ValueError(
-                    f"{path}: measured with {name} {theirs!r}, this would add measurements with "
-                    f"{ours!r}; give another file, or remove this one"
-                )
-    with path.open("ab") as file:
-        file.truncate(len(kept))
-        if not kept.strip():
-            _write(file, asdict(header))
-        elif not kept.endswith(b"\n"):
-            file.write(b"\n")
-        for m in measurements:
-            _write(file, asdict(m))
+    kept = own_lines(path, header)
+    try:
+        with path.open("ab") as file:
+            file.truncate(len(kept))
+            if not kept.strip():
+                _write(file, asdict(header))
+            elif not kept.endswith(b"\n"):
+                file.write(b"\n")
+            for m in measurements:
+                _write(file, asdict(m))
+    except OSError as e:
+        raise ValueError(f"cannot write {str(path)!r}: {e.strerror}; give another file") from e
 
 
 def remove(path: str | Path) -> None:
@@ -143,20 +145,57 @@ def remove(path: str | Path) -> None:
     Raises:
         ValueError: the file is not a profile; it stays.
     """
+    own_lines(path)
+    Path(path).unlink(missing_ok=True)
+
+
+def own_lines(path: str | Path, header: Header | None = None) -> bytes:
+    """What is in the profile at ``path``, without a line that was cut off; nothing where there is
+    none yet.
+
+    Raises:
+        ValueError: the file is not a profile, cannot be read or made, or holds measurements of
+            another header than ``header``.
+    """
     path = Path(path)
-    if kept := _own_lines(path):
-        _setting(kept.decode(errors="replace").splitlines()[0], f"{path}:1")
-    path.unlink(missing_ok=True)
-
-
-def _own_lines(path: Path) -> bytes:
-    """What is at ``path``, without a line that was cut off; never nothing of a foreign file."""
-    whole = path.read_bytes() if path.exists() else b""
-    kept = _without_cut_line(whole)
+    try:
+        whole = _contents(path)
+    except FileNotFoundError as e:
+        if not path.parent.is_dir():
+            raise ValueError(f"{path}: no folder {path.parent}; make it, or give another") from e
+        return b""
     begin = b'{"%s": ' % fields(Header)[0].name.encode()
-    if not kept.strip() and whole.strip() and whole[: len(begin)] != begin[: len(whole)]:
+    if whole.strip() and whole[: len(begin)] != begin[: len(whole)]:
         raise ValueError(f"{path}: this is not a profile; give another file, or remove this one")
+    kept = _without_cut_line(whole)
+    if kept.strip():
+        held = _setting(kept.decode(errors="replace").splitlines()[0], f"{path}:1")
+        _check_same(held, header or held, path)
     return kept
+
+
+def _check_same(held: Header, header: Header, path: Path) -> None:
+    for name, theirs in vars(held).items():
+        ours = getattr(header, name)
+        if name != "machine" and ours != theirs:  # a machine's rates differ each time
+            raise ValueError(
+                f"{path}: measured with {name} {theirs!r}, this would add measurements with "
+                f"{ours!r}; give another file, or remove this one"
+            )
+
+
+def _contents(path: Path) -> bytes:
+    """What is in the file at ``path``; FileNotFoundError, or ValueError where it is none."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        raise ValueError(f"cannot read {str(path)!r}: {e.strerror}; give another file") from e
+    what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+    raise ValueError(f"{str(path)!r} {what}; give a file")
 
 
 def _write(file: Any, fields_of: Mapping[str, Any]) -> None:
@@ -169,7 +208,7 @@ def _without_cut_line(whole: bytes) -> bytes:
     last = whole[whole.rfind(b"\n") + 1 :]
     try:
         json.loads(last or b"0")
-    except ValueError:
+    except (ValueError, RecursionError):
         return whole[: len(whole) - len(last)]
     return whole
 
@@ -185,18 +224,17 @@ def read_profile(path: str | Path) -> Profile:
     """
     path = Path(path)
     try:
-        whole = path.read_bytes()
-    except OSError as e:
+        whole = _contents(path)
+    except FileNotFoundError as e:
         raise ValueError(
-            f"cannot read the profile {str(path)!r}: {e.strerror or e}; `paradyse profile` writes "
-            "one"
+            f"cannot read the profile {str(path)!r}: {e.strerror}; `paradyse profile` writes one"
         ) from e
     kept = _without_cut_line(whole)
     if kept != whole:
         log.warning("%s: the last line was cut off while it was written; left out", path)
     lines = kept.decode(errors="replace").splitlines()
-    if not lines:
-        raise ValueError(f"{path}: an empty file, not a profile; {_AGAIN}")
+    if not kept.strip():
+        raise ValueError(f"{path}: an empty file, not a profile; {AGAIN}")
     header = _setting(lines[0], f"{path}:1")
     measurements = [
         _measurement(line, f"{path}:{i}") for i, line in enumerate(lines[1:], 2) if line.strip()
@@ -205,19 +243,19 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _setting(line: str, where: str) -> Header:
-    found = _object(line, where)
+    found = _object(line, where, AGAIN)
     schema = found.get("schema")
-    if schema != SCHEMA:
+    if schema is True or schema != SCHEMA:
         what = f"schema {schema!r}" if "schema" in found else "no schema: this is not a profile"
-        raise ValueError(f"{where}: {what}; this version reads schema {SCHEMA}: {_AGAIN}")
-    return _checked(Header, found, where)
+        raise ValueError(f"{where}: {what}; this version reads schema {SCHEMA}: {AGAIN}")
+    return _checked(Header, found, where, AGAIN)
 
 
 def _measurement(line: str, where: str) -> Measurement:
-    found = _object(line, where)
+    found = _object(line, where, _OUT)
     for name in ("sent_bytes", "messages"):  # nothing reads them; earlier versions wrote them
         found.pop(name, None)
-    m = _checked(Measurement, found, where)
+    m = _checked(Measurement, found, where, _OUT)
     strategies = ("",) if m.kind == "rest" else (*ATTENTION_STRATEGIES, REPLICATED)
     legal = {
         "kind": ("attention", "mlp", "rest"),
@@ -226,23 +264,20 @@ def _measurement(line: str, where: str) -> Measurement:
     }
     for name, values in legal.items():
         if getattr(m, name) not in values:
-            raise ValueError(
-                f"{where}: {name} is {getattr(m, name)!r}, not one of {', '.join(values)}; {_OUT}"
-            )
-    if m.batch < 1 or m.seq_len < 1:
-        raise ValueError(f"{where}: batch {m.batch}, length {m.seq_len}: both at least 1; {_OUT}")
+            known = ", ".join(values) or "''"
+            raise ValueError(f"{where}: {name} is {getattr(m, name)!r}, not one of {known}; {_OUT}")
     if m.outcome == MEASURED and m.forward_s <= 0:
         raise ValueError(f"{where}: forward_s is {m.forward_s}, not a time; {_OUT}")
     return m
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _object(line: str, where: str, way_out: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as e:
-        raise ValueError(f"{where}: not JSON ({e}); {_OUT}") from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}: not JSON ({e}); {way_out}") from e
     if not isinstance(found, dict):
-        raise ValueError(f"{where}: not an object of named fields; {_OUT}")
+        raise ValueError(f"{where}: not an object of named fields; {way_out}")
     return found
 
 
@@ -255,8 +290,8 @@ def _holds(hint: Any, value: Any) -> bool:
     return isinstance(value, int | float if hint is float else hint)
 
 
-def _checked(cls: type[_T], found: Mapping[str, Any], where: str) -> _T:
-    """``cls`` from fields whose names and types are right, else ValueError."""
+def _checked(cls: type[_T], found: Mapping[str, Any], where: str, way_out: str) -> _T:
+    """``cls`` from fields whose names, types and sizes are right, else ValueError."""
     known, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
     needed = [n for n, f in known.items() if f.default is MISSING]
     wrong = [f"no field {n!r}" for n in needed if n not in found]
@@ -266,8 +301,10 @@ def _checked(cls: type[_T], found: Mapping[str, Any], where: str) -> _T:
             continue
         if not _holds(hints[name], value):
             wrong.append(f"{name} is {value!r}, not {known[name].type}")
-        elif isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-            wrong.append(f"{name} is {value}")
+        elif isinstance(value, int | float):
+            least, most = _LEAST.get(name, 0), _MOST_S if name.endswith("_s") else _MOST
+            if not least <= value <= most:
+                wrong.append(f"{name} is {short(value)}, not of {least} to {most:g}")
     if wrong:
-        raise ValueError(f"{where}: {'; '.join(wrong)}; {_OUT}")
+        raise ValueError(f"{where}: {'; '.join(wrong)}; {way_out}")
     return cls(**found)

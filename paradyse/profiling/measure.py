@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,9 +25,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from paradyse.config import check_strategy, parse_bytes
+from paradyse.config import check_count, parse_options
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
+from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import BlockCost, gradient_bytes, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.profile_file import (
@@ -37,13 +38,16 @@ from paradyse.planning.profile_file import (
     Measurement,
     Profile,
     append,
+    own_lines,
     present_versions,
     read_profile,
+    remove,
 )
 from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
 from paradyse.strategies import canonical_strategy
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec
+from paradyse.types import REPLICATED, BlockSpec
+from paradyse.weights.shard import check_module
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -84,6 +88,7 @@ def profile(
     progress: Callable[[Progress], None] | None = None,
     options: Mapping[str, Any] | None = None,
     make_batch: MakeBatch | None = None,
+    overwrite: bool = False,
 ) -> Profile:
     """Measure every block structure of ``model`` under every strategy at every length.
 
@@ -107,17 +112,18 @@ def profile(
         options: of the backend, other than ``plan``, ``strategies`` and ``memory_limit``.
         make_batch: ``(batch, seq_len)`` to the keyword arguments of one call, equal on all ranks;
             None: random ``input_ids``, with themselves as ``labels``.
+        overwrite: begin the file anew, once the model is known to have blocks to measure.
     Returns:
         The whole file, what was there before included.
     Raises:
-        ValueError: an argument is wrong, the file was measured under another header, the model has
-            no block to switch or returns no loss.
+        ValueError: an argument is wrong, the file is no profile or was measured under another
+            header, the model has no block to switch or returns no loss. The file stays.
     """
-    _check(lengths, batch, repeats, strategies, options)
-    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory_limit")
+    _check(model, lengths, batch, repeats, options)
+    asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
+    limit = asked.memory_limit
     steps = Steps(model, options or {}, batch, training, make_batch)
-    names = [s for s in ATTENTION_STRATEGIES if s in (strategies or ATTENTION_STRATEGIES)]
-    names = names if steps.axis.size > 1 else [REPLICATED]
+    names = asked.strategies if steps.axis.size > 1 else (REPLICATED,)
     machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
     header = Header(
         versions=present_versions(),
@@ -129,13 +135,14 @@ def profile(
         machine=asdict(machine),
         memory_limit=limit,
     )
-    book = _Book(Path(path), header, batch, training)
+    book = _Book(Path(path), header, batch, training, overwrite)
     most = limit or machine.capacity_bytes or math.inf
     lengths = sorted(set(lengths))
     tell = progress if progress is not None and _is_first() else lambda _: None
     done, total = 0, len(lengths) * len(names)
     with steps.prepared():
         steps.find_blocks(lengths[0])
+        book.begin()
         for seq_len in lengths:
             row = _Row(steps, book, names, most, seq_len)
             for name in names:
@@ -149,21 +156,17 @@ def profile(
 
 
 def _check(
-    lengths: Sequence[int],
-    batch: int,
-    repeats: int,
-    strategies: Sequence[str] | None,
-    options: Mapping[str, Any] | None,
+    model: Any, lengths: Any, batch: Any, repeats: Any, options: Mapping[str, Any] | None
 ) -> None:
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths {list(lengths)!r}: give at least one, each at least 1 token")
-    for name, value in (("batch", batch), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name} {value}: give at least 1")
-    if strategies is not None and not strategies:
-        raise ValueError("strategies: the list is empty; leave it out to measure all")
-    for s in strategies or ():
-        check_strategy(s, "strategies", auto=False)
+    check_module(model)
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to measure")
+    if not isinstance(lengths, Collection) or isinstance(lengths, str) or not lengths:
+        raise ValueError(f"lengths {lengths!r}: give a list of at least one, in tokens")
+    named = [("a length", n) for n in lengths] + [("batch", batch), ("repeats", repeats)]
+    for name, value in named:
+        check_count(name, value)
+    parse_options(options, OPTIONAL)
     taken = sorted({"plan", "strategies", "memory_limit"} & set(options or ()))
     if taken:
         raise ValueError(f"options {taken}: each strategy is measured as the plan; leave them out")
@@ -197,17 +200,30 @@ def _from_first(make: Callable[[], T]) -> T:
 class _Book:
     """The file: what is known, on all ranks alike, and what is written by the first."""
 
-    def __init__(self, path: Path, header: Header, batch: int, training: bool) -> None:
-        self.path, self.header = path, header
+    def __init__(
+        self, path: Path, header: Header, batch: int, training: bool, overwrite: bool
+    ) -> None:
+        self.path, self.header, self.overwrite = path, header, overwrite
         self.batch, self.training = batch, training
         self.known: dict[tuple[Part, int], Measurement] = {}
-        for m in _from_first(self._open):
+        for m in _from_first(self._kept):
             if m.batch == batch and m.training == training:
                 self.known[(m.structure, m.kind, m.strategy), m.seq_len] = m
 
-    def _open(self) -> tuple[Measurement, ...]:
-        append(self.path, self.header)
-        return read_profile(self.path).measurements
+    def _kept(self) -> tuple[Measurement, ...]:
+        """What the file has that need not be measured again; nothing is written."""
+        lines = own_lines(self.path, None if self.overwrite else self.header)
+        return read_profile(self.path).measurements if lines.strip() and not self.overwrite else ()
+
+    def begin(self) -> None:
+        """Make the file, if need be."""
+
+        def make() -> None:
+            if self.overwrite:
+                remove(self.path)
+            append(self.path, self.header)
+
+        _from_first(make)
 
     def get(self, part: Part, seq_len: int) -> Measurement | None:
         """What was measured, if it was not over the limit."""

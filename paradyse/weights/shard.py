@@ -75,9 +75,17 @@ def _sharded(p: nn.Parameter, axis: Axis) -> nn.Parameter:
     return out
 
 
-def _check(model: nn.Module) -> None:
+def check_module(model: Any) -> None:
+    """
+    Raises:
+        ValueError: ``model`` is no module.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+
+
+def _check(model: nn.Module) -> None:
+    check_module(model)
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
@@ -122,7 +130,10 @@ def full_state_dict(
         rank0_only: rank 0 of the world keeps them, the other ranks get ``{}``.
     Returns:
         Name -> the whole tensor, on the device of its parameter or on the CPU.
+    Raises:
+        ValueError: ``model`` is no module.
     """
+    check_module(model)
     everywhere = not (rank0_only and dist.is_available() and dist.is_initialized())
     kept = everywhere or dist.get_rank() == 0
     made: dict[int, Any] = {}

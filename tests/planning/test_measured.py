@@ -198,30 +198,6 @@ def test_a_machine_that_is_none_is_refused() -> None:
         CostModel(profile)
 
 
-@pytest.mark.parametrize(
-    ("rates", "text"),
-    [
-        ({"matmul_flops": 0.0}, "matmul_flops of the machine is 0"),
-        ({"matmul_flops": "fast"}, "matmul_flops of the machine is 'fast', not a number"),
-        ({"memory_bandwidth": -1.0}, "memory_bandwidth of the machine is -1"),
-        ({"bandwidth_bytes": 1e30}, "bandwidth_bytes of the machine is 1e+30"),
-        ({"bandwidth_bytes": float("nan")}, "bandwidth_bytes of the machine is nan"),
-        ({"latency_s": 1e9}, "latency_s of the machine is 1e+09"),
-        ({"latency_s": True}, "latency_s of the machine is True, not a number"),
-        (
-            {"links": {"all_gather": {"latency_s": 1e-4, "bandwidth_bytes": 0.0}}},
-            "bandwidth_bytes of the link of all_gather is 0",
-        ),
-    ],
-)
-def test_rates_that_no_machine_has_are_refused(rates: dict[str, Any], text: str) -> None:
-    profile = replace(
-        profile_of({"metp": 1.0}), header=replace(HEADER, machine=asdict(RATES) | rates)
-    )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        CostModel(profile)
-
-
 def test_the_plan_follows_the_profile_and_not_the_prior() -> None:
     w = work(8192)
     by_prior = planner().plan(w).strategies[0]

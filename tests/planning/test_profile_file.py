@@ -7,13 +7,11 @@ import logging
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paradyse.planning.profile_file import (
     OVER_LIMIT,
-    SCHEMA,
     Header,
     Measurement,
     append,
@@ -110,86 +108,6 @@ def test_a_missing_file_names_the_way_out(file: Path) -> None:
         ValueError, match=r"cannot read the profile '.*profile.jsonl': No such file"
     ):
         read_profile(file)
-
-
-@pytest.mark.parametrize(
-    ("first", "text"),
-    [
-        (
-            asdict(HEADER) | {"schema": SCHEMA + 1},
-            f"schema {SCHEMA + 1}; this version reads schema {SCHEMA}: measure",
-        ),
-        ({"matmul_flops": 1.0}, "no schema: this is not a profile; this version reads schema"),
-        (asdict(HEADER) | {"num_ranks": "2"}, "num_ranks is '2', not int"),
-        (asdict(HEADER) | {"sharded": 1}, "sharded is 1, not bool"),
-        ([1], "not an object of named fields"),
-    ],
-)
-def test_a_first_line_that_is_no_setting_is_refused(file: Path, first: Any, text: str) -> None:
-    file.write_text(json.dumps(first) + "\n")
-    with pytest.raises(ValueError, match=re.escape(f"{file}:1: {text}")):
-        read_profile(file)
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"kind": "head"}, "kind is 'head', not one of attention, mlp, rest"),
-        ({"outcome": "crashed"}, "outcome is 'crashed', not one of measured, over the memory"),
-        ({"strategy": "fsdp"}, "strategy is 'fsdp', not one of megatron_ts, "),
-        ({"strategy": ""}, "strategy is '', not one of megatron_ts, "),
-        ({"strategy": 3}, "strategy is 3, not str"),
-        ({"batch": 0}, "batch 0, length 128: both at least 1"),
-        ({"forward_s": 0.0}, "forward_s is 0.0, not a time"),
-        ({"forward_s": float("nan")}, "forward_s is nan"),
-        ({"saved_bytes": -1}, "saved_bytes is -1"),
-        ({"saved_bytes": 1.5}, "saved_bytes is 1.5, not int"),
-        ({"training": 1}, "training is 1, not bool"),
-        ({"batch": True}, "batch is True, not int"),
-        ({"speed": 3}, "unknown field 'speed'"),
-    ],
-)
-def test_a_line_that_is_no_measurement_is_named(file: Path, row: Any, text: str) -> None:
-    append(file, HEADER, [ROW])
-    with file.open("a") as f:
-        f.write(json.dumps(asdict(ROW) | row) + "\n" + json.dumps(asdict(ROW)) + "\n")
-    with pytest.raises(ValueError, match=re.escape(f"{file}:3: {text}")) as e:
-        read_profile(file)
-    assert str(e.value).endswith("remove the line, or measure again with `paradyse profile`")
-
-
-def test_a_broken_line_before_the_last_is_named(file: Path) -> None:
-    append(file, HEADER, [ROW])
-    with file.open("a") as f:
-        f.write('{"structure": "a"}\n{"struct\n' + json.dumps(asdict(ROW)) + "\n")
-    with pytest.raises(ValueError, match=r"profile.jsonl:3: no field 'kind'; no field 'strategy'"):
-        read_profile(file)
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines[:2], *lines[3:]]) + "\n")
-    with pytest.raises(ValueError, match=r"profile.jsonl:3: not JSON"):
-        read_profile(file)
-
-
-FOREIGN = {
-    "text": b"my notes",
-    "lines": b"my notes\nof today",
-    "bytes": b"\x00\xff\xfe\x89PNG",
-    "bytes in lines": b"\x89PNG\r\n\x1a\n\x00\xff",
-    "a cut object": b'{"name": "paradyse", "ver',
-    "an object": b'{"name": "paradyse"}',
-    "a list": b"[1, 2]\n",
-    "a number": b"42",
-    "a cut word": b'{"vers\xe9',
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_file_that_is_no_profile_stays_as_it_is(file: Path, name: str) -> None:
-    file.write_bytes(FOREIGN[name])
-    for change in (lambda: append(file, HEADER, [ROW]), lambda: remove(file)):
-        with pytest.raises(ValueError, match=re.escape(str(file))):
-            change()
-        assert file.read_bytes() == FOREIGN[name]
 
 
 def test_a_profile_is_removed_on_request(file: Path) -> None:

@@ -241,46 +241,6 @@ def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
         assert m.batch == 2 and not m.training and m.backward_s == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ({"lengths": []}, "give at least one"),
-        ({"lengths": [0]}, "at least 1 token"),
-        ({"repeats": 0}, "repeats 0"),
-        ({"batch": 0}, "batch 0"),
-        ({"strategies": []}, "list is empty"),
-        ({"strategies": ["ulysses"]}, "did you mean 'ulysses_z'?"),
-        ({"options": {"plan": "metp"}}, "leave them out"),
-        ({"memory_limit": "much"}, "cannot read 'much'"),
-        ({"make_batch": None}, "Tiny does not tell its vocabulary"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], part: str, tmp_path: Path) -> None:
-    given = {"lengths": [9], "options": EAGER, "make_batch": tiny_batch, **arguments}
-    with pytest.raises(ValueError, match=part.replace("?", r"\?")):
-        profile(Tiny(), tmp_path / "p", **given)
-    assert not (tmp_path / "p").exists()
-
-
-@pytest.mark.parametrize(
-    ("other", "part"),
-    [
-        ({"options": {"inner": "aot_eager"}}, "inner 'eager'.*'aot_eager'"),
-        ({"memory_limit": 2**30}, "memory_limit None"),
-    ],
-)
-def test_a_file_of_another_setting_is_refused(
-    other: dict[str, Any], part: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "p"
-    given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch, "training": False}
-    profile(Tiny(), path, [9], repeats=1, **given)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"{part}.*another file"):
-        profile(Tiny(), path, [9], **{**given, **other})
-    assert path.read_bytes() == before
-
-
 class Script:
     """Marks of two blocks, a reading at each."""
 
