@@ -6,6 +6,7 @@ Both draw the same values: the page as SVG of its own, the PNG by matplotlib, wh
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from paradyse.cli.outputs import write_whole
 from paradyse.types import ATTENTION_STRATEGIES
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
@@ -179,11 +181,12 @@ def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
     for name, header, rows in tables:
         lines = _row("th", header) + "".join(_row("td", row) for row in rows)
         body.append(f"<h2>{escape(name)}</h2><table>{lines}</table>")
-    path.write_text(
+    text = (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/>'
         f"<title>{escape(page.title)}</title><style>{STYLE}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
+    write_whole(path, text.encode())
 
 
 def write_png(path: Path, page: Page) -> bool:
@@ -224,7 +227,9 @@ def write_png(path: Path, page: Page) -> bool:
         ax.set(title=band.title, xlabel="tokens in a sequence")
         ax.tick_params(axis="x", labelrotation=45)
         ax.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120)
+    write_whole(path, image.getvalue())
     return True
 
 

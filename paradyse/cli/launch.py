@@ -69,7 +69,7 @@ class _Process:
     pipe: Connection
     log: Path
     ended: str = ""
-    """``result``, ``failure`` or ``death``; empty while it runs."""
+    """``result``, ``refusal``, ``failure`` or ``death``; empty while it runs."""
     value: Any = None
     """What it returned, or how it failed."""
 
@@ -140,6 +140,7 @@ def run_ranks(
         on_report: called here with (rank, value) for everything that a rank sends.
     Raises:
         RanksFailed: a rank raised or died, or the time-outs of ``setting`` passed.
+        ValueError: a rank was given what this package refuses, in its words.
     """
     with tempfile.TemporaryDirectory(prefix="paradyse-ranks-") as folder:
         ranks: list[_Process] = []
@@ -163,8 +164,8 @@ def run_as_asked(
     num_ranks: int | None = None,
     silence_s: float = Setting.silence_s,
 ) -> list[Any]:
-    """``run_ranks`` of ``target`` and ``arguments`` as the command line asks; it raises what that
-    and ``choose_device`` raise.
+    """``run_ranks`` of ``target`` and ``arguments`` as the command line asks; it raises what that,
+    ``choose_device`` and ``collectives.timeout`` raise.
 
     Args:
         args: with ``ranks``, ``device``, ``timeout`` (s) and ``verbose``.
@@ -172,6 +173,9 @@ def run_as_asked(
         num_ranks: other than ``args.ranks``.
         silence_s: for any rank to report anything.
     """
+    from paradyse.distributed import collectives
+
+    collectives.timeout()
     device = choose_device(args.device, args.ranks)
     setting = Setting(device, args.timeout, silence_s, args.verbose)
     hear = on_report or (lambda value: None)
@@ -195,6 +199,8 @@ def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
     if sys.platform == "linux":  # ranks are local: the host's name need not resolve
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.update(setting.env)
+    # Whatever lies in the current folder is not this program's to import, nor its children's.
+    env["PYTHONSAFEPATH"] = "1"
     command = [sys.executable, "-m", "paradyse.cli.launch", str(theirs.fileno()), setting.device]
     with open(log, "wb") as file:
         visible = setting.verbose and rank == 0
@@ -241,6 +247,8 @@ def _collect(
         # A rank tells before it goes, so the first is the cause; but one that died told nothing,
         # and the others may have noticed before its end was seen here.
         i = min(failed, key=lambda r: ranks[r].ended != "death")
+        if ranks[i].ended == "refusal":
+            raise ValueError(ranks[i].value)
         raise RanksFailed(f"rank {i} of {len(ranks)} {ranks[i].value}{_output(ranks[i])}")
     if waiting:
         after = time.monotonic() - start
@@ -317,11 +325,22 @@ def _main(fd: int, device: str, store: str) -> int:
         place = Rank(rank, size, device, lambda value: send("report", value))
         _join(rank, size, device, store)
         send("result", pkgutil.resolve_name(target)(place, **arguments))
-    except BaseException:
+    except BaseException as e:
+        told = getattr(e, "inner_exception", e)  # Dynamo's own is around an error of the backend
         with contextlib.suppress(OSError):
-            send("failure", f"failed:\n{traceback.format_exc().rstrip()}")
+            if _is_refusal(told):
+                send("refusal", str(told))
+            else:
+                send("failure", f"failed:\n{traceback.format_exc().rstrip()}")
         return 1
     return 0
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether this package raised ``error`` itself, for people to read."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("paradyse.")
+    return ours and isinstance(error, ValueError | NotImplementedError)
 
 
 def _leave_with_the_parent(pipe: Connection) -> None:

@@ -6,9 +6,13 @@ Nothing of torch is imported before a command is chosen, so that ``--help`` is i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import pkgutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,23 +22,34 @@ from paradyse.cli.corpus import MIN_TOKENS
 INNER = ("inductor", "aot_eager", "eager")
 DTYPES = ("float32", "float64", "bfloat16")
 
+MOST_TOKENS, MOST = 10**9, 10**6
+"""Of a length, and of anything else that is counted."""
+MOST_SECONDS = 10**7
+SEEDS = 2**63
 
-def _at_least(low: int, unit: str = "") -> Callable[[str], int]:
+
+def _whole(low: int, high: int = MOST, unit: str = "") -> Callable[[str], int]:
+    """Parses a whole number of ``low`` to ``high``."""
+
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number") from None
         if value < low:
             raise argparse.ArgumentTypeError(f"{value} is too small; give at least {low}{unit}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{value} is too large; give at most {high}{unit}")
         return value
 
     return parse
 
 
+_tokens = _whole(1, MOST_TOKENS, " token")
+
+
 def _lengths(text: str) -> list[int]:
-    parse = _at_least(1, " token")
-    return [parse(part) for part in text.split(",")]
+    return [_tokens(part) for part in text.split(",")]
 
 
 def _length_grid(text: str) -> list[int]:
@@ -42,10 +57,10 @@ def _length_grid(text: str) -> list[int]:
     same factor above the one before."""
     if ":" not in text:
         return _lengths(text)
-    parse, parts = _at_least(1, " token"), text.split(":")
+    parts = text.split(":")
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r}: give FIRST:LAST:HOW MANY, or N,N,...")
-    first, last, count = map(parse, parts)
+    first, last, count = _tokens(parts[0]), _tokens(parts[1]), _whole(1)(parts[2])
     if count < 2 or last <= first:
         raise argparse.ArgumentTypeError(
             f"{text!r}: the last must exceed the first, and two or more"
@@ -92,7 +107,7 @@ def _count(
     low: int = 1,
 ) -> None:
     """Adds a flag that is a whole number of at least ``low``."""
-    _flag(group, name, text, default, _at_least(low), "N")
+    _flag(group, name, text, default, _whole(low), "N")
 
 
 def _switch(group: argparse._ActionsContainer, name: str, text: str) -> None:
@@ -109,7 +124,7 @@ def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> Non
     else:
         _flag(group, "--device", text, "auto", choices=launch.DEVICES)
     text = "give up after this many seconds (default: %(default).0f)"
-    _flag(group, "--timeout", text, 1800.0, _at_least(1, " second"), "S")
+    _flag(group, "--timeout", text, 1800.0, _whole(1, MOST_SECONDS, " second"), "S")
     _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
 
 
@@ -143,13 +158,13 @@ def _add_config(
 
 
 def _add_seed(parser: argparse._ActionsContainer) -> None:
-    _flag(parser, "--seed", "of random numbers", 0, int)
+    _flag(parser, "--seed", "of random numbers", 0, _whole(-SEEDS, SEEDS - 1), "N")
 
 
 def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> None:
     _count(parser, "--steps", what, steps)
     text = "longest sequence, in tokens"
-    _flag(parser, "--cap", text, 4096, _at_least(MIN_TOKENS, " tokens"), "N")
+    _flag(parser, "--cap", text, 4096, _whole(MIN_TOKENS, MOST_TOKENS, " tokens"), "N")
     _add_seed(parser)
 
 
@@ -180,7 +195,7 @@ def _demo(parser: argparse.ArgumentParser) -> None:
 def _verify(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     text = "tokens a sequence (default: %(default)s, which divides by nothing)"
-    _count(parser, "--seq-len", text, 53)
+    _flag(parser, "--seq-len", text, 53, _tokens, "N")
     _add_seed(parser)
     _add_inner(parser, "aot_eager")
     _add_running(parser)
@@ -196,8 +211,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
     _count(group, "--gpus", "devices of the cluster (default: 8)", low=2)
-    states, text = ("sharded", "replicated"), "at rest 1/N on each device, or whole"
-    _flag(group, "--weights", text, "sharded", choices=states)
+    text = "at rest 1/N on each device (the default), or whole"
+    _flag(group, "--weights", text, choices=("sharded", "replicated"))
     _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")
 
 
@@ -279,10 +294,17 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
 """Name, what it does, an example, its flags."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Without passing over an output that takes nothing."""
+        if message:
+            (file or sys.stderr).write(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     names = "\n".join(f"  {example}" for _, _, example, _ in COMMANDS)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="paradyse",
         description="Train transformers over ranks, the parallel strategy chosen by length.",
         epilog=f"examples:\n{names}",
@@ -305,23 +327,79 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Ended(BaseException):
+    """A signal asks this process to end."""
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, signals that end a process raise ``_Ended``, once, so that all is cleaned up."""
+
+    def end(number: int, frame: Any) -> None:
+        for s in before:
+            signal.signal(s, signal.SIG_IGN)
+        raise _Ended(number)
+
+    # What ignores one (nohup), or is called by another program, keeps its own way.
+    mine = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGHUP) if mine else ()
+    before = {s: h for s in numbers if (h := signal.getsignal(s)) is signal.SIG_DFL}
+    try:
+        for s in before:
+            signal.signal(s, end)
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in ``argv``.
 
     Returns:
-        0: well, 1: something failed, 2: a flag is wrong, 130: Ctrl-C.
+        0: well, 1: something failed, 2: a flag is wrong, else 128 and the number of the signal that
+        ended it: 130 Ctrl-C, 141 a reader of the output that is gone, 143 SIGTERM.
     """
-    args = make_parser().parse_args(argv)
-    name = args.command
+    name = "paradyse"
     try:
-        exit_code: int = pkgutil.resolve_name(f"paradyse.cli.commands.{name}:run_{name}")(args)
-        return exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the ranks have been ended", file=sys.stderr)
-        return 130
+        with _ended_by_signals():
+            try:
+                args = make_parser().parse_args(argv)
+                name = f"paradyse {args.command}"
+                return _run(args)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+    except (KeyboardInterrupt, _Ended) as e:
+        number = signal.Signals(e.args[0] if e.args else signal.SIGINT)
+        _tell(f"{name}: ended by {number.name}; so have been the ranks")
+        return 128 + number
     except (ValueError, launch.RanksFailed) as e:
-        print(f"paradyse {name}: {e}", file=sys.stderr)
+        _tell(f"{name}: {e}")
         return 2 if isinstance(e, ValueError) else 1
+    except OSError as e:
+        _drop_output()
+        if isinstance(e, BrokenPipeError):  # as of head, which has read enough
+            return 128 + signal.SIGPIPE
+        _tell(f"{name}: {e.filename or 'the output'}: {e.strerror or e}")
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    name = args.command
+    exit_code: int = pkgutil.resolve_name(f"paradyse.cli.commands.{name}:run_{name}")(args)
+    return exit_code
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """What could not be written is not tried again when the process ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ The library itself needs nothing of this: it is given a model and never asks whe
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import logging
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,13 +93,27 @@ def read_config(path: str) -> dict[str, Any]:
         raise ValueError(f"no file {file}; give the path of a HuggingFace config.json")
     try:
         config = json.loads(file.read_text())
-    except ValueError as e:
-        raise ValueError(f"{file} is not JSON: {e}") from e
+    except OSError as e:
+        raise ValueError(f"{file} cannot be read: {e.strerror}; give another config.json") from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{file} is not JSON: {e}; give a HuggingFace config.json") from e
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(
             f"{file} has no 'model_type'; give the config.json of a HuggingFace model, or at least "
             '{"model_type": "llama", "num_hidden_layers": 2, ...}'
         )
+    return config
+
+
+def checked_config(path: str, layers: int | None) -> dict[str, Any]:
+    """The configuration at ``path``, of which ``make_model`` makes a model of so many ``layers``.
+
+    Raises:
+        ValueError: as ``read_config`` and ``make_model``.
+    """
+    config = read_config(path)
+    with torch.device("meta"):
+        make_model(config, layers)
     return config
 
 
@@ -117,22 +133,46 @@ def make_model(
     import transformers
 
     keys = dict(config)
-    kind = keys.pop("model_type")
-    try:
+    kind, known = keys.pop("model_type"), list(transformers.CONFIG_MAPPING)
+    if kind not in known:
+        close = difflib.get_close_matches(str(kind), known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        version = transformers.__version__
+        raise ValueError(f"unknown model_type {kind!r}{hint}; give one of transformers {version}")
+    with _in_words(kind):
         parsed = transformers.AutoConfig.for_model(kind, **keys)
-    except Exception as e:
-        raise ValueError(f"transformers {transformers.__version__}: {e}") from e
     if layers is not None:
-        parsed.num_hidden_layers = layers
-        if getattr(parsed, "layer_types", None):
-            parsed.layer_types = parsed.layer_types[:layers]
-    names = [n for n in parsed.architectures or () if hasattr(transformers, n)]
+        _set_layers(parsed, layers)
     torch.manual_seed(seed)
-    if names:
-        model = getattr(transformers, names[0])._from_config(parsed)
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(parsed)
+    with _in_words(kind):
+        names = [n for n in parsed.architectures or () if hasattr(transformers, n)]
+        if names:
+            model = getattr(transformers, names[0])._from_config(parsed)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(parsed)
     return model.to(getattr(torch, dtype))
+
+
+@contextlib.contextmanager
+def _in_words(kind: str) -> Iterator[None]:
+    """Errors of the library, which checks little of a configuration, as ValueError of one line."""
+    try:
+        yield
+    except Exception as e:
+        why = textwrap.shorten(f"{type(e).__name__}: {e}", 300)
+        raise ValueError(
+            f"transformers cannot make this {kind}: {why}; mend its configuration"
+        ) from e
+
+
+def _set_layers(parsed: Any, layers: int) -> None:
+    """Leave the first ``layers`` layers in the configuration ``parsed``."""
+    there = getattr(parsed, "num_hidden_layers", 0)
+    if layers > there:
+        raise ValueError(f"--layers {layers}: it has {there}; give fewer, or leave it out")
+    parsed.num_hidden_layers = layers
+    if getattr(parsed, "layer_types", None):
+        parsed.layer_types = parsed.layer_types[:layers]
 
 
 def token_counter(path: str) -> Callable[[str], int]:
@@ -151,7 +191,8 @@ def token_counter(path: str) -> Callable[[str], int]:
     try:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as e:
-        raise ValueError(f"{file} is no tokenizer.json: {e}") from e
+        why = textwrap.shorten(str(e), 300)
+        raise ValueError(f"{file} is no tokenizer.json: {why}; give another one") from e
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 

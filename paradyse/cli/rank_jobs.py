@@ -213,14 +213,12 @@ def profile(
     make: Callable[[], torch.nn.Module],
     sharded: bool,
     arguments: Mapping[str, Any],
-) -> Profile | str:
+) -> Profile:
     """``paradyse.profile`` of a model with random weights; rank 0 reports how far it is.
 
     Args:
         sharded: weights at rest 1/p on each rank.
         arguments: of ``paradyse.profile``, other than the model.
-    Returns:
-        The file, or why it is refused, on every rank alike.
     """
     import paradyse
 
@@ -228,10 +226,7 @@ def profile(
     if sharded:
         paradyse.shard(model)
     with integrations.whole_graphs():
-        try:
-            found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
-        except ValueError as e:
-            return str(e)
+        found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
     return found
 
 

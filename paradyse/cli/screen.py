@@ -27,11 +27,17 @@ WIDE = 120
 COLUMNS = ("step", "tokens", "plan", "loss", "tokens/s", "peak memory", "time", "file")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves the exit code to ``main``."""
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """The terminal; for a file or a pipe, lines as wide as they come and nothing but text."""
     plain: dict[str, Any] = {"markup": False, "highlight": False}
-    console = Console(**plain)
-    return console if console.is_terminal else Console(width=200, no_color=True, **plain)
+    console = _Console(**plain)
+    return console if console.is_terminal else _Console(width=200, no_color=True, **plain)
 
 
 class Screen:

@@ -38,6 +38,9 @@ class LengthDistribution:
         return round(math.exp(np.interp(share * ends[-1], ends, np.log(edges))))
 
 
+LENGTH = re.compile("0*[1-9][0-9]{0,8}")
+"""A number of tokens, at least 1."""
+
 K = 1024
 EDGES = (MIN_TOKENS, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
 DISTRIBUTIONS = {
@@ -123,10 +126,10 @@ def read_lengths(path: str) -> list[int]:
     lengths = []
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         for word in re.split(r"[\s,;]+", line.partition("#")[0].strip()):
-            if word and not (word.isascii() and word.isdigit() and int(word)):
+            if word and not LENGTH.fullmatch(word):
                 raise ValueError(
-                    f"{path}, line {number}: {word!r} is no length; give whole numbers of at least "
-                    "1 token"
+                    f"{path}, line {number}: {word!r:.40} is no length; give whole numbers of at "
+                    "least 1 token"
                 )
             lengths += [int(word)] if word else []
     if not lengths:

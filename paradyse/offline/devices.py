@@ -13,12 +13,16 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
 
 from paradyse.planning.costs import Link, Machine
 from paradyse.planning.machine import CUDA_OVERLAP, NCCL_COMMUNICATOR_BYTES, RESERVE
+
+MOST = 1e18
+"""No machine has more of anything, a second or at all."""
 
 GB = 1e9
 """Vendors count bandwidth and, on their sheets, capacity in powers of ten."""
@@ -140,29 +144,31 @@ def read_cluster(name: str) -> Cluster:
     try:
         text = file.read_text()
         found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except ValueError as e:
-        raise ValueError(f"{file}: {e}") from e
+    except OSError as e:
+        raise ValueError(f"{file} cannot be read: {e.strerror}; give another file") from e
+    except (ValueError, RecursionError) as e:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise ValueError(f"{file} is not {kind}: {e}; give a description of a cluster") from e
     if not isinstance(found, dict) or set(found) - {"devices", "network"}:
         raise ValueError(f"{file}: give 'devices' and 'network', and nothing else")
     given = found.get("devices")
     if not isinstance(given, list) or not given or not all(isinstance(d, dict) for d in given):
         raise ValueError(f"{file}: 'devices' must be a list of at least one table")
     devices = tuple(_device(d, str(file)) for d in given)
-    base = NETWORKS.get(devices[0].name, Network())
-    return Cluster(devices, _fill(Network, vars(base), found.get("network", {}), str(file)))
+    base, changed = NETWORKS.get(devices[0].name, Network()), found.get("network", {})
+    if not isinstance(changed, dict):
+        raise ValueError(f"{file}: 'network' must be a table, not {changed!r}")
+    return Cluster(devices, _fill(Network, vars(base), changed, str(file)))
 
 
 def _device(given: Mapping[str, Any], file: str) -> Device:
     changed = dict(given)
     base = changed.pop("base", None)
-    if base is not None and base not in DEVICES:
+    if base is not None and base not in list(DEVICES):
         raise ValueError(f"{file}: unknown base {base!r}; known: {', '.join(DEVICES)}")
     flops = changed.get("matmul_flops")
     if isinstance(flops, dict):
-        try:
-            changed["matmul_flops"] = {getattr(torch, k): float(v) for k, v in flops.items()}
-        except (AttributeError, TypeError, ValueError) as e:
-            raise ValueError(f"{file}: matmul_flops: {e}") from e
+        changed["matmul_flops"] = {_dtype(k, file): _rate(k, v, file) for k, v in flops.items()}
     return _fill(Device, vars(DEVICES[base]) if base else {}, changed, file)
 
 
@@ -172,15 +178,38 @@ def _fill(kind: Any, base: Mapping[str, Any], changed: Mapping[str, Any], file: 
     if unknown:
         raise ValueError(f"{file}: unknown {unknown[0]!r}; legal: {', '.join(legal)}")
     for key, value in changed.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key not in ("name", "matmul_flops") and not (number and value > 0):
-            raise ValueError(f"{file}: {key} = {value!r}; give a number above 0")
-        if key == "matmul_flops" and not isinstance(value, dict):
-            raise ValueError(f"{file}: matmul_flops = {value!r}; give a table, dtype to rate")
+        if key == "matmul_flops":
+            if not isinstance(value, dict) or not value:
+                raise ValueError(f"{file}: matmul_flops = {value!r}; give a table, dtype to rate")
+        elif key == "name":
+            if not isinstance(value, str):
+                raise ValueError(f"{file}: name = {value!r}; give a text")
+        else:
+            _rate(key, value, file)
     try:
         return kind(**{**base, **changed})
     except TypeError as e:
         raise ValueError(f"{file}: {e}") from e
+
+
+def _dtype(name: str, file: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{file}: matmul_flops: {name!r} is no dtype; give 'bfloat16' or the like")
+    return found
+
+
+_WHOLE = ("capacity_bytes", "gpus_per_node")
+
+
+def _rate(key: str, value: Any, file: str) -> float:
+    """``value`` of ``key``, once it is known to be one that a machine may have."""
+    kind = int if key in _WHOLE else int | float
+    most = 1.0 if key.endswith("_share") else MOST
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
+        what = "a whole number" if key in _WHOLE else "a number"
+        raise ValueError(f"{file}: {key} = {short(value)}; give {what} above 0, at most {most:g}")
+    return value
 
 
 def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloat16) -> Machine:
@@ -197,7 +226,9 @@ def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloa
     for d in cluster.devices:
         if dtype not in d.matmul_flops:
             known = ", ".join(str(k) for k in d.matmul_flops)
-            raise ValueError(f"device {d.name} has no rate for {dtype}; it has {known}")
+            raise ValueError(
+                f"device {d.name} has no rate for {dtype}; give one, or one of its dtypes: {known}"
+            )
     devices, network = cluster.devices, cluster.network
     link = min(d.link_bandwidth for d in devices)
     links = _links(network, link, num_gpus)

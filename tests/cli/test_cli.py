@@ -68,16 +68,6 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """What is written about flags that are wrong; the exit code is 2."""
-    try:
-        code = cli.main(args)
-    except SystemExit as e:
-        code = e.code
-    assert code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", [c[0] for c in cli.COMMANDS])
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as e:
@@ -95,62 +85,6 @@ def test_the_example_in_the_help_parses(name: str, example: str) -> None:
 def test_help_is_immediate() -> None:
     code = "import sys, paradyse.cli.main as c; c.make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("args", "part"),
-    [
-        ([], "COMMAND"),
-        (["train"], "invalid choice: 'train'"),
-        (["demo", "--cap", "3"], "3 is too small; give at least 16 tokens"),
-        (["demo", "--steps", "many"], "'many' is not a whole number"),
-        (["demo", "--plan", "ulysses"], "did you mean 'ulysses_z'?"),
-        (["demo", "--inner", "xla"], "invalid choice: 'xla'"),
-        (["demo", "--ranks", "0"], "0 is too small"),
-        (["demo", "--device", "cpu", "--ranks", "4000"], "--ranks 4000: at most"),
-        (["demo", "--hidden", "70", "--heads", "4"], "hidden 70 over 4 heads"),
-        (["demo", "--heads", "4", "--kv-heads", "3", "--hidden", "64"], "cannot share 3 KV heads"),
-        (["demo", "--text", "/no/such/folder"], "no folder /no/such/folder"),
-        (["bench", "--lengths", "12,x"], "'x' is not a whole number"),
-        (["bench", "--lengths-file", "/no/file"], "no file /no/file; give one with a length on"),
-        (["bench", "--distribution", "pile"], "unknown distribution 'pile': give one of GitHub"),
-        (["bench", "--text", "/no/such/folder"], "no folder /no/such/folder"),
-        (["bench", "--text", "x", "--lengths", "3"], "not allowed with argument"),
-        (["bench", "--tokenizer", "/no/file"], "no file /no/file; give a HuggingFace tokenizer"),
-        (["bench", "--tokenizer", "x", "--lengths", "3"], "give it with --text, or alone"),
-        (["bench", "--csv", "/no/folder/t.csv"], "no folder /no/folder"),
-        (["bench", "--strategies", "metp,auto"], "unknown strategy 'auto'"),
-        (["verify"], "--model"),
-        (["verify", "--model", "/no/config.json"], "no file /no/config.json"),
-        (["plan", "--model", "x", "--memory-limit", "lots"], "cannot read 'lots' as a size"),
-        (["plan", "--model", "x", "--gpus", "1"], "1 is too small"),
-        (["plan", "--model", "x", "--device", "a200"], "unknown device 'a200': give one of a100"),
-        (["profile", "--lengths", "64:32:3"], "the last must exceed the first"),
-        (["profile", "--lengths", "64:128"], "give FIRST:LAST:HOW MANY"),
-        (["profile", "--out", "/no/folder/p.jsonl"], "no folder /no/folder"),
-    ],
-)
-def test_wrong_flags_are_answered_in_words(
-    args: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert part in refused(capsys, *args)
-
-
-@pytest.mark.parametrize(
-    ("text", "part"), [("{", "is not JSON"), ("{}", "no 'model_type'"), ("[]", "no 'model_type'")]
-)
-def test_a_file_that_is_no_configuration_is_refused(
-    text: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert part in refused(capsys, "verify", "--model", str(tmp_path))
-
-
-def test_without_transformers_the_way_out_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'transformers" in refused(capsys, "demo")
 
 
 @pytest.mark.slow
@@ -248,13 +182,6 @@ def test_doctor_tells_the_way_out(
     monkeypatch.setattr(doctor, "CHECKS", (doctor._compiler,))
     assert cli.main(["doctor"]) == 1
     assert "apt-get install g++" in capsys.readouterr().out
-
-
-def test_a_model_that_cannot_be_made_ends_the_command_with_its_error(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
-    code, out = run("verify", "--model", str(tmp_path), "--ranks", "1")
-    assert code == 1
-    assert "rank 0 of 1 failed" in out and "lama" in out
 
 
 def file_of(num_tokens: int) -> TextFile:

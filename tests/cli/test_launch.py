@@ -34,6 +34,10 @@ def raise_on_rank_one(rank: Rank) -> None:
     dist.barrier()
 
 
+def raise_value_error(rank: Rank) -> None:
+    raise ValueError("of another library")
+
+
 def die_on_rank_one(rank: Rank) -> None:
     import torch.distributed as dist
 
@@ -74,6 +78,14 @@ def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
     assert text.startswith("rank 1 of 2 failed:\nTraceback")
     assert "LookupError: the cause" in text and "raise_on_rank_one" in text
     assert "what rank 1 had to say" in text
+
+
+def test_what_this_package_refuses_is_told_without_a_traceback() -> None:
+    with pytest.raises(ValueError, match=r"^the plan: unknown strategy Rank\(rank=0"):
+        target = "paradyse.config:check_strategy"  # which is given the rank as a name
+        run_ranks(target, 1, {"where": "the plan"}, SETTING)
+    with pytest.raises(RanksFailed, match="(?s)Traceback.*of another library"):
+        run_ranks("test_launch:raise_value_error", 1, {}, SETTING)
 
 
 def test_a_rank_that_dies_is_named_with_its_signal() -> None:

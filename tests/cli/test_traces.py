@@ -15,7 +15,6 @@ from paradyse.cli import main as cli
 from paradyse.cli.corpus import MIN_TOKENS
 from paradyse.cli.traces import (
     DISTRIBUTIONS,
-    read_lengths,
     sample_lengths,
     trace_of,
 )
@@ -41,21 +40,6 @@ def test_a_file_has_lengths_in_any_layout_and_comments(tmp_path: Path) -> None:
     assert trace("--lengths-file", str(file)) == [128, 64, 7, 9, 7]
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("12\n0\n", "line 2: '0' is no length"),
-        ("1.5", "line 1: '1.5' is no length"),
-        ("length\n4", "line 1: 'length' is no length"),
-        ("# none\n", "has no lengths in it"),
-    ],
-)
-def test_a_file_that_is_no_list_of_lengths_is_refused(text: str, part: str, tmp_path: Path) -> None:
-    (tmp_path / "f").write_text(text)
-    with pytest.raises(ValueError, match=part):
-        read_lengths(str(tmp_path / "f"))
-
-
 def test_a_distribution_has_its_longest_and_its_seed_from_the_flags() -> None:
     flags = ["--distribution", "grch38", "--steps", "20", "--cap", "900", "--seed", "5"]
     assert trace(*flags) == sample_lengths("GRCh38", 20, 900, 5)
@@ -77,12 +61,6 @@ def test_text_without_a_file_of_such_a_length_is_refused(tmp_path: Path, words: 
     (tmp_path / "a.txt").write_text("ab")
     with pytest.raises(ValueError, match="no text file of 16 to 4096 bytes below"):
         trace("--text", str(tmp_path))
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="tokenizer.json is no tokenizer.json"):
-        trace("--tokenizer", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

@@ -68,25 +68,6 @@ def test_a_cluster_is_read_from_a_file(suffix: str, tmp_path: Path) -> None:
     assert cluster.network == Network(gpus_per_node=4)
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("devices = []", "at least one"),
-        ('devices = [{base = "a200"}]', "unknown base 'a200'"),
-        ('devices = [{base = "a100-80gb", memory = 3}]', "unknown 'memory'"),
-        ('devices = [{base = "a100-80gb", capacity_bytes = -1}]', "above 0"),
-        ('devices = [{name = "mine"}]', "missing"),
-        ('gpus = 8\ndevices = [{base = "a100-80gb"}]', "nothing else"),
-        ("devices = ", "cluster.toml"),
-    ],
-)
-def test_a_file_that_is_wrong_is_refused(text: str, part: str, tmp_path: Path) -> None:
-    file = tmp_path / "cluster.toml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=part):
-        read_cluster(str(file))
-
-
 def test_unknown_names_and_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match="a100-80gb"):
         read_cluster("a100")

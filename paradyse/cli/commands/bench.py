@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,6 +14,7 @@ from paradyse.cli import launch
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
 from paradyse.cli.commands.demo import Record, choice_times, llama_size
 from paradyse.cli.models import require_transformers
+from paradyse.cli.outputs import check_file, check_folder, write_whole
 from paradyse.cli.replay import AUTO
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.cli.traces import trace_of
@@ -75,10 +77,13 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def _check_paths(args: argparse.Namespace) -> None:
     """Before the work, not after it."""
-    if args.csv and not Path(args.csv).resolve().parent.is_dir():
-        raise ValueError(f"--csv {args.csv}: no folder {Path(args.csv).resolve().parent}")
-    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
-        raise ValueError(f"--out {args.out}: that is a file; name a folder")
+    if args.out:
+        check_folder("--out", args.out)
+    if args.csv:
+        path = check_file("--csv", args.csv)
+        begin = ",".join(COLUMNS).encode()
+        if path.exists() and (held := path.read_bytes()) and not held.startswith(begin):
+            raise ValueError(f"--csv {args.csv}: that file is none of bench's; name another one")
 
 
 def _chart(title: str, unit: str, of: Mapping[str, Iterable[tuple[float, float]]]) -> Chart:
@@ -168,10 +173,11 @@ class Results:
         choices = self.record.choices()
         totals = {c: self.cumulated(c) for c in choices}
         medians = {(c, i): self.record.median_s(c, i) for c in choices for i in self.order}
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow((*COLUMNS, "peak_bytes"))
-            for r in self.record.replayed:
-                seconds = (r.time_s, medians[r.choice, r.index], totals[r.choice][r.num_tokens])
-                cells = (r.index, r.num_tokens, r.choice, r.plan, *(f"{s:.6f}" for s in seconds))
-                writer.writerow((*cells, peaks[r.choice, r.num_tokens]))
+        file = io.StringIO(newline="")
+        writer = csv.writer(file)
+        writer.writerow((*COLUMNS, "peak_bytes"))
+        for r in self.record.replayed:
+            seconds = (r.time_s, medians[r.choice, r.index], totals[r.choice][r.num_tokens])
+            cells = (r.index, r.num_tokens, r.choice, r.plan, *(f"{s:.6f}" for s in seconds))
+            writer.writerow((*cells, peaks[r.choice, r.num_tokens]))
+        write_whole(path, file.getvalue().encode())

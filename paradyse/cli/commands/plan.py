@@ -13,6 +13,7 @@ import torch
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
+from paradyse.cli.outputs import check_folder
 from paradyse.cli.replay import plan_shares
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
@@ -60,18 +61,26 @@ def dry_run_of(
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Shows the plan for each length that ``args`` give, and why it is that one."""
+    """Shows the plan for each length that ``args`` give, and why it is that one.
+
+    Raises:
+        ValueError: also where flags for a cluster on paper are given without one.
+    """
     integrations.require_transformers()
     if args.gpus or args.device not in launch.DEVICES:
         _plan_on_paper(args)
-    else:
-        _plan_here(args)
+        return 0
+    for flag in ("out", "weights"):
+        if getattr(args, flag) is not None:
+            raise ValueError(f"--{flag} is for a cluster on paper: give --gpus, or leave it out")
+    _plan_here(args)
     return 0
 
 
 def _plan_here(args: argparse.Namespace) -> None:
     """Planned on ranks of this machine, from what it measures."""
-    config, dtype = integrations.read_config(args.model), args.dtype or "float32"
+    config = integrations.checked_config(args.model, args.layers)
+    dtype = args.dtype or "float32"
     arguments = {
         "make": partial(integrations.make_model, config, args.layers, dtype=dtype),
         "batch": args.batch,
@@ -88,14 +97,16 @@ def _plan_here(args: argparse.Namespace) -> None:
 
 def _plan_on_paper(args: argparse.Namespace) -> None:
     """Strategy, time and memory against the length on a described cluster."""
-    dtype = args.dtype or "bfloat16"
+    if args.out:
+        check_folder("--out", args.out)
+    dtype, weights = args.dtype or "bfloat16", args.weights or "sharded"
     name = DEVICE if args.device == "auto" else args.device
     cluster, num_gpus = read_cluster(name), args.gpus or 8
     machine = machine_of(cluster, num_gpus, getattr(torch, dtype))
     console = make_console()
     with console.status(f"a dry run on {num_gpus} ranks ..."):
         config = integrations.read_config(args.model)
-        run = dry_run_of(config, args.layers, dtype, num_gpus, args.weights == "sharded")
+        run = dry_run_of(config, args.layers, dtype, num_gpus, weights == "sharded")
         outlook = look_ahead(
             run,
             machine,
@@ -103,9 +114,9 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             getattr(torch, dtype),
             args.batch,
             memory_limit=args.memory_limit,
-            sharded=args.weights == "sharded",
+            sharded=weights == "sharded",
         )
-    title = describe(outlook, args.model, cluster, num_gpus, args.weights)
+    title = describe(outlook, args.model, cluster, num_gpus, weights)
     tables = tables_of(outlook, cluster, num_gpus, None if args.plan == AUTO else args.plan)
     console.print(title)
     for table in tables:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
 from paradyse.cli import launch
-from paradyse.cli.models import LlamaSize, make_llama, make_model, read_config, require_transformers
+from paradyse.cli.models import (
+    LlamaSize,
+    checked_config,
+    make_llama,
+    make_model,
+    require_transformers,
+)
+from paradyse.cli.outputs import check_file
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.explain import format_seconds
-from paradyse.planning.profile_file import MEASURED, Measurement, Profile, remove
+from paradyse.planning.profile_file import MEASURED, Measurement, Profile, own_lines
 
 
 def run_profile(args: argparse.Namespace) -> int:
@@ -22,15 +28,13 @@ def run_profile(args: argparse.Namespace) -> int:
         ValueError: also where the file is of another setting.
     """
     require_transformers()
+    path = check_file("--out", args.out).resolve()
+    own_lines(path)
     if args.model:
-        make = partial(make_model, read_config(args.model), args.layers, dtype=args.dtype)
+        config = checked_config(args.model, args.layers)
+        make = partial(make_model, config, args.layers, dtype=args.dtype)
     else:
         make = partial(make_llama, LlamaSize(args.layers or 2), dtype=args.dtype)
-    path = Path(args.out).resolve()
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {args.out}: no folder {path.parent}")
-    if args.overwrite:
-        remove(path)
     arguments = {
         "path": str(path),
         "lengths": args.lengths,
@@ -40,6 +44,7 @@ def run_profile(args: argparse.Namespace) -> int:
         "memory_limit": args.memory_limit,
         "repeats": args.repeats,
         "options": {"inner": args.inner},
+        "overwrite": args.overwrite,
     }
     device = launch.choose_device(args.device, args.ranks)
     console = make_console()
@@ -57,8 +62,6 @@ def run_profile(args: argparse.Namespace) -> int:
             lambda p: screen.progress(p.done, p.total, p.text or "done"),
             silence_s=args.timeout,  # between two reports lie all steps of a strategy at a length
         )[0]
-    if isinstance(found, str):
-        raise ValueError(found)
     show_summary(console, found, args)
     return 0
 

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from paradyse.cli import launch
-from paradyse.cli.models import make_model, read_config, require_transformers
+from paradyse.cli.models import checked_config, make_model, require_transformers
 from paradyse.cli.screen import make_console
 
 
@@ -14,7 +14,7 @@ def run_verify(args: argparse.Namespace) -> int:
     """Compares every strategy with one-device eager on the model of ``args``: loss and every
     gradient; 1 where they differ."""
     require_transformers()
-    config = read_config(args.model)
+    config = checked_config(args.model, args.layers)
     arguments = {
         "make": partial(make_model, config, args.layers, args.seed, args.dtype),
         "batch": args.batch,
