@@ -36,8 +36,15 @@ def check_counts(step: Any, keep: Any) -> None:
 
 
 def make_room(folder: Path, step: int) -> Path:
-    """Make ``folder``, clear it of what killed saves left, and name the checkpoint of ``step``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make ``folder``, clear it of what killed saves left, and name the checkpoint of ``step``.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be made ({e.strerror}); give another folder") from e
     for remains in folder.glob("step-*.tmp"):
         shutil.rmtree(remains)
     return folder / f"step-{step:08d}"

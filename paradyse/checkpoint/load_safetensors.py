@@ -99,6 +99,8 @@ def load_safetensors(
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"give the path of a checkpoint, not {type(path).__name__} {path!r}")
     model = original_module(model)
     tensors = held_tensors(model)
     ranks = Together(_axis_of(tensors), "loading safetensors files")

@@ -22,7 +22,7 @@ from paradyse.checkpoint.folder import listed
 from paradyse.distributed.axis import Axis, axis_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module, unflatten_state_dict
-from paradyse.weights.shard import name_before_compile
+from paradyse.weights.shard import check_module, name_before_compile
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def _axis(process_group: Any) -> Axis:
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
+    check_module(model)
     return {name_before_compile(n): x for n, x in model.state_dict().items()}
 
 

@@ -29,7 +29,10 @@ SEEDS = 2**63
 
 
 def _whole(low: int, high: int = MOST, unit: str = "") -> Callable[[str], int]:
-    """Parses a whole number of ``low`` to ``high``."""
+    """Parses a whole number of ``low`` to ``high``, of a ``unit`` in the singular."""
+
+    def words(n: int) -> str:
+        return f"{n} {unit}{'s' * (n > 1)}" if unit else str(n)
 
     def parse(text: str) -> int:
         try:
@@ -37,15 +40,15 @@ def _whole(low: int, high: int = MOST, unit: str = "") -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number") from None
         if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is too small; give at least {low}{unit}")
+            raise argparse.ArgumentTypeError(f"{value} is too small; give at least {words(low)}")
         if value > high:
-            raise argparse.ArgumentTypeError(f"{value} is too large; give at most {high}{unit}")
+            raise argparse.ArgumentTypeError(f"{value} is too large; give at most {words(high)}")
         return value
 
     return parse
 
 
-_tokens = _whole(1, MOST_TOKENS, " token")
+_tokens = _whole(1, MOST_TOKENS, "token")
 
 
 def _lengths(text: str) -> list[int]:
@@ -124,7 +127,7 @@ def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> Non
     else:
         _flag(group, "--device", text, "auto", choices=launch.DEVICES)
     text = "give up after this many seconds (default: %(default).0f)"
-    _flag(group, "--timeout", text, 1800.0, _whole(1, MOST_SECONDS, " second"), "S")
+    _flag(group, "--timeout", text, 1800.0, _whole(1, MOST_SECONDS, "second"), "S")
     _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
 
 
@@ -164,7 +167,7 @@ def _add_seed(parser: argparse._ActionsContainer) -> None:
 def _add_trace(parser: argparse._ActionsContainer, steps: int, what: str) -> None:
     _count(parser, "--steps", what, steps)
     text = "longest sequence, in tokens"
-    _flag(parser, "--cap", text, 4096, _whole(MIN_TOKENS, MOST_TOKENS, " tokens"), "N")
+    _flag(parser, "--cap", text, 4096, _whole(MIN_TOKENS, MOST_TOKENS, "token"), "N")
     _add_seed(parser)
 
 
@@ -397,8 +400,10 @@ def _tell(text: str) -> None:
 
 
 def _drop_output() -> None:
-    """What could not be written is not tried again when the process ends."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    """What cannot be written is not tried again when the process ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -161,7 +161,7 @@ def _check(
     check_module(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to measure")
-    if not isinstance(lengths, Collection) or isinstance(lengths, str) or not lengths:
+    if not isinstance(lengths, Collection) or isinstance(lengths, str) or len(lengths) == 0:
         raise ValueError(f"lengths {lengths!r}: give a list of at least one, in tokens")
     named = [("a length", n) for n in lengths] + [("batch", batch), ("repeats", repeats)]
     for name, value in named:

@@ -47,6 +47,11 @@ def verify(options: Any = None, batch: Any = None, model: Any = None) -> None:
     paradyse.verify(WithLoss() if model is None else model, given, options)
 
 
+class WithoutLoss(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 def compiled() -> nn.Module:
     return torch.compile(nn.Linear(3, 3), backend="paradyse", options={"inner": "eager"})
 
@@ -121,7 +126,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
     "explain what is no model": (lambda f: paradyse.explain(3, 1, 8), "give the compiled model"),
     "stats of what is no model": (lambda f: paradyse.stats("m"), "give the compiled model, not"),
     "verify without labels": (
-        lambda f: verify(batch={"x": torch.ones(1, 3)}, model=nn_of_x()),
+        lambda f: verify(batch={"x": torch.ones(1, 3)}, model=WithoutLoss(3, 3)),
         "the model returned no loss; put labels into the batch",
     ),
     "verify a batch that is a list": (
@@ -160,14 +165,6 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
         ("a dataset with a length", "list_iterator", "paradyse.replica_of"),
     ),
 }
-
-
-def nn_of_x() -> nn.Module:
-    class OfX(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    return OfX(3, 3)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -111,6 +111,14 @@ def test_plan_explains_each_length(config: str) -> None:
     assert out.count("chosen") >= 2
 
 
+@pytest.mark.slow
+def test_what_the_ranks_refuse_is_told_in_a_line(config: str) -> None:
+    few = ["--layers", "1", "--lengths", "64"]
+    code, out = run("plan", "--model", config, *few, "--memory-limit", "1")
+    assert code == 2 and "Traceback" not in out, out
+    assert out.startswith("paradyse plan: no plan fits") and len(out.splitlines()) == 1
+
+
 def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: Path) -> None:
     few = ["--layers", "1", "--lengths", "512,8192", "--out", str(tmp_path / "plans")]
     code, out = run("plan", "--model", config, "--gpus", "16", "--device", "a100-40gb", *few)
