@@ -200,6 +200,7 @@ def _dtype(name: str, file: str) -> torch.dtype:
 
 
 _WHOLE = ("capacity_bytes", "gpus_per_node")
+"""Fields that have no fractions."""
 
 
 def _rate(key: str, value: Any, file: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from bad_input import Words, missing, refused
-from harness import RankPool, run_ranks
+from harness import RankPool
 from tiny import Mixer, Tiny, tokens
 from torch import Tensor, nn
 
@@ -309,8 +309,8 @@ def texts_of_meshes() -> dict[tuple[str, str], str]:
     return found
 
 
-def test_meshes_that_are_refused() -> None:
-    texts = run_ranks(texts_of_meshes, 2)[1]
+def test_meshes_that_are_refused(pool2: RankPool) -> None:
+    texts = pool2.run(texts_of_meshes)[1]
     for (name, use), text in texts.items():
         assert not missing(MESHES[name][1], text), f"{name}, {use}: {text or 'taken'}"
 
