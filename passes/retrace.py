@@ -195,7 +195,8 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
         if schema is None or not schema.is_mutable:
             continue
         written, name = node.args[0], schema.name.removeprefix("aten::")
-        functional = getattr(aten, name[:-1], None) if name.endswith("_") else None
+        packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+        functional = getattr(packet, schema.overload_name or "default", None)
         if functional is None or not isinstance(written, fx.Node):
             raise Untraceable(
                 f"operator {node.target} writes to its input and has no functional form here"
@@ -207,7 +208,7 @@ def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
             raise Untraceable(
                 f"{node.target} writes into {written}, which is an input or shares memory"
             )
-        node.target = getattr(functional, schema.overload_name or "default")
+        node.target = functional
         new = _in_dtype_of(gm, node, written)
         order[new] = at
         for user in list(written.users):

@@ -181,6 +181,12 @@ def test_writes_that_others_see_are_refused(fn: Callable[..., Any]) -> None:
         remove_mutation(trace(fn, torch.randn(3, 4)), context())
 
 
+def test_writes_without_a_functional_form_are_refused() -> None:
+    gm = trace(lambda x: x.clone().normal_() + x, torch.ones(3))
+    with pytest.raises(Untraceable, match="normal_.* has no functional form"):
+        remove_mutation(gm, context())
+
+
 def test_the_casts_of_autocast_are_in_the_graph() -> None:
     def fn(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
