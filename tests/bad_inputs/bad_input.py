@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,11 @@ import pytest
 
 Words = str | tuple[str, ...]
 """Parts of an error's text: what was given, and the way out."""
+
+
+def name_of(given: object) -> str:
+    """``given`` for the name of a test, equal in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(given))[:50]
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bad_input import Words, missing, refused
+from bad_input import Words, missing, name_of, refused
 from harness import RankPool
 from tiny import Mixer, Tiny, tokens
 from torch import Tensor, nn
@@ -334,7 +334,7 @@ def text_of_plan(number: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("number", range(len(PLANS)), ids=[repr(p[1])[:50] for p in PLANS])
+@pytest.mark.parametrize("number", range(len(PLANS)), ids=[name_of(p[1]) for p in PLANS])
 def test_plans_that_do_not_fit_the_model(number: int, pool2: RankPool) -> None:
     for text in pool2.run(text_of_plan, number, timeout_s=20):
         assert PLANS[number][2] in text, text

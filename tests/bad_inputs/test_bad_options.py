@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import Words, refused
+from bad_input import Words, name_of, refused
 
 from paradyse.distributed.collectives import TIMEOUT_VARIABLE
 from paradyse.types import Plan
@@ -136,7 +136,7 @@ def compiled_with(**arguments: Any) -> None:
         raise getattr(e, "inner_exception", e) from e
 
 
-@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[repr(o)[:50] for o, _ in OPTIONS])
+@pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[name_of(o) for o, _ in OPTIONS])
 def test_options_that_are_refused(options: Any, words: Words, tmp_path: Path) -> None:
     with refused(tmp_path, words):
         compiled_with(options=options)
