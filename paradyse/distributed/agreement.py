@@ -30,6 +30,7 @@ from paradyse.distributed.failures import (
     DroppedCallError,
     Failure,
     RankFailedError,
+    RanksDisagreeError,
     catch_up,
     error_of,
     is_out_of_memory,
@@ -236,7 +237,9 @@ class Agreement:
         for trains in self._num_calls:  # whoever goes on after this error is in step
             self._num_calls[trains] = max(numbers[trains] for *_, numbers in told)
         self._of_axis.end_backwards(_FAILED)
-        raise ValueError(_difference(told, dist.get_process_group_ranks(control.axis.group)))
+        raise RanksDisagreeError(
+            _difference(told, dist.get_process_group_ranks(control.axis.group))
+        )
 
     def _drop_call(self, control: Control, failure: Failure | None) -> NoReturn:
         """Every rank of ``control`` comes here where one or several have a ``failure``."""

@@ -84,18 +84,20 @@ class Alarm:
 
     def ring(self) -> None:
         """This rank has failed."""
-        _world_store().ask(lambda store: store.set(self._key(), ""))
+        key = self._key()
+        _world_store().ask(lambda store: store.set(key, ""))
 
     def rings(self) -> bool:
         """Whether any has, as far as the store tells."""
-        return bool(_world_store().ask(lambda store: store.check([self._key()])))
+        key = self._key()
+        return bool(_world_store().ask(lambda store: store.check([key])))
 
     def reset(self) -> None:
         """All ranks know."""
         self._num_settled += 1
 
     def _key(self) -> str:
-        return f"paradyse/{self._name}/{self._num_settled}"
+        return f"paradyse/alarm/{self._name}/{self._num_settled}"
 
 
 def _world_store() -> WorldStore:

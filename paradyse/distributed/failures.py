@@ -23,6 +23,10 @@ class DroppedCallError(Exception):
     """All ranks have dropped the call and are in step."""
 
 
+class RanksDisagreeError(DroppedCallError, ValueError):
+    """Ranks do different things, or hold different ones; the text says which does what."""
+
+
 class RankFailedError(DroppedCallError, CollectiveError):
     """Another rank raised an error; the text says which rank, where and what."""
 

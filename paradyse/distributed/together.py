@@ -179,7 +179,7 @@ class _Arrivals:
 
 
 def _key(control: Axis, rank: int) -> str:
-    return f"paradyse/{control.name}/{rank}"
+    return f"paradyse/arrivals/{control.name}/{rank}"
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from harness import PATIENCE, RankPool
 
 from paradyse.distributed import control
+from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.together import Together
 
 
 def ask_a_stopped_store() -> tuple[list[Any], float]:
@@ -51,3 +53,22 @@ def test_a_stopped_store_does_not_keep_its_clients(pool2: RankPool) -> None:
     answers, took = pool2.run(ask_a_stopped_store, timeout_s=20)[1]
     assert answers == [False, None, None, False]
     assert took < 5 * PATIENCE
+
+
+def alarm_of_one() -> list[bool]:
+    """Whether the alarm rings: beside other work of the ranks, once one rings it, once all know."""
+    bell = control.control_of((0, 1)).alarm
+    for _ in range(3):
+        Together(resolve_axis(), "works").each(dist.get_rank)
+    heard = [bell.rings()]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        bell.ring()
+    dist.barrier()
+    heard.append(bell.rings())
+    bell.reset()
+    return [*heard, bell.rings()]
+
+
+def test_an_alarm_rings_from_when_a_rank_rings_it_until_all_know(pool2: RankPool) -> None:
+    assert pool2.run(alarm_of_one) == [[False, True, False]] * 2
