@@ -399,4 +399,19 @@ FAULTS: tuple[Fault, ...] = (
         "sum(n for key, (_, n) in self.found.items() if key not in set(but))",
         ("tests/profiling/test_online.py::test_emptied_memory_does_not_count",),
     ),
+    # checkpoint
+    Fault(
+        "checksums not compared",
+        "paradyse/checkpoint/storage.py",
+        "if _checksum(file, stretch) != saved:",
+        "if False:",
+        ("tests/checkpoint/test_checkpoint_damage.py::test_no_flipped_bit_loads",),
+    ),
+    Fault(
+        "another rank's failure not heard",
+        "paradyse/distributed/together.py",
+        "if failure is not None:\n                raise",
+        "if False:\n                raise",
+        ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
+    ),
 )
