@@ -237,7 +237,7 @@ def _saved(place: Place) -> tuple[Loop, Path]:
 
 def save(place: Place) -> None:
     loop, folder = _saved(place)
-    place.lose_at(dcp, "save")
+    place.lose_at(dcp.FileSystemWriter, "prepare_local_plan")
     paradyse.save_checkpoint(folder, loop.model, loop.optimizer, step=2)
 
 
@@ -249,7 +249,7 @@ def save_written(place: Place) -> None:
 
 def load(place: Place) -> None:
     loop, folder = _saved(place)
-    place.lose_at(dcp, "load")
+    place.lose_at(dcp.FileSystemReader, "prepare_local_plan")
     paradyse.load_checkpoint(folder, loop.model, loop.optimizer)
 
 
