@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from paradyse.checkpoint.folder import METADATA, listed, way_out
@@ -140,6 +141,8 @@ def _unsealed(data: bytes) -> Any:
     metadata = _MetadataUnpickler(stream).load()
     if stream.read():
         raise ValueError("it goes on where it should end")
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
     return metadata
 
 

@@ -237,15 +237,22 @@ class Pending:
         step = [timedelta(seconds=min(patience, WAKE_S))] if self._on_gloo else []
         while True:
             try:
-                if not work.wait(*step):
-                    raise RuntimeError("wait returned False")
-                return
+                ended = work.wait(*step)
             except RuntimeError:
-                if not self._on_gloo or work.is_completed() or time.monotonic() > deadline:
+                if not self._on_gloo or time.monotonic() > deadline:
                     raise
-            if self._watched:
-                for watch in resolve_axis().session.of(Watchers):
-                    watch()
+                if not work.is_completed():
+                    self._watch()
+                    continue
+                ended = work.wait(*step)  # it ended, well or not, just after the wait had
+            if not ended:
+                raise RuntimeError("wait returned False")
+            return
+
+    def _watch(self) -> None:
+        if self._watched:
+            for watch in resolve_axis().session.of(Watchers):
+                watch()
 
 
 def _start(

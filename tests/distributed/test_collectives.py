@@ -141,6 +141,28 @@ def test_out_of_memory_stays_what_it_is() -> None:
         collectives._start("all_gather", torch.ones(1), SINGLE, block, 0, launch, None)
 
 
+class JustInTime:
+    """A collective that ends between the end of a wait and the question whether it has."""
+
+    def __init__(self) -> None:
+        self.waits = iter([RuntimeError("Operation timed out!"), True])
+
+    def wait(self, timeout: object) -> bool:
+        answer = next(self.waits)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_ends_just_after_a_wait_has_ended_well() -> None:
+    block = register_block(SINGLE, "layers.3.mlp")
+    pending = Pending([JustInTime()], "received", "all_gather", SINGLE, block, None)
+    assert pending.wait() == "received"
+
+
 class Patient:
     """A collective that notes how it is waited for."""
 
