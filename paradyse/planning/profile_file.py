@@ -168,9 +168,9 @@ def own_lines(path: str | Path, header: Header | None = None) -> bytes:
     if whole.strip() and whole[: len(begin)] != begin[: len(whole)]:
         raise ValueError(f"{path}: this is not a profile; give another file, or remove this one")
     kept = _without_cut_line(whole)
-    if kept.strip():
+    if header is not None and kept.strip():
         held = _setting(kept.decode(errors="replace").splitlines()[0], f"{path}:1")
-        _check_same(held, header or held, path)
+        _check_same(held, header, path)
     return kept
 
 
