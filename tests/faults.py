@@ -220,6 +220,7 @@ def main() -> int:
     warm_up()
     report = Report("faults")
     wrong = run(points, args.ranks, report)
+    gc.unfreeze()
     report.write(args.out, f"{' or '.join(map(str, args.ranks))} processes of one thread")
     return min(wrong, 1)
 
