@@ -85,12 +85,12 @@ class Alarm:
     def ring(self) -> None:
         """This rank has failed."""
         key = self._key()
-        _world_store().ask(lambda store: store.set(key, ""))
+        world_store().ask(lambda store: store.set(key, ""))
 
     def rings(self) -> bool:
         """Whether any has, as far as the store tells."""
         key = self._key()
-        return bool(_world_store().ask(lambda store: store.check([key])))
+        return bool(world_store().ask(lambda store: store.check([key])))
 
     def reset(self) -> None:
         """All ranks know."""
@@ -100,7 +100,8 @@ class Alarm:
         return f"paradyse/alarm/{self._name}/{self._num_settled}"
 
 
-def _world_store() -> WorldStore:
+def world_store() -> WorldStore:
+    """The one of the present world."""
     return resolve_axis().session.of(WorldStore)
 
 
@@ -135,7 +136,7 @@ def control_of(ranks: tuple[int, ...]) -> Control:
         except RuntimeError as e:
             world = resolve_axis(), collectives.AGREEMENT
             raise collectives.failure("making the group", *world, e) from e
-        _world_store()
+        world_store()
         name = f"control:{'-'.join(map(str, ranks))}"
         axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
         controls[ranks] = Control(axis, Alarm(name))

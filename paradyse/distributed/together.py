@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,8 +18,7 @@ import torch.distributed as dist
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis
-from paradyse.distributed.control import control_of
-from paradyse.torch_private import default_store
+from paradyse.distributed.control import control_of, world_store
 
 T = TypeVar("T")
 
@@ -29,7 +27,7 @@ SHARED_KINDS = (FileNotFoundError, ImportError, ValueError, torch.OutOfMemoryErr
 
 LATE_S = 2.0
 """How long ranks that are only slow may take to arrive, once a message has failed, before they are
-called missing; and how long the store may take to answer."""
+called missing."""
 
 
 class Together:
@@ -144,7 +142,8 @@ class _Arrivals:
     def note(self, control: Axis) -> None:
         """This rank has come to its next message over ``control``."""
         self._count += 1
-        default_store().set(_key(control, control.rank), str(self._count))
+        key, count = _key(control, control.rank), str(self._count)
+        world_store().ask(lambda store: store.set(key, count))
 
     def take_back(self) -> None:
         """The last message that was noted was none that all ranks come to."""
@@ -155,27 +154,21 @@ class _Arrivals:
         others = [rank for rank in range(control.size) if rank != control.rank]
         if len(others) == 1:
             return others
-        found: list[int] = []
-        asking = Thread(target=self._ask, args=(control, others, found), daemon=True)
-        asking.start()  # a store on a rank that has stopped never answers
-        asking.join(1.5 * LATE_S)
-        return [] if asking.is_alive() else found
-
-    def _ask(self, control: Axis, others: list[int], found: list[int]) -> None:
         deadline = time.monotonic() + LATE_S
-        store = default_store()
         try:
             while True:
-                late = [r for r in others if self._is_late(store, _key(control, r))]
+                late = [rank for rank in others if self._is_late(_key(control, rank))]
                 if len(late) <= 1 or time.monotonic() > deadline:
-                    break
+                    return late
                 time.sleep(0.05)
         except RuntimeError:  # the store went with the rank that held it
-            return
-        found.extend(late)
+            return []
 
-    def _is_late(self, store: Any, key: str) -> bool:
-        return not store.check([key]) or int(store.get(key)) < self._count
+    def _is_late(self, key: str) -> bool:
+        count = world_store().ask(lambda store: int(store.get(key)) if store.check([key]) else 0)
+        if count is None:
+            raise RuntimeError("the store does not answer")
+        return count < self._count
 
 
 def _key(control: Axis, rank: int) -> str:
