@@ -351,7 +351,7 @@ def differ(name: str, sharded: bool) -> str:
 CASES = [(fn.__name__, text, s) for fn, text in WHOLE_OR_SHARDED.items() for s in (False, True)]
 CASES += [(fn.__name__, text, True) for fn, text in SHARDED.items()]
 MOSTLY_SLOW = [
-    pytest.param(*case, marks=() if i % 5 == 0 else pytest.mark.slow)
+    pytest.param(*case, marks=() if i % 10 == 0 else pytest.mark.slow)
     for i, case in enumerate(CASES)
 ]
 

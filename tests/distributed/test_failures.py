@@ -163,7 +163,10 @@ def run_out(sharded: bool, in_backward: bool) -> list[tuple[str, str]]:
     return [told(loop, at, NO_MEMORY, in_backward, torch.OutOfMemoryError) for at in places]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+WHOLE_OR_SHARDED = [pytest.param(False, marks=pytest.mark.slow), True]
+
+
+@pytest.mark.parametrize("sharded", WHOLE_OR_SHARDED)
 def test_in_forward(sharded: bool, pool2: RankPool) -> None:
     first, second = pool2.run(run_out, sharded, False)
     assert first == second
@@ -175,7 +178,7 @@ def test_in_forward(sharded: bool, pool2: RankPool) -> None:
     assert any("mlp' (megatron_ts)" in text for _, text in first), first
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", WHOLE_OR_SHARDED)
 def test_in_backward(sharded: bool, pool2: RankPool) -> None:
     """The rank itself hears what its operator raised; the others hear of it."""
     first, second = pool2.run(run_out, sharded, True)
