@@ -116,7 +116,8 @@ class Capture:
         self._batch = BatchChecksum()
         self._replicas_agree = False
         plan = "a function" if callable(options.plan) else options.plan
-        self._options = str((plan, options.strategies, options.memory_limit, options.smoothing))
+        limits = options.memory_limit, options.smoothing, options.retry_out_of_memory
+        self._options = str((plan, options.strategies, *limits))
         problem = _empty_input(self.placeholders, examples)
         if problem:
 

@@ -143,18 +143,16 @@ class Agreement:
         """
         self._exchange(doing, facts, together, common or {}, None)
 
-    def fail(self, doing: str, place: str, error: str, out_of_memory: bool, together: bool) -> None:
-        """Tell the other ranks that this one has failed.
+    def fail(self, failure: Failure, together: bool) -> None:
+        """Tell the other ranks of the ``failure`` of this one.
 
         Args:
-            doing, place, error, out_of_memory: as of ``Failure``.
             together: as of ``compare``.
         Raises:
             DroppedCallError: what all ranks are told.
         """
-        failure = Failure(dist.get_rank(), doing, place, error, out_of_memory)
         self._control[together].alarm.ring()
-        self._exchange(f"failed in {doing}", {}, together, {}, failure)
+        self._exchange(f"failed in {failure.doing}", {}, together, {}, failure)
 
     def listen(self) -> None:
         """Asked while this rank waits for a message.
@@ -194,8 +192,9 @@ class Agreement:
             return
         sent = self._axes[0].session.of(Started)
         place = f" after a message{place_of(self._axes[0], sent.block_id)}"
-        error = "its own error says more"
-        self.fail(f"backward of {call.name}", place, error, out_of_memory, call.trains)
+        doing, error = f"backward of {call.name}", "its own error says more"
+        told = Failure(dist.get_rank(), doing, place, error, out_of_memory, holds_graph=True)
+        self.fail(told, call.trains)
 
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
@@ -247,8 +246,9 @@ class Agreement:
         self._of_axis.end_backwards(_FAILED)
         failures = [f for f, _ in told if f is not None]
         catch_up_with = [messages for _, messages in told]
+        may_wait = failure is not None and failure.holds_graph
         try:
-            self._catch_up(control, failures, catch_up_with, may_wait=failure is not None)
+            self._catch_up(control, failures, catch_up_with, may_wait)
         except MemoryError:
             self._left = partial(self._catch_up, control, failures, catch_up_with)
         raise error_of(failures)
@@ -318,8 +318,9 @@ class Call:
         except Exception as e:
             place = "" if self.at is None else place_of(*self.at)
             traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
+            told = Failure(dist.get_rank(), doing, place, _first_line(e), is_out_of_memory(e))
             try:
-                self.agreement.fail(doing, place, _first_line(e), is_out_of_memory(e), together)
+                self.agreement.fail(told, together)
             except RankFailedError:
                 raise e from None
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -83,9 +84,10 @@ class Alarm:
         self._name, self._num_settled = name, 0
 
     def ring(self) -> None:
-        """This rank has failed."""
+        """This rank has failed. Without the store the others hear of it later."""
         key = self._key()
-        world_store().ask(lambda store: store.set(key, ""))
+        with suppress(RuntimeError):
+            world_store().ask(lambda store: store.set(key, ""))
 
     def rings(self) -> bool:
         """Whether any has, as far as the store tells."""

@@ -46,6 +46,8 @@ class Failure:
     """The block, where it is known."""
     error: str
     out_of_memory: bool
+    holds_graph: bool = False
+    """The rank lets go of what it computed only once its caller has: in backward."""
 
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"

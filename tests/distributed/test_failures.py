@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import paradyse
+from paradyse.distributed.collectives import CollectiveError, Message
 from paradyse.distributed.failures import RankFailedError
 from paradyse.runtime import frame
 from paradyse.runtime.frame import Frame
@@ -248,6 +250,37 @@ def test_the_memory_of_a_process_is_at_its_end(in_backward: bool) -> None:
     first, second = run_ranks(under_a_real_limit, 2, in_backward)
     assert first[0] == "OutOfMemoryError" and "rank 1 ran out of memory in" in first[1]
     assert "DefaultCPUAllocator" in second[1]
+
+
+def no_memory_for_messages(in_backward: bool) -> bool:
+    """Whether the loop goes on in step; the plan is the planner's to change."""
+    loop = Loop(True, plan="auto", strategies=["megatron_cz", "metp"])
+    loop.step()
+    take_part, left = Message.take_part, [NO_MEMORY] if loop.fails else []
+
+    def fail_once(self: Message, axis: Any) -> None:
+        if left:
+            raise left.pop()
+        take_part(self, axis)
+
+    error = NO_MEMORY if loop.fails else None
+    loop.model.zero_grad()
+    with patch.object(Message, "take_part", fail_once), failing(2, error, in_backward):
+        with pytest.raises(RuntimeError) as heard:
+            loop.step()
+        if not in_backward:
+            assert isinstance(heard.value, CollectiveError)
+            with pytest.raises(CollectiveError, match="out of step"):
+                loop.step()
+            return False
+        del heard
+        return loop.is_exact()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_no_memory_even_for_the_messages_under_way(in_backward: bool) -> None:
+    """In backward the others wait until the caller has let go of the graph; else all give up."""
+    assert run_ranks(no_memory_for_messages, 2, in_backward) == [in_backward] * 2
 
 
 def retried(retry: bool) -> tuple[list[str], bool]:
