@@ -91,7 +91,7 @@ def run_without_grad(training: bool) -> None:
 
 
 @MOSTLY_TWO
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_grad(nproc: int, training: bool, ranks: Ranks) -> None:
     ranks(nproc).run(run_without_grad, training, timeout_s=200)
 
@@ -136,7 +136,7 @@ def train_on_logits(how: str) -> None:
 
 
 @MOSTLY_TWO
-@pytest.mark.parametrize("how", ["plain", "left"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "left"])
 def test_loss_from_logits(nproc: int, how: str, ranks: Ranks) -> None:
     ranks(nproc).run(train_on_logits, how, timeout_s=200)
 
@@ -164,7 +164,7 @@ def train_with_cache(family: str) -> None:
 
 @MOSTLY_TWO
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt2", pytest.param("mistral", marks=pytest.mark.slow)]
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "mistral"))]
 )
 def test_cache_left_on(nproc: int, family: str, ranks: Ranks) -> None:
     ranks(nproc).run(train_with_cache, family, timeout_s=200)

@@ -79,9 +79,10 @@ def compare(shape: Sequence[int], family: str, sharded: bool, dtype: torch.dtype
     ("family", "sharded"),
     [
         ("llama_odd", True),
-        ("gpt2", False),
-        pytest.param("llama_odd", False, marks=pytest.mark.slow),
-        pytest.param("gpt2", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, sharded, marks=pytest.mark.slow)
+            for family, sharded in (("gpt2", False), ("llama_odd", False), ("gpt2", True))
+        ),
     ],
 )
 def test_two_by_two(family: str, sharded: bool, pool4: RankPool) -> None:
@@ -94,7 +95,7 @@ def test_double_precision(pool4: RankPool) -> None:
     pool4.run(compare, (2, 2), "llama_odd", True, torch.float64, timeout_s=200)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_one_of_the_axes_has_one_rank(shape: tuple[int, int], pool2: RankPool) -> None:
     pool2.run(compare, shape, "llama", True, torch.float32, timeout_s=100)
 

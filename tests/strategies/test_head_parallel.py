@@ -382,7 +382,7 @@ def _evaluating(plan: str) -> tuple[Any, Any]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["megatron_ts", "metp"])
+@pytest.mark.parametrize("plan", [pytest.param("megatron_ts", marks=pytest.mark.slow), "metp"])
 def test_without_gradients_and_with_frozen_weights(plan: str, pool2: RankPool) -> None:
     for got, want in pool2.run(_evaluating, plan, timeout_s=300):
         assert got == pytest.approx(want, rel=1e-6)

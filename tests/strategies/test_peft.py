@@ -77,9 +77,14 @@ def compare_plans(
             *(2, "llama", {}, True, "aot_eager", ("megatron_ts", "metp")), marks=pytest.mark.slow
         ),
         (2, "llama_odd", {"lora_bias": True, "use_rslora": True}, True, "eager", PLANS),
-        (3, "llama", {"target_modules": SOME}, True, "eager", ("megatron_ts", "metp", "mixed 1")),
-        (2, "gpt2", {}, False, "eager", GROUPED),
-        pytest.param(*(2, "phi3", {}, True, "eager", GROUPED), marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (3, "llama", {"target_modules": SOME}, True, "eager", (*GROUPED, "mixed 1")),
+                (2, "gpt2", {}, False, "eager", GROUPED),
+                (2, "phi3", {}, True, "eager", GROUPED),
+            )
+        ),
     ],
 )
 def test_exact(

@@ -72,8 +72,11 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
 @pytest.mark.parametrize(
     "kind",
     [
-        *("sgd", "foreach", "scaler", "accumulate", "frozen", "made before"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("loop", "fused")),
+        *("accumulate", "frozen", "made before"),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("sgd", "loop", "foreach", "fused", "scaler")
+        ),
     ],
 )
 def test_optimizers(kind: str, pool2: RankPool) -> None:
@@ -154,10 +157,10 @@ def memory(plan: str) -> tuple[float, int, int, int]:
 @pytest.mark.parametrize(
     ("plan", "p"),
     [
-        *((plan, 2) for plan in ("megatron_cz", "megatron_ts", "metp")),
+        *((plan, 2) for plan in ("megatron_cz", "metp")),
         *(
-            pytest.param(plan, 4, marks=pytest.mark.slow)
-            for plan in ("megatron_cz", "megatron_ts", "metp")
+            pytest.param(plan, p, marks=pytest.mark.slow)
+            for plan, p in (("megatron_ts", 2), ("megatron_cz", 4), ("megatron_ts", 4), ("metp", 4))
         ),
     ],
 )
@@ -284,7 +287,8 @@ def train_unsplittable(inner: str) -> None:
     assert any(captures_of(compiled, whole=True)) and not any(captures_of(compiled))
 
 
-@pytest.mark.parametrize("inner", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_graph_that_cannot_be_split(inner: str, pool2: RankPool) -> None:
     """Whole weights on every rank, each with the whole gradient."""
     pool2.run(train_unsplittable, inner, timeout_s=100)
