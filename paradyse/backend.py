@@ -18,18 +18,18 @@ from torch import Tensor, fx
 from paradyse.choice import choice_of
 from paradyse.config import Options, check_count, parse_options
 from paradyse.distributed import collectives
-from paradyse.distributed.agreement import (
+from paradyse.distributed.agreement import Call, agreement_of
+from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
+from paradyse.distributed.checksums import BatchChecksum, checksum
+from paradyse.distributed.facts import (
     GRADIENTS,
     INPUTS,
+    OPTIMIZERS,
     PROFILE,
     PROGRAM,
     RANDOM_STATE,
     WEIGHTS,
-    Call,
-    agreement_of,
 )
-from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
-from paradyse.distributed.checksums import BatchChecksum, checksum
 from paradyse.distributed.failures import OutOfMemoryError
 from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
@@ -341,8 +341,10 @@ class _Graph:
         try:
             return call.forward(lambda: self._run(args, sizes, plan))
         except OutOfMemoryError as e:
-            safer = guard(*shape)
-            if safer == plan or not self.capture.options.retry_out_of_memory:
+            if not (self.capture.options.retry_out_of_memory and e.may_repeat):
+                raise
+            safer = guard(*shape)  # ranks agree on it: only where all of them come here
+            if safer == plan:
                 raise
             log.warning("%s. This forward is run again by the plan %s", e, safer.key)
         if random_state is not None:
@@ -386,6 +388,7 @@ class _Graph:
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
             **self._program_facts,
+            OPTIMIZERS: self.choice.optimizers.count,
             RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
             PROFILE: profile.profile.checksum if first and profile else 0,
         }

@@ -7,16 +7,20 @@ than the rest, and must all the same ask for plans, and agree on measurements, a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.config import Options
-from paradyse.distributed.agreement import PLAN, Agreement
+from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, device_of
+from paradyse.distributed.facts import PLAN
 from paradyse.distributed.session import Recent
 from paradyse.planning.costs import Machine
 from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
@@ -27,7 +31,8 @@ from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
-from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
+from paradyse.weights.optimizer_state import OptimizersSeen
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 
 class Choice:
@@ -55,14 +60,16 @@ class Choice:
         self.dtype = weights[0].dtype if weights else torch.float32
         self.cost_model = self._cost_model()
         self._profiled: Machine | None = None
-        static = sum(map(static_bytes, weights))
-        known = self._machine, static, self.sharded, self.cost_model
+        self.optimizers = OptimizersSeen(weights)
+        known = self._machine, self.optimizers.static_bytes(), self.sharded, self.cost_model
         self.planner = Planner(options, self.blocks, axis.size, *known)
         like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.feedback: Feedback | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses:
             self.feedback = Feedback(self.planner, self.guard.forget)
+            stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+            weakref.finalize(self, stepped.remove)
 
     def _cost_model(self) -> CostModel | None:
         """Of the profile that the options name; on one rank there is nothing to choose."""
@@ -115,11 +122,20 @@ class Choice:
             self.planner.ran_out(workload)
             self.guard.forget()
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has stepped: from now on plans count with what it holds."""
+        if self.optimizers.add(optimizer):
+            self.planner.hold(self.optimizers.static_bytes())
+            self.guard.forget()
 
-def static_bytes(weight: torch.nn.Parameter) -> int:
-    """Of what this rank holds of ``weight``; of a trained one also of its gradient and, as in Adam,
-    two moments."""
-    return (4 if weight.requires_grad else 1) * rows_here(weight).nbytes
+
+def _stepped(
+    choice: weakref.ref[Choice], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    """A hook of all optimizers."""
+    known = choice()
+    if known is not None:
+        known.stepped(optimizer)
 
 
 class _Choices:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from paradyse.checkpoint.buffers import Held, held_tensors, remake
 from paradyse.checkpoint.folder import listed
-from paradyse.distributed.agreement import FILES
 from paradyse.distributed.axis import SINGLE, Axis, device_of
 from paradyse.distributed.checksums import checksum
+from paradyse.distributed.facts import FILES
 from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module
 from paradyse.weights.sharded_tensor import ShardedTensor

@@ -4,19 +4,19 @@ A rank that skips a batch, reads logits alone or holds other weights sends other
 rest: then they hang, abort, or train on a mixture of two batches. So before every forward, every
 backward and every read of an output that is gathered late, ranks exchange one small message of
 fixed size over a group of their own, a digest of a few facts. Where digests differ all ranks
-exchange the facts themselves and raise the same error, and are in step again.
+exchange the facts themselves and raise the same error, and are in step again. What the others tell
+is heard before the next message of any other kind, not at once: the host computes meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from torch import nn
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
-from paradyse.distributed.collectives import CollectiveError, Started, Watchers
+from paradyse.distributed.collectives import CollectiveError, Pending, Started, Watchers
 from paradyse.distributed.control import Control, control_of, tell_all
+from paradyse.distributed.facts import DOING, difference, digest
 from paradyse.distributed.failures import (
     DroppedCallError,
     Failure,
@@ -43,36 +44,6 @@ from paradyse.torch_private import (
 )
 
 T = TypeVar("T")
-
-DOING = "what they do"
-WEIGHTS = "the weights (checksum)"
-PROFILE = "the profile (checksum)"
-FILES = "the files (checksum)"
-RANDOM_STATE = "the random state"
-GRADIENTS = "whether gradients are enabled"
-PLAN = "the plan"
-INPUTS = "the inputs given"
-PROGRAM = "the program (checksum)"
-"""What errors call the facts."""
-
-WAYS_OUT = {
-    DOING: "every rank must run the same lines: call the model, run backward and read its outputs "
-    "on all ranks or on none, and skip a batch on all ranks or on none",
-    GRADIENTS: "enter torch.no_grad() and model.eval() on every rank alike",
-    RANDOM_STATE: "call torch.manual_seed with the same seed on every rank of the group "
-    "(dropout draws from it)",
-    WEIGHTS: "call torch.manual_seed with the same seed on every rank before the "
-    "model is built, or load the same checkpoint on all",
-    FILES: "give every rank the same files, or a copy of them",
-    PROFILE: "give option 'cost_model' a copy of one file on every rank",
-    PROGRAM: "the model must be in the same state on every rank: training or evaluation, autocast, "
-    "gradient checkpointing, what is trained",
-    PLAN: "a function given as option 'plan' must give equal answers on all ranks",
-}
-SAME_BATCH = (
-    "every rank of a sequence-parallel group must be given the same global batch; split data only "
-    "across data-parallel replicas"
-)
 
 
 class Agreement:
@@ -95,6 +66,10 @@ class Agreement:
         """What carries comparisons, by whether all ranks of the mesh take part."""
         self._left: Callable[[], None] | None = None
         """What the others wait for since this rank failed."""
+        for a in self._axes:
+            before = a.session.of(Started).before
+            if self._of_axis.settle not in before:
+                before.append(self._of_axis.settle)
 
     def begin(
         self,
@@ -102,14 +77,13 @@ class Agreement:
         facts: Mapping[str, Any],
         parameters: Sequence[weakref.ref[nn.Parameter]] = (),
     ) -> Call:
-        """A call of the model, compared with the other ranks'.
+        """A call of the model, to be compared with the other ranks' before its first message.
 
         Args:
             trains: gradients will be averaged over all ranks of the mesh.
             facts: what errors call it -> a number or text that the ranks of the axis must share.
             parameters: what backward of the call may give gradients to.
         Raises:
-            ValueError: on every rank, naming what differs, which rank holds what, and the way out.
             CollectiveError: a message has failed before, so ranks are no longer in step.
         """
         if self._is_broken():
@@ -120,7 +94,7 @@ class Agreement:
         self._num_calls[trains] += 1
         kind = "training call" if trains else "call without gradients"
         name = f"{kind} {self._num_calls[trains]}"
-        self.compare(f"calls the model ({name})", facts, trains)
+        self.tell(f"calls the model ({name})", facts, trains)
         call = self._of_axis.call = Call(self, name, trains, parameters)
         return call
 
@@ -138,12 +112,40 @@ class Agreement:
             facts: shared by the ranks of the axis.
             common: shared as ``doing`` is.
         Raises:
-            ValueError: as ``begin``.
+            ValueError: on every rank, naming what differs, which rank holds what, and the way out.
             DroppedCallError: a rank has failed.
         """
-        self._exchange(doing, facts, together, common or {}, None)
+        self.tell(doing, facts, together, common)
+        self._of_axis.settle()
 
-    def fail(self, failure: Failure, together: bool) -> None:
+    def tell(
+        self,
+        doing: str,
+        facts: Mapping[str, Any],
+        together: bool = False,
+        common: Mapping[str, Any] | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        """The first half of ``compare``: its errors come before this rank's next message, or from
+        its next comparison.
+
+        Args:
+            doing, facts, together, common: as of ``compare``.
+            failure: of this rank.
+        """
+        self._of_axis.settle()
+        if self._left is not None:
+            left, self._left = self._left, None
+            left()
+        shared = {DOING: doing, **(common or {})}
+        control = self._control[together]
+        _name(control.axis, doing)
+        row = [self._leader, digest(shared), digest(facts), failure is not None]
+        mine = torch.tensor(row, device="cpu")  # whatever the default device
+        table = collectives.start_all_gather(mine, control.axis, collectives.AGREEMENT)
+        self._of_axis.told = _Told(self, control, shared, facts, failure, table)
+
+    def fail(self, failure: Failure, together: bool) -> NoReturn:
         """Tell the other ranks of the ``failure`` of this one.
 
         Args:
@@ -152,7 +154,9 @@ class Agreement:
             DroppedCallError: what all ranks are told.
         """
         self._control[together].alarm.ring()
-        self._exchange(f"failed in {failure.doing}", {}, together, {}, failure)
+        self.tell(f"failed in {failure.doing}", {}, together, failure=failure)
+        self._of_axis.settle()
+        raise AssertionError("all ranks drop a call that one has failed in")
 
     def listen(self) -> None:
         """Asked while this rank waits for a message.
@@ -162,7 +166,7 @@ class Agreement:
         """
         for together, control in self._control.items():
             if control.alarm.rings():
-                self._exchange("waits for a message", {}, together, {}, None)
+                self.compare("waits for a message", {}, together)
 
     def watch_backward(self, call: Call) -> None:
         """From within the backward of ``call``."""
@@ -199,6 +203,7 @@ class Agreement:
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
         every rank."""
+        self._of_axis.settle()
         _name(self._control[False].axis, "chooses a plan")
         mine = torch.tensor(numbers, device="cpu")
         told: list[int] = collectives.all_gather(
@@ -209,35 +214,25 @@ class Agreement:
     def _is_broken(self) -> bool:
         return any(a.session.of(Started).broken for a in self._axes)
 
-    def _exchange(
-        self,
-        doing: str,
-        facts: Mapping[str, Any],
-        together: bool,
-        common: Mapping[str, Any],
-        failure: Failure | None,
-    ) -> None:
-        if self._left is not None:
-            left, self._left = self._left, None
-            left()
-        shared = {DOING: doing, **common}
-        control = self._control[together]
-        _name(control.axis, doing)
-        row = [self._leader, _digest(shared), _digest(facts), failure is not None]
-        mine = torch.tensor(row, device="cpu")  # whatever the default device
-        table = collectives.all_gather(mine, control.axis, collectives.AGREEMENT)
-        rows = {tuple(row) for row in table.tolist()}
+    def hear(self, told: _Told) -> None:
+        """The second half of ``compare``, after ``told`` was told.
+
+        Raises:
+            ValueError, DroppedCallError: as ``compare``.
+        """
+        control = told.control
+        rows = {tuple(row) for row in told.table.wait().tolist()}
         if any(failed for *_, failed in rows):
-            self._drop_call(control, failure)
+            self._drop_call(control, told.failure)
         if len({r[1] for r in rows}) == 1 and len(rows) == len({r[0] for r in rows}):
             return
-        mine_told = self._leader, shared, {**shared, **facts}, self._num_calls
-        told = tell_all(mine_told, control.axis)
+        mine = self._leader, told.shared, {**told.shared, **told.facts}, self._num_calls
+        all_told = tell_all(mine, control.axis)
         for trains in self._num_calls:  # whoever goes on after this error is in step
-            self._num_calls[trains] = max(numbers[trains] for *_, numbers in told)
+            self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
         self._of_axis.end_backwards(_FAILED)
         raise RanksDisagreeError(
-            _difference(told, dist.get_process_group_ranks(control.axis.group))
+            difference(all_told, dist.get_process_group_ranks(control.axis.group))
         )
 
     def _drop_call(self, control: Control, failure: Failure | None) -> NoReturn:
@@ -297,6 +292,9 @@ class Call:
     """The axis and id of the block that is computed."""
     out_of_memory: Callable[[], None] = lambda: None
     """Called on every rank where one of them ran out of memory."""
+    all_ended: bool = False
+    """A message has told this rank that all ranks have done the work of the forward, so that they
+    need not compare its end."""
 
     def forward(self, compute: Callable[[], T]) -> T:
         """``compute()``, the outputs of the call, once all ranks have theirs.
@@ -308,33 +306,34 @@ class Call:
             OutOfMemoryError: a rank ran out of memory.
             RankFailedError: another rank raised something else; on this one its own error.
         """
-        return self._to_the_end(f"forward of {self.name}", compute, self.trains)
+        self.all_ended = False
+        doing = f"forward of {self.name}"
+        out = self._attempt(doing, compute, self.trains)
+        if not self.all_ended:
+            self.agreement.compare(f"ends {doing}", {}, self.trains)
+        return out
 
-    def _to_the_end(self, doing: str, compute: Callable[[], T], together: bool) -> T:
+    def _attempt(self, doing: str, compute: Callable[[], T], together: bool) -> T:
         try:
-            out = compute()
+            return compute()
         except (DroppedCallError, CollectiveError):
             raise
         except Exception as e:
             place = "" if self.at is None else place_of(*self.at)
             traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
-            told = Failure(dist.get_rank(), doing, place, _first_line(e), is_out_of_memory(e))
+            what = _first_line(e), is_out_of_memory(e)
+            told = Failure(dist.get_rank(), doing, place, *what, is_late=self.all_ended)
             try:
                 self.agreement.fail(told, together)
             except RankFailedError:
                 raise e from None
         finally:
             self.at = None
-        self.agreement.compare(f"ends {doing}", {}, together)
-        return out
 
     def backward(self, output: str) -> None:
-        """Gradients reach ``output``: all ranks come to the end of this backward, or none.
-
-        Raises:
-            ValueError: on every rank, where another one does something else.
-        """
-        self.agreement.compare(f"runs backward of {self.name} from {output}", {}, self.trains)
+        """Gradients reach ``output``: all ranks come to the end of this backward, or none. Where
+        another one does something else, all raise before the first message."""
+        self.agreement.tell(f"runs backward of {self.name} from {output}", {}, self.trains)
         self.agreement.watch_backward(self)
 
     def read(self, output: str, compute: Callable[[], T]) -> T:
@@ -348,8 +347,11 @@ class Call:
             DroppedCallError: as ``forward``.
         """
         what = f"the output {output} of {self.name}"
-        self.agreement.compare(f"reads {what}", {})
-        return self._to_the_end(f"the read of {what}", compute, together=False)
+        self.all_ended = False
+        self.agreement.tell(f"reads {what}", {})
+        out = self._attempt(f"the read of {what}", compute, together=False)
+        self.agreement.compare(f"ends the read of {what}", {})
+        return out
 
 
 _RUNNING, _ENDED, _FAILED = "running", "ended", "failed"
@@ -396,6 +398,17 @@ class _Backward:
                 p.grad = None
 
 
+class _Told(NamedTuple):
+    """What this rank has told the others, and has not heard of them yet."""
+
+    by: Agreement
+    control: Control
+    shared: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    failure: Failure | None
+    table: Pending
+
+
 class _Agreements(dict[tuple[int, ...], Agreement]):
     """Those of one axis, by the ranks that train together."""
 
@@ -404,6 +417,17 @@ class _Agreements(dict[tuple[int, ...], Agreement]):
         self.call: Call | None = None
         """The latest of any of them."""
         self.backwards: weakref.WeakSet[_Backward] = weakref.WeakSet()
+        self.told: _Told | None = None
+
+    def settle(self) -> None:
+        """Hear what the others tell, where this rank has told them something.
+
+        Raises:
+            ValueError, DroppedCallError: as ``Agreement.compare``.
+        """
+        told, self.told = self.told, None
+        if told is not None:
+            told.by.hear(told)
 
     def end_backwards(self, state: str) -> None:
         """Those under way are over, with ``state``."""
@@ -440,7 +464,7 @@ def compare(axis: Axis, doing: str) -> None:
     """Compare what this rank is ``doing`` with the other ranks of ``axis``.
 
     Raises:
-        ValueError: as ``Agreement.begin``.
+        ValueError: as ``Agreement.compare``.
     """
     agreement = agreement_of(axis)
     if agreement is not None:
@@ -450,22 +474,6 @@ def compare(axis: Axis, doing: str) -> None:
 def _name(control: Axis, doing: str) -> None:
     """Have errors of messages over ``control`` say what ranks were ``doing``."""
     collectives.traffic(control, collectives.AGREEMENT).name = f"agreement: {doing}"
-
-
-def _difference(told: Sequence[tuple[int, Any, Mapping[str, Any], Any]], ranks: list[int]) -> str:
-    """The first fact that differs, over all ranks or within the ranks of one axis."""
-    everyone = range(len(told))
-    axes = [[i for i in everyone if told[i][0] == a] for a in sorted({t[0] for t in told})]
-    for of, names in ((everyone, told[0][1]), *((axis, told[axis[0]][2]) for axis in axes)):
-        for name in names:
-            held = [told[i][2].get(name, "nothing") for i in of]
-            if len(set(held)) > 1:
-                who = ", ".join(f"rank {ranks[i]}: {v}" for i, v in zip(of, held, strict=True))
-                way_out = WAYS_OUT.get(
-                    WEIGHTS if name.startswith("the weight ") else name, SAME_BATCH
-                )
-                return f"ranks of one group disagree on {name}: {who}. {way_out}."
-    return f"ranks of one group disagree: {told}"
 
 
 def _num_out_of_memory() -> int:
@@ -478,8 +486,3 @@ def _num_out_of_memory() -> int:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _digest(x: Any) -> int:
-    digest = hashlib.blake2b(repr(x).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -184,6 +184,8 @@ class Started:
         """What the last one was for."""
         self.broken = False
         """One of them failed: another rank is gone."""
+        self.before: list[Callable[[], None]] = []
+        """Called before each; what they raise keeps the message from starting."""
 
     def add(self, message: Message, block_id: int) -> None:
         """``message`` has started, for the block ``block_id``."""
@@ -208,7 +210,7 @@ class Pending:
     ):
         self._works, self._result, self._context = works, result, (what, axis, block_id)
         self._keep = keep  # send buffers must outlive the transfer
-        self._on_gloo = axis.group is None or _on_gloo(axis)
+        self._on_gloo = axis.group is None or waits_on_host(axis)
         self._watched = block_id != AGREEMENT  # which nothing may interrupt
 
     def wait(self) -> Any:
@@ -268,6 +270,9 @@ def _start(
 ) -> Pending:
     """Call ``launch`` to start the collective ``what`` with ``x``; ``kind`` where it is carried by
     another one."""
+    started = axis.session.of(Started)
+    for settle in started.before:
+        settle()
     block = traffic(axis, block_id)
     block.sent_bytes[what] += num_bytes
     block.calls[what] += 1
@@ -278,11 +283,13 @@ def _start(
     except RuntimeError as e:
         raise failure(what, axis, block_id, e) from e
     message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
-    axis.session.of(Started).add(message, block_id)
+    started.add(message, block_id)
     return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
 
 
-def _on_gloo(axis: Axis) -> bool:
+def waits_on_host(axis: Axis) -> bool:
+    """Whether a message over ``axis`` is over when its ``wait`` is, as on gloo; on NCCL the host
+    goes on, and the device waits."""
     return backend_of(axis.group) == "gloo"
 
 
@@ -323,7 +330,7 @@ def gather_objects(x: Any, axis: Axis, block_id: int) -> list[Any]:
 def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
     """Start ``all_gather`` of ``x``."""
     num_bytes = x.nbytes * (axis.size - 1)
-    if _on_gloo(axis):
+    if waits_on_host(axis):
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
         return _all_to_all_async(copies, axis, block_id, "all_gather", num_bytes)
     x = x.contiguous()
@@ -335,7 +342,7 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
 def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
     num_bytes = x.nbytes * (axis.size - 1) // axis.size
-    if _on_gloo(axis):
+    if waits_on_host(axis):
         return _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait().sum(0)
     x = x.contiguous()
     out = torch.empty_like(x[0])
@@ -349,7 +356,7 @@ _SMALL_ELEMENTS = 1 << 14
 
 def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Sum over ranks of ``x``, a new tensor of its shape; the same bits on every rank."""
-    if _on_gloo(axis) and x.numel() < _SMALL_ELEMENTS:
+    if waits_on_host(axis) and x.numel() < _SMALL_ELEMENTS:
         num_bytes = 2 * x.nbytes * (axis.size - 1) // axis.size
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
         return _all_to_all_async(copies, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
@@ -401,7 +408,7 @@ def ring_exchange(x: Tensor, axis: Axis, block_id: int) -> Pending:
     x = x.contiguous()
     out = torch.empty_like(x)
     launch: Callable[[], Any]
-    if _on_gloo(axis):
+    if waits_on_host(axis):
         # its point-to-point takes ten times as long for small messages as an uneven all-to-all
         splits = [[x.numel() if r == peer else 0 for r in ranks] for peer in (source, to)]
         flat = (out.view(-1), x.view(-1), *splits)

@@ -32,7 +32,16 @@ class RankFailedError(DroppedCallError, CollectiveError):
 
 
 class OutOfMemoryError(DroppedCallError, torch.OutOfMemoryError):
-    """A rank ran out of memory; the text says which and where. It is raised on every rank."""
+    """A rank ran out of memory; the text says which and where. It is raised on every rank.
+
+    Args:
+        text: the message.
+        may_repeat: every rank is still in the call that failed, so that all may make it again.
+    """
+
+    def __init__(self, text: str, may_repeat: bool = False) -> None:
+        super().__init__(text)
+        self.may_repeat = may_repeat
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class Failure:
     out_of_memory: bool
     holds_graph: bool = False
     """The rank lets go of what it computed only once its caller has: in backward."""
+    is_late: bool = False
+    """Other ranks may have ended the call before."""
 
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"
@@ -67,7 +78,8 @@ def error_of(failures: Sequence[Failure]) -> DroppedCallError:
         return OutOfMemoryError(
             f"{told}. {step}: a loop may catch torch.OutOfMemoryError on every rank, clear the "
             "gradients and go on with the next batch; shorter or fewer sequences, more ranks or "
-            "paradyse.shard need less memory"
+            "paradyse.shard need less memory",
+            may_repeat=not any(f.is_late for f in failures),
         )
     return RankFailedError(f"{told}. {step}; see that rank's own error")
 

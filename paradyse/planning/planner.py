@@ -141,7 +141,12 @@ class Planner:
         """Apply ``corrections`` to predictions from now on; plans are decided anew. On every rank
         alike."""
         self._corrections = corrections
-        self.static_bytes = max(self.static_bytes, corrections.constant(STATIC))
+        self.hold(self.static_bytes)
+
+    def hold(self, static_bytes: int) -> None:
+        """Count with ``static_bytes`` of weights, gradients and optimizer state, or more where the
+        run was seen to hold more; plans are decided anew. On every rank alike."""
+        self.static_bytes = max(static_bytes, self._corrections.constant(STATIC))
         self._settled.clear()
         self._planned.cache_clear()
 

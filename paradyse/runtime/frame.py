@@ -105,6 +105,8 @@ class Frame:
             if gathered is not None:
                 outputs = gathered.release(outputs)
         self.env.update(zip(step.piece.outputs, outputs, strict=True))
+        if step.split and self.call is not None:
+            self.call.all_ended = False
 
     def _checkpointed(self, step: Step, strategy: str, wholes: Wholes) -> Sequence[Any]:
         """The step's outputs; it runs again in backward, when the frame has let go of values."""
@@ -169,12 +171,15 @@ class Frame:
         value = self.env[node]
         if node not in self.ctx.split or self.axis.size == 1 or node.op == "placeholder":
             return value
-        between = self.program.schedule.between_id
         if node in self.ctx.partial:
-            return self._form(
-                node, _REPLICATED, lambda: SumOverRanks.apply(value, self.axis, between)
-            )
+            return self._form(node, _REPLICATED, lambda: self._sum_over_ranks(value))
         return self._form(node, _REPLICATED, lambda: self._gather(node, value))
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        total: Tensor = SumOverRanks.apply(value, self.axis, self.program.schedule.between_id)
+        if self.call is not None and self.program.replicas.size == 1:
+            self.call.all_ended = collectives.waits_on_host(self.axis)
+        return total
 
     def _gather(self, node: fx.Node, value: Tensor) -> Tensor:
         scope, sizes = self.program.scope, bind_factors(self.program.scope, SPLIT, self.sizes)

@@ -309,6 +309,34 @@ def test_a_forward_is_run_again_by_the_smallest_plan(retry: bool, pool2: RankPoo
     assert "megatron_cz" in before and "metp" in after and before != after
 
 
+def after_the_last_message() -> str:
+    """Where an error is heard; the other rank has its loss by then, and nothing is run again."""
+    loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"])
+    loop.step()
+    loop.model.zero_grad()
+    result, left, where = Frame.result, [NO_MEMORY] if loop.fails else [], "forward"
+
+    def fail_once(self: Frame, node: Any) -> Any:
+        out = result(self, node)
+        if left:
+            raise left.pop()
+        return out
+
+    with patch.object(Frame, "result", fail_once), pytest.raises(torch.OutOfMemoryError) as heard:
+        loss = loop.compiled(**loop.batch).loss
+        where = "backward"
+        loss.backward()
+    assert "rank 1 ran out of memory in forward of training call" in str(heard.value)
+    del heard
+    assert all(p.grad is None for p in loop.model.parameters())
+    assert loop.is_exact()
+    return where
+
+
+def test_after_the_last_message_others_hear_in_backward(pool2: RankPool) -> None:
+    assert pool2.run(after_the_last_message) == ["backward", "forward"]
+
+
 def accumulate() -> bool:
     """Gradients of the batch before are kept where they were whole."""
     loop = Loop(True, plan="auto", strategies=["megatron_cz", "metp"])

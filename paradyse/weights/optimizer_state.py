@@ -1,0 +1,67 @@
+"""What optimizers hold of weights: known once they have stepped."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paradyse.weights.sharded_tensor import rows_here
+
+MOMENTS = 2
+"""States of its size that an optimizer is taken to hold of a trained weight, as Adam does, until it
+has stepped."""
+
+
+def state_bytes(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> int:
+    """Bytes that ``optimizer`` holds, on the weights' own devices, of what this rank has of those
+    ``weights`` that it trains. One that had no gradient yet counts as the others."""
+    trained = {id(w) for group in optimizer.param_groups for w in group["params"]}
+    mine = [w for w in weights if w.requires_grad and id(w) in trained]
+    known = {w: optimizer.state[w] for w in mine if optimizer.state.get(w)}
+    held = sum(
+        rows_here(x).nbytes
+        for w, state in known.items()
+        for x in state.values()
+        if isinstance(x, Tensor) and x.device == w.device
+    )
+    total, seen = (sum(rows_here(w).nbytes for w in of) for of in (mine, known))
+    return held * total // seen if seen else 0
+
+
+class OptimizersSeen:
+    """The optimizers of a model that have stepped.
+
+    Args:
+        weights: of the model.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self._weights = [weakref.ref(w) for w in weights]
+        self._held: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """What those hold that are still there."""
+        self.count = 0
+        """Of those that have stepped."""
+
+    def add(self, optimizer: Optimizer) -> bool:
+        """Note what ``optimizer`` holds, which has stepped; whether it is the first time, and the
+        optimizer one of the model's."""
+        if optimizer in self._held:
+            return False
+        weights = [w for w in (ref() for ref in self._weights) if w is not None]
+        ours = set(map(id, weights))
+        if not any(id(w) in ours for group in optimizer.param_groups for w in group["params"]):
+            return False
+        self._held[optimizer] = state_bytes(optimizer, weights)
+        self.count += 1
+        return True
+
+    def static_bytes(self) -> int:
+        """Bytes on this rank of the weights, of the gradients of trained ones, and of what
+        optimizers hold: as ``MOMENTS`` says while none has stepped."""
+        weights = [w for w in (ref() for ref in self._weights) if w is not None]
+        trained = sum(rows_here(w).nbytes for w in weights if w.requires_grad)
+        states = sum(self._held.values()) if self.count else MOMENTS * trained
+        return sum(rows_here(w).nbytes for w in weights) + trained + states
