@@ -24,7 +24,7 @@ from torch import Tensor
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward, empty_like_heads, empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
-from paradyse.torch_private import schema_of, tree_leaves
+from paradyse.torch_private import overload_of, schema_of, tree_leaves
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """dq, dk, dv, and the bias's gradient (of no elements when it was not asked for)."""
@@ -39,6 +39,9 @@ ARGUMENTS = (
 
 BACKWARD = "Tensor grad_out, Tensor[] saved, SymInt num_kv_heads, SymInt key_width, bool bias_grad"
 """Of every backward operator before its own and ``ARGUMENTS``."""
+
+_GRADIENTS: dict[Any, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]] = {}
+"""Operator -> what notes for its gradient what that needs, and the gradient."""
 
 
 def make_spec(
@@ -150,6 +153,34 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
 
     backward.register_fake(fake)
     forward.register_autograd(gradient, setup_context=setup_context)
+    _GRADIENTS[overload_of(forward)] = setup_context, gradient
+
+
+class _Replayed(torch.autograd.Function):
+    """The output of an operator that has run; its gradient is the operator's."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, results: Sequence[Tensor], *inputs: Any) -> Tensor:
+        out = results[0].view_as(results[0])
+        ctx.op, (setup_context, _) = op, _GRADIENTS[op]
+        setup_context(ctx, inputs, (out, *results[1:]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> Any:
+        _, gradient = _GRADIENTS[ctx.op]
+        return None, None, *gradient(ctx, grad_out)
+
+
+def replayed(op: Any, results: Sequence[Tensor], *inputs: Any) -> tuple[Tensor, ...]:
+    """``op(*inputs)`` where its ``results`` are known: nothing is computed but gradients.
+
+    Args:
+        op: an ``OpOverload`` with a gradient of ``register_gradient``.
+        results: the tensors that it gave.
+        inputs: what it was given.
+    """
+    return (_Replayed.apply(op, results, *inputs), *results[1:])
 
 
 @torch.library.custom_op(

@@ -39,8 +39,9 @@ def _take_rows(
     return torch.cat(parts, dim)
 
 
-def _natural_order(stacked: Tensor, dim: int) -> Tensor:
-    """Rows of every rank, [p, .., s, ..], as one tensor [.., p s, ..] in sequence order."""
+def natural_order(stacked: Tensor, dim: int) -> Tensor:
+    """Rows of every rank, ``stacked`` [p, .., s, ..] with s even, as one tensor [.., p s, ..] in
+    sequence order; ``dim`` is that of the result."""
     p = stacked.shape[0]
     halves = [t.chunk(2, dim) for t in stacked.unbind(0)]
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
@@ -60,7 +61,7 @@ def take_own(x: Tensor, layout: TokenLayout, rank: int, dim: int) -> Tensor:
 def _gather(x: Tensor, axis: Axis, block_id: int, dim: int, seq_len: int) -> Tensor:
     """Rows [.., s, ..] of every rank as one tensor [.., S, ..] in sequence order."""
     stacked = collectives.all_gather(x, axis, block_id)
-    return _natural_order(stacked, dim).narrow(dim, 0, seq_len).contiguous()
+    return natural_order(stacked, dim).narrow(dim, 0, seq_len).contiguous()
 
 
 @torch.library.custom_op("paradyse::gather_tokens", mutates_args=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,6 +13,14 @@ import paradyse.kernels.attention_op  # noqa: F401  registers the operator
 from paradyse.types import MaskSpec
 
 ATTENTION = torch.ops.paradyse.attention.default
+
+Apply = Callable[..., Any]
+"""(an operator of attention, its arguments) -> its results."""
+
+
+def apply_operator(op: Any, *args: Any) -> Any:
+    """The results of ``op`` for ``args``: an ``Apply``."""
+    return op(*args)
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class AttentionCall:
         """With ``seed`` (int64 []), if the call has dropout."""
         return replace(self, seed=seed if self.dropout_p > 0 else None)
 
-    def run(self) -> Any:
-        """The operator's results for a whole sequence on one rank: out and lse."""
-        return ATTENTION(*self.args)
+    def run(self, apply: Apply = apply_operator) -> Any:
+        """The operator's results for a whole sequence on one rank, out and lse; ``apply`` calls
+        it.
+        """
+        return apply(ATTENTION, *self.args)

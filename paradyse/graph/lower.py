@@ -94,6 +94,7 @@ def compile_function(
     specs: Sequence[Spec],
     inner: str,
     hints: Mapping[str, int],
+    differentiates: bool = False,
 ) -> Compiled:
     """Trace ``fn`` on fake tensors shaped like ``specs`` and compile the graph with ``inner``.
 
@@ -102,6 +103,7 @@ def compile_function(
         inner: "inductor", "aot_eager", "eager" or another registered backend.
         hints: sizes to trace at; the function holds for these and for all that its guards allow. A
             size of 1 is fixed: it is special to broadcasting.
+        differentiates: ``fn`` asks autograd for gradients, so the graph holds what autograd calls.
     """
     start = time.perf_counter()
     static = {name: n for name, n in hints.items() if n == 1}
@@ -129,7 +131,7 @@ def compile_function(
     with no_saved_tensors_hooks():
         with fake_mode:
             fakes = [example(s) for s in specs]
-            graph = make_fx(fn, pre_dispatch=True)(*fakes)
+            graph = make_fx(fn, pre_dispatch=not differentiates)(*fakes)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         with tracing(TracingContext(fake_mode)):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.distributed.axis import Axis
+from paradyse.graph.attention_call import Apply, apply_operator
 from paradyse.graph.factors import Factor, Names
 from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_function
 from paradyse.graph.subgraph import Labels, Piece, is_weight, structure
@@ -74,6 +75,7 @@ class VariantCache:
         specs: Sequence[Spec],
         inner: str,
         sizes: Mapping[str, int],
+        differentiates: bool = False,
     ) -> Compiled:
         """The function for ``key`` that holds for ``sizes``, compiled now if there is none.
 
@@ -81,6 +83,7 @@ class VariantCache:
             fn: what to compile.
             specs: of its tensors, sizes as letters.
             inner: the compiler's name.
+            differentiates: ``fn`` asks autograd for gradients.
         Raises:
             AssertionError: what was compiled at ``sizes`` does not hold there.
         """
@@ -91,7 +94,7 @@ class VariantCache:
         for hints in self._hints(sizes, inner):
             try:
                 with disable_current_modes():  # they watch what runs, not what is compiled
-                    compiled = compile_function(fn, specs, inner, hints)
+                    compiled = compile_function(fn, specs, inner, hints, differentiates)
             except RuntimeError:
                 if hints == sizes:
                     raise
@@ -149,6 +152,8 @@ class Strategy:
     """The strategy whose variant computes an MLP, where that is another's."""
     refuses: Callable[[Any], str] = lambda block: ""
     """Block -> why it cannot be computed, besides heads or columns that it mixes; "" if it can."""
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Lever -> why no block can have it."""
 
 
 NUM_COMMON = 5
@@ -167,6 +172,8 @@ class LoweredPiece:
     """Dims of the piece's own tensors."""
     eager: bool = False
     """Whether to run it operator by operator, as a compiled region is not worth it."""
+    differentiates: bool = False
+    """Whether ``fn`` asks autograd for gradients."""
     _modes: dict[Any, Compiled] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -175,8 +182,10 @@ class LoweredPiece:
     def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
         common, own = tensors[:NUM_COMMON], iter(tensors[NUM_COMMON:])
         out = self.fn(bind_sizes(self.dims, tensors), common, own)
-        views = self.eager  # a compiled region gives what the next one expects
-        return tuple(o if views or not isinstance(o, Tensor) else o.contiguous() for o in out)
+        if self.eager or self.differentiates:
+            return tuple(out)
+        # a compiled region gives what the next one expects
+        return tuple(o.contiguous() if isinstance(o, Tensor) else o for o in out)
 
     def __call__(
         self, sizes: Mapping[str, int], common: Sequence[Tensor], own: Sequence[Tensor]
@@ -193,9 +202,71 @@ class LoweredPiece:
                 for dims, t in zip(self.dims, tensors, strict=True)
             ]
             key = (self.key, self.scope.axis.name, self.scope.inner, mode, tuple(specs))
-            compiled = self.scope.cache.get(key, self._run, specs, self.scope.inner, sizes)
+            how = (self.scope.inner, sizes, self.differentiates)
+            compiled = self.scope.cache.get(key, self._run, specs, *how)
             self._modes[mode] = compiled
         return compiled.fn(*tensors)
+
+
+class PieceVariant:
+    """What computes a block, or a part of one, as one piece on the rank's tokens."""
+
+    uses: Uses
+    """Weights, and the form in which it takes each."""
+    lowered: LoweredPiece
+    """Of ``compute``."""
+
+    def tensors(self, step: StepContext) -> list[Tensor]:
+        """The piece's own tensors in ``step``."""
+        raise NotImplementedError
+
+    def compute(
+        self,
+        sizes: dict[str, Any],
+        common: Sequence[Tensor],
+        own: Iterator[Tensor],
+        apply: Apply = apply_operator,
+    ) -> Sequence[Any]:
+        """The outputs of the piece.
+
+        Args:
+            sizes: by letter.
+            common: of the step.
+            own: what ``tensors`` gives.
+            apply: calls the operator of attention.
+        """
+        raise NotImplementedError
+
+    def output_dims(self) -> list[Dims]:
+        """Dims of each output."""
+        raise NotImplementedError
+
+    def attended_dims(self) -> Dims | None:
+        """Dims of attention's output, [B, H, tokens, D]; None where there is none."""
+        raise NotImplementedError
+
+    def __call__(self, step: StepContext) -> Any:
+        return self.lowered(step.sizes, step.common, self.tensors(step))
+
+
+def attended_by(attention: fx.Node) -> fx.Node:
+    """The value that holds the output of the node ``attention``."""
+    return next(user for user in attention.users if user.args[1] == 0)
+
+
+def gradients(
+    outputs: Sequence[Any], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[Any]:
+    """Gradients of ``inputs``, where ``cotangents`` are those of ``outputs``; None for inputs that
+    these do not depend on.
+    """
+    pairs = [
+        (y, g) for y, g in zip(outputs, cotangents, strict=True) if getattr(y, "requires_grad", 0)
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    ys, grads = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(ys, inputs, grads, allow_unused=True))
 
 
 def common_dims(scope: Scope) -> tuple[Dims, ...]:

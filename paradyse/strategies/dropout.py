@@ -14,7 +14,7 @@ from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.kernels.dropout import hashed_dropout
-from paradyse.strategies.base import SPLIT, WHOLE, Scope
+from paradyse.strategies.base import SPLIT, Scope
 from paradyse.strategies.groups.model import Groups
 
 
@@ -47,14 +47,14 @@ def dropout_overrides(
         groups: where it runs on a group's part: then those of the groups' core alone.
         heads: int64 [h], query heads (or columns) of the group.
     """
-    whole, local, _, _, seed = common
+    whole, local, _, info, seed = common
     positions = local if layout == SPLIT else whole
     out: dict[fx.Node, Override] = {}
     core = set(groups.core.nodes) if groups is not None else nodes
     for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
 
         def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
-            index = _element_index(scope, node, layout, sizes, positions, groups, heads)
+            index = _element_index(scope, node, layout, sizes, positions, info[0], groups, heads)
             return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
 
         if node in core:
@@ -68,11 +68,13 @@ def _element_index(
     layout: str,
     sizes: Mapping[str, Any],
     positions: Tensor,
+    seq_len: Tensor,
     groups: Groups | None,
     heads: Tensor | None,
 ) -> Tensor:
     """Where each element of ``node``'s value, or of a group's part of it, lies in the whole tensor:
-    int64, of the value's shape.
+    int64, of the value's shape. ``seq_len`` is the tokens of the whole sequence, of which
+    ``positions`` may be any.
     """
     dims, letters = scope.names.of(node), scope.labels(layout).of
     factors = [f for d in dims for f in d]
@@ -84,7 +86,7 @@ def _element_index(
     for at, f in enumerate(factors):
         num: Any = sizes.get(letters.get(f, ""), f.size)
         if f is scope.seq:
-            digit, num = positions, sizes[WHOLE]
+            digit, num = positions, seq_len
         elif f is outer:
             digit = table[:, 0] // ratio
         elif f is inner and outer in factors:  # a digit for each slot

@@ -8,23 +8,26 @@ same program. One rank is the case without any exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
-from paradyse.graph.attention_call import AttentionCall
+from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
+from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, run
 from paradyse.strategies.attention.operators import attend_across_ranks
 from paradyse.strategies.base import (
     SPLIT,
     WHOLE,
     LoweredPiece,
+    PieceVariant,
     Scope,
     StepContext,
     Strategy,
     Uses,
+    attended_by,
     bind_factors,
     piece_key,
     spec_dims,
@@ -37,23 +40,25 @@ _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "coloss
 """How attention crosses ranks under each strategy."""
 
 
-def attention_override(scope: Scope, strategy: str, common: Sequence[Tensor]) -> Override:
-    """The attention operator of ``strategy`` over the axis of ``scope``, called with the arguments
-    of ``paradyse::attention``; ``common`` is ``StepContext.common``.
+def attention_override(
+    scope: Scope, strategy: str, common: Sequence[Tensor], apply: Apply
+) -> Override:
+    """The attention operator of ``strategy`` over the axis of ``scope``, called by ``apply`` with
+    the arguments of ``paradyse::attention``; ``common`` is ``StepContext.common``.
     """
     *_, info, seed = common
 
     def local(*args: Any) -> Any:
-        return AttentionCall(*args).seeded(seed).run()
+        return AttentionCall(*args).seeded(seed).run(apply)
 
     def across_ranks(*args: Any) -> Any:
         call = replace(AttentionCall(*args).seeded(seed), info=info)
-        return attend_across_ranks(call, _METHODS[strategy], scope.axis)
+        return attend_across_ranks(call, _METHODS[strategy], scope.axis, apply)
 
     return across_ranks if strategy in _METHODS and scope.axis.size > 1 else local
 
 
-class LocalPiece:
+class LocalPiece(PieceVariant):
     """A piece run in one layout with whole weights; attention by a strategy of this file.
 
     Args:
@@ -73,6 +78,8 @@ class LocalPiece:
         within: Piece | None = None,
         eager: bool = False,
     ):
+        self.scope, self.piece, self.layout = scope, piece, layout
+        self.strategy, self.attention, self.within = strategy, attention, within or piece
         whole = AttentionCall.of(attention).mask_nodes if attention is not None else []
         self.inputs, self.weight_nodes = split_inputs(piece)
         self.uses: Uses = [(n, None) for n in self.weight_nodes]
@@ -80,22 +87,39 @@ class LocalPiece:
         self.order = [*self.inputs, *self.weight_nodes]
         at = dict(zip(self.inputs, self.layouts, strict=True))
         dims = [spec_dims(scope, n, at.get(n, layout)) for n in self.order]
-        within = within or piece
+        key = piece_key(scope, self.within, layout, strategy)
+        self.lowered = LoweredPiece(scope, key, self.compute, dims, eager)
 
-        def fn(sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]) -> Any:
-            overrides = dropout_overrides(scope, within.nodes, layout, sizes, common)
-            if attention is not None:
-                overrides[attention] = attention_override(scope, strategy, common)
-            given, factors = dict(zip(self.order, own)), bind_factors(scope, layout, sizes)
-            return run(piece, [given[n] for n in piece.inputs], scope.names, factors, overrides)
+    def compute(
+        self,
+        sizes: dict[str, Any],
+        common: Sequence[Tensor],
+        own: Iterator[Tensor],
+        apply: Apply = apply_operator,
+    ) -> Sequence[Any]:
+        """See ``PieceVariant``: of ``sizes``, ``common``, ``own`` and ``apply``."""
+        scope, piece = self.scope, self.piece
+        overrides = dropout_overrides(scope, self.within.nodes, self.layout, sizes, common)
+        if self.attention is not None:
+            way = attention_override(scope, self.strategy, common, apply)
+            overrides[self.attention] = way
+        given, factors = dict(zip(self.order, own)), bind_factors(scope, self.layout, sizes)
+        return run(piece, [given[n] for n in piece.inputs], scope.names, factors, overrides)
 
-        key = piece_key(scope, within, layout, strategy)
-        self.lowered = LoweredPiece(scope, key, fn, dims, eager)
-
-    def __call__(self, step: StepContext) -> Any:
+    def tensors(self, step: StepContext) -> list[Tensor]:
+        """See ``PieceVariant``, of ``step``."""
         inputs = [step.get(n, at) for n, at in zip(self.inputs, self.layouts, strict=True)]
-        weights = step.weights(self.uses)
-        return self.lowered(step.sizes, step.common, [*inputs, *weights])
+        return [*inputs, *step.weights(self.uses)]
+
+    def output_dims(self) -> list[Dims]:
+        """See ``PieceVariant``."""
+        return [spec_dims(self.scope, n, self.layout) for n in self.piece.outputs]
+
+    def attended_dims(self) -> Dims | None:
+        """See ``PieceVariant``."""
+        if self.attention is None:
+            return None
+        return spec_dims(self.scope, attended_by(self.attention), self.layout)
 
 
 def zero_variant(
@@ -138,7 +162,9 @@ def _count_scores(work: Work) -> None:
     work.workspace_bytes += scores_bytes * (2 + work.back) + work.out_bytes
 
 
-def _strategy(name: str, count_core: Callable[[Work], None]) -> Strategy:
+def _strategy(
+    name: str, count_core: Callable[[Work], None], without: Mapping[str, str] | None = None
+) -> Strategy:
     def build(scope: Scope, block: Any, piece: Piece) -> LocalPiece:
         return zero_variant(scope, piece, block.attention, name)
 
@@ -151,9 +177,13 @@ def _strategy(name: str, count_core: Callable[[Work], None]) -> Strategy:
         else:
             work.workspace_bytes += work.between_bytes
 
-    return Strategy(name, build, count, mlp_of="megatron_cz")
+    return Strategy(name, build, count, mlp_of="megatron_cz", without=without or {})
 
 
 MEGATRON_CZ = _strategy("megatron_cz", _count_ring)
-ULYSSES_Z = _strategy("ulysses_z", _count_exchange)
+ULYSSES_Z = _strategy(
+    "ulysses_z",
+    _count_exchange,
+    {"selective": "ulysses keeps the queries, keys and values that it has exchanged"},
+)
 COLOSSAL_Z = _strategy("colossal_z", _count_scores)

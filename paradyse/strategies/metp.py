@@ -30,7 +30,9 @@ from paradyse.strategies.base import (
     StepContext,
     Strategy,
     Uses,
+    attended_by,
     bind_factors,
+    gradients,
     piece_key,
 )
 from paradyse.strategies.dropout import dropout_overrides, has_dropout
@@ -182,7 +184,7 @@ class MetpVariant:
             qkv = self.call.qkv
             inside = closure(scope, qkv, region, leaves)
             self.before = _Stage(self, "before", part("before", inside, qkv), qkv)
-            attended = next(u for u in block.attention.users if u.args[1] == 0)
+            attended = attended_by(block.attention)
             inside = closure(scope, read, region, [*leaves, attended])
             nodes = part("after", inside, read)
         self.after = _Stage(self, "after", nodes, read, attended, groups.downs)
@@ -312,7 +314,7 @@ class MetpVariant:
                 attended = [out.transpose(1, 2).detach().requires_grad_()]
             with torch.enable_grad():
                 ys = self.after(call, group, heads, *attended)
-            grads = _gradients(ys, grads_of_sums, [*leaves, *attended])
+            grads = gradients(ys, grads_of_sums, [*leaves, *attended])
             del ys
             taken.add(index, where, grads[: len(leaves)])
             if self.before is not None:
@@ -326,23 +328,12 @@ class MetpVariant:
                     "ring",
                     self.scope.axis,
                 )
-                taken.add(index, where, _gradients(qkv, d_qkv[:3], leaves))
+                taken.add(index, where, gradients(qkv, d_qkv[:3], leaves))
             taken.send(index)
         return taken.gradients()
 
     def _taken(self, call: _Call, tensors: Sequence[Tensor]) -> GroupTensors:
         return GroupTensors(tensors, self.forms, self.used, int(call.common[3][1]))
-
-
-def _gradients(
-    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> list[Any]:
-    """Gradients of ``inputs``; None for those that ``outputs`` do not depend on."""
-    pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    ys, grads = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(ys, inputs, grads, allow_unused=True))
 
 
 class _Stream(torch.autograd.Function):
@@ -389,4 +380,15 @@ def _count(work: Work) -> None:
     work.attend(work.own_heads, work.pairs)
 
 
-METP = Strategy("metp", MetpVariant, _count, weights="streamed", refuses=masks_inside)
+METP = Strategy(
+    "metp",
+    MetpVariant,
+    _count,
+    weights="streamed",
+    refuses=masks_inside,
+    without={
+        "selective": "metp keeps no more than the block's input and what attention gave",
+        "tiled": "metp computes an MLP by groups of columns; its weights would go round once more "
+        "for every tile",
+    },
+)

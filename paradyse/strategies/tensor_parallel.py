@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.graph.attention_call import AttentionCall
+from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.strategies.base import (
     SPLIT,
     WHOLE,
     LoweredPiece,
+    PieceVariant,
     Scope,
     StepContext,
     Strategy,
     Uses,
+    attended_by,
     bind_factors,
     piece_key,
     spec_dims,
@@ -42,7 +44,7 @@ from paradyse.strategies.groups.model import up_weights
 from paradyse.strategies.work import CORE_OPS, GATHER_OPS, Work
 
 
-class TensorParallelVariant:
+class TensorParallelVariant(PieceVariant):
     """A block as one compiled piece: local, gather, this rank's group, reduce-scatter, local."""
 
     def __init__(self, scope: Scope, block: Any, piece: Piece):
@@ -62,21 +64,26 @@ class TensorParallelVariant:
         at = [piece.nodes.index(n) for n in [*block.up, *block.downs]]
         key = piece_key(scope, piece, WHOLE, f"megatron_ts {at} {groups.text()}")
         self.piece = piece
-        self.lowered = LoweredPiece(scope, key, self._compute, dims)
+        self.lowered = LoweredPiece(scope, key, self.compute, dims)
 
-    def _compute(
-        self, sizes: dict[str, Any], common: Sequence[Tensor], rest: Iterator[Tensor]
-    ) -> Any:
+    def compute(
+        self,
+        sizes: dict[str, Any],
+        common: Sequence[Tensor],
+        own: Iterator[Tensor],
+        apply: Apply = apply_operator,
+    ) -> Sequence[Any]:
+        """See ``PieceVariant``: of ``sizes``, ``common``, ``own`` and ``apply``."""
         scope, groups, segments, block = self.scope, self.groups, self.segments, self.groups.block
         whole, local, _, info, _ = common
-        heads = next(rest) if self.needs_heads else None
-        env: dict[fx.Node, Any] = {n: next(rest) for n in segments.inputs}
-        core_env: dict[fx.Node, Any] = {n: next(rest) for n in self.replicated}
-        ups = [next(rest) for _ in up_weights(groups.ups)]
-        core_env.update((n, next(rest)) for n in groups.region_weights)
-        downs = [d.weight.apply(next(rest)) for d in groups.downs]
-        biases = [d.bias.apply(next(rest)) if d.bias is not None else None for d in groups.downs]
-        env.update((w.node, next(rest)) for w in segments.weights)
+        heads = next(own) if self.needs_heads else None
+        env: dict[fx.Node, Any] = {n: next(own) for n in segments.inputs}
+        core_env: dict[fx.Node, Any] = {n: next(own) for n in self.replicated}
+        ups = [next(own) for _ in up_weights(groups.ups)]
+        core_env.update((n, next(own)) for n in groups.region_weights)
+        downs = [d.weight.apply(next(own)) for d in groups.downs]
+        biases = [d.bias.apply(next(own)) if d.bias is not None else None for d in groups.downs]
+        env.update((w.node, next(own)) for w in segments.weights)
         here = bind_factors(scope, SPLIT, sizes)
         everywhere = {**bind_factors(scope, WHOLE, sizes), **groups.sizes}
         overrides = dropout_overrides(scope, self.piece.nodes, SPLIT, sizes, common)
@@ -84,7 +91,7 @@ class TensorParallelVariant:
             every = self.piece.nodes
             overrides |= dropout_overrides(scope, every, WHOLE, sizes, common, groups, heads)
         if block.attention is not None:
-            overrides[block.attention] = self._attention(common, heads)
+            overrides[block.attention] = self._attention(common, heads, apply)
 
         def gather(x: Tensor, dim: int) -> Tensor:
             return torch.ops.paradyse.gather_tokens(x, local, whole, info, dim, scope.axis.name)
@@ -123,25 +130,36 @@ class TensorParallelVariant:
             together.setdefault(key, []).append(node)
         return list(together.values())
 
-    def _attention(self, common: Sequence[Tensor], heads: Tensor | None) -> Override:
+    def _attention(self, common: Sequence[Tensor], heads: Tensor | None, apply: Apply) -> Override:
         def whole_sequence(*args: Any) -> Any:
-            return replace(AttentionCall(*args).seeded(common[-1]), head_ids=heads).run()
+            return replace(AttentionCall(*args).seeded(common[-1]), head_ids=heads).run(apply)
 
         return whole_sequence
 
-    def __call__(self, values: StepContext) -> Any:
+    def output_dims(self) -> list[Dims]:
+        """See ``PieceVariant``."""
+        return [spec_dims(self.scope, self.groups.block.output, SPLIT)]
+
+    def attended_dims(self) -> Dims | None:
+        """See ``PieceVariant``: of the rank's heads, over the whole sequence."""
+        attention = self.groups.block.attention
+        if attention is None:
+            return None
+        return local_shape(self.scope, attended_by(attention), self.groups.sizes, WHOLE)
+
+    def tensors(self, step: StepContext) -> list[Tensor]:
+        """See ``PieceVariant``, of ``step``."""
         tensors = []
         if self.needs_heads:
             if self.heads is None:
                 mine = torch.tensor(self.groups.slots.q[self.scope.axis.rank])
-                self.heads = mine.clamp(min=0).to(values.common[0].device)
+                self.heads = mine.clamp(min=0).to(step.common[0].device)
             tensors.append(self.heads)
-        tensors += [values.get(n, SPLIT) for n in self.segments.inputs]
+        tensors += [step.get(n, SPLIT) for n in self.segments.inputs]
         for node in self.replicated:
-            value, rows = values.get(node, WHOLE), self.groups.slices.get(node)
+            value, rows = step.get(node, WHOLE), self.groups.slices.get(node)
             tensors.append(value if rows is None else rows.take(value, self.scope.axis.rank))
-        tensors += [w.contiguous() for w in values.weights(self.uses)]
-        return self.lowered(values.sizes, values.common, tensors)
+        return tensors + [w.contiguous() for w in step.weights(self.uses)]
 
 
 def _count(work: Work) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
-from paradyse.graph.attention_call import AttentionCall
+from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.kernels.attention_core import empty_like_heads
 from paradyse.kernels.attention_op import (
     ARGUMENTS,
@@ -25,6 +25,7 @@ from paradyse.kernels.attention_op import (
 )
 from paradyse.strategies.attention import colossal, ring, ulysses
 from paradyse.strategies.attention.method import Context, Method
+from paradyse.torch_private import tree_leaves
 
 METHODS = {
     "ring": Method(ring.forward, ring.backward, steps_alike=True),
@@ -116,21 +117,23 @@ def _fake(
     return out, METHODS[method].fake_kept(q, k, v, axis_named(axis))
 
 
-def _saved(inputs: tuple[Any, ...], outputs: tuple[Tensor, list[Tensor]]) -> list[Tensor]:
+def _saved(inputs: tuple[Any, ...], outputs: Sequence[Any]) -> list[Tensor]:
     q, k, v, method, *_ = inputs
-    out, kept = outputs
+    out, *kept = tree_leaves(outputs)
     return [q, k, v, out, *kept] if METHODS[method].keeps_inputs else kept
 
 
 register_gradient(attention_across_ranks, attention_across_ranks_backward, _saved)
 
 
-def attend_across_ranks(call: AttentionCall, method: str, axis: Axis) -> Any:
+def attend_across_ranks(
+    call: AttentionCall, method: str, axis: Axis, apply: Apply = apply_operator
+) -> Any:
     """Results of ``paradyse::attention_across_ranks`` for ``call``, which has its ``info``, by
-    ``method`` over the ranks of ``axis``.
+    ``method`` over the ranks of ``axis``; ``apply`` calls the operator.
     """
-    op = torch.ops.paradyse.attention_across_ranks
-    return op(*call.qkv, method, axis.name, *call.rest)
+    op = torch.ops.paradyse.attention_across_ranks.default
+    return apply(op, *call.qkv, method, axis.name, *call.rest)
 
 
 def backward_across_ranks(
