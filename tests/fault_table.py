@@ -31,6 +31,7 @@ RECOVER = ("tests/passes/test_recover_masks.py",)
 FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
 REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
 HEADS = "tests/strategies/test_head_parallel.py::"
+LEVERS = "tests/strategies/test_levers.py::"
 ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
 EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
 
@@ -240,6 +241,34 @@ FAULTS: tuple[Fault, ...] = (
         "positions = local if layout == SPLIT else whole",
         "positions = (local - local[0]) if layout == SPLIT else whole",
         ("tests/test_dropin.py::test_dropout[gpt2]",),
+    ),
+    Fault(
+        "rows of every tile put at the start",
+        "paradyse/strategies/tiles.py",
+        "return apart.narrow(at, self.start, self.num_tokens)",
+        "return apart.narrow(at, 0, self.num_tokens)",
+        ("tests/strategies/test_tiles.py",),
+    ),
+    Fault(
+        "gradients of weights from the last tile alone",
+        "paradyse/strategies/tiles.py",
+        "total.add_(part)",
+        "total.copy_(part)",
+        ("tests/strategies/test_tiles.py",),
+    ),
+    Fault(
+        "dropout in a tile as in a sequence of its length",
+        "paradyse/strategies/dropout.py",
+        "digit, num = positions, seq_len",
+        "digit, num = positions, positions.shape[0]",
+        (f"{LEVERS}test_dropout_is_that_of_the_whole_sequence",),
+    ),
+    Fault(
+        "attention computed again where its output is kept",
+        "paradyse/strategies/levers.py",
+        "return replayed(op, (out.transpose(1, 2), lse), *args)",
+        "return op(*args)",
+        (f"{LEVERS}test_what_is_kept_and_what_is_computed_again",),
     ),
     # weights
     Fault(

@@ -1,0 +1,196 @@
+"""Levers of a block: less memory for more time.
+
+Under ``selective`` and ``tiled`` a block runs without autograd. It keeps its inputs for backward,
+and of attention the output and log-sum-exp. Its gradients are a compiled function of these, which
+computes again what they depend on and nothing else: neither attention, nor the block's last linear
+and the message behind it. ``tiled`` runs both over one tile of the tokens after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paradyse.graph.lower import Dims
+from paradyse.kernels.attention_op import replayed
+from paradyse.strategies.base import (
+    NUM_COMMON,
+    Common,
+    LoweredPiece,
+    PieceVariant,
+    Scope,
+    StepContext,
+    Strategy,
+    gradients,
+)
+from paradyse.strategies.tiles import Tile, all_tokens, make_tiles, over_tiles, untileable
+from paradyse.torch_private import tree_leaves
+
+
+class LeveredVariant:
+    """What computes a block that keeps little for backward.
+
+    Args:
+        variant: what computes the block otherwise.
+        tiled: over one tile of the tokens after the other.
+    """
+
+    def __init__(self, variant: PieceVariant, tiled: bool):
+        self.variant, self.tiled, self.uses = variant, tiled, variant.uses
+        self.scope = variant.lowered.scope
+        self.dims = [*variant.lowered.dims[NUM_COMMON:]]
+        """Of the block's own tensors."""
+        self.output_dims = variant.output_dims()
+        self.kept_dims: list[Dims] = []
+        """Of what attention gives, [B, tokens, H, D] and [B, H, tokens]."""
+        self.forward = variant.lowered
+        """Gives the outputs, and then what is kept of attention."""
+        attended = variant.attended_dims()
+        if attended is not None:
+            b, h, s, d = attended
+            self.kept_dims = [(b, s, h, d), (b, h, s)]
+            self.forward = self._lowered("keeping attention", self._keep_attention, self.dims)
+        self._gradients: dict[tuple[bool, ...], LoweredPiece] = {}
+        """Which tensors need gradients -> what computes them."""
+
+    def __call__(self, step: StepContext) -> Any:
+        return _Levered.apply(self, step.sizes, step.common, *self.variant.tensors(step))
+
+    def _lowered(
+        self, what: str, fn: Any, dims: Sequence[Dims], differentiates: bool = False
+    ) -> LoweredPiece:
+        key = f"{what}\n{self.variant.lowered.key}"
+        return LoweredPiece(self.scope, key, fn, dims, differentiates=differentiates)
+
+    def _keep_attention(
+        self, sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]
+    ) -> Sequence[Any]:
+        kept: list[Tensor] = []
+
+        def noted(op: Any, *args: Any) -> Any:
+            results = op(*args)
+            out, lse = tree_leaves(results)
+            kept.extend([out.transpose(1, 2), lse])
+            return results
+
+        return [*self.variant.compute(sizes, common, own, noted), *kept]
+
+    def gradients_for(self, needs: tuple[bool, ...]) -> LoweredPiece:
+        """What computes gradients of those of the block's tensors that ``needs`` names, from these
+        tensors, what was kept, and the gradients of outputs.
+        """
+
+        def fn(
+            sizes: dict[str, Any], common: Sequence[Tensor], given: Iterator[Tensor]
+        ) -> Sequence[Any]:
+            own = [next(given).detach().requires_grad_(need) for need in needs]
+            kept = list(islice(given, len(self.kept_dims)))
+
+            def known(op: Any, *args: Any) -> Any:
+                out, lse = kept
+                return replayed(op, (out.transpose(1, 2), lse), *args)
+
+            with torch.enable_grad():
+                outputs = self.variant.compute(sizes, common, iter(own), known)
+            return gradients(outputs, list(given), [x for x in own if x.requires_grad])
+
+        if needs not in self._gradients:
+            dims = [*self.dims, *self.kept_dims, *self.output_dims]
+            what = f"gradients {''.join(str(int(need)) for need in needs)}"
+            self._gradients[needs] = self._lowered(what, fn, dims, differentiates=True)
+        return self._gradients[needs]
+
+    def run_forward(
+        self, sizes: Mapping[str, int], common: Common, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The outputs, and then what is kept of attention.
+
+        Args:
+            sizes, common: of the step.
+            tensors: the block's own.
+        """
+
+        given = list(zip(tensors, self.dims, strict=True))
+        made = [*self.output_dims, *self.kept_dims]
+        return over_tiles(self._tiles(sizes, common), self.forward, given, made)
+
+    def run_backward(
+        self,
+        sizes: Mapping[str, int],
+        common: Common,
+        saved: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        needs: tuple[bool, ...],
+    ) -> list[Tensor | None]:
+        """Gradients of the block's own tensors.
+
+        Args:
+            sizes, common: of the step.
+            saved: the block's own tensors, and what was kept of attention.
+            cotangents: gradients of the outputs.
+            needs: which of the tensors need gradients.
+        """
+        dims = [*self.dims, *self.kept_dims, *self.output_dims]
+        given = list(zip([*saved, *cotangents], dims, strict=True))
+        made = [d for d, need in zip(self.dims, needs, strict=True) if need]
+        piece = self.gradients_for(needs)
+        found = iter(over_tiles(self._tiles(sizes, common), piece, given, made))
+        return [next(found) if need else None for need in needs]
+
+    def _tiles(self, sizes: Mapping[str, int], common: Common) -> list[Tile]:
+        """What is computed at once, one after the other."""
+        if self.tiled:
+            return make_tiles(self.scope.axis, sizes, common)
+        return all_tokens(sizes, common)
+
+
+class _Levered(torch.autograd.Function):
+    """A block without autograd inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        block: LeveredVariant,
+        sizes: Mapping[str, int],
+        common: Common,
+        *tensors: Tensor,
+    ) -> Any:
+        results, num_outputs = block.run_forward(sizes, common, tensors), len(block.output_dims)
+        ctx.of = block, sizes, common
+        ctx.save_for_backward(*tensors, *results[num_outputs:])
+        return tuple(results[:num_outputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        block, sizes, common = ctx.of
+        needs = ctx.needs_input_grad[3:]
+        with torch.autocast(cotangents[0].device.type, enabled=False):  # casts are in the graph
+            grads = block.run_backward(sizes, common, ctx.saved_tensors, cotangents, needs)
+        return None, None, None, *grads
+
+
+def with_levers(variant: Any, levers: Collection[str]) -> Any:
+    """``variant`` under those of ``levers`` that change what is kept of its inside."""
+    if not {"selective", "tiled"} & set(levers):
+        return variant
+    return LeveredVariant(variant, "tiled" in levers)
+
+
+def lever_reasons(scope: Scope, block: Any, strategies: Mapping[str, Strategy]) -> dict[str, str]:
+    """Lever, or point of a strategy and a lever -> why ``block`` cannot be computed so.
+
+    Args:
+        scope: of the block's capture.
+        strategies: name that plans use -> the strategy that computes such blocks.
+    """
+    reasons = {
+        f"{name}+{lever}": why for name, s in strategies.items() for lever, why in s.without.items()
+    }
+    untiled = untileable(scope, block)
+    return reasons | ({"tiled": untiled} if untiled else {})

@@ -1,0 +1,201 @@
+"""Tiles: the rank's tokens in stretches, each computed as a sequence of its own.
+
+Mini-sequence transformer (arXiv 2407.15892): what is computed for each token alone, such as an MLP,
+needs the memory of one tile's values between its linears, however long the sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed.axis import Axis, local_positions
+from paradyse.distributed.tokens import natural_order
+from paradyse.graph.lower import Dims, dim_size
+from paradyse.graph.subgraph import is_tensor
+from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
+from paradyse.strategies.groups.analyse import factors_of
+from paradyse.strategies.weight_stream import sum_dtype
+
+TILE_TOKENS, MIN_TILE_TOKENS = 4096, 1024
+"""Tokens of all sequences of a batch in one tile, and the fewest of one sequence: fewer leave the
+matmuls too small (arXiv 2407.15892)."""
+
+
+def tile_tokens(batch: int) -> int:
+    """Most tokens of one sequence in a tile, of ``batch`` sequences."""
+    return max(TILE_TOKENS // batch, MIN_TILE_TOKENS)
+
+
+def tile_lengths(num_tokens: int, batch: int) -> list[int]:
+    """Tokens of each tile where a rank holds ``num_tokens`` of ``batch`` sequences.
+
+    The tiles are as few as they can be and about equally long: none has a few last tokens alone. A
+    rank's tokens lie in two stretches of the sequence, so where there are several ranks their
+    number is even, and so is that of every tile.
+    """
+    pairs = num_tokens // 2
+    num_tiles = max(1, min(-(-num_tokens // tile_tokens(batch)), pairs))
+    ends = [2 * (pairs * i // num_tiles) for i in range(num_tiles)] + [num_tokens]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some of the rank's tokens; with those of the other ranks a sequence of its own, whose
+    positions are given."""
+
+    start: int
+    """Among the rank's tokens."""
+    num_tokens: int
+    """Of the rank's."""
+    sizes: Mapping[str, int]
+    """By letter, of the tile."""
+    common: Common
+    """``StepContext.common`` of the tile; the length of the whole sequence in it is true."""
+    block_sizes: Mapping[str, int]
+    """By letter, of all tokens."""
+
+    @property
+    def _own(self) -> str:
+        """The letter of the rank's tokens."""
+        return SPLIT if SPLIT in self.block_sizes else WHOLE
+
+    def cut(self, x: Tensor, dims: Dims) -> Tensor:
+        """The tile's part of ``x``, whose dims are ``dims`` with letters for tokens."""
+        letter = token_letter(dims)
+        if not letter or self.sizes is self.block_sizes:
+            return x.contiguous()
+        apart, at = _tokens_apart(x, dims, letter, self.block_sizes)
+        rows = self._narrow(apart, at) if letter == self._own else apart.index_select(at, self._all)
+        return rows.reshape([dim_size(d, self.sizes) for d in dims]).contiguous()
+
+    def put(self, total: Tensor, dims: Dims, part: Tensor) -> None:
+        """Write ``part``, the tile's part of ``total``; where other tiles have a share in it, add
+        it. ``total_of`` has made ``total``, whose dims are ``dims``.
+        """
+        letter = token_letter(dims)
+        if not letter:
+            total.add_(part)
+            return
+        apart, at = _tokens_apart(total, dims, letter, self.block_sizes)
+        if letter == self._own:
+            rows = self._narrow(apart, at)
+            rows.copy_(part.reshape(rows.shape))
+        else:
+            shape = [*apart.shape[:at], self.sizes[letter], *apart.shape[at + 1 :]]
+            apart.index_add_(at, self._all, part.reshape(shape).to(apart.dtype))
+
+    def total_of(self, dims: Dims, part: Tensor) -> Tensor:
+        """What ``put`` collects parts like ``part`` in, of these ``dims``; sums of 16-bit values
+        have 32 bits.
+        """
+        shape = [dim_size(d, self.block_sizes) for d in dims]
+        if token_letter(dims) == self._own:
+            return part.new_empty(shape)
+        return part.new_zeros(shape, dtype=sum_dtype(part))
+
+    @property
+    def _all(self) -> Tensor:
+        """Positions of the tile's tokens on all ranks; padding is the last token, as everywhere."""
+        return self.common[0].clamp(max=self.block_sizes[WHOLE] - 1)
+
+    def _narrow(self, apart: Tensor, at: int) -> Tensor:
+        return apart.narrow(at, self.start, self.num_tokens)
+
+
+def all_tokens(sizes: Mapping[str, int], common: Common) -> list[Tile]:
+    """The one tile of a step that is computed at once, with its ``sizes`` and ``common``."""
+    return [Tile(0, common[1].shape[0], sizes, common, sizes)]
+
+
+def make_tiles(axis: Axis, sizes: Mapping[str, int], common: Common) -> list[Tile]:
+    """The tiles of a step with these ``sizes`` and ``common``, as many on each rank of ``axis``."""
+    _, local, batch, info, seed = common
+    layout = axis.layout(sizes[WHOLE])
+    assert local.shape[0] == layout.local_len, (local.shape, layout)  # so ranks have equal tiles
+    everyone = local[None]
+    if axis.size > 1:
+        ranks = range(axis.size)
+        everyone = torch.stack([local_positions(layout, r, local.device) for r in ranks])
+    tiles, start = [], 0
+    for n in tile_lengths(layout.local_len, sizes.get("B", 1)):
+        rows = everyone[:, start : start + n]
+        whole = rows[0] if axis.size == 1 else natural_order(rows, 0)
+        own = {WHOLE: n * axis.size} | ({SPLIT: n} if SPLIT in sizes else {})
+        positions = (whole, local[start : start + n])
+        tiles.append(Tile(start, n, {**sizes, **own}, (*positions, batch, info, seed), sizes))
+        start += n
+    return tiles
+
+
+def over_tiles(
+    tiles: Sequence[Tile],
+    piece: Callable[..., Sequence[Tensor | None]],
+    given: Sequence[tuple[Tensor, Dims]],
+    dims: Sequence[Dims],
+) -> list[Any]:
+    """The results of ``piece`` for each of ``tiles``, put together: tokens side by side, what is of
+    no single token added up. None stays None.
+
+    Args:
+        piece: (sizes, common, tensors) -> results, such as a ``LoweredPiece``.
+        given: tensors of all tokens, with their dims.
+        dims: of each result.
+    """
+
+    def run(tile: Tile) -> Sequence[Tensor | None]:
+        return piece(tile.sizes, tile.common, [tile.cut(x, d) for x, d in given])
+
+    if len(tiles) == 1:
+        return list(run(tiles[0]))
+    totals: dict[int, Tensor] = {}
+    dtypes: dict[int, torch.dtype] = {}
+
+    def collect(tile: Tile, parts: Sequence[Tensor | None]) -> None:
+        for i, (part, d) in enumerate(zip(parts, dims, strict=True)):
+            if part is not None:
+                if i not in totals:
+                    totals[i], dtypes[i] = tile.total_of(d, part), part.dtype
+                tile.put(totals[i], d, part)
+
+    for tile in tiles:
+        collect(tile, run(tile))
+    return [totals[i].to(dtypes[i]) if i in totals else None for i in range(len(dims))]
+
+
+def untileable(scope: Scope, block: Any) -> str:
+    """Why the tokens of ``block``, of the capture of ``scope``, cannot be computed apart; "" if
+    they can.
+    """
+    if block.attention is not None:
+        return "attention mixes tokens"
+    inside = set(block.nodes)
+    read = [a for n in block.nodes for a in n.all_input_nodes if a not in inside]
+    for node in filter(is_tensor, read):
+        if any(f.origin()[0] is scope.seq and f.origin()[1] for f in factors_of(scope, node)):
+            return f"it reads {node}, which has another number of tokens"
+    for node in block.nodes:
+        leaves = any(user not in inside for user in node.users)
+        if leaves and scope.seq not in factors_of(scope, node):
+            return f"it gives {node}, which is not of single tokens"
+    return ""
+
+
+def token_letter(dims: Dims) -> str:
+    """The letter of tokens in ``dims``: the rank's, or all; "" where there is none."""
+    return next((str(f) for d in dims for f in d if f in (SPLIT, WHOLE)), "")
+
+
+def _tokens_apart(
+    x: Tensor, dims: Dims, letter: str, sizes: Mapping[str, int]
+) -> tuple[Tensor, int]:
+    """``x`` with its tokens in a dim of their own, and that dim."""
+    at = next(i for i, d in enumerate(dims) if letter in d)
+    inner: Sequence[int] = [dim_size((f,), sizes) for f in dims[at]]
+    apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
+    return apart, at + dims[at].index(letter)

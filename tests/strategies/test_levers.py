@@ -1,0 +1,358 @@
+"""Blocks that keep little for backward: exact under every strategy, and what they compute again."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import RankPool
+from models import check, make_batch, make_model, relative, run_step, worst
+from plans import PLANS, blocks_of, choose
+from tiny import Tiny, tokens
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paradyse.runtime import program
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.saved_memory import Saved
+from paradyse.strategies import canonical_strategy, strategy_named, tiles
+from paradyse.strategies.levers import with_levers
+from paradyse.torch_private import TorchDispatchMode, tree_leaves
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED
+
+Ranks = Callable[[int], RankPool]
+
+LEVERS = {"attention": "selective", "mlp": "tiled"}
+"""Kind of block -> the lever that is tried on it."""
+
+
+@contextmanager
+def levers_on(kinds: Sequence[str] = ("attention", "mlp")) -> Iterator[None]:
+    """Inside, blocks of these ``kinds`` get their lever where their strategy can have it, with
+    tiles of a few tokens."""
+    build = program.build_variant
+
+    def build_with(scope: Any, block: Any, piece: Any, name: str) -> Any:
+        lever = LEVERS[block.kind] if block.kind in kinds else ""
+        if name != REPLICATED and lever in strategy_of(block.kind, name).without:
+            lever = ""
+        return with_levers(build(scope, block, piece, name), [lever])
+
+    with (
+        patch.object(program, "build_variant", build_with),
+        patch.multiple(tiles, TILE_TOKENS=4, MIN_TILE_TOKENS=2),
+    ):
+        yield
+
+
+def strategy_of(kind: str, name: str) -> Any:
+    return strategy_named(canonical_strategy(kind, name))
+
+
+def compile_for(model: nn.Module, inner: str) -> tuple[Any, list[Any]]:
+    """The compiled model, and the list of one plan that it takes."""
+    torch._dynamo.reset()
+    current: list[Any] = ["colossal_z"]
+    options = {"plan": lambda workload: current[0], "inner": inner}
+    return torch.compile(model, backend="paradyse", options=options), current
+
+
+def compare(
+    family: str,
+    inner: str = "eager",
+    sharded: bool = False,
+    plans: Sequence[str] = PLANS,
+    shape: tuple[int, int] = (2, 13),
+    checkpointing: bool = False,
+    layers: int = 1,
+) -> None:
+    """Raises where a gradient differs from eager's."""
+    import paradyse
+
+    batch, size = make_batch("plain", *shape), {"num_hidden_layers": layers}
+    reference, model = (make_model(family, torch.float64, **size) for _ in range(2))
+    want = run_step(reference, reference, batch)
+    if sharded:
+        paradyse.shard(model)
+    if checkpointing:
+        with warnings.catch_warnings():  # transformers 5.23 has a newer name for it
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable()
+    model.train()
+    compiled, current = compile_for(model, inner)
+    with levers_on():
+        check(run_step(compiled, model, batch), want, torch.float64, "first")
+        for name in plans:
+            current[0] = choose(name, blocks_of(compiled))
+            check(run_step(compiled, model, batch), want, torch.float64, name)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("nproc", "family", "options"),
+    [
+        (1, "gpt2", {"plans": ()}),
+        (2, "llama_odd", {"sharded": True, "plans": ("megatron_cz", "megatron_ts")}),
+        pytest.param(2, "llama_odd", {"layers": 2}, marks=SLOW),
+        pytest.param(2, "bert", {"inner": "aot_eager"}, marks=SLOW),
+        pytest.param(2, "gpt2", {"sharded": True, "inner": "inductor"}, marks=SLOW),
+        pytest.param(2, "gpt2", {"checkpointing": True, "sharded": True}, marks=SLOW),
+        pytest.param(2, "mixtral", {}, marks=SLOW),
+        pytest.param(2, "opt", {"shape": (3, 7)}, marks=SLOW),
+        pytest.param(3, "llama_odd", {"shape": (1, 29)}, marks=SLOW),
+        pytest.param(3, "gpt2", {"sharded": True, "shape": (3, 2), "layers": 2}, marks=SLOW),
+        pytest.param(4, "llama_odd", {"sharded": True, "shape": (3, 31)}, marks=SLOW),
+        pytest.param(4, "bert", {}, marks=SLOW),
+    ],
+)
+def test_exact(nproc: int, family: str, options: dict[str, Any], ranks: Ranks) -> None:
+    ranks(nproc).run(partial(compare, family, **options), timeout_s=300)
+
+
+class Operators(TorchDispatchMode):  # type: ignore[misc]
+    """Which operators run, how often, and the most tokens that have all columns at once."""
+
+    def __init__(self, num_columns: int) -> None:
+        super().__init__()
+        self.num_columns = num_columns
+        self.num_runs: Counter[str] = Counter()
+        self.num_tokens = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.num_runs[str(func).removesuffix(".default")] += 1
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] == self.num_columns:
+                self.num_tokens = max(self.num_tokens, x.numel() // self.num_columns)
+        return out
+
+
+COLUMNS, TOKENS = 300, 160
+"""Of an MLP, and of a batch: more than any weight has rows."""
+
+
+def operators_of(plan: str, kinds: Sequence[str]) -> tuple[Operators, Operators, int]:
+    """Those of forward and of backward, and the bytes that are kept between the two."""
+    model = make_model("gpt2", n_inner=COLUMNS, n_positions=TOKENS, n_layer=1)
+    batch = make_batch("plain", 1, TOKENS)
+    compiled, current = compile_for(model, "eager")
+    split = torch.distributed.get_world_size() if plan == "megatron_ts" else 1
+    forward, backward = Operators(COLUMNS // split), Operators(COLUMNS // split)
+
+    def run_watched(frame: Frame) -> Any:  # Dynamo must not see the mode
+        with forward:
+            return run(frame)
+
+    with levers_on(kinds):
+        run_step(compiled, model, batch)
+        current[0] = choose(plan, blocks_of(compiled))
+        run_step(compiled, model, batch)
+        run, saved = Frame.run, Saved()
+        with patch.object(Frame, "run", run_watched), saved.watch():
+            loss = compiled(**batch).loss
+        num_bytes = saved.num_bytes(model.parameters())
+        with backward:
+            loss.backward()
+    return forward, backward, num_bytes
+
+
+def count_operators(plan: str) -> list[tuple[Counter[str], Counter[str], int, int]]:
+    """Without levers and with them: what runs in both passes, the most tokens that have all columns
+    at once, and the bytes kept for backward."""
+    found = []
+    for kinds in ((), ("attention", "mlp")):
+        forward, backward, num_bytes = operators_of(plan, kinds)
+        num_tokens = max(forward.num_tokens, backward.num_tokens)
+        found.append((forward.num_runs, backward.num_runs, num_tokens, num_bytes))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nproc", "plan", "attention"),
+    [
+        (2, "megatron_ts", "paradyse.attention"),
+        pytest.param(1, "megatron_cz", "paradyse.attention", marks=SLOW),
+        pytest.param(2, "megatron_cz", "paradyse.attention_across_ranks", marks=SLOW),
+        pytest.param(2, "colossal_z", "paradyse.attention_across_ranks", marks=SLOW),
+    ],
+)
+def test_what_is_kept_and_what_is_computed_again(
+    nproc: int, plan: str, attention: str, ranks: Ranks
+) -> None:
+    rows, share = (TOKENS, nproc) if plan == "megatron_ts" else (TOKENS // nproc, 1)
+    columns, qkv, hidden = COLUMNS // share, 3 * 64 // share, 64
+    for plain, levered in ranks(nproc).run(count_operators, plan, timeout_s=200):
+        for forward, backward, *_ in (plain, levered):
+            assert (forward[attention], backward[attention]) == (1, 0)
+            assert backward[attention + "_backward"] == 1
+            # of each message its gradient; what the block's last linear sends is not sent again
+            scattered = forward["paradyse.reduce_scatter_tokens"]
+            assert scattered == forward["paradyse.gather_tokens"]
+            assert scattered == backward["paradyse.reduce_scatter_tokens"]
+        assert levered[2] < rows <= plain[2]
+        # of attention the norm and q, k, v are gone; of the MLP the norm, and both sides of GELU
+        assert plain[3] - levered[3] >= 4 * rows * (hidden + qkv + hidden + 2 * columns)
+
+
+def with_dropout(plans: Sequence[str], inner: str) -> list[tuple[float, str]]:
+    """Errors with levers against none, from the same random state."""
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)
+    model = make_model("gpt2", torch.float64, n_layer=1, **rates)
+    batch = make_batch("plain", 2, 11)
+    steps: dict[tuple[str, bool], Any] = {}
+    for on in (False, True):
+        compiled, current = compile_for(model, inner)
+        with levers_on(("attention", "mlp") if on else ()):
+            for plan in plans:
+                current[0] = plan
+                torch.manual_seed(5)
+                steps[plan, on] = run_step(compiled, model, batch)
+    return [worst(steps[plan, True], steps[plan, False]) for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "inner"),
+    [(2, "eager"), *(pytest.param(n, "inductor", marks=SLOW) for n in (1, 2))],
+)
+def test_dropout_is_that_of_the_whole_sequence(nproc: int, inner: str, ranks: Ranks) -> None:
+    plans = ("megatron_cz", "megatron_ts")
+    for errors in ranks(nproc).run(with_dropout, plans, inner, timeout_s=300):
+        assert max(error for error, _ in errors) < 1e-9, errors
+
+
+class Gains(Tiny):
+    """An MLP whose columns are scaled by a learned gain for each position."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.gains = nn.Parameter(torch.linspace(0.5, 2, 64))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Any = None) -> Tensor:
+        x = self.embed(ids)
+        layer, gains = self.layers[0], self.gains[: ids.shape[1], None]
+        qkv = layer["qkv"](layer["norm"](x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        x = x + layer["proj"](o.transpose(1, 2).flatten(2))
+        return x + layer["down"](F.gelu(layer["up"](layer["norm2"](x))) * gains)
+
+
+def gains_of_positions() -> list[tuple[str, float]]:
+    """(plan, error of every gradient) where a tile reads what lies whole on every rank."""
+    torch.manual_seed(0)
+    model, ids = Gains().double(), tokens(2, 13)
+    weights = list(model.parameters())
+
+    def gradients(call: Any) -> list[Tensor]:
+        out = call(ids)
+        given = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        found = torch.autograd.grad((out * given).sum(), weights, allow_unused=True)
+        return [g if g is not None else torch.zeros_like(w) for g, w in zip(found, weights)]
+
+    want, found = gradients(model), []
+    compiled, current = compile_for(model, "eager")
+    with levers_on():
+        for plan in ("colossal_z", "megatron_ts"):
+            current[0] = plan
+            got = gradients(compiled)
+            found.append((plan, max(relative(a, b) for a, b in zip(got, want, strict=True))))
+    kinds = [b.kind for b in blocks_of(compiled)]
+    assert kinds == ["attention", "mlp"], kinds
+    return found
+
+
+def test_a_tile_takes_its_rows_of_what_is_whole_on_every_rank(pool2: RankPool) -> None:
+    for found in pool2.run(gains_of_positions, timeout_s=200):
+        assert max(error for _, error in found) < 1e-9, found
+
+
+def without_gradients() -> list[float]:
+    """Errors: of losses without gradients, and of gradients where most weights are frozen and
+    backward runs under autocast."""
+    model, batch = make_model("gpt2", torch.float64), make_batch("plain", 2, 9)
+    compiled, _ = compile_for(model, "eager")
+    with levers_on():
+        run_step(compiled, model, batch)
+        with torch.no_grad():
+            off = abs(compiled(**batch).loss.item() - model(**batch).loss.item())
+        for name, p in model.named_parameters():
+            p.requires_grad_("h.0.attn.c_attn" in name or "h.1.mlp.c_proj" in name)
+        want = run_step(model, model, batch)
+        model.zero_grad()
+        loss = compiled(**batch).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == want.grads.keys()
+    return [off, *(relative(grads[n], g) for n, g in want.grads.items())]
+
+
+@SLOW
+def test_without_gradients_with_frozen_weights_and_backward_under_autocast(
+    pool1: RankPool,
+) -> None:
+    for errors in pool1.run(without_gradients, timeout_s=200):
+        assert max(errors) < 1e-6, errors
+
+
+def twice() -> None:
+    model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 1, 9)
+    compiled, _ = compile_for(model, "eager")
+    with levers_on():
+        run_step(compiled, model, batch)
+        weights = list(model.parameters())
+        grads = torch.autograd.grad(compiled(**batch).loss, weights, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
+
+
+@SLOW
+def test_second_derivatives_are_refused(pool1: RankPool) -> None:
+    pool1.run(twice, timeout_s=200)
+
+
+def under_autocast(plans: Sequence[str]) -> list[tuple[str, float, float]]:
+    """(plan, its error, eager's own error) in bfloat16, against float32."""
+    model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 2, 11)
+
+    def cast(call: Any) -> Any:
+        def run(**kwargs: Any) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return call(**kwargs)
+
+        return run
+
+    exact = run_step(model, model, batch)
+    eager, _ = worst(run_step(cast(model), model, batch), exact)
+    compiled, current = compile_for(model, "aot_eager")
+    found = []
+    with levers_on():
+        for plan in plans:
+            current[0] = plan
+            found.append((plan, worst(run_step(cast(compiled), model, batch), exact)[0], eager))
+    return found
+
+
+@SLOW
+def test_autocast(pool2: RankPool) -> None:
+    for found in pool2.run(under_autocast, ("megatron_cz", "megatron_ts"), timeout_s=300):
+        for plan, error, eager in found:
+            assert error < 2 * eager, (plan, error, eager)
+
+
+def test_strategies_that_keep_as_little_anyway_say_so() -> None:
+    for kind, lever, refused in (
+        ("attention", "selective", {"ulysses_z", "metp"}),
+        ("mlp", "tiled", {"metp"}),
+    ):
+        strategies = {name: strategy_of(kind, name) for name in ATTENTION_STRATEGIES}
+        without = {name for name, s in strategies.items() if lever in s.without}
+        assert without == refused, kind
