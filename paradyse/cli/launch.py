@@ -38,6 +38,11 @@ GROUP_TIMEOUT_S = 300.0
 """Of a collective: longer than ranks differ in compile time, which is what they wait for."""
 LOG_TAIL = 4_000
 """Characters of a rank's own output that a failure quotes."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""What torch reads settings of its CUDA allocator from, its present name first."""
+EXPANDABLE = "expandable_segments:True"
+"""Blocks that grow in place: where lengths vary, a cache of blocks of fixed sizes leaves gaps that
+no later length fits into."""
 
 
 class RanksFailed(RuntimeError):
@@ -184,15 +189,16 @@ def run_as_asked(
     )
 
 
-def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
-    mine, theirs = multiprocessing.connection.Pipe()
-    log = folder / f"{rank}.log"
+def environment(rank: int, size: int, setting: Setting) -> dict[str, str]:
+    """Variables that the process of ``rank`` of ``size`` starts with; the user's own stay."""
     env = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
     }
+    if not any(name in env for name in ALLOCATOR_VARIABLES):
+        env[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
     share = str(max(1, num_cores() // size))
     env.setdefault("OMP_NUM_THREADS", share)
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
@@ -201,6 +207,12 @@ def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
     env.update(setting.env)
     # Whatever lies in the current folder is not this program's to import, nor its children's.
     env["PYTHONSAFEPATH"] = "1"
+    return env
+
+
+def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
+    mine, theirs = multiprocessing.connection.Pipe()
+    log = folder / f"{rank}.log"
     command = [sys.executable, "-m", "paradyse.cli.launch", str(theirs.fileno()), setting.device]
     with open(log, "wb") as file:
         visible = setting.verbose and rank == 0
@@ -210,7 +222,7 @@ def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
             stdin=subprocess.DEVNULL,
             stdout=None if visible else file,
             stderr=None if visible else subprocess.STDOUT,
-            env=env,
+            env=environment(rank, size, setting),
             start_new_session=True,  # Ctrl-C is ours to handle, and a rank's helpers end with it
         )
     theirs.close()

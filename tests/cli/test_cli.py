@@ -19,7 +19,7 @@ from paradyse.cli import main as cli
 from paradyse.cli.commands import demo, doctor
 from paradyse.cli.commands.demo import Record, pick_files
 from paradyse.cli.corpus import TextFile, length_ranges
-from paradyse.cli.launch import num_cores
+from paradyse.cli.launch import ALLOCATOR_VARIABLES, num_cores
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import Phase, describe_plan
 from paradyse.cli.screen import Screen
@@ -190,6 +190,26 @@ def test_doctor_tells_the_way_out(
     monkeypatch.setattr(doctor, "CHECKS", (doctor._compiler,))
     assert cli.main(["doctor"]) == 1
     assert "apt-get install g++" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, "export PYTORCH_ALLOC_CONF=expandable_segments:True before torchrun"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "expandable_segments:True before torchrun"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, ""),
+    ],
+)
+def test_doctor_advises_what_lengths_that_vary_need(
+    settings: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    advice = doctor._allocator().advice
+    assert found in advice and bool(found) == bool(advice)
 
 
 def file_of(num_tokens: int) -> TextFile:

@@ -62,6 +62,15 @@ def _gone(pid: int) -> bool:
         return True
 
 
+def test_the_allocator_of_gpus_is_set_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    new, old = launch.ALLOCATOR_VARIABLES
+    for name in (new, old):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.environment(0, 2, SETTING)[new] == "expandable_segments:True"
+    monkeypatch.setenv(old, "max_split_size_mb:64")
+    assert new not in launch.environment(0, 2, SETTING)
+
+
 def test_results_come_in_order_and_reports_with_their_rank() -> None:
     heard: dict[int, Any] = {}
     results = run_ranks("test_launch:add_ranks", 2, {"start": 10}, SETTING, heard.__setitem__)

@@ -26,6 +26,8 @@ class Finding:
     found: str
     problem: str = ""
     """What is missing, and the way out; empty: all is well."""
+    advice: str = ""
+    """What would be better; nothing fails for want of it."""
 
 
 def _version(name: str, least: str = "", needed: str = "") -> Finding:
@@ -51,6 +53,23 @@ def _device() -> Finding:
 
     memory = format_bytes(device_capacity(torch.device("cpu")))
     return Finding("device", f"CPU, {launch.num_cores()} cores, {memory} usable")
+
+
+def _allocator() -> Finding:
+    """The launcher of the commands sets it; for ``torchrun`` it is the user's to set."""
+    import torch
+
+    if not torch.cuda.device_count():
+        return Finding("CUDA allocator", "not used")
+    settings = [os.environ[v] for v in launch.ALLOCATOR_VARIABLES if v in os.environ]
+    if any(launch.EXPANDABLE in s for s in settings):
+        return Finding("CUDA allocator", launch.EXPANDABLE)
+    return Finding(
+        "CUDA allocator",
+        ", ".join(settings) or "default settings",
+        advice=f"export {launch.ALLOCATOR_VARIABLES[0]}={launch.EXPANDABLE} before torchrun: "
+        "lengths that vary fragment the memory of a GPU",
+    )
 
 
 def _compiler() -> Finding:
@@ -122,6 +141,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
         "transformers", "5.17", "demo, verify, plan and bench make their models by it"
     ),
     _device,
+    _allocator,
     _compiler,
     _backends,
     _entry_point,
@@ -137,8 +157,11 @@ def run_doctor(args: argparse.Namespace) -> int:
     rows = [("PROBLEM" if f.problem else "ok", f.what, f.found) for f in findings]
     show_table(console, "what the backend needs", ("", "what", "found"), rows)
     problems = [f for f in findings if f.problem]
-    for f in problems:
-        console.print(f"{f.what}: {f.problem}", style="bold red")
+    for f in findings:
+        if f.problem:
+            console.print(f"{f.what}: {f.problem}", style="bold red")
+        if f.advice:
+            console.print(f"{f.what}: {f.advice}", style="yellow")
     if problems:
         return 1
     console.print(
