@@ -116,8 +116,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "reduce-scatter without the sum",
         COLLECTIVES,
-        '"reduce_scatter", num_bytes).wait().sum(0)',
-        '"reduce_scatter", num_bytes).wait()[0]',
+        "parts.sum(0, dtype=dtype or x.dtype)",
+        "parts[0].to(dtype or x.dtype)",
         COLLECTIVE,
     ),
     Fault(

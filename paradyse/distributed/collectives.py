@@ -339,12 +339,22 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
     return _start("all_gather", x, axis, block_id, num_bytes, launch, out)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
-    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
-    num_bytes = x.nbytes * (axis.size - 1) // axis.size
+def reduce_scatter(
+    x: Tensor, axis: Axis, block_id: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...].
+
+    Args:
+        dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. On gloo
+            they travel as they are, elsewhere in this dtype.
+    """
     if waits_on_host(axis):
-        return _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait().sum(0)
-    x = x.contiguous()
+        num_bytes = x.nbytes * (axis.size - 1) // axis.size
+        parts = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait()
+        total: Tensor = parts.sum(0, dtype=dtype or x.dtype)
+        return total
+    x = x.to(dtype or x.dtype).contiguous()
+    num_bytes = x.nbytes * (axis.size - 1) // axis.size
     out = torch.empty_like(x[0])
     launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
     return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out).wait()

@@ -62,6 +62,16 @@ def make_piece(name: str, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) 
     return Piece(name, tuple(nodes), tuple(inputs), tuple(outputs))
 
 
+def cast_of(piece: Piece, node: fx.Node) -> torch.dtype | None:
+    """The smaller dtype that ``piece`` casts its input ``node`` to wherever it reads it, as under
+    autocast; None where there is no such one."""
+    readers = [n for n in piece.nodes if node in n.all_input_nodes]
+    dtypes = {n.meta["val"].dtype if n.target == aten.to.dtype else None for n in readers}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    smaller = dtype is not None and dtype.itemsize < node.meta["val"].dtype.itemsize
+    return dtype if smaller else None
+
+
 def _with_sizes(
     node: fx.Node, names: Names, size: Callable[[Dim], Any], varies: Callable[[Dim], bool]
 ) -> tuple[Any, ...]:

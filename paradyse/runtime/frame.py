@@ -32,7 +32,7 @@ from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.local import LocalPiece
 from paradyse.weights.gradients import AverageGradients, SumGradients
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
 from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
 
 _REPLICATED = "replicated"
@@ -66,6 +66,7 @@ class Frame:
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._summed: Mapping[fx.Node, Tensor] = {}
         self._joined: set[fx.Node] = set()
+        self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
 
     def run(self) -> Any:
         """The graph's outputs."""
@@ -199,7 +200,7 @@ class Frame:
         nodes = self.program.gathers(step, strategy, self.env)
         if not nodes:
             return {}, None
-        shards = [self.env[n] for n in nodes]
+        shards = [self._shard(step, n) for n in nodes]
         wholes, gathered = gather(shards, step.block_id, step.split, self.shelf)
         return dict(zip(nodes, wholes, strict=True)), gathered
 
@@ -208,7 +209,14 @@ class Frame:
         if self._is_sharded and position < len(self.program.steps):
             step = self.program.steps[position]
             nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
-            self.shelf.fetch([self.env[n] for n in nodes], step.block_id)
+            self.shelf.fetch([self._shard(step, n) for n in nodes], step.block_id)
+
+    def _shard(self, step: Step, node: fx.Node) -> ShardedTensor | CastShard:
+        """The sharded weight ``node`` as ``step`` takes it."""
+        dtype, shard = self.program.cast(step, node), self.env[node]
+        if dtype is None:
+            return shard
+        return self._casts.setdefault((node, dtype), CastShard(shard, dtype))
 
     def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
         """The weights of ``uses``, each in its form, for ``step``: what is in ``wholes`` or whole

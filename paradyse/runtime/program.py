@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.distributed.axis import local_positions
-from paradyse.graph.subgraph import is_tensor
+from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, Step
 from paradyse.strategies import build_variant
@@ -73,6 +73,7 @@ class Program:
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
         self.variants: dict[int, dict[str, Any]] = {s.position: {} for s in self.steps}
         """Position of a step -> strategy -> what computes it, as far as it was asked for."""
+        self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
 
     def variant(self, step: Step, strategy: str) -> Any:
@@ -105,6 +106,13 @@ class Program:
             nodes = list(dict.fromkeys(n for n, form in uses if not fits(weights[n], form)))
             self._gathers[step.position, strategy] = layouts, nodes
         return nodes
+
+    def cast(self, step: Step, weight: fx.Node) -> torch.dtype | None:
+        """The dtype that ``weight`` may be gathered in for ``step``; None: its own."""
+        key = step.position, weight
+        if key not in self._casts:
+            self._casts[key] = cast_of(step.piece, weight)
+        return self._casts[key]
 
     def constants_for(self, sizes: Mapping[str, int], strategies: tuple[str, ...]) -> StepConstants:
         """What calls of these ``sizes`` ("B", "S", "s") share under the plan ``strategies``."""

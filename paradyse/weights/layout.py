@@ -76,6 +76,13 @@ class Shard(Protocol):
     def shape(self) -> torch.Size:
         """Shape of the whole tensor."""
 
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Dtype of the tensor at rest, and of its gradient."""
+
+    def new_whole(self) -> Tensor:
+        """Memory for the whole tensor, in the dtype in which it is gathered."""
+
 
 def even_layout(axis: Axis, num_rows: int, dim: int = 0) -> ShardLayout:
     """One stretch per rank, and numbers of rows that differ by at most one.

@@ -19,11 +19,13 @@ Messages = list[tuple[list[int], collectives.Pending]]
 """Indices of tensors, and the message that brings their rows from all ranks."""
 
 
-def by_dtype(tensors: Sequence[Any]) -> list[list[int]]:
-    """Indices of ``tensors`` by their dtype."""
-    found: dict[torch.dtype, list[int]] = {}
+def by_dtype(
+    tensors: Sequence[Any], others: Sequence[torch.dtype] | None = None
+) -> list[list[int]]:
+    """Indices of ``tensors`` by their dtype, and by that of ``others``."""
+    found: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
-        found.setdefault(x.dtype, []).append(i)
+        found.setdefault((x.dtype, others and others[i]), []).append(i)
     return list(found.values())
 
 
@@ -54,9 +56,10 @@ def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
         block_id: of the block that the bytes are booked to.
     """
     out = []
-    for index in by_dtype([s.local for s in shards]):
+    rows = [s.local for s in shards]
+    for index in by_dtype(rows):
         group = [shards[i] for i in index]
-        axis, flat = group[0].placement.axis, [s.local.reshape(-1) for s in group]
+        axis, flat = group[0].placement.axis, [rows[i].reshape(-1) for i in index]
         totals = _num_elements(group)
         short = max(totals) - totals[axis.rank]
         flat += [flat[0].new_zeros(short)] * bool(short)
@@ -79,7 +82,7 @@ def gather_shards(
         out: tensors of the whole shapes to write into; None makes them.
         coming: from ``start_gather`` of the same ``shards``; None starts it now.
     """
-    wholes = list(out) if out is not None else [s.local.new_empty(s.shape) for s in shards]
+    wholes = list(out) if out is not None else [s.new_whole() for s in shards]
     for index, pending in coming if coming is not None else start_gather(shards, block_id):
         group, every = [shards[i] for i in index], pending.wait()
         for rank, part in enumerate(every):
@@ -91,7 +94,8 @@ def gather_shards(
 def scatter_gradients(
     grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int
 ) -> list[Tensor]:
-    """Sums over ranks of ``grads``, of which each rank gets the rows that it holds.
+    """Sums over ranks of ``grads``, of which each rank gets the rows that it holds, in the dtype in
+    which they are trained.
 
     Args:
         grads: what this rank computed of the gradients of the whole tensors.
@@ -99,7 +103,8 @@ def scatter_gradients(
         block_id: of the block that the bytes are booked to.
     """
     out: list[Any] = [None] * len(grads)
-    for index in by_dtype(grads):
+    trained = [s.trained_dtype for s in shards]
+    for index in by_dtype(grads, trained):
         group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
         axis = group[0].placement.axis
         sent = grads[index[0]].new_empty(axis.size, max(totals))
@@ -107,7 +112,7 @@ def scatter_gradients(
         for rank, part in enumerate(sent):
             for i, rows in zip(index, split_rows(part, group, rank), strict=True):
                 rows.copy_(shards[i].placement.take(grads[i], rank))
-        summed = collectives.reduce_scatter(sent, axis, block_id)
+        summed = collectives.reduce_scatter(sent, axis, block_id, trained[index[0]])
         for i, rows in zip(index, split_rows(summed, group, axis.rank), strict=True):
             out[i] = rows
     return out

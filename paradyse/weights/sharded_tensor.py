@@ -67,6 +67,15 @@ class ShardedTensor(Tensor):
         """A tensor of this one's shape and layout, of which this rank holds ``rows``."""
         return ShardedTensor(rows, self.placement, self.shape)
 
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Its own dtype."""
+        return self.local.dtype
+
+    def new_whole(self) -> Tensor:
+        """A plain tensor of the whole shape, of unspecified values."""
+        return self.local.new_empty(self.shape)
+
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; call it on every rank. Not differentiable.
 
@@ -153,6 +162,34 @@ class ShardedTensor(Tensor):
         if func in _LIKE or torch.Tag.pointwise in func.tags or _on_lists(func):
             return _on_rows(func, args, kwargs)
         raise _refused(func, sharded[0])
+
+
+class CastShard:
+    """A sharded tensor as steps take it that cast it to a smaller dtype: it is gathered in that.
+
+    Args:
+        of: the tensor at rest.
+        dtype: in which it travels, and is whole.
+    """
+
+    def __init__(self, of: ShardedTensor, dtype: torch.dtype) -> None:
+        self.of, self.dtype = of, dtype
+        self.placement, self.shape = of.placement, of.shape
+        self.trained_dtype = of.trained_dtype
+
+    @property
+    def local(self) -> Tensor:
+        """The rank's rows, cast."""
+        return self.of.local.detach().to(self.dtype)
+
+    def new_whole(self) -> Tensor:
+        """As of ``ShardedTensor``, in this dtype."""
+        return self.of.local.new_empty(self.shape, dtype=self.dtype)
+
+
+def at_rest(x: ShardedTensor | CastShard) -> ShardedTensor:
+    """The parameter that ``x`` stands for."""
+    return x.of if isinstance(x, CastShard) else x
 
 
 def is_traced(x: ShardedTensor) -> bool:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from paradyse.torch_private import is_traceable_wrapper_subclass
 from paradyse.weights.shard_comm import Messages, gather_shards, scatter_gradients, start_gather
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form, Rows
+
+Shards = Sequence[ShardedTensor | CastShard]
+"""Weights at rest; those that a step casts, as it takes them."""
 
 
 @dataclass
@@ -41,14 +44,14 @@ class Shelf:
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
         """Gathered weights in the order of forward; backward fetches the last ones first."""
-        self.coming: tuple[list[ShardedTensor], Messages] | None = None
+        self.coming: tuple[Shards, Messages] | None = None
 
-    def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
+    def fetch(self, shards: Shards, block_id: int) -> None:
         """Start gathering ``shards``, which the next step will ask for, for ``block_id``."""
         if self.ahead and shards and self.coming is None:
             self.coming = (shards, start_gather(shards, block_id))
 
-    def take(self, shards: Sequence[ShardedTensor]) -> Messages | None:
+    def take(self, shards: Shards) -> Messages | None:
         """The messages that bring ``shards``, if they were fetched; others are waited for and
         dropped."""
         if self.coming is None:
@@ -64,7 +67,7 @@ class Shelf:
 class Gathered:
     """Whole weights of one block (or piece between blocks) in one call."""
 
-    def __init__(self, shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf):
+    def __init__(self, shards: Shards, block_id: int, summed: bool, shelf: Shelf):
         """With ``summed`` each rank computes a part of the gradients, else each the whole."""
         self.shards, self.block_id, self.summed, self.shelf = shards, block_id, summed, shelf
         self.wholes: list[Tensor] = []
@@ -92,7 +95,7 @@ class Gathered:
         at = shelf.made.index(self)
         if at:
             before = shelf.made[at - 1]
-            shelf.fetch(list(before.shards), before.block_id)
+            shelf.fetch(before.shards, before.block_id)
 
     def free(self) -> None:
         for w in self.wholes:
@@ -159,14 +162,17 @@ class _Gather(torch.autograd.Function):
         if gathered.summed:
             mine = scatter_gradients(given, like, gathered.block_id)
         else:
-            mine = [s.placement.take_own(g) for g, s in zip(given, like, strict=True)]
+            mine = [
+                s.placement.take_own(g).to(s.trained_dtype)
+                for g, s in zip(given, like, strict=True)
+            ]
         for i, shard, rows in zip(found, like, mine, strict=True):
-            out[i] = shard.with_rows(rows)
+            out[i] = at_rest(shard).with_rows(rows)
         return None, *out
 
 
 def gather(
-    shards: Sequence[ShardedTensor], block_id: int, summed: bool, shelf: Shelf
+    shards: Shards, block_id: int, summed: bool, shelf: Shelf
 ) -> tuple[list[Tensor], Gathered | None]:
     """Whole weights, differentiable, and what must ``release`` them where backward will come.
 
@@ -179,7 +185,7 @@ def gather(
     gathered = Gathered(shards, block_id, summed, shelf)
     if not torch.is_grad_enabled():
         return gathered.make(), None
-    wholes = _Gather.apply(gathered, *shards)
+    wholes = _Gather.apply(gathered, *map(at_rest, shards))
     return list(wholes), gathered
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from models import make_batch, make_model, norm_of, relative, whole
 from torch import Tensor
 
 from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.weights.sharded_tensor import rows_here
 
 WHOLE, EACH = 1.5, 2.0
 """Largest ratio of errors, ours to one process's: of all parameters together, and of any one.
@@ -124,3 +126,56 @@ def test_precision(
     for found in ranks(nproc).run(compare, family, kind, inner, plans, timeout_s=300):
         wrong = [(p, w, r) for p, ratios in found for w, r in ratios.items() if not r <= bound(w)]
         assert len(found) == len(plans) and not wrong
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one training step sent, and what was left of whole weights when forward was done."""
+
+    gathered: int
+    scattered: int
+    left: int
+
+
+def whole_bytes(model: torch.nn.Module) -> int:
+    """Of all plain tensors in this process that are shaped as a weight of ``model``."""
+    gc.collect()
+    shapes = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
+    shaped = (x for x in gc.get_objects() if type(x) is Tensor and tuple(x.shape) in shapes)
+    return sum(x.untyped_storage().nbytes() for x in shaped)
+
+
+def move(autocast: bool, inner: str) -> tuple[Moved, int]:
+    """On one rank; and bytes that it holds of the weights of linears."""
+    import paradyse
+
+    model = paradyse.shard(make_model("llama", num_hidden_layers=2))
+    options = {"plan": "megatron_cz", "inner": inner}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 2, 16)
+    before = whole_bytes(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = compiled(**batch).loss
+    left = whole_bytes(model) - before
+    loss.backward()
+    sent = paradyse.stats(compiled).bytes_per_collective
+    linears = (m.weight for m in model.modules() if isinstance(m, torch.nn.Linear))
+    moved = Moved(sent["all_gather"], sent["reduce_scatter"], left)
+    return moved, sum(rows_here(w).nbytes for w in linears)
+
+
+def move_both(inner: str) -> list[tuple[Moved, int]]:
+    found = []
+    for autocast in (False, True):
+        torch._dynamo.reset()
+        found.append(move(autocast, inner))
+    return found
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_casts_are_made_before_weights_are_gathered(inner: str, pool2: RankPool) -> None:
+    """Whole weights travel, and lie, in the dtype that the step computes in."""
+    for (full, linears), (half, _) in pool2.run(move_both, inner, timeout_s=200):
+        assert full.gathered - half.gathered == linears  # a half, in forward and in backward
+        assert full.scattered - half.scattered == linears // 2
+        assert full.left == half.left == 0
