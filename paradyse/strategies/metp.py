@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.lower import Dims
-from paradyse.graph.subgraph import Piece
+from paradyse.graph.subgraph import Piece, cast_of
 from paradyse.strategies.attention.operators import attend_across_ranks, backward_across_ranks
 from paradyse.strategies.base import (
     SPLIT,
@@ -165,6 +165,7 @@ class MetpVariant:
         self._heads: dict[int, Tensor] = {}
         self._make_stages(block)
         self.forms = [*map(groups.slices.get, self.local), *(w.form for w in self.weights)]
+        self.casts = [None] * len(self.local) + [cast_of(piece, w.node) for w in self.weights]
         self.pre = self._around("pre", segments.pre)
         self.post = self._around("post", segments.post)
         around = [w.node for w in segments.weights]
@@ -333,7 +334,8 @@ class MetpVariant:
         return taken.gradients()
 
     def _taken(self, call: _Call, tensors: Sequence[Tensor]) -> GroupTensors:
-        return GroupTensors(tensors, self.forms, self.used, int(call.common[3][1]))
+        at = int(call.common[3][1])
+        return GroupTensors(tensors, self.forms, self.used, at, self.casts)
 
 
 class _Stream(torch.autograd.Function):

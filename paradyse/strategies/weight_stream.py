@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.weights.shard_comm import by_dtype, split_rows
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form
 
 
@@ -27,15 +27,27 @@ class GroupTensors:
         forms: how a group takes each: by rows, or whole.
         groups: those with something to compute, in order.
         block_id: what messages are booked to.
+        casts: the smaller dtype that groups cast each tensor to before they read it, if any.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], forms: Sequence[Form], groups: Sequence[int], block_id: int
+        self,
+        tensors: Sequence[Tensor],
+        forms: Sequence[Form],
+        groups: Sequence[int],
+        block_id: int,
+        casts: Sequence[torch.dtype | None],
     ):
         self.tensors, self.forms, self.groups, self.block_id = tensors, forms, groups, block_id
-        self.shards = {i: t for i, t in enumerate(tensors) if isinstance(t, ShardedTensor)}
+        self.shards: dict[int, ShardedTensor | CastShard] = {
+            i: t if cast is None else CastShard(t, cast)
+            for i, (t, cast) in enumerate(zip(tensors, casts, strict=True))
+            if isinstance(t, ShardedTensor)
+        }
         at, shards = list(self.shards), list(self.shards.values())
-        self.messages = [[at[k] for k in index] for index in by_dtype(shards)]
+        self.messages = [
+            [at[k] for k in index] for index in by_dtype(shards, [s.trained_dtype for s in shards])
+        ]
         self._coming: dict[int, list[Any]] = {}
         self._leaving: list[tuple[int, list[int], Any]] = []
         self._streamed: dict[int, Tensor] = {}
@@ -82,8 +94,9 @@ class GroupTensors:
             if not index:
                 continue
             parts = [_real_rows(grads[i], self.forms[i], group).reshape(-1) for i in index]
-            axis = self.shards[index[0]].placement.axis
-            pending = collectives.reduce_to(torch.cat(parts), axis, group, self.block_id)
+            like = self.shards[index[0]]
+            summands = torch.cat(parts).to(like.trained_dtype)
+            pending = collectives.reduce_to(summands, like.placement.axis, group, self.block_id)
             self._leaving.append((group, index, pending))
 
     def gradients(self) -> list[Tensor | None]:
@@ -94,7 +107,7 @@ class GroupTensors:
         ]
         for group, index, pending in self._leaving:
             for i, rows in self._split(pending.wait(), index, group).items():
-                like = self.shards[i]
+                like = at_rest(self.shards[i])
                 if group == like.placement.axis.rank:
                     out[i] = ShardedTensor(rows, like.placement, like.shape)
                 elif out[i] is None and like.placement.axis.rank not in self.groups:
@@ -123,7 +136,8 @@ class GroupTensors:
                 flat = torch.cat([s.local.detach().reshape(-1) for s in shards])
             else:
                 n = sum(s.placement.numel(s.shape, group) for s in shards)
-                flat = shards[0].local.new_empty(n)
+                like = at_rest(shards[0]).local
+                flat = like.new_empty(n, dtype=shards[0].dtype)
             sent.append(collectives.broadcast(flat, axis, group, self.block_id))
         self._coming[group] = sent
 
