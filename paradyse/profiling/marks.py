@@ -26,7 +26,7 @@ from paradyse.runtime.saved_memory import Saved, storages
 from paradyse.torch_private import is_allocation, profiled_events
 from paradyse.weights.shard_comm import Messages
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.unshard import Shelf
+from paradyse.weights.unshard import Shards, Shelf
 
 START, LOSS, END = "start", "loss", "end"
 """Marks of a step: forward lies between the first two, backward between the last two."""
@@ -281,12 +281,12 @@ class _WatchedShelf(Shelf):
         super().__init__(ahead)
         self._watch = watch
 
-    def fetch(self, shards: list[ShardedTensor], block_id: int) -> None:
+    def fetch(self, shards: Shards, block_id: int) -> None:
         self._watch.mark(FETCH)
         super().fetch(shards, block_id)
         self._watch.mark(FETCHED)
 
-    def take(self, shards: Sequence[ShardedTensor]) -> Messages | None:
+    def take(self, shards: Shards) -> Messages | None:
         self._watch.mark(TAKEN)
         return super().take(shards)
 

@@ -69,8 +69,11 @@ class ShardLayout:
 class Shard(Protocol):
     """A tensor of which this rank holds some rows."""
 
-    local: Tensor
     placement: ShardLayout
+
+    @property
+    def local(self) -> Tensor:
+        """The rank's rows, in the dtype in which the tensor is gathered."""
 
     @property
     def shape(self) -> torch.Size:

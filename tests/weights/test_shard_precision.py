@@ -137,12 +137,14 @@ class Moved:
     left: int
 
 
-def whole_bytes(model: torch.nn.Module) -> int:
-    """Of all plain tensors in this process that are shaped as a weight of ``model``."""
+def shaped_as_weights(model: torch.nn.Module) -> dict[int, int]:
+    """Address and bytes of all plain tensors in this process that have the shape of a weight of
+    ``model``."""
     gc.collect()
     shapes = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
     shaped = (x for x in gc.get_objects() if type(x) is Tensor and tuple(x.shape) in shapes)
-    return sum(x.untyped_storage().nbytes() for x in shaped)
+    storages = (x.untyped_storage() for x in shaped)
+    return {s.data_ptr(): s.nbytes() for s in storages}
 
 
 def move(autocast: bool, inner: str) -> tuple[Moved, int]:
@@ -153,10 +155,10 @@ def move(autocast: bool, inner: str) -> tuple[Moved, int]:
     options = {"plan": "megatron_cz", "inner": inner}
     compiled = torch.compile(model, backend="paradyse", options=options)
     batch = make_batch("plain", 2, 16)
-    before = whole_bytes(model)
+    before = shaped_as_weights(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = compiled(**batch).loss
-    left = whole_bytes(model) - before
+    left = sum(n for at, n in shaped_as_weights(model).items() if at not in before)
     loss.backward()
     sent = paradyse.stats(compiled).bytes_per_collective
     linears = (m.weight for m in model.modules() if isinstance(m, torch.nn.Linear))
