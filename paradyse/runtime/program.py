@@ -6,13 +6,14 @@ A ``frame.Frame`` executes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from paradyse.distributed.axis import local_positions
+from paradyse.distributed.session import Recent
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, Step
@@ -74,6 +75,7 @@ class Program:
         self.variants: dict[int, dict[str, Any]] = {s.position: {} for s in self.steps}
         """Position of a step -> strategy -> what computes it, as far as it was asked for."""
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
+        self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
 
     def variant(self, step: Step, strategy: str) -> Any:
@@ -115,7 +117,16 @@ class Program:
         return self._casts[key]
 
     def constants_for(self, sizes: Mapping[str, int], strategies: tuple[str, ...]) -> StepConstants:
-        """What calls of these ``sizes`` ("B", "S", "s") share under the plan ``strategies``."""
+        """What calls of these ``sizes`` ("B", "S", "s") share under the plan ``strategies``; the
+        tensors do not depend on the plan."""
+        key = tuple(sizes.items())
+        if key not in self._constants:
+            self._constants[key] = self._make_constants(sizes, strategies)
+        return replace(self._constants[key], strategies=strategies)
+
+    def _make_constants(
+        self, sizes: Mapping[str, int], strategies: tuple[str, ...]
+    ) -> StepConstants:
         seq_len, device = sizes[WHOLE], self.device
         whole = torch.arange(seq_len, device=device)
         local = whole
