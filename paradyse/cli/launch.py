@@ -190,7 +190,8 @@ def run_as_asked(
 
 
 def environment(rank: int, size: int, setting: Setting) -> dict[str, str]:
-    """Variables that the process of ``rank`` of ``size`` starts with; the user's own stay."""
+    """Variables that the process of ``rank`` of ``size`` starts with; the user's own stay, but for
+    those of ``setting``."""
     env = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
