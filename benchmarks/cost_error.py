@@ -35,9 +35,9 @@ from paradyse.planning.curves import (
     FOREST,
     MIN_POINTS,
     POLYNOMIAL,
+    At,
     Curve,
     GrowthFactor,
-    Point,
     fit_forest,
     fit_polynomial,
 )
@@ -65,7 +65,7 @@ def blocks_of(config: dict[str, Any], header: Header) -> dict[str, BlockSpec]:
     return {b.structure: b for b in run.blocks}
 
 
-def splits(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Point]]]:
+def splits(points: Sequence[At]) -> Iterator[tuple[str, list[At], list[At]]]:
     """What is kept and what is taken away, for each of the two questions."""
     lengths = sorted({s for _, s in points})
     short = {s for s in lengths if s <= lengths[-1] / 4}
@@ -77,7 +77,7 @@ def splits(points: Sequence[Point]) -> Iterator[tuple[str, list[Point], list[Poi
 
 
 def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
-    rows: dict[tuple[str, str, str, bool], dict[Point, tuple[float, float, float]]] = {}
+    rows: dict[tuple[str, str, str, bool], dict[At, tuple[float, float, float]]] = {}
     for m in profile.measurements:
         if m.outcome == MEASURED:
             row = rows.setdefault((m.kind, m.structure, m.strategy, m.training), {})
@@ -110,7 +110,7 @@ def errors_of(profile: Profile, blocks: Mapping[str, BlockSpec]) -> list[Error]:
 
 
 def estimator(
-    measured: Mapping[Point, float], name: str, growth: GrowthFactor | None, degrees: Sequence[int]
+    measured: Mapping[At, float], name: str, growth: GrowthFactor | None, degrees: Sequence[int]
 ) -> Callable[[int, int], float]:
     """(Batch, length) to one quantity."""
     if name == HYBRID:

@@ -30,7 +30,7 @@ from paradyse.cli.launch import Rank
 from paradyse.planning.planner import format_bytes
 from paradyse.profiling.steps import Steps
 from paradyse.runtime.registry import captures_of
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ATTENTION_STRATEGIES, Plan
 
 OPTIONS: dict[str, Any] = {"hidden": 256, "layers": 4, "ranks": 2, "inner": "inductor"}
 OPTIONS["model"] = {"help": "config.json; default: a Llama of --hidden"}
@@ -85,8 +85,8 @@ def measure(rank: Rank, args: Namespace) -> list[dict[str, Any]]:
     make_profile(rank, model, args, lengths, repeats=1)
     options = {"inner": args.inner, "cost_model": args.profile_path}
     free = Bounded(model, options, lengths[0])
-    feasible = set(ATTENTION_STRATEGIES).intersection(*(b.feasible() for b in free.blocks))
-    plans = {s: (s,) * len(free.blocks) for s in ATTENTION_STRATEGIES if s in feasible}
+    feasible = [s for s in ATTENTION_STRATEGIES if all(s in b.feasible() for b in free.blocks)]
+    plans = {s: free.planner.static(s, free.workload(1)) for s in feasible}
     rows = []
     with free.prepared():
         for part in PARTS:
@@ -98,9 +98,7 @@ def measure(rank: Rank, args: Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def bound(
-    rank: Rank, bounded: Bounded, plans: Mapping[str, tuple[str, ...]], limit: int
-) -> dict[str, Any]:
+def bound(rank: Rank, bounded: Bounded, plans: Mapping[str, Plan], limit: int) -> dict[str, Any]:
     """Everything under one limit."""
     planner, of = bounded.planner, {}
     for s, plan in plans.items():

@@ -53,7 +53,7 @@ from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import WHOLE, VariantCache
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
-from paradyse.types import Plan
+from paradyse.types import HEAD, Plan, Point
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
 
@@ -116,8 +116,8 @@ class Capture:
         self._batch = BatchChecksum()
         self._replicas_agree = False
         plan = "a function" if callable(options.plan) else options.plan
-        limits = options.memory_limit, options.smoothing, options.retry_out_of_memory
-        self._options = str((plan, options.strategies, *limits))
+        limits = options.levers, options.memory_limit, options.smoothing
+        self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
         problem = _empty_input(self.placeholders, examples)
         if problem:
 
@@ -360,10 +360,11 @@ class _Graph:
         return feedback.run(self.program, args, constants, workload, make_frame)
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
-        key = (*sizes.values(), plan.strategies)
+        key = (*sizes.values(), plan)
         found = self._constants.get(key)
         if found is None:
-            found = self._constants[key] = self.program.constants_for(sizes, plan.strategies)
+            found = self.program.constants_for(sizes, plan.strategies, plan.head)
+            self._constants[key] = found
             if self.capture.options.dump is not None:
                 folder = Path(self.capture.options.dump)
                 self.capture.dumping(lambda: self._dump_plan(folder, sizes, plan))
@@ -377,6 +378,7 @@ class _Graph:
             (b.name, s, str(b.mask or "") or "-", b.structure)
             for b, s in zip(self.blocks, plan.strategies, strict=True)
         ]
+        rows += [(HEAD, plan.head, "-", "-")] * bool(plan.head)
         table = text_table(("block", "strategy", "mask", "structure"), rows)
         name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
         write(folder, name, table + "\n")
@@ -451,7 +453,7 @@ def stats(compiled_model: Any) -> Stats:
         (block.structure, canonical_strategy(block.kind, s))
         for _, g in graphs
         for block, step in zip(g.blocks, g.program.block_steps, strict=True)
-        for s in g.program.variants[step.position]
+        for s in {Point.parse(s).variant for s in g.program.variants[step.position]}
     }
     traffic = [
         collectives.traffic(c.axis, i)

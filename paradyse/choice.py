@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paradyse.config import Options
+from paradyse.config import BLOCK_KINDS, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, device_of
 from paradyse.distributed.facts import PLAN
@@ -30,9 +30,33 @@ from paradyse.planning.profile_file import Header, present_versions
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
+from paradyse.types import (
+    ATTENTION_STRATEGIES,
+    HEAD,
+    LEVER_SETS,
+    BlockSpec,
+    HeadSpec,
+    Plan,
+    Point,
+    Workload,
+)
 from paradyse.weights.optimizer_state import OptimizersSeen
 from paradyse.weights.sharded_tensor import ShardedTensor
+
+_POINTS = tuple(
+    dict.fromkeys(
+        str(Point(s, levers))
+        for kind in BLOCK_KINDS
+        for levers in LEVER_SETS[kind]
+        for s in ATTENTION_STRATEGIES
+    )
+)
+_HEADS = tuple("+".join(levers) for levers in LEVER_SETS[HEAD])
+"""What plans may say of a block and of the head: ranks tell each other places in these."""
+
+_ALONE = Machine(1e14, 1e12, 0.0, 1e12, source="round numbers: one rank is not measured")
+"""Rates of a rank that is alone. It chooses by memory, and of levers that fit by operations and
+bytes, whose ratio is a GPU's."""
 
 
 class Choice:
@@ -44,6 +68,7 @@ class Choice:
         agreement: of its ranks; None on one rank.
         blocks: of the program.
         weights: of the model, as they lie on this rank.
+        head: of the program; None: it has none that could be computed otherwise.
     """
 
     def __init__(
@@ -53,15 +78,17 @@ class Choice:
         agreement: Agreement | None,
         blocks: Sequence[BlockSpec],
         weights: Sequence[torch.nn.Parameter],
+        head: HeadSpec | None = None,
     ) -> None:
         self.options, self.axis, self.agreement = options, axis, agreement
         self.blocks = tuple(blocks)
         self.sharded = any(isinstance(w, ShardedTensor) for w in weights)
         self.dtype = weights[0].dtype if weights else torch.float32
         self.cost_model = self._cost_model()
-        self._profiled: Machine | None = None
+        self._rates: Machine | None = None
         self.optimizers = OptimizersSeen(weights)
-        known = self._machine, self.optimizers.static_bytes(), self.sharded, self.cost_model
+        static = self.optimizers.static_bytes()
+        known = self._machine, static, self.sharded, self.cost_model, head
         self.planner = Planner(options, self.blocks, axis.size, *known)
         like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
         self.guard = Guard(self._plan, not callable(options.plan), like)
@@ -87,13 +114,14 @@ class Choice:
         return load_cost_model(self.options.cost_model, self.blocks, present)
 
     def _machine(self, dtype: torch.dtype) -> Machine:
-        """Rates as measured with the profile, else now; the memory is always what is there."""
-        if self.cost_model is None:
+        """Rates as measured with the profile, else now, and of one rank not at all; the memory is
+        always what is there."""
+        if self.axis.size > 1 and self.cost_model is None:
             return measure_machine(self.axis, dtype)
-        if self._profiled is None:
-            capacity = agreed_capacity(self.axis)
-            self._profiled = replace(self.cost_model.machine, capacity_bytes=capacity)
-        return self._profiled
+        if self._rates is None:
+            rates = _ALONE if self.cost_model is None else self.cost_model.machine
+            self._rates = replace(rates, capacity_bytes=agreed_capacity(self.axis))
+        return self._rates
 
     def _plan(self, workload: Workload) -> Plan:
         """The planner's choice as the first rank makes it: arithmetic differs in the last bits."""
@@ -103,15 +131,16 @@ class Choice:
             plan = self.planner.plan(workload)
             self.agreement.compare("makes a plan", {PLAN: plan.key})
             return plan
-        mine, error = [-1] * len(self.blocks), None
+        mine, error = [-1] * (len(self.blocks) + 1), None
         try:
-            mine = [ATTENTION_STRATEGIES.index(s) for s in self.planner.plan(workload).strategies]
+            chosen = self.planner.plan(workload)
+            mine = [*map(_POINTS.index, chosen.strategies), _HEADS.index(chosen.head)]
         except ValueError as e:
             error = e
         told = self.agreement.first_says(mine)
         if told[0] < 0:
             raise error or ValueError("the first rank of the group found no plan: see its error")
-        plan = Plan(tuple(ATTENTION_STRATEGIES[i] for i in told))
+        plan = Plan(tuple(_POINTS[i] for i in told[:-1]), _HEADS[told[-1]])
         if told != mine:
             self.planner.settle(workload, plan)
         return plan
@@ -154,12 +183,13 @@ def choice_of(
     agreement: Agreement | None,
     blocks: Sequence[BlockSpec],
     weights: Sequence[torch.nn.Parameter],
+    head: HeadSpec | None = None,
 ) -> Choice:
     """The ``Choice`` of all captures of one model with equal arguments.
 
     Args:
         program: its fingerprint.
-        options, axis, agreement, blocks, weights: as of ``Choice``.
+        options, axis, agreement, blocks, weights, head: as of ``Choice``.
     """
     form = tuple((tuple(w.shape), w.dtype, w.requires_grad, type(w)) for w in weights)
     choices = axis.session.of(_Choices)
@@ -168,5 +198,5 @@ def choice_of(
         known = choices.of_weight.setdefault(weights[0], {})
     key = program, form, str(options)
     if key not in known:
-        known[key] = Choice(options, axis, agreement, blocks, weights)
+        known[key] = Choice(options, axis, agreement, blocks, weights, head)
     return known[key]

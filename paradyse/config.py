@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paradyse.types import ATTENTION_STRATEGIES, Plan
+from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVER_SETS, LEVERS, Plan, Point
 
 AUTO = "auto"
 """The plan option that leaves the choice to the planner; also legal inside the other forms."""
@@ -30,12 +30,15 @@ _UNITS |= {f"{c}IB": 1024**i for i, c in enumerate("KMGTP", 1)}
 
 @dataclass(frozen=True)
 class PlanByKind:
-    """The plan option ``{"attention": ..., "mlp": ...}``: one name for each kind, or a list."""
+    """The plan option ``{"attention": ..., "mlp": ..., "head": ...}``: a name or a list of them for
+    each kind of block."""
 
     attention: str | tuple[str, ...] = AUTO
-    """A strategy name, "auto", or one of these for every attention block."""
+    """A strategy, which may have levers, "auto", or one of these for every attention block."""
     mlp: str | tuple[str, ...] = AUTO
     """The same for the MLP blocks."""
+    head: str = AUTO
+    """The levers of the head, joined by "+", or "auto"."""
 
 
 PlanOption = str | tuple[str, ...] | PlanByKind | Plan | Callable[..., Any]
@@ -50,6 +53,8 @@ class Options:
     """"auto", a strategy name, one name per layer, ``PlanByKind``, a ``Plan``, or a function."""
     strategies: tuple[str, ...] = ATTENTION_STRATEGIES
     """What "auto" may choose from."""
+    levers: tuple[str, ...] = LEVERS
+    """What "auto" may trade time for memory by, where the limit asks for it."""
     cost_model: str | None = None
     """Path of a profile; None: the analytic prior."""
     memory_limit: int | None = None
@@ -94,6 +99,88 @@ def check_strategy(name: Any, where: str, auto: bool = True) -> str:
     raise ValueError(f"{where}: unknown strategy {_not_legal(name, legal)}")
 
 
+def check_levers(names: Sequence[Any], where: str) -> tuple[str, ...]:
+    """``names`` in the order of ``LEVERS``, once they are known to be levers, each named once.
+
+    Args:
+        where: the option, for the message.
+    Raises:
+        ValueError: one is none, or is named twice.
+    """
+    for name in names:
+        if not isinstance(name, str) or name not in LEVERS:
+            raise ValueError(f"{where}: unknown lever {_not_legal(name, LEVERS)}")
+        if list(names).count(name) > 1:
+            raise ValueError(f"{where}: lever {name!r} is named twice; name it once")
+    return tuple(v for v in LEVERS if v in names)
+
+
+def check_point(name: Any, where: str, kind: str = "") -> str:
+    """``name``, a strategy with levers or without, or "auto"; levers in the order of ``LEVERS``.
+
+    Args:
+        where: the option, for the message.
+        kind: of the blocks that it is for; "": all kinds.
+    Raises:
+        ValueError: it is neither, or blocks of ``kind`` do not have its levers.
+    """
+    if not isinstance(name, str) or "+" not in name:
+        return check_strategy(name, where)
+    strategy, *levers = name.split("+")
+    point = Point(strategy if strategy != AUTO else name, check_levers(levers, where))
+    check_strategy(point.strategy, where)
+    kinds = (kind,) if kind else BLOCK_KINDS
+    if not any(point.levers in LEVER_SETS[k] for k in kinds):
+        legal = dict.fromkeys("+".join(v) for k in kinds for v in LEVER_SETS[k] if v)
+        of = f"{kind} blocks have" if kind else "blocks have"
+        raise ValueError(
+            f"{where}: {of} no levers {'+'.join(point.levers)!r}; give one of {', '.join(legal)}"
+        )
+    return str(point)
+
+
+def check_head(levers: Any, where: str) -> str:
+    """``levers`` of the head, joined by "+", "" or "auto", once they are known to be that.
+
+    Args:
+        where: the option, for the message.
+    Raises:
+        ValueError: they are not.
+    """
+    legal = ("+".join(v) for v in LEVER_SETS[HEAD])
+    if levers == AUTO or (isinstance(levers, str) and levers in legal):
+        return levers
+    named = ", ".join(repr("+".join(v)) for v in LEVER_SETS[HEAD])
+    raise ValueError(f"{where}: the head has no levers {levers!r}; give 'auto' or one of {named}")
+
+
+def _names_of(form: Any, where: str, kind: str = "") -> str | tuple[str, ...]:
+    """A name, or one for each layer, of blocks of ``kind``; checked."""
+    if isinstance(form, str):
+        return check_point(form, where, kind)
+    if not form:
+        raise ValueError(f"{where}: the list is empty; give one name per layer, or 'auto'")
+    return tuple(check_point(v, f"{where}[{i}]", kind) for i, v in enumerate(form))
+
+
+def _by_kind(form: Mapping[Any, Any], where: str) -> PlanByKind:
+    """A plan by kinds of blocks, checked."""
+    checked: dict[str, Any] = {}
+    for key, given in form.items():
+        at = f"{where}[{key!r}]"
+        if key == HEAD:
+            checked[key] = check_head(given, at)
+        elif key not in BLOCK_KINDS:
+            raise ValueError(
+                f"{where}: unknown kind of block {_not_legal(key, (*BLOCK_KINDS, HEAD))}"
+            )
+        elif not isinstance(given, str | list | tuple):
+            raise ValueError(f"{at}: give a name or a list of names, not {given!r}")
+        else:
+            checked[key] = _names_of(given, at, key)
+    return PlanByKind(**checked)
+
+
 def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
     """Any form of the ``plan`` option, checked as far as that goes without a model.
 
@@ -103,29 +190,15 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
     Raises:
         ValueError: a name is unknown, or the form is none of the legal ones.
     """
-    if isinstance(value, str):
-        return check_strategy(value, where)
-    if isinstance(value, PlanByKind | Plan):
-        names = value.strategies if isinstance(value, Plan) else (value.attention, value.mlp)
-        for n in names:
-            for name in (n,) if isinstance(n, str) else n:
-                check_strategy(name, where)
-        return value
+    if isinstance(value, str | list | tuple):
+        return _names_of(value, where)
+    if isinstance(value, PlanByKind):
+        return _by_kind(vars(value), where)
+    if isinstance(value, Plan):
+        names = tuple(check_point(s, where) for s in value.strategies)
+        return Plan(names, check_head(value.head, where))
     if isinstance(value, Mapping):
-        for key in value:
-            if key not in BLOCK_KINDS:
-                raise ValueError(f"{where}: unknown kind of block {_not_legal(key, BLOCK_KINDS)}")
-        by_kind: dict[str, str | tuple[str, ...]] = {}
-        for key, given in value.items():
-            form = parse_plan(given, f"{where}[{key!r}]")
-            if not isinstance(form, str | tuple):
-                raise ValueError(f"{where}[{key!r}]: give a name or a list of names, not {given!r}")
-            by_kind[key] = form
-        return PlanByKind(**by_kind)
-    if isinstance(value, list | tuple):
-        if not value:
-            raise ValueError(f"{where}: the list is empty; give one name per layer, or 'auto'")
-        return tuple(check_strategy(v, f"{where}[{i}]") for i, v in enumerate(value))
+        return _by_kind(value, where)
     if callable(value):
         return value
     raise ValueError(
@@ -253,6 +326,7 @@ def parse_options(
     parsers: dict[str, Callable[[Any], Any]] = {
         "plan": parse_plan,
         "strategies": _strategies,
+        "levers": lambda v: check_levers(_names(v, "levers"), "option 'levers'"),
         "cost_model": _cost_model,
         "memory_limit": parse_bytes,
         "smoothing": _smoothing,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -12,6 +13,24 @@ ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z",
 
 REPLICATED = "replicated"
 """How blocks run on one rank, or where a capture has nothing to split; a plan cannot choose it."""
+
+LEVERS = ("recompute", "selective", "tiled", "vocabulary")
+"""Ways to trade time for memory, in the order in which a point lists them.
+
+``recompute`` keeps a block's input alone and computes the block again in backward; ``selective``
+also keeps what attention made; ``tiled`` computes chunks of tokens one after the other, each again
+in its backward; ``vocabulary``: each rank multiplies the rows of the head that it holds."""
+
+HEAD = "head"
+"""Kind of the last linear with the loss, beside the kinds of blocks."""
+
+LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "attention": ((), ("recompute",)),
+    "mlp": ((), ("recompute",)),
+    HEAD: ((),),
+}
+"""Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
+says anew what is kept for backward."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +70,40 @@ class MaskSpec:
 
 
 @dataclass(frozen=True)
+class Point:
+    """One way to compute a block: a strategy and its levers. Plans and tables have it as text."""
+
+    strategy: str
+    levers: tuple[str, ...] = ()
+    """In the order of ``LEVERS``."""
+
+    @staticmethod
+    @cache
+    def parse(text: str) -> Point:
+        """The point whose text is ``text``, such as ``megatron_cz+recompute``."""
+        strategy, *levers = text.split("+")
+        return Point(strategy, tuple(levers))
+
+    def __str__(self) -> str:
+        return "+".join((self.strategy, *self.levers))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the block runs again in backward as a whole."""
+        return "recompute" in self.levers
+
+    @property
+    def variant(self) -> str:
+        """The text of what computes the block, in forward and where it runs again."""
+        return str(replace(self, levers=tuple(v for v in self.levers if v != "recompute")))
+
+    def on_demand(self) -> Point:
+        """The point where the user demands that nothing inside is kept for backward: chunks keep
+        the block's input alone, whatever else they do; all others are computed again."""
+        return self if "tiled" in self.levers else replace(self, levers=("recompute",))
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """One switchable block of a captured model, as the planner and the reports see it."""
 
@@ -63,7 +116,7 @@ class BlockSpec:
     structure: str
     """Blocks of equal structure share their compiled variants."""
     infeasible: Mapping[str, str] = field(default_factory=dict)
-    """Strategy name -> why it cannot compute this block."""
+    """Strategy, lever or point -> why it cannot compute this block."""
     hidden: int = 0
     """Width h of the residual stream."""
     num_heads: int = 0
@@ -77,9 +130,47 @@ class BlockSpec:
     """Of these, elements a head- or column-parallel strategy splits over the ranks."""
     mask: MaskSpec | None = None
     """None for an MLP, and for attention under a dense mask that was not recovered."""
+    recompute: bool = False
+    """The user demands that nothing inside is kept for backward (activation checkpointing)."""
 
     def feasible(self) -> tuple[str, ...]:
+        """The strategies that can compute it."""
         return tuple(s for s in ATTENTION_STRATEGIES if s not in self.infeasible)
+
+    def points(self, strategies: Sequence[str] = ATTENTION_STRATEGIES) -> tuple[str, ...]:
+        """Those of ``strategies`` with every set of levers that can compute it, none first."""
+        texts = (str(Point(s, v)) for v in LEVER_SETS[self.kind] for s in strategies)
+        return tuple(t for t in texts if not self.why_not(t))
+
+    def why_not(self, point: str) -> str:
+        """Why ``point`` cannot compute the block; "" where it can."""
+        strategy, levers = Point.parse(point).strategy, Point.parse(point).levers
+        for name in (point, strategy, *levers):
+            if name in self.infeasible:
+                return self.infeasible[name]
+        if levers in LEVER_SETS[self.kind]:
+            return ""
+        legal = ", ".join("+".join(v) for v in LEVER_SETS[self.kind] if v)
+        return f"levers of such blocks are {legal}, one at a time, not {'+'.join(levers)}"
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """The last linear, from hidden states to logits, with the loss behind it."""
+
+    hidden: int
+    """Width h of its input."""
+    vocabulary: int
+    """Width V of the logits."""
+    tied: bool = False
+    """Whether the embedding has the same weight."""
+    infeasible: Mapping[str, str] = field(default_factory=dict)
+    """Lever -> why the head cannot be computed with it."""
+
+    def points(self) -> tuple[str, ...]:
+        """The levers that can be used together, as ``Plan.head`` has them; none first."""
+        sets = (v for v in LEVER_SETS[HEAD] if not self.infeasible.keys() & set(v))
+        return tuple("+".join(v) for v in sets)
 
 
 @dataclass(frozen=True)
@@ -97,10 +188,21 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy for every block, in the order of computation."""
+    """A point for every block, and one for the head."""
 
     strategies: tuple[str, ...]
+    """Per block, in the order of computation, a strategy and its levers as ``Point`` has them."""
+    head: str = ""
+    """The levers of the head, joined by "+"; "": whole logits."""
 
     @property
     def key(self) -> str:
-        return ",".join(self.strategies)
+        """The plan as text: equal for equal plans alone."""
+        blocks = ",".join(self.strategies)
+        return f"{blocks};{self.head}" if self.head else blocks
+
+    @staticmethod
+    def of_key(key: str) -> Plan:
+        """The plan whose ``key`` this is."""
+        blocks, _, head = key.partition(";")
+        return Plan(tuple(blocks.split(",")) if blocks else (), head)

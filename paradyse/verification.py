@@ -14,7 +14,7 @@ from paradyse.distributed.axis import resolve_axis
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.explain import VerifyReport, VerifyRow
 from paradyse.runtime.registry import captures_of
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Workload
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Point, Workload
 from paradyse.weights.shard import check_module
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -25,7 +25,7 @@ precisions get 5e-2."""
 def verify(
     model: torch.nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any] | None = None
 ) -> VerifyReport:
-    """Compare loss and every gradient of every feasible strategy, and of a mixture, with eager.
+    """Compare loss and every gradient of every feasible strategy, and of mixtures, with eager.
 
     Runs ``model`` eagerly, whole, on every rank, then under the backend with each plan; dropout is
     off. Gradients and the training flag are restored. Call it on every rank with the same batch.
@@ -105,6 +105,10 @@ def _plans(blocks: Any) -> dict[str, Any]:
             names = tuple(b.feasible()[0] if s in b.infeasible else s for b in blocks)
             plans[f"{s} where feasible" if reasons else s] = Plan(names)
     plans["mixed"] = Plan(tuple(b.feasible()[i % len(b.feasible())] for i, b in enumerate(blocks)))
+    levered = [[p for p in b.points() if Point.parse(p).levers] for b in blocks]
+    if all(levered):
+        points = tuple(of[i % len(of)] for i, of in enumerate(levered))
+        plans["mixed, with levers"] = Plan(points)
     return plans
 
 

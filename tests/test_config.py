@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paradyse.config import OPTION_NAMES, Options, PlanByKind, parse_bytes, parse_options
-from paradyse.types import ATTENTION_STRATEGIES, Plan
+from paradyse.types import ATTENTION_STRATEGIES, LEVERS, Plan
 
 MESH = type("MeshLike", (), {"ndim": 1, "get_group": lambda self, dim=0: None})()
 
@@ -54,6 +54,10 @@ def by_length(workload: Any) -> str:
         (("auto",), ("auto",)),
         ({"attention": ["metp"], "mlp": ["megatron_ts"]}, PlanByKind(("metp",), ("megatron_ts",))),
         ({"attention": "metp"}, PlanByKind("metp", "auto")),
+        ("metp+recompute", "metp+recompute"),
+        (["metp+recompute", "auto"], ("metp+recompute", "auto")),
+        ({"mlp": "metp+recompute", "head": ""}, PlanByKind("auto", "metp+recompute", "")),
+        (Plan(("metp+recompute",), "auto"), Plan(("metp+recompute",), "auto")),
         (by_length, by_length),
         (Plan(("metp", "auto")), Plan(("metp", "auto"))),
     ],
@@ -68,6 +72,13 @@ def test_strategies_are_ordered_and_may_be_a_single_name_or_a_set() -> None:
         "metp",
     )
     assert parse_options({"strategies": "colossal_z"}).strategies == ("colossal_z",)
+
+
+def test_levers_are_ordered_and_may_be_none() -> None:
+    assert parse_options({"levers": {"tiled", "recompute"}}).levers == ("recompute", "tiled")
+    assert parse_options({"levers": "tiled"}).levers == ("tiled",)
+    assert parse_options({"levers": ()}).levers == parse_options({"levers": []}).levers == ()
+    assert parse_options(None).levers == LEVERS
 
 
 @pytest.mark.parametrize(

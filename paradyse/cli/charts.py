@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from paradyse.cli.outputs import write_whole
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ATTENTION_STRATEGIES, LEVERS
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = dict(
     zip(ATTENTION_STRATEGIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"), strict=True)
 )
+COLOURS |= dict(zip(LEVERS, ("#999999", "#56b4e9", "#f0e442", "#666666"), strict=True))
 BLACK = "#000000"
 """Of what chooses among strategies; drawn thicker."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 70, 46, 16, 150
@@ -52,7 +53,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bands:
-    """Per length the share of blocks that each strategy computes."""
+    """Per length the share of blocks that have each strategy, or each lever."""
 
     title: str
     lengths: tuple[int, ...]
@@ -135,7 +136,7 @@ def svg_of_bands(bands: Bands) -> str:
     names: dict[str, None] = {}
     for i, (n, shares) in enumerate(zip(bands.lengths, bands.shares, strict=True)):
         top, left = float(TOP), LEFT + i * step
-        for name in (s for s in ATTENTION_STRATEGIES if s in shares):
+        for name in (s for s in COLOURS if s in shares):
             names[name] = None
             tall = shares[name] * (height - TOP - BOTTOM)
             parts.append(
@@ -217,7 +218,7 @@ def write_png(path: Path, page: Page) -> bool:
         ax.legend(fontsize="small")
     for ax, band in zip(axes[len(charts) :], bands):
         labels, base = [_number(n) for n in band.lengths], [0.0] * len(band.lengths)
-        for name in ATTENTION_STRATEGIES:
+        for name in COLOURS:
             share = [s.get(name, 0.0) for s in band.shares]
             if any(share):
                 ax.bar(labels, share, bottom=base, color=COLOURS[name], label=name)

@@ -72,7 +72,7 @@ def _length_grid(text: str) -> list[int]:
     return sorted({round(first * factor**i) for i in range(count)})
 
 
-def _parsed(parser: str, text: str, *more: Any) -> Any:
+def _parsed(parser: str, text: str | Sequence[str], *more: Any) -> Any:
     """``text`` by the ``parser`` of that name in ``config``, which is imported on demand."""
     try:
         return pkgutil.resolve_name(f"paradyse.config:{parser}")(text, "it", *more)
@@ -85,6 +85,11 @@ _strategy = partial(_parsed, "check_strategy")
 
 def _strategies(text: str) -> list[str]:
     return [_parsed("check_strategy", part, False) for part in text.split(",")]
+
+
+def _levers(text: str) -> tuple[str, ...]:
+    found: tuple[str, ...] = _parsed("check_levers", text.split(",") if text != "none" else ())
+    return found
 
 
 def _flag(
@@ -211,6 +216,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--lengths", text, type=_lengths, metavar="N,N,...")
     _flag(parser, "--plan", "auto, or a strategy to be explained", "auto", _strategy)
     _add_memory_limit(parser, "what a rank may need, such as 80GiB")
+    text = "levers against memory that auto may use, or none (default: all)"
+    _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
     _count(group, "--gpus", "devices of the cluster (default: 8)", low=2)

@@ -22,10 +22,10 @@ from torch import Tensor
 from paradyse.cli import models as integrations
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
-from paradyse.planning.explain import short_key
+from paradyse.planning.explain import count_names
 from paradyse.profiling.steps import peak_beyond, static_bytes
 from paradyse.strategies import canonical_strategy
-from paradyse.types import Plan, Workload
+from paradyse.types import HEAD, LEVERS, Plan, Point, Workload
 
 AUTO = "auto"
 GIVEN = "the function given as option 'plan': "
@@ -98,27 +98,41 @@ def describe_plan(key: str, kinds: Sequence[str]) -> str:
     """A plan's key in words: one name where all blocks run alike, else attention and MLP apart.
 
     Args:
-        key: names of strategies, apart by commas.
+        key: as of ``Plan.key``.
         kinds: of the blocks, in the order of the key's names.
     """
-    pairs = list(zip(kinds, key.split(",")))
+    plan = Plan.of_key(key)
+    pairs = list(zip(kinds, plan.strategies))
     attention, mlp = ([name for k, name in pairs if k == kind] for kind in ("attention", "mlp"))
     if len(set(attention)) == 1:
         # An MLP's variant has several names: say the one that its neighbours have.
         same = canonical_strategy("mlp", attention[0])
         mlp = [attention[0] if canonical_strategy("mlp", m) == same else m for m in mlp]
-    texts = short_key(",".join(attention)), short_key(",".join(mlp))
+    texts = count_names(attention), count_names(mlp)
+    words = f"attention {texts[0]}, mlp {texts[1]}"
     if not all(texts) or texts[0] == texts[1]:
-        return texts[0] or texts[1]
-    return f"attention {texts[0]}, mlp {texts[1]}"
+        words = texts[0] or texts[1]
+    return f"{words}, head {plan.head}" if plan.head else words
 
 
 def plan_shares(key: str, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
     """Kind -> strategy -> its share, for a plan's ``key`` and the ``kinds`` of its blocks."""
     names: dict[str, list[str]] = {}
-    for kind, name in zip(kinds, key.split(",")):
-        names.setdefault(kind, []).append(name)
+    for kind, point in zip(kinds, Plan.of_key(key).strategies):
+        names.setdefault(kind, []).append(Point.parse(point).strategy)
     return {k: {n: of.count(n) / len(of) for n in of} for k, of in names.items()}
+
+
+def lever_shares(key: str, kinds: Sequence[str]) -> dict[str, dict[str, float]]:
+    """The same of levers: ``key`` and ``kinds`` as there; also of the head."""
+    plan = Plan.of_key(key)
+    used: dict[str, list[tuple[str, ...]]] = {HEAD: [tuple(plan.head.split("+"))]}
+    for kind, point in zip(kinds, plan.strategies):
+        used.setdefault(kind, []).append(Point.parse(point).levers)
+    return {
+        kind: {v: share for v in LEVERS if (share := sum(v in x for x in of) / len(of))}
+        for kind, of in used.items()
+    }
 
 
 def block_kinds(compiled: torch.nn.Module, num_tokens: int) -> list[str]:
@@ -158,7 +172,7 @@ class _Choices:
         )
 
     def _step(self, choice: str, batch: dict[str, Tensor], known: str) -> None:
-        self._current = Plan(tuple(known.split(","))) if choice == AUTO and known else choice
+        self._current = Plan.of_key(known) if choice == AUTO and known else choice
         self.compiled(**batch).loss.backward()
 
     def time_s(self, choice: str, batch: dict[str, Tensor], known: str) -> float:

@@ -40,7 +40,7 @@ from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import FakeTensorMode
-from paradyse.types import REPLICATED, BlockSpec
+from paradyse.types import REPLICATED, BlockSpec, Point
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form
@@ -82,7 +82,7 @@ class DryRun:
 
     blocks: tuple[BlockSpec, ...]
     sizes: Mapping[tuple[str, str], Sizes]
-    """Structure of a block and its variant -> its memory."""
+    """Structure of a block and its variant, with levers or without -> its memory."""
     between: tuple[Sizes, ...]
     """What lies between blocks: embedding, tables of positions, head and loss."""
     num_ranks: int
@@ -95,9 +95,9 @@ class DryRun:
         """How many tokens a rank holds of ``batch`` sequences of ``seq_len``, padding included."""
         return batch * TokenLayout(self.num_ranks, seq_len).local_len
 
-    def block(self, block: BlockSpec, strategy: str) -> Sizes:
-        """Memory of ``block`` under ``strategy``."""
-        return self.sizes[block.structure, canonical_strategy(block.kind, strategy)]
+    def block(self, block: BlockSpec, point: str) -> Sizes:
+        """Memory of ``block`` under ``point``."""
+        return self.sizes[block.structure, canonical_strategy(block.kind, point)]
 
 
 def dry_run(
@@ -121,10 +121,11 @@ def dry_run(
                 between.append(measure_step(program, step, ""))
                 continue
             spec = blocks[step.index]
-            for strategy in spec.feasible() if num_ranks > 1 else (REPLICATED,):
-                key = (spec.structure, canonical_strategy(spec.kind, strategy))
+            strategies = spec.feasible() if num_ranks > 1 else (REPLICATED,)
+            for point in spec.points(strategies):
+                key = (spec.structure, canonical_strategy(spec.kind, point))
                 if key not in sizes:
-                    sizes[key] = measure_step(program, step, strategy)
+                    sizes[key] = measure_step(program, step, point)
         parameters = list(model.parameters())
         held = sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
         return DryRun(
@@ -335,5 +336,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
             if not outputs:  # tables that blocks read to the end
                 kept = timeline.alive_bytes[-1]
     given = sum(x.nbytes for x in frame.given if x.requires_grad)
+    if Point.parse(strategy).recomputes:  # held by what runs again, where no hook sees it
+        kept += given
     alive = tuple(n + given for n in timeline.alive_bytes)
     return Sample(kept, alive, frame.gathered_bytes, timeline.flops)

@@ -12,14 +12,14 @@ on, a ``quantity`` one of the names below.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.time_ratios import Key, Ratios
-from paradyse.types import Workload
+from paradyse.types import Point, Workload
 
 TIME = "time"
 """Measured over predicted, of a key and by scale (``time_ratios``)."""
@@ -61,17 +61,19 @@ class Corrections:
     times: Ratios = field(default_factory=Ratios)
 
     def apply(self, cost: BlockCost, key: Key, workload: Workload) -> BlockCost:
-        """``cost`` as corrected. What was learned of memory was learned in training."""
-        at = scale_of(workload)
-        time_s = cost.time_s * self.times.ratio(key, at)
-        source = ONLINE if self.times.knows(key) else cost.source
+        """``cost`` as corrected. What was learned of memory was learned in training. A point with
+        levers that was not measured follows its strategy without them."""
+        at, timed = scale_of(workload), _seen(key, self.times.knows)
+        time_s = cost.time_s * self.times.ratio(timed, at)
+        source = ONLINE if self.times.knows(timed) else cost.source
         cost = replace(cost, time_s=time_s, source=source)
-        if not workload.training or (SAVED, key) not in self.measured:
+        held = _seen(key, lambda k: (SAVED, k) in self.measured)
+        if not workload.training or (SAVED, held) not in self.measured:
             return cost
         return replace(
             cost,
-            saved_bytes=round(cost.saved_bytes * self.value(SAVED, key, at)),
-            workspace_bytes=round(cost.workspace_bytes * self.value(WORKSPACE, key, at)),
+            saved_bytes=round(cost.saved_bytes * self.value(SAVED, held, at)),
+            workspace_bytes=round(cost.workspace_bytes * self.value(WORKSPACE, held, at)),
             memory_source=ONLINE,
         )
 
@@ -102,6 +104,11 @@ class Corrections:
         if quantity in RATIOS:
             return max(1.0, nearest(row, at)) if row else 1.0
         return along(row, at) if row else 0.0
+
+
+def _seen(key: Key, known: Callable[[Key], bool]) -> Key:
+    """``key``, or that of its strategy without levers where ``key`` is not ``known``."""
+    return key if known(key) else (key[0], Point.parse(key[1]).strategy)
 
 
 def nearest(row: Mapping[int, float], at: int) -> float:

@@ -10,7 +10,7 @@ number of ranks; ``sharded``: 1/p of the weights on each rank at rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paradyse.types import BlockSpec, Workload
 
@@ -82,6 +82,17 @@ class BlockCost:
 
 NOTHING = BlockCost(0.0, 0, 0, 0)
 """Of what was not measured."""
+
+
+def without(whole: BlockCost, part: BlockCost) -> BlockCost:
+    """``whole``, in which ``part`` was measured or predicted too, less that part; what the part
+    saves is gone when blocks' backward begins, and so was workspace of the whole."""
+    held = part.saved_bytes + part.workspace_bytes
+    return replace(
+        whole,
+        time_s=max(0.0, whole.time_s - part.time_s),
+        workspace_bytes=max(0, whole.workspace_bytes - held),
+    )
 
 
 def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:

@@ -42,10 +42,10 @@ to 12 % where those are good to 5 %. On a Llama's blocks on two CPU ranks, up to
 by 7, 5 and 3 % (median), 15, 19 and 24 % (90th percentile); without it by 21, 8 and 7 %, and 49, 52
 and 22 %."""
 
-Point = tuple[int, int]
+At = tuple[int, int]
 """Batch and length."""
 
-GrowthFactor = Callable[[Point, Point], float]
+GrowthFactor = Callable[[At, At], float]
 """How much larger a quantity is at the second point than at the first."""
 
 
@@ -66,9 +66,9 @@ class Polynomial:
 
 
 def fit_polynomial(
-    points: Sequence[Point],
+    points: Sequence[At],
     values: Sequence[float],
-    guess: tuple[Point, float] | None = None,
+    guess: tuple[At, float] | None = None,
     degrees: Sequence[int] = DEGREES,
 ) -> Polynomial:
     """The polynomial of least relative squared error whose degree Akaike's criterion prefers.
@@ -103,7 +103,7 @@ def fit_polynomial(
     return Polynomial(min(fits)[1], scale)
 
 
-def fit_forest(points: Sequence[Point], values: Sequence[float]) -> Callable[[int, int], float]:
+def fit_forest(points: Sequence[At], values: Sequence[float]) -> Callable[[int, int], float]:
     """The published forest over the logarithms of batch and length, through ``values`` at
     ``points``; equal measurements give an equal forest on every rank.
 
@@ -146,7 +146,7 @@ class Curve:
 
     def __init__(
         self,
-        measured: Mapping[Point, float],
+        measured: Mapping[At, float],
         growth: GrowthFactor | None = None,
         degrees: Sequence[int] = DEGREES,
     ) -> None:
@@ -167,7 +167,7 @@ class Curve:
         if max(map(abs, logs)) > NOISE_FLOOR:
             self._forest = fit_forest(points, logs)
 
-    def _logs(self, points: Sequence[Point], values: Sequence[float]) -> list[float]:
+    def _logs(self, points: Sequence[At], values: Sequence[float]) -> list[float]:
         """Logarithms of measured over polynomial."""
         return [math.log(v / self._polynomial(*p)) for p, v in zip(points, values)]
 

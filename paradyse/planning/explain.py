@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,15 @@ import torch
 from paradyse.kernels.selection import capability_of, describe_choices
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
 from paradyse.strategies import canonical_strategy
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
+from paradyse.types import (
+    ATTENTION_STRATEGIES,
+    LEVERS,
+    REPLICATED,
+    BlockSpec,
+    Plan,
+    Point,
+    Workload,
+)
 
 Rows = list[tuple[str, ...]]
 
@@ -87,7 +95,7 @@ class BlockReport:
     """The mask in words; empty for an MLP."""
     chosen: str
     rows: tuple[StrategyRow, ...]
-    """One per strategy; none on one rank, where there is nothing to choose."""
+    """One per strategy, and one per set of levers of the chosen one."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,10 @@ class PlanReport:
     blocks: tuple[BlockReport, ...]
     static_plans: tuple[StrategyRow, ...]
     """Every strategy as the plan for all blocks."""
-    time_s: float | None
-    """Predicted seconds a step of all blocks under the plan; None on one rank."""
-    peak_bytes: int | None
-    """Predicted peak bytes of a rank under the plan; None on one rank."""
+    time_s: float
+    """Predicted seconds a step of all blocks under the plan."""
+    peak_bytes: int
+    """Predicted peak bytes of a rank under the plan."""
     limit_bytes: float
     """What a plan may need."""
     machine: str
@@ -111,6 +119,8 @@ class PlanReport:
     """What runs on gathered tensors, and why: exact and slow."""
     notes: tuple[str, ...] = ()
     """On the profile that the costs come from."""
+    levers: tuple[str, ...] = ()
+    """Each lever of the plan, with what it costs and spares."""
     kernels: tuple[str, ...] = ()
     """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
 
@@ -132,8 +142,6 @@ class PlanReport:
 
     def _headline(self) -> str:
         headline = f"plan for {describe_workload(self.workload)}"
-        if self.time_s is None or self.peak_bytes is None:
-            return headline
         limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes < float("inf") else ""
         return (
             f"{headline}\npredicted: {format_seconds(self.time_s)} a step, peak "
@@ -142,7 +150,9 @@ class PlanReport:
 
     def _notes(self) -> str:
         gathered = (f"on gathered tensors: {g}" for g in self.gathered)
-        return "\n".join((*self.notes, *gathered, *(f"kernel: {k}" for k in self.kernels)))
+        return "\n".join(
+            (*self.levers, *self.notes, *gathered, *(f"kernel: {k}" for k in self.kernels))
+        )
 
     def __str__(self) -> str:
         parts = [self._headline()]
@@ -189,13 +199,6 @@ def explain_plan(
         kernels: as of ``attention_kernels``.
     """
     plan = planner.plan(workload)
-    if planner.num_ranks == 1:
-        blocks = tuple(
-            BlockReport(b.name, b.kind, _mask(b), REPLICATED, ()) for b in planner.blocks
-        )
-        nothing = (None, None, float("inf"), "")
-        found = (workload, plan, blocks, (), *nothing, tuple(gathered))
-        return PlanReport(*found, kernels=kernels)
     costs = planner.costs(workload)
     limit = planner.memory_limit(workload.dtype)
     time_s, peak = planner.predict(plan, workload)
@@ -207,13 +210,14 @@ def explain_plan(
         workload,
         plan,
         blocks,
-        tuple(_static_row(planner, workload, plan, s) for s in ATTENTION_STRATEGIES),
+        tuple(_static_row(planner, workload, plan, s) for s in _strategies(planner)),
         time_s,
         peak,
         limit,
         planner.machine(workload.dtype).source or "given",
         tuple(gathered),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
+        _levers(planner, workload, plan),
         kernels,
     )
 
@@ -228,42 +232,105 @@ def _slower(time_s: float, best_s: float) -> str:
     return f"{time_s / best_s:.2f}x the time" if best_s > 0 else "no faster"
 
 
+def _strategies(planner: Planner) -> tuple[str, ...]:
+    return (REPLICATED,) if planner.num_ranks == 1 else ATTENTION_STRATEGIES
+
+
+def _shown(planner: Planner, block: BlockSpec, chosen: str, training: bool) -> tuple[str, ...]:
+    """Every strategy, and the chosen one with every set of levers that is allowed."""
+    allowed = set(planner.options.levers)
+    points = block.points((Point.parse(chosen).strategy,))
+    texts = [
+        *_strategies(planner),
+        *(p for p in points if allowed.issuperset(Point.parse(p).levers)),
+    ]
+    if block.recompute and training:
+        texts = [str(Point.parse(text).on_demand()) for text in texts]
+    return tuple(dict.fromkeys((*texts, chosen)))
+
+
 def _block_rows(
     planner: Planner, workload: Workload, plan: Plan, costs: Costs, i: int
 ) -> tuple[StrategyRow, ...]:
     block, chosen, rows = planner.blocks[i], plan.strategies[i], []
-    best = costs[i][chosen]
-    for s in ATTENTION_STRATEGIES:
-        if s in block.infeasible:
-            rows.append(StrategyRow(s, f"infeasible: {block.infeasible[s]}"))
+    for s in _shown(planner, block, chosen, workload.training):
+        if reason := block.why_not(s):
+            rows.append(StrategyRow(s, f"infeasible: {reason}"))
             continue
         c = costs[i][s]
-        if s == chosen:
-            why = "chosen"
-        elif canonical_strategy(block.kind, s) == canonical_strategy(block.kind, chosen):
-            why = f"the same variant as {chosen}"
-        elif s not in planner.options.strategies:
-            why = "not in option 'strategies'"
-        elif c.time_s >= best.time_s:
-            why = _slower(c.time_s, best.time_s)
-        else:
-            reason = _why_not_faster(planner, workload, plan, i, s)
-            why = f"{_slower(c.time_s, best.time_s)}, but {reason}"
+        why = _why_chosen if s == chosen else _why_not
         sources = c.source, c.memory_source
         held = c.saved_bytes + c.workspace_bytes
-        rows.append(StrategyRow(s, why, c.time_s, held, c.comm_bytes, *sources))
+        text = why(planner, workload, plan, i, s)
+        rows.append(StrategyRow(s, text, c.time_s, held, c.comm_bytes, *sources))
     return tuple(rows)
 
 
+def _why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
+    """Why block ``i`` has the point ``s``: of one with levers, why not without."""
+    if not Point.parse(s).levers or planner.asked_by_name(workload, i):
+        return "chosen"
+    if planner.blocks[i].recompute:
+        return "chosen; the model asks for gradient checkpointing"
+    peak, limit = _peak_with(planner, workload, plan, i, Point.parse(s).strategy)
+    return f"chosen; without levers: {_over(peak, limit)}" if peak > limit else "chosen"
+
+
+def _why_not(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
+    """Why block ``i`` does not have the point ``s``."""
+    block, chosen, point = planner.blocks[i], plan.strategies[i], Point.parse(s)
+    costs = planner.costs(workload)[i]
+    if canonical_strategy(block.kind, s) == canonical_strategy(block.kind, chosen):
+        return f"the same variant as {chosen}"
+    if point.strategy not in (REPLICATED, *planner.options.strategies):
+        return "not in option 'strategies'"
+    slower = _slower(costs[s].time_s, costs[chosen].time_s)
+    if costs[s].time_s >= costs[chosen].time_s:
+        return slower
+    return f"{slower}, but {_why_not_faster(planner, workload, plan, i, s)}"
+
+
 def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
-    """Why a strategy that is predicted to be faster was not taken."""
-    swapped = Plan((*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
-    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+    """Why a point that is predicted to be faster was not taken."""
+    peak, limit = _peak_with(planner, workload, plan, i, s)
     if peak > limit:
         return _over(peak, limit)
     if planner.asked_by_name(workload, i):
         return f"the plan option asks for {plan.strategies[i]}"
     return f"within {planner.options.smoothing:.0%} the previous plan is kept"
+
+
+def _peak_with(
+    planner: Planner, workload: Workload, plan: Plan, i: int, s: str
+) -> tuple[int, float]:
+    """Peak bytes of ``plan`` with the point ``s`` for block ``i``, and what it may need."""
+    swapped = replace(plan, strategies=(*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
+    return planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+
+
+def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]:
+    """Each lever of ``plan``: where it is, and what a step would take without it."""
+    (time_s, peak), lines = planner.predict(plan, workload), []
+    for lever in LEVERS:
+        blocks = [lever in Point.parse(s).levers for s in plan.strategies]
+        in_head = lever in plan.head.split("+")
+        if not any(blocks) and not in_head:
+            continue
+        where = [f"{sum(blocks)} of {len(blocks)} blocks"] * any(blocks) + ["the head"] * in_head
+        less_s, more = planner.predict(_without(plan, lever), workload)
+        lines.append(
+            f"lever {lever} in {' and '.join(where)}: without it "
+            f"{format_seconds(less_s)} instead of {format_seconds(time_s)} a step, and a peak of "
+            f"{format_bytes(more)} instead of {format_bytes(peak)}"
+        )
+    return tuple(lines)
+
+
+def _without(plan: Plan, lever: str) -> Plan:
+    def less(text: str) -> str:
+        return "+".join(part for part in text.split("+") if part != lever)
+
+    return Plan(tuple(map(less, plan.strategies)), less(plan.head))
 
 
 def _over(peak: int, limit: float) -> str:
@@ -274,18 +341,19 @@ def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> Str
     for b in planner.blocks:
         if s in b.infeasible:
             return StrategyRow(s, f"infeasible for {b.name}")
-    static = Plan((s,) * len(planner.blocks))
+    static = planner.static(s, workload)
     time_s, peak = planner.predict(static, workload)
     costs, limit = planner.costs(workload), planner.memory_limit(workload.dtype)
-    sent = sum(c[s].comm_bytes for c in costs)
+    chosen = [c[point] for c, point in zip(costs, static.strategies)]
+    sent = sum(c.comm_bytes for c in chosen)
     if planner.variants(static) == planner.variants(plan):
         why = "this is the plan"
     elif peak > limit:
         why = _over(peak, limit)
     else:
         why = _slower(time_s, planner.predict(plan, workload)[0])
-    sources = ", ".join(dict.fromkeys(c[s].source for c in costs))
-    memory = {c[s].memory_source for c in costs}
+    sources = ", ".join(dict.fromkeys(c.source for c in chosen))
+    memory = {c.memory_source for c in chosen}
     return StrategyRow(s, why, time_s, peak, sent, sources, min(memory, default=""))
 
 
@@ -342,8 +410,10 @@ def count_names(names: Sequence[str]) -> str:
 
 
 def short_key(key: str) -> str:
-    """A plan's ``key`` for people: each strategy once, with how many blocks it has."""
-    return count_names(key.split(",") if key else [])
+    """A plan's ``key`` for people: each point once, with how many blocks it has, and the head's."""
+    plan = Plan.of_key(key)
+    blocks = count_names(plan.strategies)
+    return f"{blocks}; head {plan.head}" if plan.head else blocks
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ import torch
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
-from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine
-from paradyse.planning.curves import DEGREES, MIN_POINTS, Curve, GrowthFactor, Point
-from paradyse.planning.prior import gradient_sum_s, prior_cost
+from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine, without
+from paradyse.planning.curves import DEGREES, MIN_POINTS, At, Curve, GrowthFactor
+from paradyse.planning.prior import gradient_sum_s, head_cost, prior_cost
 from paradyse.planning.profile_file import (
     AGAIN,
     MEASURED,
@@ -40,7 +40,7 @@ from paradyse.planning.profile_file import (
     read_profile,
 )
 from paradyse.strategies import canonical_strategy
-from paradyse.types import BlockSpec, Workload
+from paradyse.types import BlockSpec, HeadSpec, Point, Workload
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ QUANTITIES = ("time_s", "saved_bytes", "workspace_bytes")
 _Key = tuple[str, str, bool]
 """Structure, variant, training."""
 
-_Samples = Mapping[Point, tuple[float, float, float]]
+_Samples = Mapping[At, tuple[float, float, float]]
 """Seconds, bytes saved, bytes of workspace at every measured point."""
 
 
@@ -79,8 +79,8 @@ class CostModel:
         self.floor_bytes = max((m.floor_bytes for m in profile.measurements), default=0)
         """A training step holds this much beyond static whatever the plan: at the end of backward,
         when gradients of replicated weights are summed."""
-        self._measured: dict[_Key, dict[Point, Measurement]] = {}
-        self._over: dict[_Key, list[Point]] = {}
+        self._measured: dict[_Key, dict[At, Measurement]] = {}
+        self._over: dict[_Key, list[At]] = {}
         self._fitted: dict[_Key, list[Curve]] = {}
         latest = {(_key(m), m.batch, m.seq_len): m for m in profile.measurements}
         for (key, batch, seq_len), m in latest.items():
@@ -89,41 +89,64 @@ class CostModel:
             else:
                 self._over.setdefault(key, []).append((batch, seq_len))
 
-    def cost(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
-        """Predicted cost of ``block`` under ``strategy`` for ``workload``, with its source.
+    def cost(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
+        """Predicted cost of ``block`` under ``point`` for ``workload``, with its source.
 
         Raises:
             ValueError: the strategy is unknown.
         """
-        variant = canonical_strategy(block.kind, strategy)
-        key = block.structure, variant, workload.training
+        variant = canonical_strategy(block.kind, point)
+        key, base = self._key(block, variant, workload), Point.parse(variant).strategy
+        if base == variant or self._samples(key):
+            return self._over_limit(self._predicted(block, variant, workload), key, workload)
+        plain, levered = (self._prior(block, p, workload) for p in (base, variant))
+        return with_levers(self._predicted(block, base, workload), plain, levered)
+
+    def _key(self, block: BlockSpec, variant: str, workload: Workload) -> _Key:
+        return block.structure, variant, workload.training
+
+    def _prior(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
+        return prior_cost(block, point, workload, self.machine, self.profile.header.sharded)
+
+    def _predicted(self, block: BlockSpec, variant: str, workload: Workload) -> BlockCost:
+        """By what was measured of the ``variant`` itself, else by the prior."""
+        key = self._key(block, variant, workload)
         samples = self._samples(key)
         if not samples:
-            sharded = self.profile.header.sharded
-            prior = prior_cost(block, strategy, workload, self.machine, sharded)
-            return self._over_limit(prior, key, workload)
+            return self._prior(block, variant, workload)
 
-        def measurable(at: Point) -> BlockCost:
-            return self.measurable(block, strategy, replace(workload, batch=at[0], seq_len=at[1]))
+        def measurable(at: At) -> BlockCost:
+            return self.measurable(block, variant, replace(workload, batch=at[0], seq_len=at[1]))
 
         if key not in self._fitted:
             self._fitted[key] = self._fit(samples, measurable)
         curves, prior = self._fitted[key], measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         outside = self._outside(block, variant, workload)
-        return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
+        return replace(cost, time_s=cost.time_s + outside)
 
-    def measurable(self, block: BlockSpec, strategy: str, workload: Workload) -> BlockCost:
-        """The prior's answer for ``block`` under ``strategy`` and ``workload``, less what is in no
+    def measurable(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
+        """The prior's answer for ``block`` under ``point`` and ``workload``, less what is in no
         block's measurements."""
-        cost = prior_cost(block, strategy, workload, self.machine, self.profile.header.sharded)
-        variant = canonical_strategy(block.kind, strategy)
-        return replace(cost, time_s=cost.time_s - self._outside(block, variant, workload))
+        cost = self._prior(block, point, workload)
+        return replace(cost, time_s=cost.time_s - self._outside(block, point, workload))
 
-    def rest(self, workload: Workload, blocks: Sequence[BlockSpec] = ()) -> BlockCost:
-        """Predicted for what of ``workload`` is in no block, as far as enough was measured.
+    def head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
+        """The prior's answer for ``head`` with ``levers`` and ``workload``: no profile has it
+        apart."""
+        return head_cost(head, levers, workload, self.machine, self.profile.header.sharded)
 
-        What ``cost`` adds for ``blocks`` is taken off, as for the strategies that sum all their
+    def rest(
+        self,
+        workload: Workload,
+        blocks: Sequence[BlockSpec] = (),
+        head: HeadSpec | None = None,
+    ) -> BlockCost:
+        """Predicted for what of ``workload`` is in no block nor in ``head``, as far as enough was
+        measured.
+
+        The head was measured with whole logits: what the prior says of that is taken off. So is
+        what ``cost`` adds for ``blocks``, as for the strategies that sum all their
         gradients: it was measured under all of them, and most do.
         """
         key = REST, "", workload.training
@@ -133,7 +156,8 @@ class CostModel:
             return NOTHING
         cost = _read(self._fitted[key], workload, NOTHING)
         outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
-        return replace(cost, time_s=max(0.0, cost.time_s - outside))
+        cost = replace(cost, time_s=max(0.0, cost.time_s - outside))
+        return cost if head is None else without(cost, self.head(head, "", workload))
 
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
         """What ``explain`` says of this profile for these ``blocks``."""
@@ -151,11 +175,11 @@ class CostModel:
             ),
         )
 
-    def _outside(self, block: BlockSpec, variant: str, workload: Workload) -> float:
+    def _outside(self, block: BlockSpec, point: str, workload: Workload) -> float:
         """Seconds that a block's strategy causes but its own measurements do not have."""
         if self.profile.header.sharded or not workload.training:
             return 0.0
-        return gradient_sum_s(block, variant, workload, self.machine)
+        return gradient_sum_s(block, point, workload, self.machine)
 
     def _samples(self, key: _Key) -> _Samples:
         structure, variant, training = key
@@ -164,7 +188,7 @@ class CostModel:
             found = self._measured.get((structure, variant, True))
         return {p: _quantities(m, training) for p, m in (found or {}).items()}
 
-    def _fit(self, samples: _Samples, prior: Callable[[Point], BlockCost] | None) -> list[Curve]:
+    def _fit(self, samples: _Samples, prior: Callable[[At], BlockCost] | None) -> list[Curve]:
         """A curve for each of ``QUANTITIES``; none where too little was measured."""
         if len(samples) < MIN_POINTS:
             return []
@@ -200,10 +224,37 @@ def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
     return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
 
 
-def prior_growths(prior: Callable[[Point], BlockCost]) -> list[GrowthFactor]:
+def with_levers(measured: BlockCost, plain: BlockCost, levered: BlockCost) -> BlockCost:
+    """The cost of a point with levers that was not measured itself.
+
+    Time is in proportion. What is kept with the levers is known from shapes; saved and workspace
+    together are in proportion, as what is not kept is needed again.
+
+    Args:
+        measured: its strategy without levers.
+        plain, levered: what the prior says of both.
+    """
+
+    def share(of: Callable[[BlockCost], float]) -> float:
+        return of(levered) / of(plain) if of(plain) > 0 else 1.0
+
+    def held(cost: BlockCost) -> int:
+        return cost.saved_bytes + cost.workspace_bytes
+
+    workspace = math.ceil(held(measured) * share(held)) - levered.saved_bytes
+    return replace(
+        measured,
+        time_s=measured.time_s * share(lambda cost: cost.time_s),
+        saved_bytes=levered.saved_bytes,
+        workspace_bytes=max(0, workspace),
+        comm_bytes=levered.comm_bytes,
+    )
+
+
+def prior_growths(prior: Callable[[At], BlockCost]) -> list[GrowthFactor]:
     """Of each of ``QUANTITIES``, by what ``prior`` says at two points."""
 
-    def growth(quantity: str, a: Point, b: Point) -> float:
+    def growth(quantity: str, a: At, b: At) -> float:
         less, more = (float(getattr(prior(at), quantity)) for at in (a, b))
         return more / less if less > 0 else 1.0
 
@@ -211,7 +262,7 @@ def prior_growths(prior: Callable[[Point], BlockCost]) -> list[GrowthFactor]:
 
 
 def _scaled(
-    prior: BlockCost, samples: _Samples, measurable: Callable[[Point], BlockCost]
+    prior: BlockCost, samples: _Samples, measurable: Callable[[At], BlockCost]
 ) -> BlockCost:
     """The prior, times what was measured over what the prior says there."""
     said = {at: measurable(at) for at in samples}

@@ -1,4 +1,5 @@
-"""From a workload to a plan: a strategy for every block.
+"""From a workload to a plan: a point, which is a strategy and its levers, for every block and for
+the head.
 
 ``Planner.plan`` is a pure function of the workload and of state that all ranks share (options,
 blocks, agreed machine rates, the workloads before), so ranks agree without a word; a ``workload``
@@ -8,9 +9,10 @@ seen before is one look-up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -18,16 +20,22 @@ from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.distributed.session import Recent
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, BlockCost, Machine
+from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
-from paradyse.planning.prior import prior_cost
+from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.planning.solver import Choices
 from paradyse.strategies import canonical_strategy
-from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
+from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
 log = logging.getLogger(__name__)
 
-Costs = tuple[dict[str, BlockCost], ...]
-"""Per block, the cost of every strategy that can compute it."""
+T = TypeVar("T")
+
+Costs = tuple[Mapping[str, BlockCost], ...]
+"""Per block the cost of every point that can compute it; each is computed when it is asked for."""
+
+NO_BACKWARD = ("tiled", "vocabulary")
+"""Levers that save memory also where there is no backward."""
 
 
 MOST_PLANS = 4096
@@ -68,12 +76,24 @@ def longest_length(need: Callable[[int], float], limit: float, most: int) -> int
     return low
 
 
+class _CostTable(dict[str, BlockCost]):
+    """Point -> what ``cost`` says of it."""
+
+    def __init__(self, cost: Callable[[str], BlockCost]) -> None:
+        super().__init__()
+        self._cost = cost
+
+    def __missing__(self, point: str) -> BlockCost:
+        found = self[point] = self._cost(point)
+        return found
+
+
 @dataclass(eq=False)
 class Planner:
     """Chooses plans for the blocks of one captured graph."""
 
     options: Options
-    """Of these ``plan``, ``strategies``, ``memory_limit`` and ``smoothing``."""
+    """Of these ``plan``, ``strategies``, ``levers``, ``memory_limit`` and ``smoothing``."""
     blocks: Sequence[BlockSpec]
     """In the order of computation."""
     num_ranks: int
@@ -88,12 +108,21 @@ class Planner:
     """Weights at rest are 1/p on each rank."""
     cost_model: CostModel | None = None
     """Predicts from measurements; None: the analytic prior."""
+    head: HeadSpec | None = None
+    """None: the graph has none that could be computed otherwise."""
 
     def __post_init__(self) -> None:
         by_function = callable(self.options.plan)
         self._where = f"{'the function given as ' if by_function else ''}option 'plan'"
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
+        first = dict(zip(reversed(self.kinds), reversed(self.blocks)))
+        self._of_kind = [(kind, first[kind]) for kind in dict.fromkeys(self.kinds)]
+        """Each kind once, with the first block of it."""
+        number = {kind: i for i, (kind, _) in enumerate(self._of_kind)}
+        self._number = tuple(number[kind] for kind in self.kinds)
+        """Per block the place of its kind in ``_of_kind``."""
+        self._free = cache(self._find_free)
         self._corrections = Corrections()
         self._planned = lru_cache(MOST_PLANS)(self._decide)
         self._previous: Plan | None = None
@@ -101,13 +130,13 @@ class Planner:
         self._ran_out: Recent[Workload, None] = Recent()
 
     def plan(self, workload: Workload) -> Plan:
-        """The plan for ``workload``: one strategy per block.
+        """The plan for ``workload``: one point per block, and one for the head.
 
         A function given as the ``plan`` option is called every time; it must give equal answers on
         all ranks. Everything else is decided once per workload.
 
         Raises:
-            ValueError: the plan does not fit the model (number of names, a strategy that cannot
+            ValueError: the plan does not fit the model (number of names, a point that cannot
                 compute its block), the workload is empty, or nothing fits ``memory_limit``.
         """
         form = self._form(workload)
@@ -127,7 +156,7 @@ class Planner:
 
     @property
     def chooses(self) -> bool:
-        """Whether any block's strategy is the planner's to choose. A plan that does not fit the
+        """Whether any block's point is the planner's to choose. A plan that does not fit the
         model is told of when it is asked for, not here."""
         form = self.options.plan
         parts = (form.attention, form.mlp) if isinstance(form, PlanByKind) else (form,)
@@ -151,47 +180,62 @@ class Planner:
         self._planned.cache_clear()
 
     def costs(self, workload: Workload) -> Costs:
-        """Expected cost of every feasible strategy of every block: predicted, and corrected."""
-        predicted = self.predicted_costs(workload)
+        """Expected cost of every point of every block: predicted, and corrected."""
 
-        def corrected(i: int) -> dict[str, BlockCost]:
-            of, kind = self.blocks[i].kind, self.kinds[i]
-            return {
-                s: self._corrections.apply(c, (kind, canonical_strategy(of, s)), workload)
-                for s, c in predicted[i].items()
-            }
+        def corrected(at: Hashable, block: BlockSpec, table: Mapping[str, BlockCost]) -> _CostTable:
+            def cost(point: str) -> BlockCost:
+                key = at, canonical_strategy(block.kind, point)
+                return self._corrections.apply(table[point], key, workload)
 
-        return self._once_a_kind(corrected)
+            return _CostTable(cost)
+
+        tables = zip(self._of_kind, self._predicted(workload))
+        return self._per_block([corrected(*kind, table) for kind, table in tables])
 
     def predicted_costs(self, workload: Workload) -> Costs:
         """The same by the cost model alone."""
+        return self._per_block(self._predicted(workload))
+
+    def _per_block(self, of_kinds: Sequence[T]) -> tuple[T, ...]:
+        return tuple(of_kinds[i] for i in self._number)
+
+    def _predicted(self, workload: Workload) -> list[Mapping[str, BlockCost]]:
         machine, model = self.machine(workload.dtype), self.cost_model
 
-        def predicted(i: int) -> dict[str, BlockCost]:
-            block = self.blocks[i]
-            return {
-                s: model.cost(block, s, workload)
+        def predicted(block: BlockSpec) -> Mapping[str, BlockCost]:
+            return _CostTable(
+                lambda point: (
+                    model.cost(block, point, workload)
+                    if model
+                    else prior_cost(block, point, workload, machine, self.sharded)
+                )
+            )
+
+        return [predicted(block) for _, block in self._of_kind]
+
+    def head_costs(self, workload: Workload) -> Mapping[str, BlockCost]:
+        """Predicted cost of the head under each of its points; none where there is no head."""
+        if self.head is None:
+            return {}
+        head, model, machine = self.head, self.cost_model, self.machine(workload.dtype)
+        return _CostTable(
+            lambda point: (
+                model.head(head, point, workload)
                 if model
-                else prior_cost(block, s, workload, machine, self.sharded)
-                for s in block.feasible()
-            }
-
-        return self._once_a_kind(predicted)
-
-    def _once_a_kind(self, of: Callable[[int], dict[str, BlockCost]]) -> Costs:
-        """Per block what ``of`` says of the first block of its kind."""
-        found = {kind: of(self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
-        return tuple(found[kind] for kind in self.kinds)
+                else head_cost(head, point, workload, machine, self.sharded)
+            )
+        )
 
     def rest(self, workload: Workload) -> BlockCost:
-        """Cost of what is not in a block, where any of it was measured."""
-        rest = self.cost_model.rest(workload, self.blocks) if self.cost_model else NOTHING
+        """Cost of what is in no block and not the head, where any of it was measured."""
+        model = self.cost_model
+        rest = model.rest(workload, self.blocks, self.head) if model else NOTHING
         return self._corrections.apply_to_rest(rest, workload)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
-        choices = self._choices(plan.strategies, workload)
-        return choices.time_s(plan.strategies), choices.peak(plan.strategies)
+        choices, points = self._choices(plan, workload), self._points(plan)
+        return choices.time_s(points), choices.peak(points)
 
     def memory_limit(self, dtype: torch.dtype) -> float:
         """Bytes a plan may need on a rank: the option, else the capacity, else infinite.
@@ -206,21 +250,41 @@ class Planner:
 
     def asked_by_name(self, workload: Workload, block: int) -> bool:
         """Whether the plan option names the strategy of the block at index ``block``."""
-        return self._names(self._form(workload))[block] != AUTO
+        return self.asked(self._form(workload), workload).strategies[block] != AUTO
 
-    def candidates(self, block: BlockSpec) -> tuple[str, ...]:
-        """What "auto" may choose for ``block``: feasible, allowed, one name per variant."""
+    def candidates(self, block: BlockSpec, training: bool = True) -> tuple[str, ...]:
+        """What "auto" may choose for ``block``: feasible, allowed, one name per variant.
+
+        Args:
+            training: without backward only some levers have an effect.
+        """
         by_variant: dict[str, str] = {}
-        for s in self.options.strategies:
+        for s in (REPLICATED,) if self.num_ranks == 1 else self.options.strategies:
             if s not in block.infeasible:
                 by_variant.setdefault(canonical_strategy(block.kind, s), s)
-        return tuple(by_variant.values())
+        points = map(Point.parse, block.points(tuple(by_variant.values())))
+        allowed = [p for p in points if self._allows(p.levers, training)]
+        if block.recompute and training:
+            allowed = [p.on_demand() for p in allowed]
+        return tuple(dict.fromkeys(map(str, allowed)))
+
+    def _find_free(self, training: bool) -> list[tuple[str, ...]]:
+        """The candidates of each kind of block."""
+        return [self.candidates(block, training) for _, block in self._of_kind]
+
+    def _allows(self, levers: Sequence[str], training: bool) -> bool:
+        return all(v in self.options.levers and (training or v in NO_BACKWARD) for v in levers)
+
+    def _head_candidates(self, training: bool) -> tuple[str, ...]:
+        points = self.head.points() if self.head else ("",)
+        return tuple(p for p in points if self._allows(p.split("+") if p else (), training))
 
     def _kind(self, b: BlockSpec) -> Hashable:
         widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
         weights = (b.num_weight_elements, b.num_split_weight_elements)
         measured_as = "" if self.cost_model is None else b.structure
-        return b.kind, widths, weights, b.mask, tuple(sorted(b.infeasible)), measured_as
+        limits = tuple(sorted(b.infeasible)), b.recompute
+        return b.kind, widths, weights, b.mask, limits, measured_as
 
     def _form(self, workload: Workload) -> PlanOption:
         """The plan option; where it is a function, what it returns for ``workload``."""
@@ -236,125 +300,133 @@ class Planner:
                 f"empty input: batch {workload.batch}, sequence length {workload.seq_len}; "
                 "both must be at least 1"
             )
-        names = self._names(form)
+        asked = self.asked(form, workload)
+        return self._choose(asked, workload) if AUTO in self._points(asked) else asked
+
+    def asked(self, form: PlanOption, workload: Workload) -> Plan:
+        """What ``form`` asks for ``workload``: a point or "auto" for every block and the head.
+
+        Raises:
+            ValueError: it does not fit the model.
+        """
+        asked = asked_plan(form, self.blocks, self._where)
+        names = tuple(
+            name if name == AUTO else self._meant(block, name, workload.training)
+            for block, name in zip(self.blocks, asked.strategies)
+        )
+        self._check_feasible(names, workload.training)
+        if asked.head not in ("", AUTO) and asked.head not in self._head_points():
+            raise ValueError(
+                f"{self._where}: the head of this model cannot have the levers {asked.head!r}: "
+                f"{self._why_not_head(asked.head)}; give '' or 'auto'"
+            )
+        return Plan(names, asked.head if self.head else "")
+
+    def static(self, strategy: str, workload: Workload) -> Plan:
+        """The plan of ``strategy`` for all blocks of ``workload``."""
+        return Plan(tuple(self._meant(b, strategy, workload.training) for b in self.blocks))
+
+    def _meant(self, block: BlockSpec, name: str, training: bool) -> str:
+        """The point that computes ``block`` where ``name`` is asked for."""
+        point = Point.parse(name)
         if self.num_ranks == 1:
-            return Plan((REPLICATED,) * len(self.blocks))
-        return self._choose(names, workload) if AUTO in names else Plan(names)
+            point = replace(point, strategy=REPLICATED)
+        return str(point.on_demand() if block.recompute and training else point)
 
-    def _names(self, form: PlanOption) -> tuple[str, ...]:
-        """A name (or "auto") for every block, from any form of the plan; feasibility checked."""
-        where = self._where
-        form = parse_plan(form, where)
-        if not self.blocks:
-            return ()
-        if callable(form):
-            raise ValueError(f"{where}: returned a function; return a Plan or names")
-        if isinstance(form, str):
-            names = (form,) * len(self.blocks)
-        elif isinstance(form, Plan):
-            if len(form.strategies) != len(self.blocks):
-                raise ValueError(
-                    f"{where}: {len(form.strategies)} strategies given, but the model has "
-                    f"{len(self.blocks)} blocks ({self._counts()})"
-                )
-            names = form.strategies
-        elif isinstance(form, PlanByKind):
-            names = self._by_kind(form, where)
-        else:
-            names = self._by_layer(form, where)
-        if self.num_ranks > 1:
-            self._check_feasible(names, where)
-        return names
+    def _head_points(self) -> tuple[str, ...]:
+        return self.head.points() if self.head else ("",)
 
-    def _num_blocks(self, kind: str) -> int:
-        return sum(b.kind == kind for b in self.blocks)
+    def _why_not_head(self, levers: str) -> str:
+        found = self.head.infeasible if self.head else {}
+        reasons = [found[v] for v in levers.split("+") if v in found]
+        return "; ".join(reasons) or "no last linear with a loss was found in its graph"
 
-    def _counts(self) -> str:
-        return f"{self._num_blocks('attention')} attention, {self._num_blocks('mlp')} mlp"
-
-    def _by_layer(self, names: tuple[str, ...], where: str) -> tuple[str, ...]:
-        counts = {n for n in (self._num_blocks("attention"), self._num_blocks("mlp")) if n}
-        if len(counts) > 1:
-            raise ValueError(
-                f"{where}: a list with one name per layer is ambiguous for a model whose blocks do "
-                f"not pair up ({self._counts()}); give {{'attention': [...], 'mlp': [...]}}"
-            )
-        if len(names) not in counts:
-            raise ValueError(
-                f"{where}: {len(names)} names given, but the model has {max(counts)} layers "
-                f"({self._counts()} blocks); give one name per layer"
-            )
-        return tuple(names[b.layer] for b in self.blocks)
-
-    def _by_kind(self, form: PlanByKind, where: str) -> tuple[str, ...]:
-        of = {"attention": form.attention, "mlp": form.mlp}
-        for kind, given in of.items():
-            if not isinstance(given, str) and len(given) != self._num_blocks(kind):
-                raise ValueError(
-                    f"{where}[{kind!r}]: {len(given)} names given, but the model has "
-                    f"{self._num_blocks(kind)} {kind} blocks"
-                )
-        per_block = [(of[b.kind], b.layer) for b in self.blocks]
-        return tuple(g if isinstance(g, str) else g[i] for g, i in per_block)
-
-    def _check_feasible(self, names: tuple[str, ...], where: str) -> None:
-        for block, name in zip(self.blocks, names):
+    def _check_feasible(self, names: tuple[str, ...], training: bool) -> None:
+        for i, name in dict.fromkeys(zip(self._number, names)):
+            block = self._of_kind[i][1]
             feasible = ", ".join(block.feasible()) or "none"
-            if name in block.infeasible:
+            reason = "" if name == AUTO else block.why_not(name)
+            if reason:
                 raise ValueError(
-                    f"{where}: {name!r} cannot compute block '{block.name}': "
-                    f"{block.infeasible[name]}; feasible there: {feasible}"
+                    f"{self._where}: {name!r} cannot compute block '{block.name}': {reason}; "
+                    f"feasible there: {feasible}"
                 )
-            if name == AUTO and not self.candidates(block):
+            if name == AUTO and not self._free(training)[i]:
                 reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in self.options.strategies)
                 raise ValueError(
                     f"no strategy in option 'strategies' can compute block '{block.name}' "
                     f"({reasons}); feasible there: {feasible}"
                 )
 
-    def _choose(self, names: tuple[str, ...], workload: Workload) -> Plan:
-        """The fastest plan that fits, with ``names`` fixed where they are not "auto"."""
-        choices = self._choices(names, workload)
+    def _choose(self, asked: Plan, workload: Workload) -> Plan:
+        """The fastest plan that fits, with what ``asked`` names where that is not "auto"."""
+        offered = self._offered(asked, workload.training)
+        if self.num_ranks == 1 and all(len(points) == 1 for points in offered):
+            return self._plan_of([only for (only,) in offered])
+        choices = self._choices(asked, workload)
         limit = self.memory_limit(workload.dtype)
-        strategies = choices.fastest(limit)
-        if strategies is None:
-            strategies = self._over_the_limit(names, limit, workload)
+        points = choices.fastest(limit)
+        if points is None:
+            points = self._over_the_limit(asked, limit, workload)
         if workload in self._ran_out:
-            best = Plan(choices.smallest()[1])
+            best = self._plan_of(choices.smallest()[1])
         else:
-            best = self._smooth(Plan(strategies), choices, limit)
+            best = self._smooth(self._plan_of(points), choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
-    def least_bytes(self, workload: Workload, names: tuple[str, ...] | None = None) -> int:
+    def least_bytes(self, workload: Workload, asked: Plan | None = None) -> int:
         """Bytes of a rank that the smallest plan needs.
 
         Args:
-            names: a strategy or "auto" for every block; None: the planner's to choose for all.
+            asked: a point or "auto" for every block and for the head; None: the planner's to
+                choose for all.
         """
-        return self._choices(names or (AUTO,) * len(self.blocks), workload).smallest()[0]
+        return self._choices(asked or self._all_auto(), workload).smallest()[0]
 
-    def longest(self, workload: Workload, most: int, names: tuple[str, ...] | None = None) -> int:
+    def longest(self, workload: Workload, most: int, asked: Plan | None = None) -> int:
         """The longest sequences, in tokens up to ``most``, for which a plan fits the memory limit:
         as ``workload`` but for their length. 0: none does.
 
         Args:
-            names: as of ``least_bytes``.
+            asked: as of ``least_bytes``.
         """
 
         def need(seq_len: int) -> int:
-            return self.least_bytes(replace(workload, seq_len=seq_len), names)
+            return self.least_bytes(replace(workload, seq_len=seq_len), asked)
 
         return longest_length(need, self.memory_limit(workload.dtype), most)
 
-    def _choices(self, names: Sequence[str], workload: Workload) -> Choices:
-        """For every block what its name allows."""
-        free = {k: self.candidates(b) for k, b in zip(self.kinds, self.blocks)}
-        model = self.cost_model
+    def _all_auto(self) -> Plan:
+        return Plan((AUTO,) * len(self.blocks), AUTO)
+
+    def _points(self, plan: Plan) -> tuple[str, ...]:
+        """The points of ``plan``, the head's last where there is one."""
+        return (*plan.strategies, plan.head) if self.head else plan.strategies
+
+    def _plan_of(self, points: Sequence[str]) -> Plan:
+        """The plan of these ``points``."""
+        n = len(self.blocks)
+        return Plan(tuple(points[:n]), points[n] if self.head else "")
+
+    def _offered(self, asked: Plan, training: bool) -> list[tuple[str, ...]]:
+        """For every block, and last for the head, what ``asked`` allows."""
+        free = self._per_block(self._free(training))
+        offered = [
+            points if name == AUTO else (name,) for points, name in zip(free, asked.strategies)
+        ]
+        if self.head is not None:
+            head = self._head_candidates(training) if asked.head == AUTO else (asked.head,)
+            offered.append(head)
+        return offered
+
+    def _choices(self, asked: Plan, workload: Workload) -> Choices:
+        """For every block and the head what ``asked`` allows, with the costs of all."""
+        model, head = self.cost_model, (self.head_costs(workload),) if self.head else ()
         floor, margin = (model.floor_bytes, model.margin) if model else (0, 0.0)
         return Choices(
-            [free[k] if n == AUTO else (n,) for k, n in zip(self.kinds, names)],
-            self.costs(workload),
+            self._offered(asked, workload.training),
+            (*self.costs(workload), *head),
             self.rest(workload),
             self.static_bytes,
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
@@ -362,11 +434,9 @@ class Planner:
             self.machine(workload.dtype).communicator_bytes,
         )
 
-    def _over_the_limit(
-        self, names: tuple[str, ...], limit: float, workload: Workload
-    ) -> tuple[str, ...]:
-        need, strategies = self._choices(names, workload).smallest()
-        longest = self.longest(workload, workload.seq_len, names)
+    def _over_the_limit(self, asked: Plan, limit: float, workload: Workload) -> tuple[str, ...]:
+        need, points = self._choices(asked, workload).smallest()
+        longest = self.longest(workload, workload.seq_len, asked)
         text = (
             f"no plan fits for {describe_workload(workload)}: the smallest needs "
             f"{format_bytes(need)} a rank, {format_bytes(self.static_bytes)} of "
@@ -374,24 +444,27 @@ class Planner:
             f"have {longest} tokens"
         )
         if self.options.memory_limit is not None:
-            allowed = ", ".join(self.options.strategies)
+            allowed = ", ".join((*self.options.strategies, *self.options.levers))
             raise ValueError(
                 f"{text}, but option 'memory_limit' is {format_bytes(limit)}; raise it, use more "
-                f"ranks or shorter or fewer sequences, or allow more strategies (now: {allowed})"
+                "ranks or shorter or fewer sequences, or allow more strategies or levers (now: "
+                f"{allowed})"
             )
         # The capacity is the machine's word, not the user's, and the prediction is no measurement.
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
-        return strategies
+        return points
 
     def _smooth(self, best: Plan, choices: Choices, limit: float) -> Plan:
-        """The previous plan instead, where it is legal, fits, and is nearly as fast."""
+        """The previous plan instead, where it is legal, fits, is nearly as fast, and has a lever
+        only where the best one has: they are for what does not fit without."""
         previous = self._previous
         if previous is None or previous == best:
             return best
-        if not all(s in names for s, names in zip(previous.strategies, choices.names)):
+        old, new = self._points(previous), self._points(best)
+        if not all(s in points for s, points in zip(old, choices.names)):
             return best
-        best_s, old_s = (
-            choices.time_s(p.strategies) - choices.rest.time_s for p in (best, previous)
-        )
+        if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:
+            return best
+        best_s, old_s = (choices.time_s(p) - choices.rest.time_s for p in (new, old))
         keep = old_s <= best_s * (1 + self.options.smoothing)
-        return previous if keep and choices.peak(previous.strategies) <= limit else best
+        return previous if keep and choices.peak(old) <= limit else best

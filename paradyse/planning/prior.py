@@ -6,15 +6,19 @@ and, when training, backward. What a strategy does is counted beside its code
 (``paradyse.strategies.work``).
 
 Throughout, ``machine`` has the rates of a rank, ``block`` the widths and numbers of elements of a
-block, ``workload`` batch, length, dtype and number of ranks, and ``strategy`` is the name of one.
+block, ``workload`` batch, length, dtype and number of ranks, and ``point`` is a strategy with its
+levers, as text. ``sharded``: weights at rest are 1/p on each rank (ZeRO-3: gathered in forward and
+backward, gradients reduce-scattered); else whole on every rank: gradients all-reduced, those that a
+strategy splits all-gathered.
 """
 
 from __future__ import annotations
 
 from paradyse.planning.costs import BlockCost, Machine, gradient_bytes
 from paradyse.strategies import count_work, strategy_named
+from paradyse.strategies.lever_work import count_head
 from paradyse.strategies.work import Work
-from paradyse.types import BlockSpec, Workload
+from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
 
 def seconds(work: Work, machine: Machine) -> float:
@@ -32,35 +36,44 @@ def seconds(work: Work, machine: Machine) -> float:
 
 
 def prior_cost(
-    block: BlockSpec, strategy: str, workload: Workload, machine: Machine, sharded: bool = False
+    block: BlockSpec, point: str, workload: Workload, machine: Machine, sharded: bool = False
 ) -> BlockCost:
-    """Predicted cost of ``block`` under ``strategy`` on one of ``workload.num_ranks`` ranks.
+    """Predicted cost of ``block`` under ``point`` on one of ``workload.num_ranks`` ranks.
 
     Feasibility is not looked at. Training adds the backward pass and gradients.
 
-    Args:
-        sharded: weights at rest are 1/p on each rank (ZeRO-3: gathered in forward and backward,
-            gradients reduce-scattered). False: whole on every rank; gradients all-reduced, those
-            that a strategy splits all-gathered.
     Raises:
         ValueError: the strategy is unknown.
     """
-    work = count_work(block, strategy, workload, sharded)
+    work = count_work(block, point, workload, sharded)
+    return _cost(work, machine, gradient_bytes(block, workload, sharded))
+
+
+def head_cost(
+    head: HeadSpec, levers: str, workload: Workload, machine: Machine, sharded: bool = False
+) -> BlockCost:
+    """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
+    weight = BlockSpec(HEAD, HEAD, 0, "", num_weight_elements=head.hidden * head.vocabulary)
+    work = count_head(head, levers, workload, sharded)
+    return _cost(work, machine, gradient_bytes(weight, workload, sharded))
+
+
+def _cost(work: Work, machine: Machine, left_bytes: int) -> BlockCost:
     return BlockCost(
         time_s=seconds(work, machine),
-        saved_bytes=int(work.saved_bytes) if workload.training else 0,
+        saved_bytes=int(work.saved_bytes) if work.back else 0,
         workspace_bytes=int(work.workspace_bytes),
         comm_bytes=int(sum(work.sent_bytes.values())),
-        left_bytes=gradient_bytes(block, workload, sharded),
+        left_bytes=left_bytes,
     )
 
 
-def gradient_sum_s(block: BlockSpec, strategy: str, workload: Workload, machine: Machine) -> float:
-    """Seconds in which the ranks' gradients of whole weights are brought together under
-    ``strategy``, predicted.
+def gradient_sum_s(block: BlockSpec, point: str, workload: Workload, machine: Machine) -> float:
+    """Seconds in which the ranks' gradients of whole weights are brought together under ``point``,
+    predicted.
 
     They are at the end of the backward of the model, so in no block's measured time.
     """
     work = Work(block, workload)
-    work.fetch_weights(strategy_named(strategy).weights, sharded=False)
+    work.fetch_weights(strategy_named(Point.parse(point).strategy).weights, sharded=False)
     return seconds(work, machine)

@@ -19,7 +19,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED
+from paradyse.types import ATTENTION_STRATEGIES, LEVER_SETS, REPLICATED, Point
 
 log = logging.getLogger(__name__)
 
@@ -256,11 +256,10 @@ def _measurement(line: str, where: str) -> Measurement:
     for name in ("sent_bytes", "messages"):  # nothing reads them; earlier versions wrote them
         found.pop(name, None)
     m = _checked(Measurement, found, where, _OUT)
-    strategies = ("",) if m.kind == "rest" else (*ATTENTION_STRATEGIES, REPLICATED)
     legal = {
         "kind": ("attention", "mlp", "rest"),
         "outcome": (MEASURED, OVER_LIMIT),
-        "strategy": strategies,
+        "strategy": _legal_points(m.kind),
     }
     for name, values in legal.items():
         if getattr(m, name) not in values:
@@ -269,6 +268,12 @@ def _measurement(line: str, where: str) -> Measurement:
     if m.outcome == MEASURED and m.forward_s <= 0:
         raise ValueError(f"{where}: forward_s is {m.forward_s}, not a time; {_OUT}")
     return m
+
+
+def _legal_points(kind: str) -> tuple[str, ...]:
+    """What ``Measurement.strategy`` may be of this ``kind``: a strategy, with levers or without."""
+    sets, strategies = LEVER_SETS.get(kind, ()), (*ATTENTION_STRATEGIES, REPLICATED)
+    return tuple(str(Point(s, levers)) for levers in sets for s in strategies) or ("",)
 
 
 def _object(line: str, where: str, way_out: str) -> dict[str, Any]:

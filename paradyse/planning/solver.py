@@ -7,47 +7,48 @@ seconds and these bytes, and whatever is worse in both is part of no best plan: 
 over lists of undominated choices (Kellerer, Pferschy, Pisinger: Knapsack Problems, 2004, chapter
 3.4). What cannot beat the best plan known so far, by the price of memory in the linear relaxation,
 is left out (chapter 5.1.1).
+
+Once the last blocks hold more than any workspace of the blocks before them, these add what they
+save and nothing else, so that their order does not matter: they are chosen all at once, by counts
+(``knapsack``). In a deep model those are nearly all blocks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from paradyse.planning.costs import BlockCost, peak_bytes
+from paradyse.planning.knapsack import Array, Kind, fill, price_of, undominated
 
-WIDTHS = (32, 1024)
+log = logging.getLogger(__name__)
+
+WIDTHS = (16, 1024)
 """Choices for the last blocks that are kept. The first search gives a plan for the second to beat;
-fewer than the second's are needed for 96 layers of two kinds of blocks and five strategies
-(``benchmarks/choice.py``), and as long as they are, the plan is the best there is."""
+fewer than the second's are needed for 96 layers of two kinds of blocks with all strategies and
+levers (``benchmarks/choice.py``), and as long as they are, the plan is the best there is."""
 
-Array = np.ndarray
-Strategies = tuple[str, ...]
-"""One name per block, in the order of computation."""
+MOST = 2**54
+"""More bytes than any device has; so many of each block still make a sum of 64 bits."""
 
-
-class _Block(NamedTuple):
-    """What may be chosen for a block, by arrays [choices]."""
-
-    time: Array
-    """Whole units, so that sums in another order are equal."""
-    saved: Array
-    workspace: Array
-    left: int
-    """Bytes."""
+Points = tuple[str, ...]
+"""One per block, in the order of computation."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What may be chosen for each block of one workload, and what it costs."""
+    """What may be chosen for each block of one workload, and what it costs. The head counts as one
+    more block, the last."""
 
-    names: Sequence[tuple[str, ...]]
-    """Per block the strategies to choose from."""
+    names: Sequence[Points]
+    """Per block the points to choose from."""
     costs: Sequence[Mapping[str, BlockCost]]
     """Per block, of at least these; ``left_bytes`` is the same for all. One mapping for equal
     blocks saves work."""
@@ -61,43 +62,41 @@ class Choices:
     communicator_bytes: int
     """What a process group takes."""
 
-    def peak(self, strategies: Sequence[str]) -> int:
-        """Bytes of a rank that a step needs under ``strategies``, one per block."""
-        chosen = [c[s] for c, s in zip(self.costs, strategies)]
+    def peak(self, points: Sequence[str]) -> int:
+        """Bytes of a rank that a step needs under ``points``, one per block."""
+        chosen = [c[s] for c, s in zip(self.costs, points)]
         held = self.communicator_bytes + peak_bytes(chosen, self.rest)
         floor = self.communicator_bytes + self.floor_bytes
         return self.static_bytes + max(math.ceil(held * (1 + self.margin)), floor)
 
-    def time_s(self, strategies: Sequence[str]) -> float:
-        """Seconds of the blocks under ``strategies``, and of the rest."""
-        return sum(c[s].time_s for c, s in zip(self.costs, strategies)) + self.rest.time_s
+    def time_s(self, points: Sequence[str]) -> float:
+        """Seconds of the blocks under ``points``, and of the rest."""
+        return sum(c[s].time_s for c, s in zip(self.costs, points)) + self.rest.time_s
 
-    def fastest(self, limit: float) -> Strategies | None:
+    def fastest(self, limit: float) -> Points | None:
         """The fastest plan that needs at most ``limit`` bytes; None: none does.
 
         A function of the costs alone, ties included: every rank finds the same.
         """
-        plan = tuple(
-            min(names, key=lambda s, c=c: (c[s].time_s, c[s].saved_bytes))  # type: ignore[misc]
-            for names, c in zip(self.names, self.costs)
-        )
+        kinds, number = self._kinds
+        plan = self._named([kinds[k].fastest for k in number])
         if self.peak(plan) <= limit:
             return plan
         need, plan = self.smallest()
-        return self._search(self._room(limit), plan) if need <= limit else None
+        if need > limit:
+            return None
+        search = _Search(kinds, number, self._room(limit), self.rest.workspace_bytes)
+        return tuple(search.run())
 
-    def smallest(self) -> tuple[int, Strategies]:
+    def smallest(self) -> tuple[int, Points]:
         """The least bytes that any plan needs, and that plan."""
-        held, left, plan = self.rest.workspace_bytes, 0, []
-        for names, c in zip(reversed(self.names), reversed(self.costs)):
-            held, _, s = min(
-                (c[s].saved_bytes + max(held, left + c[s].workspace_bytes), c[s].time_s, s)
-                for s in names
-            )
-            left += c[s].left_bytes
-            plan.append(s)
-        plan.reverse()
-        return self.peak(plan), tuple(plan)
+        kinds, number = self._kinds
+        plan = self._named(smallest(kinds, number, self.rest.workspace_bytes))
+        return self.peak(plan), plan
+
+    def _named(self, taken: Sequence[int]) -> Points:
+        kinds, number = self._kinds
+        return tuple(kinds[k].points[p] for k, p in zip(number, taken))
 
     def _room(self, limit: float) -> int:
         """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``."""
@@ -107,76 +106,186 @@ class Choices:
             room -= 1
         return room - fixed
 
-    def _search(self, room: int, plan: Strategies) -> Strategies:
-        """The fastest plan whose blocks hold at most ``room`` bytes; ``plan`` is one."""
-        blocks = self._blocks()
-        at_end = self.rest.workspace_bytes  # beyond what is saved, when all blocks have saved
-        price = _price(blocks, room - at_end)
-        # Of the blocks before each one, at least: bytes saved, and time plus the bytes' price.
-        saved = np.cumsum([0, *(b.saved.min() for b in blocks)])
-        priced = np.cumsum([0, *((b.time + price * b.saved).min() for b in blocks)])
-        best = sum(b.time[n.index(s)] for b, n, s in zip(blocks, self.names, plan))
-        for width in WIDTHS:
-            time, held, left = np.zeros(1, np.int64), np.array([at_end]), 0
-            taken: list[tuple[Array, Array]] = []
-            widest = 0
-            for i in range(len(blocks) - 1, -1, -1):
-                b = blocks[i]
-                then = (b.time[:, None] + time).ravel()
-                hold = (b.saved[:, None] + np.maximum(held, left + b.workspace[:, None])).ravel()
-                hope = priced[i] + then - price * (room - hold)
-                kept = np.flatnonzero((saved[i] + hold <= room) & (hope < best))
-                kept = _undominated(kept, then, hold)
-                widest = max(widest, len(kept))
-                if len(kept) > width:
-                    kept = kept[np.linspace(0, len(kept) - 1, width).astype(int)]
-                taken.append(np.divmod(kept, max(1, len(time))))
-                time, held, left = then[kept], hold[kept], left + b.left
-            if len(time):
-                at = int(time.argmin())
-                best, found = time[at], []
-                for names, (choice, after) in zip(self.names, reversed(taken)):
-                    found.append(names[choice[at]])
-                    at = after[at]
-                plan = tuple(found)
-            if widest <= width:
-                break
-        return plan
-
-    def _blocks(self) -> list[_Block]:
-        longest = max(c[s].time_s for n, c in zip(self.names, self.costs) for s in n)
+    @cached_property
+    def _kinds(self) -> tuple[list[Kind], list[int]]:
+        """The kinds of blocks, and per block the place of its kind among them."""
+        places: dict[tuple[int, Points], int] = {}
+        number = [
+            places.setdefault((id(c), n), len(places)) for n, c in zip(self.names, self.costs)
+        ]
+        first = [number.index(k) for k in range(len(places))]
+        longest = max((self.costs[i][s].time_s for i in first for s in self.names[i]), default=0.0)
         unit = (longest or 1.0) / 2**40
-        known: dict[tuple[int, tuple[str, ...]], _Block] = {}
-        for n, c in zip(self.names, self.costs):
-            if (id(c), n) not in known:
-                assert len({c[s].left_bytes for s in n}) == 1, "gradients differ by strategy"
-                rows = [
-                    (round(c[s].time_s / unit), c[s].saved_bytes, c[s].workspace_bytes) for s in n
-                ]
-                time, saved, workspace = np.array(rows, np.int64).T
-                known[id(c), n] = _Block(time, saved, workspace, c[n[0]].left_bytes)
-        return [known[id(c), n] for n, c in zip(self.names, self.costs)]
+        return [kind_of(self.names[i], self.costs[i], unit) for i in first], number
 
 
-def _undominated(of: Array, time: Array, held: Array) -> Array:
-    """Those indices of which no other has as little of both; least held and longest first."""
-    of = of[np.lexsort((time[of], held[of]))]
-    least = np.minimum.accumulate(time[of])
-    return of[np.concatenate([of[:1] >= 0, time[of][1:] < least[:-1]])]
+def kind_of(points: Points, costs: Mapping[str, BlockCost], unit: float) -> Kind:
+    """Blocks that may take ``points``, less those that another beats in time and in memory.
 
-
-def _price(blocks: Sequence[_Block], room: int) -> float:
-    """Time per byte, such that paying it for what is saved beyond ``room`` is nearly as slow as
-    saving no more: of all exchange rates between two choices the one of the highest bound."""
-    count, kinds = Counter(map(id, blocks)), {id(b): b for b in blocks}
-    rates = {0.0}
-    for b in kinds.values():
-        slower, spared = b.time - b.time[:, None], b.saved[:, None] - b.saved
-        pays = (slower > 0) & (spared > 0)
-        rates.update((slower[pays] / spared[pays]).tolist())
-    return max(
-        sorted(rates),
-        key=lambda r: (
-            sum(count[i] * (b.time + r * b.saved).min() for i, b in kinds.items()) - r * room
-        ),
+    Args:
+        costs: of the points.
+        unit: seconds that count as one.
+    """
+    assert len({costs[s].left_bytes for s in points}) == 1, "gradients differ by strategy"
+    of = [costs[s] for s in points]
+    rows = np.array(
+        [
+            (round(c.time_s / unit), min(c.saved_bytes, MOST), min(c.workspace_bytes, MOST))
+            for c in of
+        ],
+        np.int64,
     )
+    beats = (rows[:, None] <= rows).all(2)  # [points, points]: the first the second
+    earlier = np.tri(len(of), k=-1, dtype=bool).T
+    kind = Kind(points, *rows.T, of[0].left_bytes)
+    return kind.only(~(beats & (~beats.T | earlier)).any(0))
+
+
+def smallest(kinds: Sequence[Kind], number: Sequence[int], held: int) -> list[int]:
+    """The points of the plan that needs least.
+
+    Args:
+        kinds: of blocks.
+        number: per block the place of its kind in ``kinds``.
+        held: beyond what is saved, when all blocks have saved.
+    """
+    tables = [
+        sorted(zip(*map(Array.tolist, (k.saved, k.workspace, k.time)), range(len(k.points))))
+        for k in kinds
+    ]
+    left, plan = 0, []
+    for k in reversed(number):
+        saved, workspace, _, p = tables[k][0]
+        if left + workspace > held:  # else what saves least needs least
+            held, _, p = min((s + max(held, left + w), time, p) for s, w, time, p in tables[k])
+        else:
+            held += saved
+        left += kinds[k].left
+        plan.append(p)
+    plan.reverse()
+    return plan
+
+
+class _Search:
+    """The search for the fastest plan that holds at most ``room`` bytes; there is one.
+
+    Args:
+        kinds: of blocks.
+        number: per block the place of its kind in ``kinds``.
+        at_end: bytes held beyond what is saved, when all blocks have saved.
+    """
+
+    def __init__(
+        self, kinds: Sequence[Kind], number: Sequence[int], room: int, at_end: int
+    ) -> None:
+        self.number, self.room, self.at_end = number, room, at_end
+        smallest_plan = smallest(kinds, number, at_end)
+        self.plan = [kinds[k].points[p] for k, p in zip(number, smallest_plan)]
+        self.best = sum(int(kinds[k].time[p]) for k, p in zip(number, smallest_plan))
+        counts = Counter(number)
+        self.rate = price_of(kinds, [counts[k] for k in range(len(kinds))], room - at_end).rate
+        of = np.array(number)
+        left = np.array([k.left for k in kinds])[of]
+        least = np.array([k.saved.min() for k in kinds])[of]
+        self.saved = _sums(least)
+        """Bytes that the blocks before each one save at least."""
+        self.short = _sums(np.maximum(0, left - least))
+        """Bytes by which they may save less than the gradients that they leave."""
+        space = room - self.saved[:-1] - (left[::-1].cumsum()[::-1] - left)
+        priced, self.kinds, self._costs = np.zeros(len(of)), list[Kind](), list[Array]()
+        for k, kind in enumerate(kinds):
+            fits = kind.saved + kind.workspace <= space[of == k][:, None]
+            kind = kind.only(fits.any(0))
+            cost = kind.time + self.rate * kind.saved
+            fits = kind.saved + kind.workspace <= space[of == k][:, None]
+            priced[of == k] = np.where(fits, cost, np.inf).min(1)
+            self.kinds.append(kind)
+            self._costs.append(cost - priced[of == k].max())
+        self.priced = _sums(priced)
+        """Time and the price of bytes that the blocks before each one cost at least."""
+        self.bound = float(self.priced[-1]) - self.rate * (room - at_end)
+        """No plan is faster."""
+
+    def run(self) -> list[str]:
+        """The points of the fastest plan."""
+        beam, width = WIDTHS
+        self._pass(beam, exact=False)
+        if self.best > self.bound + 1:
+            self._pass(width, exact=True)
+        return self.plan
+
+    def _pass(self, width: int, exact: bool) -> None:
+        """Look for a faster plan, with at most ``width`` choices for the last blocks kept."""
+        kinds = [
+            kind.only(self.bound + cost < self.best) for kind, cost in zip(self.kinds, self._costs)
+        ]
+        if not all(kind.points for kind in kinds):
+            return None
+        most: float = max(int(kind.workspace.max(initial=0)) for kind in kinds)
+        time, held, left = np.zeros(1, np.int64), np.array([self.at_end]), 0
+        taken: list[_Taken] = []
+        for i in range(len(self.number), 0, -1):
+            if held[0] >= left + most + self.short[i]:
+                try:
+                    return self._fill(kinds, i, (time, held), taken, exact)
+                except OverflowError as e:
+                    log.debug("%d blocks are chosen one by one: %s", i, e)
+                    most = math.inf
+            kind = kinds[self.number[i - 1]]
+            then = (kind.time[:, None] + time).ravel()
+            work = np.maximum(held, left + kind.workspace[:, None])
+            hold = (kind.saved[:, None] + work).ravel()
+            hope = self.priced[i - 1] + then - self.rate * (self.room - hold)
+            kept = np.flatnonzero((self.saved[i - 1] + hold <= self.room) & (hope < self.best))
+            kept = undominated(kept, then, hold)
+            if len(kept) > width:
+                kept = kept[np.sort(hope[kept].argsort()[:width])]
+            if not len(kept):
+                return None
+            taken.append(_Taken(kind, *np.divmod(kept, len(time))))
+            time, held, left = then[kept], hold[kept], left + kind.left
+        at = int(time.argmin())
+        self.best, self.plan = int(time[at]), _last(taken, at)
+        return None
+
+    def _fill(
+        self,
+        kinds: Sequence[Kind],
+        i: int,
+        states: tuple[Array, Array],
+        taken: Sequence[_Taken],
+        exact: bool,
+    ) -> None:
+        """Choose the first ``i`` blocks, whose order does not matter."""
+        counts = Counter(self.number[:i])
+        of = [counts[k] for k in range(len(kinds))]
+        found = fill(kinds, of, self.room, states, self.best, exact)
+        if found is not None:
+            points = [
+                iter(np.repeat(kind.points, n).tolist()) for kind, n in zip(kinds, found.taken)
+            ]
+            self.best = found.time
+            self.plan = [next(points[k]) for k in self.number[:i]]
+            self.plan += _last(taken, found.state)
+
+
+class _Taken(NamedTuple):
+    """What the choices for the last blocks take for the first of these, and for those after it."""
+
+    kind: Kind
+    point: Array
+    after: Array
+
+
+def _last(taken: Sequence[_Taken], at: int) -> list[str]:
+    """The points of the last blocks that led to the choice ``at``."""
+    plan = []
+    for kind, point, after in reversed(taken):
+        plan.append(kind.points[int(point[at])])
+        at = int(after[at])
+    return plan
+
+
+def _sums(of: Array) -> Array:
+    """The sums of all before each element, and last of all."""
+    return np.concatenate([of[:0].sum(keepdims=True), of.cumsum()])

@@ -46,7 +46,7 @@ from paradyse.planning.profile_file import (
 from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
 from paradyse.strategies import canonical_strategy
-from paradyse.types import REPLICATED, BlockSpec
+from paradyse.types import REPLICATED, BlockSpec, Point
 from paradyse.weights.shard import check_module
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -275,8 +275,10 @@ class _Row:
     def _part(self, block: BlockSpec | None, name: str) -> Part:
         if block is None:
             return REST
-        taken = name if name in (*block.feasible(), REPLICATED) else block.feasible()[0]
-        return block.structure, block.kind, canonical_strategy(block.kind, taken)
+        taken = Point(name if name in (*block.feasible(), REPLICATED) else block.feasible()[0])
+        if block.recompute and self.steps.training:
+            taken = taken.on_demand()
+        return block.structure, block.kind, canonical_strategy(block.kind, str(taken))
 
     def _parts(self, name: str) -> list[Part]:
         """What a step under the strategy is made of, beside the rest; each once."""

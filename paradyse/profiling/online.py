@@ -42,6 +42,7 @@ from paradyse.planning.corrections import (
     num_tokens,
     scale_of,
 )
+from paradyse.planning.costs import NOTHING
 from paradyse.planning.planner import Planner
 from paradyse.planning.time_ratios import OWN_OF_PRIOR, OWN_OF_PROFILE, Key, TimeRatios
 from paradyse.profiling.marks import (
@@ -115,6 +116,8 @@ class _Record:
     call: int
     workload: Workload
     strategies: tuple[str, ...]
+    head: str
+    """Of the plan."""
     memory: bool
     """Whether memory was watched; else time."""
     watch: StepWatch | None = None
@@ -202,12 +205,11 @@ class Feedback:
         record = None
         if self._runs[strategies] > WARM_UP:
             if self._is_new(strategies, workload):
-                record = self._watch_memory(program, args, workload, strategies)
+                record = self._watch_memory(program, args, workload, constants)
             elif self._of_scale[scale] % SAMPLE_EVERY == 0:
                 clock = Clock(program.device)
-                record = _Record(
-                    program, self._calls, workload, strategies, False, StepWatch(clock)
-                )
+                plan = strategies, constants.head
+                record = _Record(program, self._calls, workload, *plan, False, StepWatch(clock))
         if record is not None:
             self._records.append(record)
         watch = None if record is None else record.watch
@@ -242,12 +244,13 @@ class Feedback:
         program: Program,
         args: Sequence[Any],
         workload: Workload,
-        strategies: tuple[str, ...],
+        constants: StepConstants,
     ) -> _Record:
         scale, tokens = scale_of(workload), num_tokens(workload)
+        strategies, head = constants.strategies, constants.head
         for key in self._keys(strategies):
             self._known[key, scale] = max(tokens, self._known.get((key, scale), 0))
-        record = _Record(program, self._calls, workload, strategies, True)
+        record = _Record(program, self._calls, workload, strategies, head, True)
         record.missing_bytes = _missing_gradients(args)
         if program.device.type == "cuda":
             record.watch = StepWatch(DeviceMemory(reset=False))
@@ -354,11 +357,17 @@ class Feedback:
             found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
             found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
         found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
-        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
+        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1] - self._head_bytes(record)
         found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
         if isinstance(probe, DeviceMemory):
             found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
         return found
+
+    def _head_bytes(self, record: _Record) -> int:
+        """What the head is predicted to have held: it is watched with the rest."""
+        costs = self.planner.head_costs(record.workload)
+        cost = costs[record.head] if self.planner.head is not None else NOTHING
+        return cost.saved_bytes + cost.workspace_bytes
 
 
 def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Corrections) -> bool:

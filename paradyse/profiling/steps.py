@@ -31,7 +31,7 @@ from paradyse.profiling.marks import (
 from paradyse.runtime.frame import frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call
-from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 MakeBatch = Callable[[int, int], Mapping[str, Any]]
@@ -172,8 +172,8 @@ class Steps:
 
     def _feasible(self, name: str) -> Any:
         """``name`` for all blocks that it can compute; others get their first feasible one."""
-        if name == REPLICATED:  # the only way there is on one rank
-            return AUTO
+        if name == REPLICATED:  # on one rank every name means it, and no levers
+            return ATTENTION_STRATEGIES[0]
         if name == AUTO or all(name in b.feasible() for b in self.blocks):
             return name
         return Plan(tuple(name if name in b.feasible() else b.feasible()[0] for b in self.blocks))

@@ -52,4 +52,5 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         num_weight_elements=sum(w.numel() for w in weights),
         num_split_weight_elements=sum(w.numel() for w in split),
         mask=call.mask_spec if call is not None else None,
+        recompute=step.recompute,
     )

@@ -31,6 +31,7 @@ from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_facto
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.local import LocalPiece
+from paradyse.types import Point
 from paradyse.weights.gradients import AverageGradients, SumGradients
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
 from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
@@ -87,7 +88,8 @@ class Frame:
         return fx.map_arg(program.output, self.result)
 
     def run_step(self, step: Step, strategy: str) -> None:
-        """Compute the outputs of ``step`` by ``strategy`` ("" for a piece between blocks)."""
+        """Compute the outputs of ``step`` by ``strategy``, which may have levers ("" for a piece
+        between blocks)."""
         collectives.traffic(self.axis, step.block_id).strategy = strategy
         if self.call is not None:
             self.call.at = self.axis, step.block_id
@@ -97,7 +99,7 @@ class Frame:
         wholes, gathered = self.unshard(step, strategy)
         self._fetch(step.position + 1)
         outputs: Sequence[Any]
-        if step.recompute and torch.is_grad_enabled():
+        if Point.parse(strategy).recomputes and torch.is_grad_enabled():
             outputs = self._checkpointed(step, strategy, wholes)
             if gathered is not None:
                 gathered.free()  # backward gathers again when it runs the block again

@@ -20,6 +20,7 @@ from paradyse.passes.split_steps import BlockStep, Step
 from paradyse.strategies import build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
 from paradyse.strategies.local import LocalPiece
+from paradyse.types import Point
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import fits
@@ -32,7 +33,7 @@ class StepConstants:
     sizes: Mapping[str, int]
     """"B", "S" and, on more than one rank, "s"."""
     strategies: tuple[str, ...]
-    """Per block."""
+    """Per block, a strategy and its levers."""
     whole: Tensor
     """[S], all positions."""
     local: Tensor
@@ -43,6 +44,8 @@ class StepConstants:
     """Per block, and last for the pieces between blocks: int64 [2] = (S, block id)."""
     no_seed: Tensor
     """[], the seed of a call that draws no random numbers."""
+    head: str = ""
+    """The levers of the head (``Plan.head``)."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
@@ -82,7 +85,9 @@ class Program:
         """What computes ``step`` by ``strategy`` ("" for a piece): ``StepContext`` -> outputs."""
         known = self.variants[step.position]
         if strategy not in known:
-            if isinstance(step, BlockStep):
+            if (same := Point.parse(strategy).variant) != strategy:
+                known[strategy] = self.variant(step, same)
+            elif isinstance(step, BlockStep):
                 known[strategy] = build_variant(self.scope, step.block, step.piece, strategy)
             else:
                 layout = SPLIT if step.split else WHOLE
@@ -116,13 +121,15 @@ class Program:
             self._casts[key] = cast_of(step.piece, weight)
         return self._casts[key]
 
-    def constants_for(self, sizes: Mapping[str, int], strategies: tuple[str, ...]) -> StepConstants:
-        """What calls of these ``sizes`` ("B", "S", "s") share under the plan ``strategies``; the
-        tensors do not depend on the plan."""
+    def constants_for(
+        self, sizes: Mapping[str, int], strategies: tuple[str, ...], head: str = ""
+    ) -> StepConstants:
+        """What calls of these ``sizes`` ("B", "S", "s") share under the plan ``strategies`` and
+        ``head``; the tensors do not depend on the plan."""
         key = tuple(sizes.items())
         if key not in self._constants:
             self._constants[key] = self._make_constants(sizes, strategies)
-        return replace(self._constants[key], strategies=strategies)
+        return replace(self._constants[key], strategies=strategies, head=head)
 
     def _make_constants(
         self, sizes: Mapping[str, int], strategies: tuple[str, ...]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
@@ -10,11 +12,18 @@ from paradyse.graph.subgraph import Piece
 from paradyse.strategies.base import Scope, Strategy
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
+from paradyse.strategies.lever_work import LEVER_WORK
 from paradyse.strategies.local import COLOSSAL_Z, MEGATRON_CZ, ULYSSES_Z, zero_variant
 from paradyse.strategies.metp import METP
 from paradyse.strategies.tensor_parallel import MEGATRON_TS
 from paradyse.strategies.work import Work
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Workload
+from paradyse.types import (
+    ATTENTION_STRATEGIES,
+    REPLICATED,
+    BlockSpec,
+    Point,
+    Workload,
+)
 
 STRATEGIES = (MEGATRON_TS, MEGATRON_CZ, ULYSSES_Z, COLOSSAL_Z, METP)
 """In the order of ``ATTENTION_STRATEGIES``, the names that a plan may use."""
@@ -40,7 +49,14 @@ def by_name(strategies: Sequence[Strategy], names: Sequence[str]) -> Mapping[str
     return dict(zip(found, strategies, strict=True))
 
 
-_BY_NAME = by_name(STRATEGIES, ATTENTION_STRATEGIES)
+def _alone(scope: Scope, block: Any, piece: Piece) -> Any:
+    return zero_variant(scope, piece, block.attention, REPLICATED)
+
+
+_BY_NAME = {
+    **by_name(STRATEGIES, ATTENTION_STRATEGIES),
+    REPLICATED: replace(MEGATRON_CZ, name=REPLICATED, build=_alone, mlp_of=""),
+}
 
 
 def strategy_named(name: str) -> Strategy:
@@ -54,15 +70,19 @@ def strategy_named(name: str) -> Strategy:
     return _BY_NAME[name]
 
 
-def canonical_strategy(kind: str, name: str) -> str:
-    """The strategy whose variant computes a block of ``kind`` under ``name``: strategies that
-    differ in attention alone share an MLP's.
+@cache
+def canonical_strategy(kind: str, point: str) -> str:
+    """The point whose variant computes a block of ``kind`` under ``point``: strategies that differ
+    in attention alone share an MLP's.
     """
-    return (_BY_NAME[name].mlp_of if kind == "mlp" and name in _BY_NAME else "") or name
+    at = Point.parse(point)
+    known = _BY_NAME.get(at.strategy)
+    shared = known.mlp_of if kind == "mlp" and known is not None else ""
+    return str(replace(at, strategy=shared)) if shared else point
 
 
 def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
-    """The callable that computes ``block`` by the strategy ``name``; it compiles on first use.
+    """The callable that computes ``block`` by the point ``name``; it compiles on first use.
 
     Args:
         scope: what all variants of the capture share.
@@ -71,9 +91,9 @@ def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
         Unsplittable: the strategy cannot compute the block.
         ValueError: the strategy is unknown.
     """
-    if name == REPLICATED:
-        return zero_variant(scope, piece, block.attention, name)
-    return strategy_named(canonical_strategy(block.kind, name)).build(scope, block, piece)
+    point = Point.parse(canonical_strategy(block.kind, name))
+    assert not point.levers, f"a frame computes blocks again, no variant does: {name}"
+    return strategy_named(point.strategy).build(scope, block, piece)
 
 
 def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
@@ -89,8 +109,8 @@ def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def count_work(block: BlockSpec, name: str, workload: Workload, sharded: bool) -> Work:
-    """What ``block`` does on one rank under the strategy ``name``.
+def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) -> Work:
+    """What ``block`` does on one rank under ``point``.
 
     Args:
         workload: batch, length, dtype, number of ranks, training or not.
@@ -98,8 +118,17 @@ def count_work(block: BlockSpec, name: str, workload: Workload, sharded: bool) -
     Raises:
         ValueError: the strategy is unknown.
     """
-    strategy, work = strategy_named(name), Work(block, workload)
-    work.surround()
-    strategy.count(work)
+    at = Point.parse(point)
+    strategy = strategy_named(at.strategy)
+
+    def counted(workload: Workload) -> Work:
+        work = Work(block, workload)
+        work.surround()
+        strategy.count(work)
+        return work
+
+    work = counted(workload)
+    for lever in at.levers:
+        LEVER_WORK[lever](work, counted)
     work.fetch_weights(strategy.weights, sharded)
     return work

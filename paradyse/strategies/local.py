@@ -148,7 +148,7 @@ def _count_exchange(work: Work) -> None:
     work.attend(work.own_heads, work.pairs)
     work.moved_bytes += 12 * moved * passes  # six copies, each read and written
     work.num_ops += (CORE_OPS + EXCHANGE_OPS) * passes
-    work.saved_bytes += work.out_bytes  # own heads and own tokens, for the core and the projection
+    work.save_attended(work.out_bytes)  # own heads and own tokens: for the core and the projection
     work.workspace_bytes += 2 * moved
 
 

@@ -99,14 +99,17 @@ class Work:
         self.messages: dict[str, float] = defaultdict(float)
         self.saved_bytes = self.workspace_bytes = 0.0
         """Bytes held from the block's forward to its backward, and those only while it runs."""
+        self.attended_bytes = 0.0
+        """Of what is saved, attention's output and what its backward reads beside q, k and v."""
 
     def heads_bytes(self, num_heads: float) -> float:
         """Bytes of ``num_heads`` heads on the rank's tokens."""
         return self.tokens * num_heads * self.block.head_dim * self.itemsize
 
     def send(self, collective: str, num_bytes: float, messages: float = 1) -> None:
-        """Book ``num_bytes`` in all, in so many ``messages``, to ``collective``."""
-        if messages:
+        """Book ``num_bytes`` in all, in so many ``messages``, to ``collective``; a rank alone sends
+        none."""
+        if messages and self.p > 1:
             self.sent_bytes[collective] += num_bytes
             self.messages[collective] += messages
 
@@ -117,7 +120,12 @@ class Work:
         self.num_ops += PIECE_OPS * (1 + self.back)
         self.saved_bytes += 2 * self.x_bytes
         if self.is_attention:
-            self.saved_bytes += self.out_bytes + self.tokens * self.block.num_heads * 4  # the lse
+            self.save_attended(self.out_bytes + self.tokens * self.block.num_heads * 4)  # the lse
+
+    def save_attended(self, num_bytes: float) -> None:
+        """Book ``num_bytes`` that attention's own forward leaves to its backward."""
+        self.attended_bytes += num_bytes
+        self.saved_bytes += num_bytes
 
     def project(self, tokens: float, weights: float, in_out: float, passes: float) -> None:
         """Linears of ``weights`` elements over ``tokens``: operations, bytes of weights and values.
@@ -128,6 +136,20 @@ class Work:
         """
         self.flops += 2 * tokens * weights * passes
         self.moved_bytes += (weights + tokens * in_out) * self.itemsize * passes
+
+    def repeat(self, forward: Work) -> None:
+        """Do ``forward`` once more."""
+        self.flops += forward.flops
+        self.attention_flops += forward.attention_flops
+        self.moved_bytes += forward.moved_bytes
+        self.num_ops += forward.num_ops
+        for collective, messages in forward.messages.items():
+            self.send(collective, forward.sent_bytes[collective], messages)
+
+    def keep_only(self, num_bytes: float) -> None:
+        """Save ``num_bytes`` instead; the rest is there again while the block runs backward."""
+        self.workspace_bytes += self.saved_bytes - num_bytes
+        self.saved_bytes = num_bytes
 
     def attend(self, num_heads: float, pairs: float) -> None:
         """Scores and their product with V of ``num_heads`` heads: two matmuls over ``pairs`` of
@@ -145,6 +167,9 @@ class Work:
             messages: sent per step.
         """
         p, back = self.p, self.back
+        if p == 1:
+            self.num_ops += CORE_OPS * (1 + back)
+            return
         self.send("ring_exchange", (p - 1) * kv_bytes, (p - 1) * messages)
         if back:  # gradients travel in float32 at least
             grads = kv_bytes * max(self.itemsize, 4) / self.itemsize

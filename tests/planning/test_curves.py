@@ -11,8 +11,8 @@ import pytest
 from paradyse.planning.curves import (
     FOREST,
     POLYNOMIAL,
+    At,
     Curve,
-    Point,
     fit_forest,
     fit_polynomial,
 )
@@ -39,12 +39,12 @@ def errors(predict: Law, f: Law, lengths) -> list[float]:
     return [abs(predict(1, s) / f(1, s) - 1) for s in lengths]
 
 
-def fitted(measured: dict[Point, float], growth=None) -> Law:
+def fitted(measured: dict[At, float], growth=None) -> Law:
     curve = Curve(measured, growth)
     return lambda b, s: curve(b, s)[0]
 
 
-def by_polynomial(measured: dict[Point, float]) -> Law:
+def by_polynomial(measured: dict[At, float]) -> Law:
     return fit_polynomial(sorted(measured), [measured[p] for p in sorted(measured)])
 
 
@@ -140,7 +140,7 @@ def test_the_forests_table_answers_as_the_library_does() -> None:
     from sklearn.ensemble import RandomForestRegressor
 
     rng = np.random.default_rng(0)
-    points: list[Point] = [(b, s) for b in (1, 2, 4) for s in LENGTHS]
+    points: list[At] = [(b, s) for b in (1, 2, 4) for s in LENGTHS]
     values = rng.random(len(points)).tolist()
     reference = RandomForestRegressor(n_estimators=50, max_depth=10, random_state=0)
     reference.fit(np.log(np.array(points, dtype=float)), values)

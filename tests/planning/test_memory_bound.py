@@ -37,7 +37,6 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
     from paradyse.profiling.measure import _everyone
     from paradyse.profiling.steps import Steps
     from paradyse.runtime.registry import captures_of
-    from paradyse.types import Plan
 
     torch.manual_seed(0)
     model = Tiny(layers=2)
@@ -62,16 +61,16 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
 
     steps, planner = limited(None)
     mask = "causal"
-    every = {s: (s,) * len(planner.blocks) for s in ATTENTION_STRATEGIES}
+    every = {s: planner.static(s, work(1)) for s in ATTENTION_STRATEGIES}
     with steps.prepared():
-        limit = planner.predict(Plan(every["megatron_cz"]), work(LIMITED_AT))[1]
+        limit = planner.predict(every["megatron_cz"], work(LIMITED_AT))[1]
         steps, planner = limited(limit)
 
         def measured(seq_len: int, plan: str) -> int:
             steps.run(seq_len, plan)
             return max(_everyone(planner.static_bytes + steps.memory(seq_len, plan).peak_bytes))
 
-        longest = {s: planner.longest(work(1), MOST, names) for s, names in every.items()}
+        longest = {s: planner.longest(work(1), MOST, plan) for s, plan in every.items()}
         longest[AUTO] = planner.longest(work(1), MOST)
         found = {
             "limit": limit,

@@ -15,7 +15,7 @@ from paradyse.config import parse_options
 from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.planner import Planner, format_bytes, longest_length
 from paradyse.planning.prior import prior_cost
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Plan, Workload
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, HeadSpec, MaskSpec, Plan, Workload
 
 MACHINE = Machine(3e14, 2e12, 1e-5, 2e11, op_overhead_s=0.0, capacity_bytes=2**36)
 SHORT = Workload(1, 128, torch.bfloat16, True, 4)
@@ -59,11 +59,14 @@ def planner(
     num_ranks: int = 4,
     machine: Callable[[torch.dtype], Machine] = lambda dtype: MACHINE,
     static_bytes: int = 0,
+    levers: Any = (),
+    head: HeadSpec | None = None,
     **options: Any,
 ) -> Planner:
-    parsed = parse_options({"plan": plan, **options})
+    """Without levers unless they are given: what strategies do by themselves."""
+    parsed = parse_options({"plan": plan, "levers": levers, **options})
     blocks = model() if blocks is None else blocks
-    return Planner(parsed, blocks, num_ranks, machine, static_bytes)
+    return Planner(parsed, blocks, num_ranks, machine, static_bytes, head=head)
 
 
 def no_machine(dtype: torch.dtype) -> Machine:
@@ -238,8 +241,7 @@ def test_the_cost_of_equal_blocks_is_asked_for_once(monkeypatch: pytest.MonkeyPa
     p = planner(blocks=model(layers=80))
     asked = count_costs(p, monkeypatch)
     p.plan(LONG)
-    each = len(ATTENTION_STRATEGIES)
-    assert asked == ["layers.0.attention"] * each + ["layers.0.mlp"] * each
+    assert asked == ["layers.0.attention"] * 5 + ["layers.0.mlp"] * 3  # variants
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,7 @@ def test_nothing_fits_names_the_need_the_limit_and_the_way_out() -> None:
         r"\d+\.\d MiB a rank, 0 B of them weights, gradients and optimizer state; the longest "
         r"sequences that would fit have \d+ tokens, but option "
         r"'memory_limit' is 1\.0 MiB; raise it, use more ranks or shorter or fewer sequences, or "
-        r"allow more strategies \(now: megatron_ts, .*metp\)"
+        r"allow more strategies or levers \(now: megatron_ts, .*metp\)"
     )
     with pytest.raises(ValueError, match=pattern):
         planner(memory_limit="1MiB").plan(LONG)

@@ -121,3 +121,59 @@ def test_the_published_heuristic_by_hand(published: Any) -> None:
     assert published(choices, 1037, 4) == ("a", "a", "a", "b")
     assert published(choices, 1019, 4) == ("b",) * 4
     assert published(choices, 1018, 4) == ("b",) * 4
+
+
+def plain_search(choices: Choices, limit: float) -> float | None:
+    """The least time by the recursion alone: all undominated choices for the last blocks, one block
+    after the other, without a bound and without counts."""
+    room, left = choices._room(limit), 0
+    states = [(0.0, choices.rest.workspace_bytes)]
+    for names, costs in zip(reversed(choices.names), reversed(choices.costs)):
+        found = sorted(
+            (c.saved_bytes + max(held, left + c.workspace_bytes), time + c.time_s)
+            for time, held in states
+            for c in (costs[n] for n in names)
+        )
+        states = []
+        for held, time in found:
+            if held <= room and (not states or time < states[-1][0]):
+                states.append((time, held))
+        left += costs[names[0]].left_bytes
+    return min((t for t, _ in states), default=None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_deep_models_are_solved_as_by_the_plain_recursion(seed: int) -> None:
+    """Points in threes as levers make them: as it is, less kept and as much held, less of both;
+    and one last block of its own, the head."""
+    rng = random.Random(seed)
+    layers, unsharded = rng.choice([4, 9, 16]), seed % 4 == 0
+
+    def points(left: int) -> dict[str, BlockCost]:
+        found = {}
+        for name in NAMES[: rng.randrange(1, 4)]:
+            time, saved, work = rng.randrange(4, 40), rng.randrange(20, 60), rng.randrange(1, 80)
+            kept = rng.randrange(1, 8)
+            found[name] = BlockCost(time, saved, work, 0, left)
+            found[f"{name}+recompute"] = BlockCost(
+                time + rng.randrange(1, 20), kept, saved + work - kept, 0, left
+            )
+            found[f"{name}+tiled"] = BlockCost(
+                time + rng.randrange(1, 24), kept, rng.randrange(1, 20), 0, left
+            )
+        return found
+
+    kinds = [points(rng.randrange(30) * unsharded) for _ in range(rng.randrange(1, 4))]
+    head = points(rng.randrange(30) * unsharded)
+    costs = [*kinds * layers, head]
+    rest = BlockCost(1.0, 5, rng.randrange(60), 0)
+    choices = Choices([tuple(c) for c in costs], costs, rest, 1000, 0, 0.0, 3)
+    least, most = choices.smallest()[0], choices.peak(choices.fastest(10**9) or ())
+    for share in (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95):
+        limit = least + int(share * (most - least))
+        plan = choices.fastest(limit)
+        assert plan is not None and choices.peak(plan) <= limit
+        want = plain_search(choices, limit)
+        assert want is not None
+        assert choices.time_s(plan) - rest.time_s == pytest.approx(want, rel=1e-9)
+    assert plain_search(choices, least - 1) is None and choices.fastest(least - 1) is None

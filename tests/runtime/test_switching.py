@@ -42,7 +42,7 @@ def train(
     for step in range(steps):
         batch = make_batch("plain", 2, lengths.randint(3, 40), seed=step)
         if compiled and step:
-            current[0] = Plan(tuple(plans.choice(b.feasible()) for b in blocks_of(call)))
+            current[0] = Plan(tuple(plans.choice(b.points()) for b in blocks_of(call)))
         optimizer.zero_grad()
         loss = call(**batch).loss
         loss.backward()

@@ -14,7 +14,7 @@ from paradyse.cli import launch
 from paradyse.cli import models as integrations
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
 from paradyse.cli.outputs import check_folder
-from paradyse.cli.replay import plan_shares
+from paradyse.cli.replay import lever_shares, plan_shares
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
@@ -23,6 +23,7 @@ from paradyse.offline.outlook import MIXTURE, Forecast, Outlook, look_ahead, pla
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
+from paradyse.types import LEVERS
 
 DEVICE = "a100-80gb"
 """Where ``--gpus`` is given without ``--device``."""
@@ -85,7 +86,12 @@ def _plan_here(args: argparse.Namespace) -> None:
         "make": partial(integrations.make_model, config, args.layers, dtype=dtype),
         "batch": args.batch,
         "lengths": args.lengths or [128, 1024, 8192],
-        "options": {"inner": "eager", "plan": args.plan, "memory_limit": args.memory_limit},
+        "options": {
+            "inner": "eager",
+            "plan": args.plan,
+            "memory_limit": args.memory_limit,
+            "levers": args.levers,
+        },
     }
     console = make_console()
     with console.status(f"planning on {args.ranks} ranks ..."):
@@ -115,6 +121,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             args.batch,
             memory_limit=args.memory_limit,
             sharded=weights == "sharded",
+            levers=LEVERS if args.levers is None else args.levers,
         )
     title = describe(outlook, args.model, cluster, num_gpus, weights)
     tables = tables_of(outlook, cluster, num_gpus, None if args.plan == AUTO else args.plan)
@@ -164,8 +171,9 @@ def tables_of(
             rows.append((f"{n:,}", *map(cell, found)))
         tables.append((title, ("tokens", *names, MIXTURE), rows))
     longest = [
-        (name, f"{outlook.longest[name]:,}" if outlook.longest[name] else "none fits")
-        for name in [*names, MIXTURE]
+        (name, f"{tokens:,}" if tokens else "none fits")
+        for name, tokens in outlook.longest.items()
+        if name in names or name.startswith(MIXTURE)
     ]
     longest += [(name, f"infeasible: {why}") for name, why in outlook.infeasible.items()]
     tables.append(("longest trainable length", ("strategy", "tokens"), longest))
@@ -211,10 +219,13 @@ def page_of(title: str, outlook: Outlook) -> Page:
         Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit),
     )
     kinds = [b.kind for b in outlook.run.blocks]
-    lengths = tuple(f.seq_len for f in outlook.forecasts[MIXTURE])
-    shares = [plan_shares(",".join(f.plan), kinds) for f in outlook.forecasts[MIXTURE]]
-    bands = [
-        Bands(f"Strategies of {k} blocks in the mixture", lengths, tuple(s[k] for s in shares))
-        for k in dict.fromkeys(kinds)
-    ]
+    found = outlook.forecasts[MIXTURE]
+    keys = [f.plan.key for f in found]
+    bands = []
+    for what, shares_of in (("Strategies", plan_shares), ("Levers", lever_shares)):
+        shares = [shares_of(key, kinds) for key in keys]
+        for kind in dict.fromkeys(k for s in shares for k in s if any(of[k] for of in shares)):
+            title = f"{what} of {kind} blocks in the mixture"
+            lengths = tuple(f.seq_len for f in found)
+            bands.append(Bands(title, lengths, tuple(s[kind] for s in shares)))
     return Page(title, charts, bands)

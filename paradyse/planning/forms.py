@@ -1,0 +1,75 @@
+"""The ``plan`` option for the blocks that a model has: a name for each, whatever form it is given
+in.
+
+Throughout, ``blocks`` are those of a program in the order of computation, and ``where`` says what
+gave the plan, for messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paradyse.config import AUTO, BLOCK_KINDS, PlanByKind, PlanOption, parse_plan
+from paradyse.types import BlockSpec, Plan
+
+
+def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Plan:
+    """What ``form`` asks for each block and for the head: a point, or "auto".
+
+    A form that names points for blocks alone means the head with whole logits; one that leaves a
+    block open leaves the head open.
+
+    Raises:
+        ValueError: ``form`` cannot be read, or does not fit the number of blocks.
+    """
+    form = parse_plan(form, where)
+    if callable(form):
+        raise ValueError(f"{where}: returned a function; return a Plan or names")
+    if isinstance(form, Plan):
+        if blocks and len(form.strategies) != len(blocks):
+            raise ValueError(
+                f"{where}: {len(form.strategies)} strategies given, but the model has "
+                f"{len(blocks)} blocks ({_counts(blocks)})"
+            )
+        return form if blocks else Plan(())
+    if not blocks:
+        return Plan(())
+    if isinstance(form, PlanByKind):
+        return Plan(_by_kind(form, blocks, where), form.head)
+    names = (form,) * len(blocks) if isinstance(form, str) else _by_layer(form, blocks, where)
+    return Plan(names, AUTO if AUTO in names else "")
+
+
+def _num_blocks(blocks: Sequence[BlockSpec], kind: str) -> int:
+    return sum(b.kind == kind for b in blocks)
+
+
+def _counts(blocks: Sequence[BlockSpec]) -> str:
+    return ", ".join(f"{_num_blocks(blocks, kind)} {kind}" for kind in BLOCK_KINDS)
+
+
+def _by_layer(names: tuple[str, ...], blocks: Sequence[BlockSpec], where: str) -> tuple[str, ...]:
+    counts = {n for kind in BLOCK_KINDS if (n := _num_blocks(blocks, kind))}
+    if len(counts) > 1:
+        raise ValueError(
+            f"{where}: a list with one name per layer is ambiguous for a model whose blocks do "
+            f"not pair up ({_counts(blocks)}); give {{'attention': [...], 'mlp': [...]}}"
+        )
+    if len(names) not in counts:
+        raise ValueError(
+            f"{where}: {len(names)} names given, but the model has {max(counts)} layers "
+            f"({_counts(blocks)} blocks); give one name per layer"
+        )
+    return tuple(names[b.layer] for b in blocks)
+
+
+def _by_kind(form: PlanByKind, blocks: Sequence[BlockSpec], where: str) -> tuple[str, ...]:
+    of = {"attention": form.attention, "mlp": form.mlp}
+    for kind, given in of.items():
+        if not isinstance(given, str) and len(given) != _num_blocks(blocks, kind):
+            raise ValueError(
+                f"{where}[{kind!r}]: {len(given)} names given, but the model has "
+                f"{_num_blocks(blocks, kind)} {kind} blocks"
+            )
+    per_block = [(of[b.kind], b.layer) for b in blocks]
+    return tuple(g if isinstance(g, str) else g[i] for g, i in per_block)

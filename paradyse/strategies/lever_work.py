@@ -1,0 +1,123 @@
+"""What levers change of the work of a block: what it keeps for backward, and what it does again.
+
+Nothing is counted anew here. ``counted`` gives a strategy's own ``Work`` at another workload, so
+that what runs again in backward is the forward of that strategy, and what a chunk of tokens holds
+is what so short a sequence does. What a block does not keep it needs again while it runs: saved and
+workspace together stay, but for chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from paradyse.strategies.work import PIECE_OPS, Work
+from paradyse.types import HEAD, BlockSpec, HeadSpec, Workload
+
+Counted = Callable[[Workload], Work]
+
+
+def chunk_tokens(batch: int) -> int:
+    """Tokens of a chunk, of each of ``batch`` sequences (arXiv 2407.15892, section 3.2)."""
+    return max(4096 // batch, 1024)
+
+
+def num_chunks(work: Work) -> int:
+    """How many chunks the rank's tokens make in ``work``."""
+    return -(-work.local_len // chunk_tokens(work.workload.batch))
+
+
+def recompute(work: Work, counted: Counted) -> None:
+    """Change ``work``: the block's input alone is kept, and backward begins with the forward, whose
+    messages are sent again; weights are gathered in backward anyway.
+    """
+    if work.back:
+        work.repeat(counted(replace(work.workload, training=False)))
+        work.keep_only(work.x_bytes)
+
+
+def selective(work: Work, counted: Counted) -> None:
+    """Change ``work``: the block's input and what attention made are kept; what comes before
+    attention or the activation runs again, with the tokens gathered for it, but neither attention
+    nor the last linear, nor the message behind that.
+    """
+    if work.back:
+        _repeat_first_part(work, counted)
+        work.keep_only(work.x_bytes + work.attended_bytes)
+
+
+def tiled(work: Work, counted: Counted) -> None:
+    """Change ``work``: as ``selective``, over chunks of tokens one after the other, with messages
+    of their own. One chunk's values exist at a time, the gradients of input and output whole, and
+    those of 16-bit weights are summed in float32.
+    """
+    w, chunks = work.workload, num_chunks(work)
+    chunk = counted(replace(w, seq_len=min(w.seq_len, chunk_tokens(w.batch) * work.p)))
+    if work.back:
+        _repeat_first_part(work, counted)
+    for collective in work.messages:
+        work.messages[collective] *= chunks
+    work.num_ops += (chunks - 1) * PIECE_OPS * (1 + work.back)
+    work.saved_bytes = work.x_bytes
+    work.workspace_bytes = chunk.saved_bytes + chunk.workspace_bytes
+    work.workspace_bytes += (1 + work.back) * work.x_bytes
+    if work.back:
+        work.workspace_bytes += work.block.num_weight_elements * max(0, 4 - work.itemsize)
+
+
+def _repeat_first_part(work: Work, counted: Counted) -> None:
+    forward = replace(work.workload, training=False)
+    again, messages = Work(work.block, forward), counted(forward)
+    again.surround()
+    columns = work.block.hidden + work.columns * work.up_share
+    again.project(work.tokens, work.padded_weights * work.up_share, columns, 1)
+    work.flops += again.flops
+    work.moved_bytes += again.moved_bytes
+    work.send("all_gather", messages.sent_bytes["all_gather"], messages.messages["all_gather"])
+
+
+LEVER_WORK: Mapping[str, Callable[[Work, Counted], None]] = {
+    "recompute": recompute,
+    "selective": selective,
+    "tiled": tiled,
+}
+"""By lever of a block."""
+
+
+def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -> Work:
+    """What the last linear and its loss do on one rank.
+
+    Args:
+        head: its widths.
+        levers: as of ``Plan.head``. ``tiled``: gradients are computed with each chunk's forward,
+            and wait in float32; nothing is done again. ``vocabulary``: a rank multiplies the
+            tokens of all ranks by its rows of the weight.
+        workload: batch, length, dtype, number of ranks, training or not.
+        sharded: 1/p of the weight on each rank at rest; False: whole on every rank.
+    """
+    n = head.hidden * head.vocabulary
+    block = BlockSpec(HEAD, HEAD, 0, "", hidden=head.hidden, num_weight_elements=n)
+    work = Work(replace(block, num_split_weight_elements=n), workload)
+    by_rows = "vocabulary" in levers
+    share = work.p if by_rows else 1
+    tokens = work.tokens * share
+    passes, wide = 1 + 2 * work.back, max(4, work.itemsize)
+    width = head.vocabulary / share
+    work.project(tokens, n / share, head.hidden + width, passes)
+    # to float32, its maximum, exponentials and their sum; the gradient from these
+    work.moved_bytes += tokens * width * wide * (4 + 3 * work.back)
+    chunks = num_chunks(work) if "tiled" in levers else 1
+    work.num_ops += chunks * PIECE_OPS * (1 + work.back)
+    if by_rows:
+        work.send("all_gather", (work.p - 1) * work.x_bytes, chunks)
+        work.send("all_reduce", 2 * 4 * 2 * tokens * (work.p - 1) / work.p, 2 * chunks)
+        if work.back:
+            work.send("reduce_scatter", (work.p - 1) * work.x_bytes, chunks)
+    work.saved_bytes = work.x_bytes
+    rows = min(tokens, chunk_tokens(workload.batch) * workload.batch) if chunks > 1 else tokens
+    narrow = work.itemsize if work.itemsize < 4 else 0
+    work.workspace_bytes = rows * width * (2 * wide + narrow)  # logits, and their logarithms
+    if chunks > 1 and work.back:
+        work.saved_bytes += n / share * (wide - work.itemsize)
+    work.fetch_weights("split" if by_rows else "whole", sharded)
+    return work

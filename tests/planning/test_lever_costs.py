@@ -1,0 +1,122 @@
+"""What levers change of a block's cost, and what the head costs, by shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_costs import GPU, attention, mlp, work
+
+from paradyse.planning.prior import head_cost, prior_cost
+from paradyse.strategies import STRATEGIES
+from paradyse.strategies.lever_work import chunk_tokens
+from paradyse.types import HeadSpec
+
+LONG = work(131_072, b=1)
+X_BYTES = 131_072 // 4 * 256 * 2
+"""The residual stream on one of four ranks, in bfloat16."""
+FREE = replace(GPU, op_overhead_s=0.0, latency_s=0.0, overlap=0.0)
+STREAMED = [s.name for s in STRATEGIES if s.weights == "streamed"]
+OTHERS = [s.name for s in STRATEGIES if s.weights != "streamed"]
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_selective_keeps_what_attention_made(strategy: str) -> None:
+    block = attention(kv=2)
+    plain, selective, again = (
+        prior_cost(block, f"{strategy}{v}", LONG, FREE) for v in ("", "+selective", "+recompute")
+    )
+    assert again.saved_bytes < selective.saved_bytes < plain.saved_bytes
+    lse = 131_072 // 4 * 8 * 4
+    own_output = X_BYTES * (strategy == "ulysses_z")  # in heads, beside that on the rank's tokens
+    assert selective.saved_bytes == 2 * X_BYTES + lse + own_output
+    held = plain.saved_bytes + plain.workspace_bytes
+    assert selective.saved_bytes + selective.workspace_bytes == pytest.approx(held, abs=2)
+    assert plain.time_s < selective.time_s < again.time_s
+    # attention is not computed again, which is most of so long a sequence
+    assert selective.time_s - plain.time_s < 0.2 * (again.time_s - plain.time_s)
+
+
+def test_selective_gathers_tokens_again_and_sends_no_keys() -> None:
+    ring, ts = (
+        [prior_cost(attention(), f"{s}{v}", LONG, FREE).comm_bytes for v in ("", "+selective")]
+        for s in ("megatron_cz", "megatron_ts")
+    )
+    assert ring[0] == ring[1]
+    assert ts[1] - ts[0] == 3 * X_BYTES  # of the four ranks the other three's tokens
+
+
+@pytest.mark.parametrize("strategy", ["megatron_ts", "megatron_cz"])
+def test_tiles_need_a_chunk_whatever_the_length(strategy: str) -> None:
+    block, n = mlp(matrices=3), [131_072, 262_144]
+    costs = [prior_cost(block, f"{strategy}+tiled", work(s, b=1), FREE) for s in n]
+    plain = prior_cost(block, strategy, LONG, FREE)
+    assert [c.saved_bytes for c in costs] == [X_BYTES, 2 * X_BYTES]
+    beyond = [c.workspace_bytes - 2 * c.saved_bytes for c in costs]
+    assert beyond[0] == beyond[1] < plain.workspace_bytes / 3
+    again = prior_cost(block, f"{strategy}+selective", LONG, FREE)  # the same, not in chunks
+    assert costs[0].comm_bytes == again.comm_bytes
+    assert costs[0].time_s == pytest.approx(again.time_s)
+
+
+def test_one_chunk_is_no_shorter_than_the_sequence() -> None:
+    assert chunk_tokens(1) == 4096 and chunk_tokens(3) == 1365 and chunk_tokens(8) == 1024
+    few = work(512, b=1)
+    plain, tiled, again = (
+        prior_cost(mlp(), f"megatron_cz{v}", few, FREE) for v in ("", "+tiled", "+recompute")
+    )
+    assert again.time_s > tiled.time_s > plain.time_s  # without the last linear
+
+
+def test_tiles_save_memory_without_backward_too() -> None:
+    forward = replace(LONG, training=False)
+    plain, tiled = (prior_cost(mlp(), f"megatron_cz{v}", forward, FREE) for v in ("", "+tiled"))
+    assert tiled.workspace_bytes < plain.workspace_bytes / 2
+    assert tiled.saved_bytes == 0 and tiled.time_s == pytest.approx(plain.time_s)
+
+
+HEAD = HeadSpec(256, 32_768)
+
+
+def test_logits_are_what_the_head_needs() -> None:
+    """[tokens, V] in bfloat16, in float32, and logarithms; tiles hold one chunk of rows."""
+    whole, tiled = (head_cost(HEAD, v, LONG, FREE) for v in ("", "tiled"))
+    logits = 131_072 // 4 * 32_768
+    assert whole.workspace_bytes == pytest.approx(logits * 10, rel=0.01)
+    chunk = 4096 * 32_768 * 10
+    weight = 256 * 32_768
+    assert tiled.workspace_bytes + tiled.saved_bytes < chunk + 3 * X_BYTES + 8 * weight
+    assert tiled.time_s == pytest.approx(whole.time_s)  # nothing is done again
+    assert whole.left_bytes == 2 * weight
+    assert head_cost(HEAD, "", LONG, FREE, sharded=True).left_bytes == 0
+
+
+def test_rows_of_the_vocabulary_are_not_gathered() -> None:
+    sharded = [head_cost(HEAD, v, work(512, b=1), FREE, sharded=True) for v in ("", "vocabulary")]
+    weight = 256 * 32_768 * 2 * 3 // 4
+    assert sharded[0].comm_bytes == 3 * weight
+    assert sharded[1].comm_bytes < weight / 10  # few tokens
+    long = [head_cost(HEAD, v, work(2**22, b=1), FREE, sharded=True) for v in ("", "vocabulary")]
+    assert long[1].comm_bytes > long[0].comm_bytes
+    both = head_cost(HEAD, "tiled+vocabulary", LONG, FREE, sharded=True)
+    alone = head_cost(HEAD, "vocabulary", LONG, FREE, sharded=True)
+    assert both.workspace_bytes < alone.workspace_bytes / 8
+
+
+def test_more_tokens_never_cost_less() -> None:
+    points = [f"{s}+{v}" for s in OTHERS for v in ("recompute", "selective")]
+    for point in [*points, *(f"{s}+recompute" for s in STREAMED)]:
+        costs = [prior_cost(attention(), point, work(n), FREE) for n in (7, 512, 65_536)]
+        assert all(a.time_s <= b.time_s for a, b in zip(costs, costs[1:]))
+        assert all(0 < a.saved_bytes <= b.saved_bytes for a, b in zip(costs, costs[1:]))
+    for levers in ("", "tiled", "vocabulary", "tiled+vocabulary"):
+        costs = [head_cost(HEAD, levers, work(n), FREE) for n in (7, 512, 65_536)]
+        assert all(0 < a.time_s <= b.time_s for a, b in zip(costs, costs[1:]))
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = work(4096, p=1)
+    for point in ("replicated", "replicated+recompute"):
+        for block in (attention(), mlp()):
+            assert prior_cost(block, point, alone, GPU).comm_bytes == 0
+    assert head_cost(HEAD, "", alone, GPU).comm_bytes == 0
