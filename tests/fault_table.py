@@ -392,6 +392,28 @@ FAULTS: tuple[Fault, ...] = (
         "",
         ("tests/passes/test_place_tokens.py",),
     ),
+    # planning
+    Fault(
+        "a lever of the plan that nothing pulls",
+        "paradyse/runtime/frame.py",
+        "if Point.parse(strategy).recomputes and torch.is_grad_enabled():",
+        "if False:",
+        ("tests/runtime/test_limited_memory.py", "tests/strategies/test_recompute.py"),
+    ),
+    Fault(
+        "levers of a long sequence kept for short ones",
+        "paradyse/planning/planner.py",
+        'if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:',
+        "if False:",
+        ("tests/planning/test_points.py",),
+    ),
+    Fault(
+        "blocks chosen by counts while their workspace still matters",
+        "paradyse/planning/solver.py",
+        "if held[0] >= left + most + self.short[i]:",
+        "if True:",
+        ("tests/planning/test_solver.py",),
+    ),
     # runtime
     Fault(
         "stale plan for another length",

@@ -145,12 +145,12 @@ def fill(
 
 
 class _Step(NamedTuple):
-    """A stage of the search: ``count`` blocks of a kind take a point instead of the best one."""
+    """A stage of the search: so many ``blocks`` of a kind take a point instead of the best one."""
 
     kind: int
     point: int
     parent: Array
-    count: Array
+    blocks: Array
 
 
 class _Fill:
@@ -236,7 +236,7 @@ class _Fill:
             of[b] = n
         moved = [(self.split.kind, self.split.smaller, smaller)] * (self.split.kind >= 0)
         for step in reversed(self.steps):
-            moved.append((step.kind, step.point, int(step.count[at])))
+            moved.append((step.kind, step.point, int(step.blocks[at])))
             at = int(step.parent[at])
         for k, p, n in moved:
             taken[k][self.base[k]] -= n

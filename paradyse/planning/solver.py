@@ -137,8 +137,9 @@ def kind_of(points: Points, costs: Mapping[str, BlockCost], unit: float) -> Kind
     )
     beats = (rows[:, None] <= rows).all(2)  # [points, points]: the first the second
     earlier = np.tri(len(of), k=-1, dtype=bool).T
-    kind = Kind(points, *rows.T, of[0].left_bytes)
-    return kind.only(~(beats & (~beats.T | earlier)).any(0))
+    beaten: Array = np.logical_or.reduce(beats & (~beats.T | earlier), axis=0)
+    time, saved, workspace = rows.T
+    return Kind(points, time, saved, workspace, of[0].left_bytes).only(~beaten)
 
 
 def smallest(kinds: Sequence[Kind], number: Sequence[int], held: int) -> list[int]:
@@ -245,7 +246,8 @@ class _Search:
             taken.append(_Taken(kind, *np.divmod(kept, len(time))))
             time, held, left = then[kept], hold[kept], left + kind.left
         at = int(time.argmin())
-        self.best, self.plan = int(time[at]), _last(taken, at)
+        if time[at] < self.best:
+            self.best, self.plan = int(time[at]), _last(taken, at)
         return None
 
     def _fill(
