@@ -220,12 +220,11 @@ def page_of(title: str, outlook: Outlook) -> Page:
     )
     kinds = [b.kind for b in outlook.run.blocks]
     found = outlook.forecasts[MIXTURE]
-    keys = [f.plan.key for f in found]
+    keys, lengths = [f.plan.key for f in found], tuple(f.seq_len for f in found)
     bands = []
     for what, shares_of in (("Strategies", plan_shares), ("Levers", lever_shares)):
         shares = [shares_of(key, kinds) for key in keys]
         for kind in dict.fromkeys(k for s in shares for k in s if any(of[k] for of in shares)):
-            title = f"{what} of {kind} blocks in the mixture"
-            lengths = tuple(f.seq_len for f in found)
-            bands.append(Bands(title, lengths, tuple(s[kind] for s in shares)))
+            of_kind = tuple(s[kind] for s in shares)
+            bands.append(Bands(f"{what} of {kind} blocks in the mixture", lengths, of_kind))
     return Page(title, charts, bands)
