@@ -333,23 +333,28 @@ class _Graph:
             call = self.capture.agree(args, self._facts(sizes))
         guard = self.choice.guard
         shape = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
-        plan = guard(*shape)
         if call is None:
-            return self._run(args, sizes, plan)
+            return self._run(args, sizes, guard(*shape))
         call.out_of_memory = partial(self.choice.ran_out, guard.workload(*shape))
         random_state = torch.get_rng_state() if self.program.schedule.has_dropout else None
+        tried: list[Plan] = []
+
+        def compute() -> Any:
+            tried.append(guard(*shape))
+            return self._run(args, sizes, tried[-1])
+
         try:
-            return call.forward(lambda: self._run(args, sizes, plan))
+            return call.forward(compute)
         except OutOfMemoryError as e:
             if not (self.capture.options.retry_out_of_memory and e.may_repeat):
                 raise
             safer = guard(*shape)  # ranks agree on it: only where all of them come here
-            if safer == plan:
+            if safer in tried:
                 raise
             log.warning("%s. This forward is run again by the plan %s", e, safer.key)
         if random_state is not None:
             torch.set_rng_state(random_state)
-        return call.forward(lambda: self._run(args, sizes, safer))
+        return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
         constants, make_frame = self._make(sizes, plan), current_frames()

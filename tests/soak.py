@@ -13,8 +13,9 @@ live objects of its classes and entries of their containers are counted.
 With --out-of-memory an operator or a message of one rank raises ``torch.OutOfMemoryError``, in
 forward or in backward; all ranks catch it, drop the batch, and go on.
 
-Both compute in float64: in float32 the two trainings are equal to 3e-7 for two thousand steps, and
-then drift apart as any two do that round in another order (2e-4 after 3,500).
+The learning rate is such that training forgets how it rounds: at ten times as much, two trainings
+in one process, from weights that differ by 1e-7, have losses that differ by 1e-5 after 4,000 steps
+and by 4e-2 after 7,000; at this one by 3e-7 throughout.
 
 The compiler of the pieces is "eager": with inductor the first hours would go to compiling every
 strategy and mask, and what is asked here is about the steps after that.
@@ -52,7 +53,7 @@ NUM_BLOCKS = 2
 """Attention and MLP of one layer."""
 MASKS = ("plain", "left", "right", "packed")
 LENGTHS, BATCHES = (3, 48), (1, 3)
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-4
 TOLERANCE = 1e-4
 """Of a loss, relative."""
 LOOK_EVERY = 250
@@ -124,9 +125,12 @@ class Shortage:
         s = x.sigmoid()
         return grad * s * (1 + x * (1 - s))
 
-    def _message(self, *args: Any, **kwargs: Any) -> Any:
-        self._reach("message")
-        return self._start(*args, **kwargs)
+    def _message(
+        self, what: str, x: Tensor, axis: Any, block_id: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if block_id != collectives.AGREEMENT:  # by which ranks tell each other of the shortage
+            self._reach("message")
+        return self._start(what, x, axis, block_id, *args, **kwargs)
 
 
 class Soak:
@@ -136,8 +140,8 @@ class Soak:
         self.seed = args.seed
         self.plan: Any = Plan(("colossal_z",) * NUM_BLOCKS)
         sizes = {"num_hidden_layers": 1, "hidden_size": 32}
-        self.reference = make_model("llama", torch.float64, **sizes)
-        self.model = make_model("llama", torch.float64, **sizes)
+        self.reference = make_model("llama", **sizes)
+        self.model = make_model("llama", **sizes)
         paradyse.shard(self.model)
         self.optimizers = [
             torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE)
