@@ -25,8 +25,8 @@ HEAD = "head"
 """Kind of the last linear with the loss, beside the kinds of blocks."""
 
 LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "attention": ((), ("recompute",)),
-    "mlp": ((), ("recompute",)),
+    "attention": ((), ("recompute",), ("selective",)),
+    "mlp": ((), ("recompute",), ("selective",), ("tiled",)),
     HEAD: ((),),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
@@ -116,7 +116,7 @@ class BlockSpec:
     structure: str
     """Blocks of equal structure share their compiled variants."""
     infeasible: Mapping[str, str] = field(default_factory=dict)
-    """Strategy, lever or point -> why it cannot compute this block."""
+    """Strategy -> why it cannot compute this block."""
     hidden: int = 0
     """Width h of the residual stream."""
     num_heads: int = 0
@@ -130,6 +130,8 @@ class BlockSpec:
     """Of these, elements a head- or column-parallel strategy splits over the ranks."""
     mask: MaskSpec | None = None
     """None for an MLP, and for attention under a dense mask that was not recovered."""
+    refused_levers: Mapping[str, str] = field(default_factory=dict)
+    """Lever, or point -> why the block cannot have it."""
     recompute: bool = False
     """The user demands that nothing inside is kept for backward (activation checkpointing)."""
 
@@ -145,9 +147,11 @@ class BlockSpec:
     def why_not(self, point: str) -> str:
         """Why ``point`` cannot compute the block; "" where it can."""
         strategy, levers = Point.parse(point).strategy, Point.parse(point).levers
-        for name in (point, strategy, *levers):
-            if name in self.infeasible:
-                return self.infeasible[name]
+        if strategy in self.infeasible:
+            return self.infeasible[strategy]
+        for name in (point, *levers):
+            if name in self.refused_levers:
+                return self.refused_levers[name]
         if levers in LEVER_SETS[self.kind]:
             return ""
         legal = ", ".join("+".join(v) for v in LEVER_SETS[self.kind] if v)

@@ -63,11 +63,21 @@ class Sizes:
     """The growth with one group of ``metp`` less, where not all groups are run."""
     num_more: int = 0
     """How many groups are not run."""
+    tiled: bool = False
+    """Whether no more than a tile of tokens is computed at once; ``growth`` is within one tile."""
     lasting: bool = False
     """Whether blocks read its results to the end, without a gradient, such as a rotary table."""
 
-    def at(self, tokens: int) -> tuple[int, int]:
-        """Saved bytes and bytes of workspace with ``tokens`` on a rank, without weights."""
+    def at(self, tokens: int, tile: int | None = None) -> tuple[int, int]:
+        """Saved bytes and bytes of workspace with ``tokens`` on a rank, without weights.
+
+        Args:
+            tile: tokens of a tile; None: it has all. Beyond one the gradients of the block's input
+                and of its output, which is as large, grow, and nothing else.
+        """
+        if self.tiled and tile is not None and tokens > tile:
+            (saved, _), (in_tile, workspace) = self.at(tokens), self.at(tile)
+            return saved, workspace + 2 * (saved - in_tile)
         saved, peak = self.growth.at(tokens)
         if self.before is not None:
             less, lower = self.before.at(tokens)
@@ -153,7 +163,8 @@ def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
     used = getattr(variant, "used", ())  # groups of ``metp``
     if len(used) <= FEW_GROUPS:
         lasting = isinstance(step, PieceStep) and not any(map(_has_gradient, step.piece.outputs))
-        return Sizes(_growth(program, step, strategy), lasting=lasting)
+        tiled = "tiled" in Point.parse(strategy).levers
+        return Sizes(_growth(program, step, strategy), tiled=tiled, lasting=lasting)
     try:
         variant.used = used[: FEW_GROUPS - 1]
         before = _growth(program, step, strategy)
@@ -318,7 +329,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
         position_intervals.cache_clear()
         stack.callback(position_intervals.cache_clear)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        constants = program.constants_for(sizes, ())
+        constants = program.make_constants(sizes)
         timeline, saved = Timeline(bodies(program.axis)), Saved()
         frame = _Alone(program, constants, step, timeline)
         timeline.given([*frame.tables, *frame.env.values()])

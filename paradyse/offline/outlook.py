@@ -19,6 +19,7 @@ from paradyse.planning.explain import count_names
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
+from paradyse.strategies.tiles import tile_tokens
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     LEVER_SETS,
@@ -58,8 +59,7 @@ class PaperCosts:
     def cost(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
         """Of ``block`` under ``point`` for ``workload``."""
         prior = prior_cost(block, point, workload, self.machine, self.sharded)
-        tokens = self.run.tokens(workload.seq_len, workload.batch)
-        saved, workspace = self._held(self.run.block(block, point), tokens)
+        saved, workspace = self._held(self.run.block(block, point), workload)
         return replace(prior, saved_bytes=saved, workspace_bytes=workspace)
 
     def rest(
@@ -72,14 +72,16 @@ class PaperCosts:
         same whatever the ``blocks`` and the ``head``."""
         between, tokens = self.run.between, self.run.tokens(workload.seq_len, workload.batch)
         flops = sum(sizes.growth.flops_at(tokens) for sizes in between)
-        tables = sum(self._held(sizes, tokens)[0] for sizes in between if sizes.lasting)
+        tables = sum(self._held(sizes, workload)[0] for sizes in between if sizes.lasting)
         # what the head saves is gone before any block's backward: it is workspace
-        most = max((sum(self._held(sizes, tokens)) for sizes in between), default=0)
+        most = max((sum(self._held(sizes, workload)) for sizes in between), default=0)
         return BlockCost(flops / self.machine.matmul_flops, tables, most, 0)
 
-    def _held(self, sizes: Sizes, tokens: int) -> tuple[int, int]:
+    def _held(self, sizes: Sizes, workload: Workload) -> tuple[int, int]:
         """Bytes saved and of workspace, weights included."""
-        saved, workspace = sizes.at(tokens)
+        batch = workload.batch
+        tokens = self.run.tokens(workload.seq_len, batch)
+        saved, workspace = sizes.at(tokens, batch * tile_tokens(batch))
         return saved, workspace + RESIDENT * sizes.growth.gathered_bytes * self.sharded
 
 

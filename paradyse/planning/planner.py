@@ -283,7 +283,7 @@ class Planner:
         widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
         weights = (b.num_weight_elements, b.num_split_weight_elements)
         measured_as = "" if self.cost_model is None else b.structure
-        limits = tuple(sorted(b.infeasible)), b.recompute
+        limits = tuple(sorted(b.infeasible)), tuple(sorted(b.refused_levers)), b.recompute
         return b.kind, widths, weights, b.mask, limits, measured_as
 
     def _form(self, workload: Workload) -> PlanOption:

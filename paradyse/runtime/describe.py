@@ -9,7 +9,7 @@ from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import is_weight, structure
 from paradyse.passes.split_steps import BlockStep
 from paradyse.runtime.program import Program
-from paradyse.strategies import infeasible_reasons
+from paradyse.strategies import infeasible_reasons, refused_levers
 from paradyse.strategies.base import WHOLE
 from paradyse.types import BlockSpec
 
@@ -52,5 +52,6 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         num_weight_elements=sum(w.numel() for w in weights),
         num_split_weight_elements=sum(w.numel() for w in split),
         mask=call.mask_spec if call is not None else None,
+        refused_levers=refused_levers(scope, block),
         recompute=step.recompute,
     )

@@ -128,12 +128,11 @@ class Program:
         ``head``; the tensors do not depend on the plan."""
         key = tuple(sizes.items())
         if key not in self._constants:
-            self._constants[key] = self._make_constants(sizes, strategies)
+            self._constants[key] = self.make_constants(sizes)
         return replace(self._constants[key], strategies=strategies, head=head)
 
-    def _make_constants(
-        self, sizes: Mapping[str, int], strategies: tuple[str, ...]
-    ) -> StepConstants:
+    def make_constants(self, sizes: Mapping[str, int]) -> StepConstants:
+        """The same of ``sizes`` without a plan, made anew."""
         seq_len, device = sizes[WHOLE], self.device
         whole = torch.arange(seq_len, device=device)
         local = whole
@@ -143,4 +142,4 @@ class Program:
         infos = tuple(torch.tensor([seq_len, i]) for i in ids)
         batch = torch.empty(sizes.get("B", 1), device=device)
         no_seed = torch.zeros((), dtype=torch.int64, device=device)
-        return StepConstants(sizes, strategies, whole, local, batch, infos, no_seed)
+        return StepConstants(sizes, (), whole, local, batch, infos, no_seed)

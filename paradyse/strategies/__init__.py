@@ -13,12 +13,14 @@ from paradyse.strategies.base import Scope, Strategy
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
 from paradyse.strategies.lever_work import LEVER_WORK
+from paradyse.strategies.levers import lever_reasons, with_levers
 from paradyse.strategies.local import COLOSSAL_Z, MEGATRON_CZ, ULYSSES_Z, zero_variant
 from paradyse.strategies.metp import METP
 from paradyse.strategies.tensor_parallel import MEGATRON_TS
 from paradyse.strategies.work import Work
 from paradyse.types import (
     ATTENTION_STRATEGIES,
+    LEVER_SETS,
     REPLICATED,
     BlockSpec,
     Point,
@@ -92,8 +94,8 @@ def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
         ValueError: the strategy is unknown.
     """
     point = Point.parse(canonical_strategy(block.kind, name))
-    assert not point.levers, f"a frame computes blocks again, no variant does: {name}"
-    return strategy_named(point.strategy).build(scope, block, piece)
+    variant = strategy_named(point.strategy).build(scope, block, piece)
+    return with_levers(variant, point.levers)
 
 
 def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
@@ -107,6 +109,14 @@ def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
     # with whole weights, heads or columns need not be computed apart
     reasons |= {s.name: mixed for s in STRATEGIES if mixed and s.weights != "whole"}
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+def refused_levers(scope: Scope, block: Any) -> dict[str, str]:
+    """Lever, or point -> why ``block``, a block of the capture of ``scope``, cannot have it."""
+    variants = {s.name: strategy_named(canonical_strategy(block.kind, s.name)) for s in STRATEGIES}
+    legal = {lever for levers in LEVER_SETS[block.kind] for lever in levers}
+    found = lever_reasons(scope, block, variants).items()
+    return {at: why for at, why in found if at.rpartition("+")[2] in legal}
 
 
 def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) -> Work:

@@ -1,9 +1,9 @@
 """What levers change of the work of a block: what it keeps for backward, and what it does again.
 
 Nothing is counted anew here. ``counted`` gives a strategy's own ``Work`` at another workload, so
-that what runs again in backward is the forward of that strategy, and what a chunk of tokens holds
+that what runs again in backward is the forward of that strategy, and what a tile of tokens holds
 is what so short a sequence does. What a block does not keep it needs again while it runs: saved and
-workspace together stay, but for chunks.
+workspace together stay, but for tiles.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from paradyse.strategies.tiles import tile_tokens
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Workload
 
 Counted = Callable[[Workload], Work]
 
 
-def chunk_tokens(batch: int) -> int:
-    """Tokens of a chunk, of each of ``batch`` sequences (arXiv 2407.15892, section 3.2)."""
-    return max(4096 // batch, 1024)
-
-
-def num_chunks(work: Work) -> int:
-    """How many chunks the rank's tokens make in ``work``."""
-    return -(-work.local_len // chunk_tokens(work.workload.batch))
+def num_tiles(work: Work) -> int:
+    """How many tiles the rank's tokens make in ``work``."""
+    return -(-work.local_len // tile_tokens(work.workload.batch))
 
 
 def recompute(work: Work, counted: Counted) -> None:
@@ -47,19 +43,19 @@ def selective(work: Work, counted: Counted) -> None:
 
 
 def tiled(work: Work, counted: Counted) -> None:
-    """Change ``work``: as ``selective``, over chunks of tokens one after the other, with messages
-    of their own. One chunk's values exist at a time, the gradients of input and output whole, and
+    """Change ``work``: as ``selective``, over tiles of tokens one after the other, with messages
+    of their own. One tile's values exist at a time, the gradients of input and output whole, and
     those of 16-bit weights are summed in float32.
     """
-    w, chunks = work.workload, num_chunks(work)
-    chunk = counted(replace(w, seq_len=min(w.seq_len, chunk_tokens(w.batch) * work.p)))
+    w, tiles = work.workload, num_tiles(work)
+    tile = counted(replace(w, seq_len=min(w.seq_len, tile_tokens(w.batch) * work.p)))
     if work.back:
         _repeat_first_part(work, counted)
     for collective in work.messages:
-        work.messages[collective] *= chunks
-    work.num_ops += (chunks - 1) * PIECE_OPS * (1 + work.back)
+        work.messages[collective] *= tiles
+    work.num_ops += (tiles - 1) * PIECE_OPS * (1 + work.back)
     work.saved_bytes = work.x_bytes
-    work.workspace_bytes = chunk.saved_bytes + chunk.workspace_bytes
+    work.workspace_bytes = tile.saved_bytes + tile.workspace_bytes
     work.workspace_bytes += (1 + work.back) * work.x_bytes
     if work.back:
         work.workspace_bytes += work.block.num_weight_elements * max(0, 4 - work.itemsize)
@@ -89,7 +85,7 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
 
     Args:
         head: its widths.
-        levers: as of ``Plan.head``. ``tiled``: gradients are computed with each chunk's forward,
+        levers: as of ``Plan.head``. ``tiled``: gradients are computed with each tile's forward,
             and wait in float32; nothing is done again. ``vocabulary``: a rank multiplies the
             tokens of all ranks by its rows of the weight.
         workload: batch, length, dtype, number of ranks, training or not.
@@ -106,18 +102,18 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
     work.project(tokens, n / share, head.hidden + width, passes)
     # to float32, its maximum, exponentials and their sum; the gradient from these
     work.moved_bytes += tokens * width * wide * (4 + 3 * work.back)
-    chunks = num_chunks(work) if "tiled" in levers else 1
-    work.num_ops += chunks * PIECE_OPS * (1 + work.back)
+    tiles = num_tiles(work) if "tiled" in levers else 1
+    work.num_ops += tiles * PIECE_OPS * (1 + work.back)
     if by_rows:
-        work.send("all_gather", (work.p - 1) * work.x_bytes, chunks)
-        work.send("all_reduce", 2 * 4 * 2 * tokens * (work.p - 1) / work.p, 2 * chunks)
+        work.send("all_gather", (work.p - 1) * work.x_bytes, tiles)
+        work.send("all_reduce", 2 * 4 * 2 * tokens * (work.p - 1) / work.p, 2 * tiles)
         if work.back:
-            work.send("reduce_scatter", (work.p - 1) * work.x_bytes, chunks)
+            work.send("reduce_scatter", (work.p - 1) * work.x_bytes, tiles)
     work.saved_bytes = work.x_bytes
-    rows = min(tokens, chunk_tokens(workload.batch) * workload.batch) if chunks > 1 else tokens
+    rows = min(tokens, tile_tokens(workload.batch) * workload.batch) if tiles > 1 else tokens
     narrow = work.itemsize if work.itemsize < 4 else 0
     work.workspace_bytes = rows * width * (2 * wide + narrow)  # logits, and their logarithms
-    if chunks > 1 and work.back:
+    if tiles > 1 and work.back:
         work.saved_bytes += n / share * (wide - work.itemsize)
     work.fetch_weights("split" if by_rows else "whole", sharded)
     return work

@@ -9,7 +9,6 @@ from test_costs import GPU, attention, mlp, work
 
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.strategies import STRATEGIES
-from paradyse.strategies.lever_work import chunk_tokens
 from paradyse.types import HeadSpec
 
 LONG = work(131_072, b=1)
@@ -59,8 +58,7 @@ def test_tiles_need_a_chunk_whatever_the_length(strategy: str) -> None:
     assert costs[0].time_s == pytest.approx(again.time_s)
 
 
-def test_one_chunk_is_no_shorter_than_the_sequence() -> None:
-    assert chunk_tokens(1) == 4096 and chunk_tokens(3) == 1365 and chunk_tokens(8) == 1024
+def test_one_tile_is_no_longer_than_the_sequence() -> None:
     few = work(512, b=1)
     plain, tiled, again = (
         prior_cost(mlp(), f"megatron_cz{v}", few, FREE) for v in ("", "+tiled", "+recompute")

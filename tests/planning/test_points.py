@@ -41,14 +41,16 @@ def test_a_plan_is_its_key_and_back() -> None:
 
 
 def test_a_block_has_the_levers_of_its_kind_that_it_does_not_refuse() -> None:
-    attention, mlp = model(1, infeasible={"metp": NORM, "ulysses_z+recompute": "a reason"})
+    attention, mlp = model(
+        1, infeasible={"metp": NORM}, refused_levers={"ulysses_z+recompute": "a reason"}
+    )
     points = attention.points()
     assert "megatron_cz+recompute" in points and "ulysses_z" in points
     assert not {"metp", "metp+recompute", "ulysses_z+recompute"} & set(points)
     assert attention.why_not("metp+recompute") == NORM
     assert attention.why_not("ulysses_z+recompute") == "a reason"
     assert "not vocabulary" in mlp.why_not("metp+vocabulary")
-    refused = replace(mlp, infeasible={"recompute": "no"})
+    refused = replace(mlp, refused_levers=dict.fromkeys(("recompute", "selective", "tiled"), "no"))
     assert refused.points() == refused.feasible()
 
 
@@ -137,7 +139,7 @@ def test_a_plan_by_name_may_have_levers() -> None:
     p = planner(["metp+recompute", "ulysses_z"])
     assert p.plan(LONG).strategies == ("metp+recompute",) * 2 + ("ulysses_z",) * 2
     assert p.variants(p.plan(LONG))[1::2] == ("metp+recompute", "megatron_cz")
-    refused = model(infeasible={"recompute": "it has no inside"})
+    refused = model(refused_levers={"recompute": "it has no inside"})
     with pytest.raises(ValueError, match="'metp.recompute' cannot compute .* it has no inside"):
         planner("metp+recompute", refused).plan(LONG)
 
