@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 WIDTHS = (16, 1024)
 """Choices for the last blocks that are kept. The first search gives a plan for the second to beat;
-fewer than the second's are needed for 96 layers of two kinds of blocks with all strategies and
-levers (``benchmarks/choice.py``), and as long as they are, the plan is the best there is."""
+fewer than the second's are needed for 96 layers of two kinds of blocks and five strategies
+(``benchmarks/choice.py``), and as long as they are, the plan is the best there is."""
 
 MOST = 2**54
 """More bytes than any device has; so many of each block still make a sum of 64 bits."""
