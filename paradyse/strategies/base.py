@@ -193,6 +193,12 @@ class LoweredPiece:
         tensors = [*common, *own]
         if self.eager:
             return self._run(*tensors)
+        return self.compiled_for(sizes, tensors).fn(*tensors)
+
+    def compiled_for(self, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> Compiled:
+        """What computes the piece on ``tensors`` like these, the common ones first, at ``sizes``;
+        compiled now if nothing is.
+        """
         grad = torch.is_grad_enabled()
         mode = (grad, *(t.requires_grad for t in tensors)) if grad else grad
         compiled = self._modes.get(mode)
@@ -205,7 +211,7 @@ class LoweredPiece:
             how = (self.scope.inner, sizes, self.differentiates)
             compiled = self.scope.cache.get(key, self._run, specs, *how)
             self._modes[mode] = compiled
-        return compiled.fn(*tensors)
+        return compiled
 
 
 class PieceVariant:

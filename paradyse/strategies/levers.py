@@ -59,7 +59,9 @@ class LeveredVariant:
         """Which tensors need gradients -> what computes them."""
 
     def __call__(self, step: StepContext) -> Any:
-        return _Levered.apply(self, step.sizes, step.common, *self.variant.tensors(step))
+        tensors = self.variant.tensors(step)
+        needs = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
+        return _Levered.apply(self, step.sizes, step.common, needs, *tensors)
 
     def _lowered(
         self, what: str, fn: Any, dims: Sequence[Dims], differentiates: bool = False
@@ -106,18 +108,27 @@ class LeveredVariant:
         return self._gradients[needs]
 
     def run_forward(
-        self, sizes: Mapping[str, int], common: Common, tensors: Sequence[Tensor]
+        self,
+        sizes: Mapping[str, int],
+        common: Common,
+        tensors: Sequence[Tensor],
+        needs: tuple[bool, ...],
     ) -> list[Tensor]:
         """The outputs, and then what is kept of attention.
 
         Args:
             sizes, common: of the step.
             tensors: the block's own.
+            needs: which of them need gradients.
         """
-
         given = list(zip(tensors, self.dims, strict=True))
         made = [*self.output_dims, *self.kept_dims]
-        return over_tiles(self._tiles(sizes, common), self.forward, given, made)
+        tiles, num_outputs = self._tiles(sizes, common), len(self.output_dims)
+        results = over_tiles(tiles, self.forward, given, made)
+        if any(needs):  # compiled here: autograd may run backward in a thread of its own
+            like = [*common, *tensors, *results[num_outputs:], *results[:num_outputs]]
+            self.gradients_for(needs).compiled_for(tiles[0].sizes, like)
+        return results
 
     def run_backward(
         self,
@@ -158,21 +169,22 @@ class _Levered(torch.autograd.Function):
         block: LeveredVariant,
         sizes: Mapping[str, int],
         common: Common,
+        needs: tuple[bool, ...],
         *tensors: Tensor,
     ) -> Any:
-        results, num_outputs = block.run_forward(sizes, common, tensors), len(block.output_dims)
-        ctx.of = block, sizes, common
+        results = block.run_forward(sizes, common, tensors, needs)
+        num_outputs = len(block.output_dims)
+        ctx.of = block, sizes, common, needs
         ctx.save_for_backward(*tensors, *results[num_outputs:])
         return tuple(results[:num_outputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        block, sizes, common = ctx.of
-        needs = ctx.needs_input_grad[3:]
+        block, sizes, common, needs = ctx.of
         with torch.autocast(cotangents[0].device.type, enabled=False):  # casts are in the graph
             grads = block.run_backward(sizes, common, ctx.saved_tensors, cotangents, needs)
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def with_levers(variant: Any, levers: Collection[str]) -> Any:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +20,11 @@ from tiny import Tiny, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paradyse.runtime import program
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.saved_memory import Saved
-from paradyse.strategies import canonical_strategy, strategy_named, tiles
-from paradyse.strategies.levers import with_levers
+from paradyse.strategies import tiles
 from paradyse.torch_private import TorchDispatchMode, tree_leaves
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED
+from paradyse.types import Plan
 
 Ranks = Callable[[int], RankPool]
 
@@ -34,26 +33,19 @@ LEVERS = {"attention": "selective", "mlp": "tiled"}
 
 
 @contextmanager
-def levers_on(kinds: Sequence[str] = ("attention", "mlp")) -> Iterator[None]:
-    """Inside, blocks of these ``kinds`` get their lever where their strategy can have it, with
-    tiles of a few tokens."""
-    build = program.build_variant
-
-    def build_with(scope: Any, block: Any, piece: Any, name: str) -> Any:
-        lever = LEVERS[block.kind] if block.kind in kinds else ""
-        if name != REPLICATED and lever in strategy_of(block.kind, name).without:
-            lever = ""
-        return with_levers(build(scope, block, piece, name), [lever])
-
-    with (
-        patch.object(program, "build_variant", build_with),
-        patch.multiple(tiles, TILE_TOKENS=4, MIN_TILE_TOKENS=2),
-    ):
+def small_tiles() -> Iterator[None]:
+    """Inside, tiles have a few tokens."""
+    with patch.multiple(tiles, TILE_TOKENS=4, MIN_TILE_TOKENS=2):
         yield
 
 
-def strategy_of(kind: str, name: str) -> Any:
-    return strategy_named(canonical_strategy(kind, name))
+def with_levers(name: str, compiled: Any, kinds: Sequence[str] = tuple(LEVERS)) -> Plan:
+    """The plan called ``name``, with a lever on each block of ``kinds`` that can have it."""
+    blocks, points = blocks_of(compiled), []
+    for block, strategy in zip(blocks, choose(name, blocks).strategies, strict=True):
+        point = f"{strategy}+{LEVERS[block.kind]}"
+        points.append(point if block.kind in kinds and not block.why_not(point) else strategy)
+    return Plan(tuple(points))
 
 
 def compile_for(model: nn.Module, inner: str) -> tuple[Any, list[Any]]:
@@ -72,12 +64,13 @@ def compare(
     shape: tuple[int, int] = (2, 13),
     checkpointing: bool = False,
     layers: int = 1,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     """Raises where a gradient differs from eager's."""
     import paradyse
 
     batch, size = make_batch("plain", *shape), {"num_hidden_layers": layers}
-    reference, model = (make_model(family, torch.float64, **size) for _ in range(2))
+    reference, model = (make_model(family, dtype, **size) for _ in range(2))
     want = run_step(reference, reference, batch)
     if sharded:
         paradyse.shard(model)
@@ -87,11 +80,11 @@ def compare(
             model.gradient_checkpointing_enable()
     model.train()
     compiled, current = compile_for(model, inner)
-    with levers_on():
-        check(run_step(compiled, model, batch), want, torch.float64, "first")
+    with small_tiles():
+        check(run_step(compiled, model, batch), want, dtype, "first")
         for name in plans:
-            current[0] = choose(name, blocks_of(compiled))
-            check(run_step(compiled, model, batch), want, torch.float64, name)
+            current[0] = with_levers(name, compiled)
+            check(run_step(compiled, model, batch), want, dtype, name)
 
 
 SLOW = pytest.mark.slow
@@ -100,13 +93,15 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "family", "options"),
     [
-        (1, "gpt2", {"plans": ()}),
+        (1, "gpt2", {"plans": ("megatron_cz",)}),
         (2, "llama_odd", {"sharded": True, "plans": ("megatron_cz", "megatron_ts")}),
         pytest.param(2, "llama_odd", {"layers": 2}, marks=SLOW),
         pytest.param(2, "bert", {"inner": "aot_eager"}, marks=SLOW),
-        pytest.param(2, "gpt2", {"sharded": True, "inner": "inductor"}, marks=SLOW),
+        pytest.param(
+            2, "gpt2", {"sharded": True, "inner": "inductor", "dtype": torch.float32}, marks=SLOW
+        ),
         pytest.param(2, "gpt2", {"checkpointing": True, "sharded": True}, marks=SLOW),
-        pytest.param(2, "mixtral", {}, marks=SLOW),
+        pytest.param(2, "mixtral", {"dtype": torch.float32}, marks=SLOW),
         pytest.param(2, "opt", {"shape": (3, 7)}, marks=SLOW),
         pytest.param(3, "llama_odd", {"shape": (1, 29)}, marks=SLOW),
         pytest.param(3, "gpt2", {"sharded": True, "shape": (3, 2), "layers": 2}, marks=SLOW),
@@ -152,9 +147,9 @@ def operators_of(plan: str, kinds: Sequence[str]) -> tuple[Operators, Operators,
         with forward:
             return run(frame)
 
-    with levers_on(kinds):
+    with small_tiles():
         run_step(compiled, model, batch)
-        current[0] = choose(plan, blocks_of(compiled))
+        current[0] = with_levers(plan, compiled, kinds)
         run_step(compiled, model, batch)
         run, saved = Frame.run, Saved()
         with patch.object(Frame, "run", run_watched), saved.watch():
@@ -208,14 +203,14 @@ def with_dropout(plans: Sequence[str], inner: str) -> list[tuple[float, str]]:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)
     model = make_model("gpt2", torch.float64, n_layer=1, **rates)
     batch = make_batch("plain", 2, 11)
+    compiled, current = compile_for(model, inner)
     steps: dict[tuple[str, bool], Any] = {}
-    for on in (False, True):
-        compiled, current = compile_for(model, inner)
-        with levers_on(("attention", "mlp") if on else ()):
-            for plan in plans:
-                current[0] = plan
-                torch.manual_seed(5)
-                steps[plan, on] = run_step(compiled, model, batch)
+    with small_tiles():
+        run_step(compiled, model, batch)
+        for plan, on in product(plans, (False, True)):
+            current[0] = with_levers(plan, compiled) if on else plan
+            torch.manual_seed(5)
+            steps[plan, on] = run_step(compiled, model, batch)
     return [worst(steps[plan, True], steps[plan, False]) for plan in plans]
 
 
@@ -259,9 +254,10 @@ def gains_of_positions() -> list[tuple[str, float]]:
 
     want, found = gradients(model), []
     compiled, current = compile_for(model, "eager")
-    with levers_on():
+    with small_tiles():
         for plan in ("colossal_z", "megatron_ts"):
-            current[0] = plan
+            gradients(compiled)
+            current[0] = with_levers(plan, compiled)
             got = gradients(compiled)
             found.append((plan, max(relative(a, b) for a, b in zip(got, want, strict=True))))
     kinds = [b.kind for b in blocks_of(compiled)]
@@ -278,9 +274,10 @@ def without_gradients() -> list[float]:
     """Errors: of losses without gradients, and of gradients where most weights are frozen and
     backward runs under autocast."""
     model, batch = make_model("gpt2", torch.float64), make_batch("plain", 2, 9)
-    compiled, _ = compile_for(model, "eager")
-    with levers_on():
+    compiled, current = compile_for(model, "eager")
+    with small_tiles():
         run_step(compiled, model, batch)
+        current[0] = with_levers("megatron_cz", compiled)
         with torch.no_grad():
             off = abs(compiled(**batch).loss.item() - model(**batch).loss.item())
         for name, p in model.named_parameters():
@@ -305,8 +302,10 @@ def test_without_gradients_with_frozen_weights_and_backward_under_autocast(
 
 def twice() -> None:
     model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 1, 9)
-    compiled, _ = compile_for(model, "eager")
-    with levers_on():
+    compiled, current = compile_for(model, "eager")
+    with small_tiles():
+        run_step(compiled, model, batch)
+        current[0] = with_levers("megatron_cz", compiled)
         run_step(compiled, model, batch)
         weights = list(model.parameters())
         grads = torch.autograd.grad(compiled(**batch).loss, weights, create_graph=True)
@@ -334,9 +333,10 @@ def under_autocast(plans: Sequence[str]) -> list[tuple[str, float, float]]:
     eager, _ = worst(run_step(cast(model), model, batch), exact)
     compiled, current = compile_for(model, "aot_eager")
     found = []
-    with levers_on():
+    with small_tiles():
+        run_step(cast(compiled), model, batch)
         for plan in plans:
-            current[0] = plan
+            current[0] = with_levers(plan, compiled)
             found.append((plan, worst(run_step(cast(compiled), model, batch), exact)[0], eager))
     return found
 
@@ -348,11 +348,15 @@ def test_autocast(pool2: RankPool) -> None:
             assert error < 2 * eager, (plan, error, eager)
 
 
-def test_strategies_that_keep_as_little_anyway_say_so() -> None:
-    for kind, lever, refused in (
-        ("attention", "selective", {"ulysses_z", "metp"}),
-        ("mlp", "tiled", {"metp"}),
-    ):
-        strategies = {name: strategy_of(kind, name) for name in ATTENTION_STRATEGIES}
-        without = {name for name, s in strategies.items() if lever in s.without}
-        assert without == refused, kind
+def refused_levers() -> list[dict[str, str]]:
+    model, batch = make_model("llama", num_hidden_layers=1), make_batch("plain", 1, 9)
+    compiled, _ = compile_for(model, "eager")
+    run_step(compiled, model, batch)
+    return [dict(b.refused_levers) for b in blocks_of(compiled)]
+
+
+def test_strategies_that_keep_as_little_anyway_say_so(pool2: RankPool) -> None:
+    for attention, mlp in pool2.run(refused_levers, timeout_s=200):
+        assert attention.keys() == {"ulysses_z+selective", "metp+selective"}
+        assert "exchanged" in attention["ulysses_z+selective"]
+        assert mlp.keys() == {"metp+tiled"} and "go round" in mlp["metp+tiled"]
