@@ -162,13 +162,13 @@ def main(bench: Benchmark, args: Namespace) -> str:
     bench.add(f"{args.tables} random tables of costs for each depth, five strategies.")
     rows, worst, exact_96 = [], 0.0, 0.0
     for layers in (8, 24, 96):
-        gaps, exact_s, heuristic_s = compare(layers, args.tables)
+        gaps, exact, heuristic = compare(layers, args.tables)
         fit = gaps[gaps < math.inf]
-        worst, exact_96 = min(worst, *fit), median(exact_s)
+        worst, exact_96 = min(worst, *fit), median(exact)
         row = [f"{layers} layers", f"{sum(fit > 1e-9) / args.tables:.0%}"]
         row += [f"{median(fit):.2%}", f"{np.quantile(fit, 0.9):.2%}", f"{max(fit):.1%}"]
         row += [f"{1 - len(fit) / args.tables:.1%}", f"{exact_96 * 1e3:.3f}"]
-        row += [f"{np.quantile(exact_s, 0.99) * 1e3:.3f}", f"{median(heuristic_s) * 1e3:.2f}"]
+        row += [f"{np.quantile(exact, 0.99) * 1e3:.3f}", f"{median(heuristic) * 1e3:.2f}"]
         rows.append(row)
     header = ["model", "heuristic slower in", "median gap", "90 %", "largest"]
     header += ["finds none that fits", "exact, ms", "99 %", "heuristic, ms"]
