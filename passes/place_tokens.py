@@ -6,42 +6,23 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.nn import functional as F
+from torch import fx
 
 from paradyse.distributed.replicas import SUM_OVER_REPLICAS
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Factor, Names, resolve
 from paradyse.graph.subgraph import is_tensor, is_weight
+from paradyse.strategies.loss import loss_sums
+from paradyse.strategies.weight_stream import sum_dtype
 
 aten = torch.ops.aten
 
 MEAN, SUM = 1, 2
 
 UNJOINED = (
-    "a cross entropy with class weights, smoothing or dense labels is averaged over replicas with "
+    "a mean cross entropy of what is not split along the sequence is averaged over replicas with "
     "equal weights, not by their tokens"
 )
-
-
-def loss_sums(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """(sum of cross entropies, number of labels that count) over the rows at hand.
-
-    Args:
-        logits: [rows, classes].
-        labels: [rows] int.
-        ignore_index: the label that does not count.
-    Returns:
-        [2] in float32 (in float64 for such logits): bfloat16 cannot count beyond 256, and a sum
-        in float16 overflows after some thousand tokens.
-    """
-    dtype = _sum_dtype(logits)
-    losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=ignore_index)
-    return torch.stack([losses.sum(dtype=dtype), (labels != ignore_index).sum().to(dtype)])
-
-
-def _sum_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
@@ -64,8 +45,6 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
         elif node.op == "call_function":
             if node.target == aten.cross_entropy_loss.default:
                 node = _rewrite_loss(gm, node, ctx)
-                if node.target is not loss_sums and ctx.replicas.size > 1:
-                    ctx.note(UNJOINED)
             _place(node, ctx)
     return len(ctx.split)
 
@@ -114,20 +93,25 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> 
 
 
 def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
-    """The first node of the loss as sums and counts; ``node`` itself where it has weights or
-    smoothing.
+    """The first node of the loss as sums and counts; ``node`` itself where its rows are not summed
+    or do not lie split along the sequence.
     """
     args = [*node.args, *(None, MEAN, -100, 0.0)[len(node.args) - 2 :]]
     logits, labels, weight, reduction, ignore_index, smoothing = args
-    if logits not in ctx.split or weight is not None or smoothing or reduction not in (MEAN, SUM):
+    if reduction not in (MEAN, SUM):
         return node
-    if labels in ctx.split or labels.meta["val"].is_floating_point():
-        return node
-    if ctx.seq not in ctx.names.of(logits)[0] or len(ctx.names.of(logits)) != 2:
+    dense = labels.meta["val"].is_floating_point()
+    dims = ctx.names.of(logits)
+    split = logits in ctx.split and len(dims) == 2 and ctx.seq in dims[0]
+    if not split or (labels in ctx.split and not dense):
+        if reduction == MEAN and ctx.replicas.size > 1:
+            ctx.note(UNJOINED)
         return node
     names, val = ctx.names, node.meta["val"]
     with gm.graph.inserting_before(node):
-        sums = gm.graph.call_function(loss_sums, (logits, labels, ignore_index))
+        rows = _ones(gm, logits, ctx) if dense else None
+        given = logits, labels, ignore_index, smoothing, weight, rows
+        sums = gm.graph.call_function(loss_sums, given)
         new = [sums]
         if reduction == MEAN and ctx.replicas.size > 1:
             name = ctx.replicas.name
@@ -139,7 +123,7 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
             count = gm.graph.call_function(aten.select.int, (pair, 0, 1))
             loss = gm.graph.call_function(aten.div.Tensor, (total, count))
             new += [count, loss]
-        wide = val.new_empty([], dtype=_sum_dtype(logits.meta["val"]))
+        wide = val.new_empty([], dtype=sum_dtype(logits.meta["val"]))
         if val.dtype != wide.dtype:
             loss = gm.graph.call_function(aten.to.dtype, (loss, val.dtype))
             new.append(loss)
@@ -149,7 +133,19 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
         names.dims[n] = names.fresh(n.meta["val"].shape)
     node.replace_all_uses_with(loss)
     gm.graph.erase_node(node)
-    ctx.fills[labels] = ignore_index
+    if not dense:
+        ctx.fills[labels] = ignore_index
     for n in new[1:]:
         _place(n, ctx)
     return sums
+
+
+def _ones(gm: fx.GraphModule, logits: fx.Node, ctx: Any) -> fx.Node:
+    """[rows] ones, whole, of which those past the end are 0 where they are split."""
+    like = logits.meta["val"]
+    how = {"dtype": sum_dtype(like), "device": like.device}
+    node = gm.graph.call_function(aten.ones.default, ([like.shape[0]],), how)
+    node.meta["val"] = like.new_ones(like.shape[:1], dtype=how["dtype"])
+    ctx.names.dims[node] = ctx.names.of(logits)[:1]
+    ctx.fills[node] = 0
+    return node

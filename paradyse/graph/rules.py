@@ -126,12 +126,27 @@ MAPS = {
     aten.t.default: "x[a, b] -> [b, a]",
     aten.numpy_T.default: "x[a, b] -> [b, a]",
     aten.mT.default: "x[..., a, b] -> [..., b, a]",
-    aten.cross_entropy_loss.default: "x[n, c], y[n], w[c] -> [] or [n]; mixes n, c",
 }
 """Operators that one line says all about."""
 
 for _target, _text in MAPS.items():
     rule(_target)(factor_map(_text))
+
+
+_CROSS_ENTROPY = {
+    (labels, rows): factor_map(
+        f"x[n, c], y[{labels}], w[c] -> " + ("[n]; mixes c" if rows else "[]; mixes n, c")
+    )
+    for labels in ("n", "n, c")
+    for rows in (False, True)
+}
+
+
+@rule(aten.cross_entropy_loss.default)
+def cross_entropy(names: Names, node: fx.Node) -> Any:
+    """``x[n, c], y[n] or y[n, c], w[c] -> []; mixes n, c``; of single rows ``-> [n]; mixes c``."""
+    labels = "n, c" if len(_shape(node.args[1])) == 2 else "n"
+    return _CROSS_ENTROPY[labels, len(_shape(node)) == 1](names, node)
 
 
 _ATTENTION = factor_map(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from paradyse.distributed.axis import Axis
 from paradyse.passes.name_dims import name_dims
-from paradyse.passes.place_tokens import UNJOINED, loss_sums, place_tokens
+from paradyse.passes.place_tokens import UNJOINED, place_tokens
 
 TWO = Axis("replicas of a test", 2, 0)
 
@@ -68,14 +68,36 @@ def test_a_sum_is_not_divided() -> None:
     assert not [n for n in gm.graph.nodes if "replicas" in n.name]
 
 
-@pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"weight": torch.ones(11)}, {"reduction": "none"}]
-)
-def test_other_losses_are_gathered_and_say_so(options: dict[str, Any]) -> None:
-    fn = with_loss(lambda x, y: F.cross_entropy(x, y, **options))
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "smoothing": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "class weights": lambda x, y: F.cross_entropy(x, y, torch.linspace(0.5, 2, 11)),
+    "probabilities": lambda x, y: F.cross_entropy(x, torch.eye(11)[y] * 0.9),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_a_sum_over_rows(name: str) -> None:
+    inputs = toy_inputs()
+    ctx, gm, _ = placed(with_loss(LOSSES[name]), inputs, replicas=TWO)
+    assert operators(gm)["loss_sums"] == operators(gm)["sum_over_replicas"] == 1
+    assert not ctx.notes and not ctx.gathered
+    (fill,) = ctx.fills.items()
+    assert fill[1] == (0 if name == "probabilities" else -100)
+    _, gm, _ = placed(with_loss(LOSSES[name]), inputs)
+    torch.testing.assert_close(run(gm, *inputs), with_loss(LOSSES[name])(*inputs))
+
+
+def test_losses_of_single_rows_are_split() -> None:
+    fn = with_loss(lambda x, y: F.cross_entropy(x, y, reduction="none"))
+    ctx, gm, _ = placed(fn, toy_inputs(), replicas=TWO)
+    (loss,) = [n for n in gm.graph.nodes if "cross_entropy" in n.name]
+    assert loss in ctx.split and loss not in ctx.partial and not ctx.notes
+
+
+def test_a_mean_of_what_is_gathered_is_not_joined_and_says_so() -> None:
+    fn = with_loss(lambda x, y: F.cross_entropy(x.cumsum(0), y))
     ctx, gm, _ = placed(fn, toy_inputs(), replicas=TWO)
     assert operators(gm)["cross_entropy_loss"] == 1 and ctx.notes == [UNJOINED]
-    assert "cross_entropy_loss" in [str(n.target).split(".")[1] for n, _ in ctx.gathered]
 
 
 def test_what_mixes_tokens_is_gathered_with_the_reason() -> None:
@@ -98,29 +120,9 @@ def test_embeddings_that_are_given_are_split_and_numbers_per_token_are_not() -> 
     assert [n in ctx.split for n in given] == [True, False]
 
 
-def test_sums_of_parts_add_up_to_the_mean() -> None:
-    logits, labels = torch.randn(7, 5), torch.tensor([0, 1, -100, 4, 2, -100, 3])
-    parts = [loss_sums(logits[a:b], labels[a:b], -100) for a, b in ((0, 3), (3, 7), (7, 7))]
-    total, count = sum(parts)
-    torch.testing.assert_close(total / count, F.cross_entropy(logits, labels))
-    assert count == 5
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_long_sums_and_counts_of_narrow_logits_neither_overflow_nor_round(
-    dtype: torch.dtype,
-) -> None:
-    logits, labels = torch.randn(20_001, 50).to(dtype), torch.randint(50, (20_001,))
-    total, count = loss_sums(logits, labels, -100)
-    assert count == 20_001
-    expected = F.cross_entropy(logits.double(), labels, reduction="sum")
-    torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=0)
+def test_a_loss_has_the_dtype_of_its_logits(dtype: torch.dtype) -> None:
     fn = with_loss(lambda x, y: F.cross_entropy(x.to(dtype), y))
     _, gm, _ = placed(fn, toy_inputs())
     loss = run(gm, *toy_inputs())
     assert loss.dtype == dtype, "as one process gives it"
-
-
-def test_double_precision_sums_stay_double() -> None:
-    logits, labels = torch.randn(5, 3).double(), torch.randint(3, (5,))
-    assert loss_sums(logits, labels, -100).dtype == torch.float64
