@@ -17,6 +17,7 @@ from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
+from paradyse.passes.pad_labels import pad_labels
 from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
@@ -35,6 +36,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     merge_equals,
     fold_attention,
     recover_masks,
+    pad_labels,
     name_dims,
     place_tokens,
     outline_blocks,
@@ -53,6 +55,7 @@ OPTIONAL = tuple(
         merge_equals,
         fold_attention,
         recover_masks,
+        pad_labels,
         outline_blocks,
     )
 )
