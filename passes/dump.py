@@ -15,6 +15,7 @@ def readable(gm: fx.GraphModule, ctx: Any) -> str:
     """
     letters = {f: name for f, name in ((ctx.seq, "S"), (ctx.batch, "B")) if f is not None}
     block_of = {n: b.label for b in ctx.blocks for n in b.nodes}
+    block_of |= {n: "head" for head in ctx.heads for n in head.nodes}
     lines = [f"# sequence axis: {ctx.axis.size} rank{'s' * (ctx.axis.size > 1)}"]
     previous = None
     for node in gm.graph.nodes:

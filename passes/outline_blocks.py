@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Reversible
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,21 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
             return len(ctx.blocks)
         ctx.whole_attention |= loose  # no strategy computes them: they run on gathered tensors
         place_tokens(gm, ctx)
+
+
+def read_by_none_but(
+    inside: Iterable[fx.Node], nodes: Reversible[fx.Node], free: Container[fx.Node]
+) -> list[fx.Node]:
+    """Operators among ``nodes``, which are in graph order, that are ``free`` and that only those
+    ``inside`` read, or others such."""
+    within = set(inside)
+    found: list[fx.Node] = []
+    for node in reversed(nodes):
+        usable = node.op == "call_function" and node in free and node.users
+        if usable and within.issuperset(node.users):
+            within.add(node)
+            found.append(node)
+    return found[::-1]
 
 
 class _Finder:
@@ -240,15 +255,9 @@ class _Finder:
 
     def _pre(self, block: Block) -> list[fx.Node]:
         """What nothing but the block reads, so that it may be computed inside."""
-        inside = set(block.core)
-        pre: list[fx.Node] = []
-        for node in reversed(self.nodes):
-            free = node.op == "call_function" and node in self.split and node not in self.taken
-            if free and node.users and inside.issuperset(node.users):
-                inside.add(node)
-                pre.append(node)
+        pre = read_by_none_but(block.core, self.nodes, self.split - self.taken.keys())
         self.taken.update(dict.fromkeys(pre, block))
-        return pre[::-1]
+        return pre
 
     def _grow_posts(self, blocks: list[Block]) -> list[Block]:
         """Give each block what follows it up to the residual stream, alike for blocks alike in

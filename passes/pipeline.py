@@ -17,6 +17,7 @@ from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
+from paradyse.passes.outline_head import Head, outline_head
 from paradyse.passes.pad_labels import pad_labels
 from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
@@ -40,6 +41,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     name_dims,
     place_tokens,
     outline_blocks,
+    outline_head,
     split_steps,
 )
 """All passes, in the order they run."""
@@ -57,6 +59,7 @@ OPTIONAL = tuple(
         recover_masks,
         pad_labels,
         outline_blocks,
+        outline_head,
     )
 )
 """Names that ``passes_off`` may list: without these passes the result is slower, not wrong."""
@@ -87,6 +90,8 @@ class CaptureContext:
     whole_attention: set[fx.Node] = field(default_factory=set)
     """Attention that no block could be made of: computed on gathered tensors."""
     blocks: list[Block] = field(default_factory=list)
+    heads: list[Head] = field(default_factory=list)
+    """What makes logits, and their losses."""
     tails: set[fx.Node] = field(default_factory=set)
     """Operators between the inside of a block and the graph's outputs: run when the output is
     read.

@@ -13,6 +13,7 @@ from torch import fx
 from paradyse.distributed import collectives
 from paradyse.graph.subgraph import Piece, is_tensor, is_weight, live_nodes, make_piece
 from paradyse.passes.outline_blocks import Block
+from paradyse.passes.outline_head import Head
 from paradyse.strategies.dropout import has_dropout
 
 EAGER_NODES = 4
@@ -41,6 +42,14 @@ class BlockStep:
     """Nothing inside is kept for backward: the user asked for activation checkpointing."""
     split: ClassVar[bool] = True
 
+    def gives(self, strategy: str) -> Piece:
+        """What is computed at once under ``strategy``."""
+        return self.piece
+
+    def late(self, strategy: str) -> Mapping[fx.Node, Piece]:
+        """What is computed under ``strategy`` if it is read, and how."""
+        return self.sides
+
 
 @dataclass(frozen=True, eq=False)
 class PieceStep:
@@ -54,15 +63,41 @@ class PieceStep:
     """Run operator by operator: too small to compile."""
     index: ClassVar[int] = -1
     """Of what belongs to it where there is one of each block and a last one for all pieces."""
-    sides: ClassVar[Mapping[fx.Node, Piece]] = {}
     recompute: ClassVar[bool] = False
+
+    def gives(self, strategy: str) -> Piece:
+        """As ``BlockStep.gives``; the ``strategy`` of a head is its levers."""
+        return self.piece
+
+    def late(self, strategy: str) -> Mapping[fx.Node, Piece]:
+        """As ``BlockStep.late``; the ``strategy`` of a head is its levers."""
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class HeadStep(PieceStep):
+    """The piece that makes logits and sums up losses; under levers it gives the sums alone."""
+
+    head: Head
+    closed: Piece
+    """Without logits among its outputs."""
+    logits: Mapping[fx.Node, Piece]
+    """Those that the graph returns, and how each is computed from what the piece reads."""
+
+    def gives(self, strategy: str) -> Piece:
+        """As ``PieceStep.gives``, under the levers ``strategy``."""
+        return self.closed if strategy else self.piece
+
+    def late(self, strategy: str) -> Mapping[fx.Node, Piece]:
+        """As ``PieceStep.late``, under the levers ``strategy``."""
+        return self.logits if strategy else {}
 
 
 Step = BlockStep | PieceStep
 
-_Unit = tuple[int, bool, int, bool]
+_Unit = tuple[int, bool, int, int, bool]
 """What a step is made of, and when it runs: number of blocks before it, whether it is one itself,
-changes of layout since, whether its values are split."""
+changes of layout since, number of the head if it is one, whether its values are split."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +146,7 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
     """Give every operator of ``gm`` a step, in an order in which all is there that a step reads.
 
     before: x = embedding(w, ids); y = <block 0>(x); z = <block 1>(y); loss = f(norm(z), labels)
-    after:  ctx.schedule = (piece on split values, block 0, block 1, piece on split values, ..)
+    after:  ctx.schedule = (piece on split values, block 0, block 1, head, ..)
     A piece holds the operators behind the same block whose values have the same layout, with as
     many changes of layout before them. What is computed from weights alone is part of every piece
     that reads it; what only outputs need of the inside of a block is in none (``Schedule.tails``).
@@ -138,7 +173,7 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
     between_id = collectives.register_block(ctx.axis, "between blocks")
     order = {n: i for i, n in enumerate(nodes)}
     steps: list[Step] = []
-    for (stage, is_block, sub, split), group in sorted(groups.items()):
+    for (stage, is_block, sub, head, split), group in sorted(groups.items()):
         outputs = [n for n in group if n in read]
         if is_block:
             block = ctx.blocks[stage]
@@ -150,9 +185,14 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
             pieces = {n: _side(piece, n) for n in sides if ctx.axis.size > 1}
             steps.append(BlockStep(len(steps), stage, block, piece, block_id, pieces, again))
         elif outputs:
-            piece = _closed_piece(f"piece_{stage}_{sub}", group, outputs, fixed, order)
+            name = f"head_{head}" if head else f"piece_{stage}_{sub}"
+            piece = _closed_piece(name, group, outputs, fixed, order)
             split = split and ctx.axis.size > 1
-            steps.append(PieceStep(len(steps), piece, between_id, split, _is_small(piece)))
+            common = len(steps), piece, between_id, split, _is_small(piece)
+            if head:
+                steps.append(_head_step(ctx.heads[head - 1], common))
+            else:
+                steps.append(PieceStep(*common))
     late = [n for n in nodes if n in aside]
     tails = {n: make_piece("tail", live_nodes(late, [n]), [n]) for n in returned if n in aside}
     ctx.schedule = Schedule(tuple(steps), tails, returned, between_id)
@@ -163,19 +203,20 @@ def _levels(nodes: Sequence[fx.Node], ctx: Any, fixed: nx.DiGraph) -> dict[fx.No
     """The unit of every operator: outside blocks the first one that its inputs allow. What is
     ``fixed`` is at hand everywhere."""
     found: dict[fx.Node, _Unit] = {
-        n: (i, True, 0, True) for i, block in enumerate(ctx.blocks) for n in block.nodes
+        n: (i, True, 0, 0, True) for i, block in enumerate(ctx.blocks) for n in block.nodes
     }
+    heads = {n: i for i, head in enumerate(ctx.heads, 1) for n in head.nodes}
     for node in nodes:
         if node.op != "call_function" or node in found:
             continue
-        split = node in ctx.split
-        level = (0, 0)
-        for a in node.all_input_nodes:
+        split, head, level = node in ctx.split, heads.get(node, 0), (0, 0)
+        members = ctx.heads[head - 1].nodes if head else (node,)
+        for a in (a for n in members for a in n.all_input_nodes):
             if a in found and a not in fixed:
-                stage, is_block, sub, a_split = found[a]
+                stage, is_block, sub, _, a_split = found[a]
                 changed = split != a_split or (a in ctx.partial and not is_block)
                 level = max(level, (stage + is_block, sub + changed))
-        found[node] = (level[0], False, level[1], split)
+        found.update(dict.fromkeys(members, (level[0], False, level[1], head, split)))
     return found
 
 
@@ -208,6 +249,15 @@ def _closed_piece(
     for a in {a for n in nodes for a in n.all_input_nodes if a in fixed}:
         members |= {a, *nx.ancestors(fixed, a)}
     return make_piece(name, live_nodes(sorted(members, key=order.__getitem__), outputs), outputs)
+
+
+def _head_step(head: Head, common: tuple[int, Piece, int, bool, bool]) -> HeadStep:
+    """The step of ``head``; ``common`` are the fields of its ``PieceStep``."""
+    piece = common[1]
+    sums = [n for n in piece.outputs if n not in head.logits]
+    closed = make_piece(piece.name, live_nodes(piece.nodes, sums), sums)
+    sides = {n: _side(piece, n) for n in piece.outputs if n in head.logits}
+    return HeadStep(*common, head, closed, sides)
 
 
 def _side(piece: Piece, node: fx.Node) -> Piece:

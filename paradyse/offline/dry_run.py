@@ -336,7 +336,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
         with timeline:
             with saved.watch():
                 frame.run_step(step, strategy)
-            outputs = [frame.env[n] for n in step.piece.outputs]
+            outputs = [frame.env[n] for n in step.gives(strategy).outputs]
             outputs = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
             kept = saved.num_bytes(frame.shared())
             if outputs:

@@ -93,7 +93,7 @@ class Frame:
         collectives.traffic(self.axis, step.block_id).strategy = strategy
         if self.call is not None:
             self.call.at = self.axis, step.block_id
-        for node, piece in step.sides.items():
+        for node, piece in step.late(strategy).items():
             self.env[node] = self._side(step, node, piece)
         variant = self.program.variant(step, strategy)
         wholes, gathered = self.unshard(step, strategy)
@@ -107,7 +107,7 @@ class Frame:
             outputs = variant(self.context(step, wholes))
             if gathered is not None:
                 outputs = gathered.release(outputs)
-        self.env.update(zip(step.piece.outputs, outputs, strict=True))
+        self.env.update(zip(step.gives(strategy).outputs, outputs, strict=True))
         if step.split and self.call is not None:
             self.call.all_ended = False
 
@@ -185,6 +185,8 @@ class Frame:
         return total
 
     def _gather(self, node: fx.Node, value: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return value
         scope, sizes = self.program.scope, bind_factors(self.program.scope, SPLIT, self.sizes)
         where = (self.sizes[WHOLE], self.axis, self.program.schedule.between_id)
         return on_tokens(scope, node, value, sizes, lambda x, d: GatherTokens.apply(x, d, *where))
@@ -275,14 +277,16 @@ class Frame:
     # ---- outputs
 
     def _side(self, step: Step, node: fx.Node, piece: Piece) -> DeferredTensor:
-        """A value inside a block, computed again from the block's inputs if it is ever read."""
-        body = LocalPiece(self.program.scope, piece, SPLIT, "side", eager=True)
+        """A value inside a block or head, computed from what the step reads if it is ever read."""
+        layout = SPLIT if self.axis.size > 1 else WHOLE
+        body = LocalPiece(self.program.scope, piece, layout, "side", eager=True)
         context, num_inputs = self.context(step, {}), len(body.inputs)
 
         def taken(x: Any) -> Any:
             if isinstance(x, ShardedTensor):
                 return gather([x], step.block_id, True, self.shelf)[0][0]
-            return ReduceGrad.apply(x, self.axis, step.block_id) if x.requires_grad else x
+            summed = x.requires_grad and self.axis.size > 1
+            return ReduceGrad.apply(x, self.axis, step.block_id) if summed else x
 
         def compute(*given: Any) -> Tensor:
             values = dict(zip(body.inputs, given, strict=False))
@@ -290,7 +294,7 @@ class Frame:
             (value,) = body(replace(context, get=lambda n, _: values[n], weights=lambda _: weights))
             return self._gather(node, value)
 
-        values = [self.get(step, n, SPLIT) for n in body.inputs]
+        values = [self.get(step, n, layout) for n in body.inputs]
         return self._deferred(node, compute, [*values, *map(self.raw, body.weight_nodes)])
 
     def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:

@@ -16,7 +16,7 @@ from paradyse.distributed.axis import local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
-from paradyse.passes.split_steps import BlockStep, Step
+from paradyse.passes.split_steps import BlockStep, HeadStep, Step
 from paradyse.strategies import build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
 from paradyse.strategies.local import LocalPiece
@@ -52,8 +52,10 @@ class StepConstants:
         return self.whole, self.local, self.batch, self.infos[step.index], seed
 
     def strategy(self, step: Step) -> str:
-        """The strategy of ``step``; "" for a piece between blocks."""
-        return self.strategies[step.index] if isinstance(step, BlockStep) else ""
+        """The strategy of ``step``: of the head its levers, of another piece between blocks ""."""
+        if isinstance(step, BlockStep):
+            return self.strategies[step.index]
+        return self.head if isinstance(step, HeadStep) else ""
 
 
 class Program:

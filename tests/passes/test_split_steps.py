@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from pass_graphs import context, toy_inputs, trace
+from pass_graphs import toy as model
+from torch import Tensor, fx
+from torch.nn import functional as F
 
 from paradyse.distributed.axis import SINGLE, Axis
 from paradyse.graph.factors import Factor, Names
 from paradyse.passes.outline_blocks import Block
-from paradyse.passes.split_steps import EAGER_NODES, Schedule, split_steps
+from paradyse.passes.pipeline import run_passes
+from paradyse.passes.split_steps import EAGER_NODES, HeadStep, Schedule, split_steps
 
 aten = torch.ops.aten
 TWO = Axis("of 2", 2, 0)
@@ -52,6 +56,7 @@ class Toy:
         self.split = {n for n in nodes if n.op == "call_function"} - replicated
         self.partial = {self.total}
         self.tails = {self.tail}
+        self.heads: list[Any] = []
         self.blocks = [
             Block("mlp", i, [up], [act], [down], label=f"layers.{i}.mlp")
             for i, (up, act, down) in enumerate(self._made)
@@ -158,3 +163,25 @@ def test_a_graph_without_a_sequence_has_no_schedule() -> None:
     toy.seq = None
     assert split_steps(fx.GraphModule(torch.nn.Module(), toy.graph), toy) == 0
     assert toy.schedule is None
+
+
+def with_logits(ids: Tensor, labels: Tensor, *weights: Tensor) -> Any:
+    logits = F.linear(F.embedding(ids, weights[0]), weights[-1])
+    return model(ids, labels, *weights), logits.logsumexp(-1), logits
+
+
+def test_a_head_is_a_step_whose_logits_may_be_late() -> None:
+    gm, ctx = trace(with_logits, *toy_inputs(), weights=7), context()
+    run_passes(gm, ctx)
+    assert ctx.schedule is not None
+    steps = [s for s in ctx.schedule.steps if isinstance(s, HeadStep)]
+    first, second = sorted(steps, key=lambda s: len(s.piece.outputs))
+    assert first.gives("").outputs == first.gives("tiled").outputs and not first.late("tiled")
+    (logits,) = second.head.logits
+    assert set(second.gives("").outputs) - set(second.gives("tiled").outputs) == {logits}
+    assert not second.late("") and list(second.late("tiled")) == [logits]
+    assert [n.name for n in second.late("tiled")[logits].outputs] == [logits.name]
+    there = {n for n in gm.graph.nodes if n.op == "placeholder"}
+    for step in ctx.schedule.steps:
+        assert there.issuperset(step.piece.inputs)
+        there.update(step.piece.outputs)
