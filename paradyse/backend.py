@@ -45,7 +45,7 @@ from paradyse.runtime.capture import (
     sizes_of,
     trace_inputs,
 )
-from paradyse.runtime.describe import describe_blocks
+from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
@@ -316,9 +316,8 @@ class _Graph:
         self.blocks = describe_blocks(program)
         weights = [w for w in (p() for p in capture.parameters) if w is not None]
         text = fingerprint(program)
-        self.choice = choice_of(
-            text, capture.options, self.axis, capture.agreement, self.blocks, weights
-        )
+        how = capture.options, self.axis, capture.agreement
+        self.choice = choice_of(text, *how, self.blocks, weights, describe_head(program))
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
             "how many weights are trained": sum(w.requires_grad for w in weights),

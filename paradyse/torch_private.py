@@ -147,6 +147,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def keeps_graph() -> bool:
+    """Whether the backward under way leaves its graph to another one (``retain_graph=True``)."""
+    functions: Any = torch._C._autograd
+    keeps = getattr(functions, "_get_current_graph_task_keep_graph", None)
+    return keeps is None or bool(keeps())
+
+
 def profiled_events(profile: Any) -> list[Any]:
     """The roots of the event tree of ``profile``, a ``torch.profiler.profile`` that has ended."""
     return list(profile.profiler.kineto_results.experimental_event_tree())

@@ -27,7 +27,7 @@ HEAD = "head"
 LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "attention": ((), ("recompute",), ("selective",)),
     "mlp": ((), ("recompute",), ("selective",), ("tiled",)),
-    HEAD: ((),),
+    HEAD: ((), ("tiled",)),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
 says anew what is kept for backward."""

@@ -349,6 +349,25 @@ def check_at_end_of_backward() -> None:
     assert order == ["node", "end"]
 
 
+def check_keeps_graph() -> None:
+    found = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(private.keeps_graph())
+            return grad
+
+    y = Node.apply(torch.ones(1, requires_grad=True))
+    for keep in (True, False):
+        y.backward(retain_graph=keep)
+    assert found == [True, False]
+
+
 def check_is_allocation() -> None:
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as run:

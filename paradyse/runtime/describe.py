@@ -1,22 +1,40 @@
-"""What planner and reports need to know of a program's blocks."""
+"""What planner and reports need to know of a program's blocks and its head."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
 
+import torch
+
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import is_weight, structure
-from paradyse.passes.split_steps import BlockStep
+from paradyse.passes.split_steps import BlockStep, HeadStep
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons, refused_levers
 from paradyse.strategies.base import WHOLE
-from paradyse.types import BlockSpec
+from paradyse.types import BlockSpec, HeadSpec
 
 
 def describe_blocks(program: Program) -> tuple[BlockSpec, ...]:
     """One ``BlockSpec`` per block of ``program``, in the order of computation."""
     return tuple(_describe(program, step) for step in program.block_steps)
+
+
+def describe_head(program: Program) -> HeadSpec | None:
+    """The widest head of ``program``; None where it has none that levers can be applied to."""
+    weights = [
+        linear.args[1]
+        for step in program.steps
+        if isinstance(step, HeadStep)
+        for linear in step.head.linears
+    ]
+    if not weights:
+        return None
+    widest = max(weights, key=lambda n: n.meta["val"].shape[0])
+    vocabulary, hidden = widest.meta["val"].shape
+    tied = any(user.target == torch.ops.aten.embedding.default for user in widest.users)
+    return HeadSpec(hidden, vocabulary, tied)
 
 
 def describe_masks(blocks: Sequence[BlockSpec]) -> str:

@@ -19,6 +19,7 @@ from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, Step
 from paradyse.strategies import build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
+from paradyse.strategies.head import build_head
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
 from paradyse.weights.layout import ShardLayout
@@ -91,6 +92,8 @@ class Program:
                 known[strategy] = self.variant(step, same)
             elif isinstance(step, BlockStep):
                 known[strategy] = build_variant(self.scope, step.block, step.piece, strategy)
+            elif isinstance(step, HeadStep) and strategy:
+                known[strategy] = build_head(self.scope, step.head, step.closed, strategy)
             else:
                 layout = SPLIT if step.split else WHOLE
                 known[strategy] = LocalPiece(

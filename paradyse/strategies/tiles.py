@@ -31,15 +31,16 @@ def tile_tokens(batch: int) -> int:
     return max(TILE_TOKENS // batch, MIN_TILE_TOKENS)
 
 
-def tile_lengths(num_tokens: int, batch: int) -> list[int]:
-    """Tokens of each tile where a rank holds ``num_tokens`` of ``batch`` sequences.
+def tile_lengths(num_tokens: int, batch: int, most: int | None = None) -> list[int]:
+    """Tokens of each tile where a rank holds ``num_tokens`` of ``batch`` sequences; at ``most`` so
+    many, by default ``tile_tokens``.
 
     The tiles are as few as they can be and about equally long: none has a few last tokens alone. A
     rank's tokens lie in two stretches of the sequence, so where there are several ranks their
     number is even, and so is that of every tile.
     """
     pairs = num_tokens // 2
-    num_tiles = max(1, min(-(-num_tokens // tile_tokens(batch)), pairs))
+    num_tiles = max(1, min(-(-num_tokens // (most or tile_tokens(batch))), pairs))
     ends = [2 * (pairs * i // num_tiles) for i in range(num_tiles)] + [num_tokens]
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
@@ -113,8 +114,14 @@ def all_tokens(sizes: Mapping[str, int], common: Common) -> list[Tile]:
     return [Tile(0, common[1].shape[0], sizes, common, sizes)]
 
 
-def make_tiles(axis: Axis, sizes: Mapping[str, int], common: Common) -> list[Tile]:
-    """The tiles of a step with these ``sizes`` and ``common``, as many on each rank of ``axis``."""
+def make_tiles(
+    axis: Axis, sizes: Mapping[str, int], common: Common, most: int | None = None
+) -> list[Tile]:
+    """The tiles of a step with these ``sizes`` and ``common``, as many on each rank of ``axis``.
+
+    Args:
+        most: as of ``tile_lengths``.
+    """
     _, local, batch, info, seed = common
     layout = axis.layout(sizes[WHOLE])
     assert local.shape[0] == layout.local_len, (local.shape, layout)  # so ranks have equal tiles
@@ -123,7 +130,7 @@ def make_tiles(axis: Axis, sizes: Mapping[str, int], common: Common) -> list[Til
         ranks = range(axis.size)
         everyone = torch.stack([local_positions(layout, r, local.device) for r in ranks])
     tiles, start = [], 0
-    for n in tile_lengths(layout.local_len, sizes.get("B", 1)):
+    for n in tile_lengths(layout.local_len, sizes.get("B", 1), most):
         rows = everyone[:, start : start + n]
         whole = rows[0] if axis.size == 1 else natural_order(rows, 0)
         own = {WHOLE: n * axis.size} | ({SPLIT: n} if SPLIT in sizes else {})

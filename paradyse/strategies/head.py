@@ -1,0 +1,314 @@
+"""The head over tiles of tokens: the logits of a tile exist only while it is computed.
+
+Where its results have one loss to differentiate, a tile's gradients are computed with its forward,
+up to the factor that backward brings, so no logits are computed twice (Liger Kernel, arXiv
+2410.10989; ALST, arXiv 2506.13996). With x_c the tokens of tile c, W the head's weight and f the
+loss of logits:
+
+    y_c = x_c W^T;  loss = sum_c f(y_c);  g_c = f'(y_c);  dx_c = g_c W;  dW = sum_c g_c^T x_c
+
+Where several results have gradients of their own, backward computes the logits again, by tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from paradyse.graph.subgraph import Piece, live_nodes, make_piece, run
+from paradyse.strategies.base import (
+    SPLIT,
+    WHOLE,
+    Common,
+    LoweredPiece,
+    Scope,
+    StepContext,
+    Uses,
+    bind_factors,
+    gradients,
+    piece_key,
+    spec_dims,
+    split_inputs,
+)
+from paradyse.strategies.groups.analyse import factors_of
+from paradyse.strategies.local import LocalPiece
+from paradyse.strategies.loss import loss_sums
+from paradyse.strategies.metp import EAGER_NODES
+from paradyse.strategies.tiles import Tile, make_tiles, over_tiles
+from paradyse.strategies.weight_stream import sum_dtype
+from paradyse.torch_private import keeps_graph
+
+TILED = "tiled"
+
+TILE_TOKENS = 1024
+"""Tokens of all sequences of a batch in one tile: fewer leave the matmuls too small."""
+
+Values = dict[fx.Node, Tensor]
+
+
+def build_head(scope: Scope, head: Any, piece: Piece, levers: str) -> TiledHead:
+    """What computes a head without whole logits.
+
+    Args:
+        scope: what all variants of the capture share.
+        head: of the capture.
+        piece: its nodes; logits are not among the outputs.
+        levers: joined by "+".
+    Raises:
+        ValueError: the head has no such levers.
+    """
+    if levers != TILED:
+        raise ValueError(f"the head has no levers {levers!r}; give {TILED!r} or none")
+    return TiledHead(scope, head, piece)
+
+
+class TiledHead:
+    """A head by tiles; arguments as of ``build_head``."""
+
+    def __init__(self, scope: Scope, head: Any, piece: Piece):
+        self.scope, self.piece = scope, piece
+        self.layout = SPLIT if scope.axis.size > 1 else WHOLE
+        core, linears = set(head.core), set(head.linears)
+        self.linears = [n for n in piece.nodes if n in linears]
+        inside = [n for n in piece.nodes if n in core]
+        read = dict.fromkeys(a for n in inside for a in n.all_input_nodes)
+        self.given = [n for n in read if n not in core]
+        """What tiles are computed from."""
+        self.loss = make_piece("loss", [n for n in inside if n not in linears], piece.outputs)
+        """From logits to results."""
+        self.dims = [spec_dims(scope, n, self.layout) for n in self.given]
+        self.output_dims = [spec_dims(scope, n, self.layout) for n in piece.outputs]
+        self.differentiable = [i for i, n in enumerate(piece.outputs) if _has_gradient(n)]
+        """Results that have gradients."""
+        self.at_once = self._has_one_loss()
+        """Whether gradients are computed with the forward."""
+        self.inputs, self.weights = split_inputs(piece)
+        self.uses: Uses = [(n, None) for n in self.weights]
+        outside = [n for n in piece.nodes if n not in core]
+        self.made = [n for n in outside if n in read]
+        """Of ``given``, what is computed before the tiles."""
+        before = make_piece("before the head", live_nodes(outside, self.made), self.made)
+        eager = len(outside) <= EAGER_NODES
+        self.before = LocalPiece(scope, before, self.layout, "head", within=piece, eager=eager)
+        at = [piece.nodes.index(n) for n in self.linears]
+        self._key = piece_key(scope, piece, self.layout, f"tiled head {at}")
+        dims = [spec_dims(scope, n, self.layout) for n in self.loss.inputs]
+        self._loss_dims = dims
+        self._results = LoweredPiece(
+            scope, self._key, lambda sizes, common, own: self._run_loss(sizes, list(own)), dims
+        )
+        self._gradients: dict[tuple[bool, ...], LoweredPiece] = {}
+        """Which inputs of ``loss`` need gradients -> what computes them."""
+
+    def _has_one_loss(self) -> bool:
+        if len(self.differentiable) != 1:
+            return False
+        node = self.piece.outputs[self.differentiable[0]]
+        one = node.target is loss_sums or node.meta["val"].numel() == 1
+        return one and self.scope.seq not in factors_of(self.scope, node)
+
+    def __call__(self, step: StepContext) -> Any:
+        env = {n: step.get(n, self.layout) for n in self.inputs}
+        env.update(zip(self.weights, step.weights(self.uses), strict=True))
+        if self.made:
+            own = [env[n] for n in self.before.order]
+            env.update(zip(self.made, self.before.lowered(step.sizes, step.common, own)))
+        tensors = [env[n] for n in self.given]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return _Tiled.apply(self, step.sizes, step.common, *tensors)
+        return self.run_forward(step.sizes, step.common, tensors)
+
+    def run_forward(
+        self, sizes: Mapping[str, int], common: Common, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The results.
+
+        Args:
+            sizes, common: of the step.
+            tensors: those of ``given``.
+        """
+
+        def compute(sizes: Any, common: Common, own: Sequence[Tensor]) -> Sequence[Tensor]:
+            values = self._with_logits(dict(zip(self.given, own, strict=True)))
+            results: Sequence[Tensor] = self._results(
+                sizes, common, [values[n] for n in self.loss.inputs]
+            )
+            return results
+
+        given = list(zip(tensors, self.dims, strict=True))
+        return over_tiles(self._tiles(sizes, common), compute, given, self.output_dims)
+
+    def run_gradients(
+        self,
+        sizes: Mapping[str, int],
+        common: Common,
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        cotangents: Sequence[Tensor] = (),
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The results and, for each of ``tensors``, its gradient; of weights in 32 bits at least.
+
+        Args:
+            sizes, common, tensors: as of ``run_forward``.
+            needs: which of the tensors need gradients.
+            cotangents: gradients of ``differentiable`` results, and no results are given then; none
+                where ``at_once``: that of the loss is 1.
+        """
+        needed = {n for n, need in zip(self.given, needs, strict=True) if need}
+        asked = [n for n in self.given if n in needed]
+        outputs = self.output_dims if self.at_once else []
+        sums: Values = {}
+
+        def compute(sizes: Any, common: Common, own: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            values = self._with_logits(dict(zip(self.given, own, strict=False)))
+            inputs = [values[n] for n in self.loss.inputs] + [*own[len(self.given) :]]
+            for linear in self.linears:
+                del values[linear]
+            found = self._gradients_for(self._needs(needed))(sizes, common, inputs)
+            del inputs
+            results, parts = found[: len(outputs)], self._parts(found[len(outputs) :], needed)
+            for linear in self.linears:
+                if (grad := parts.pop(linear, None)) is not None:
+                    _differentiate_linear(linear, grad, values, needed, parts, sums)
+            return [*results, *map(parts.get, asked)]
+
+        dims = [*self.dims, *(self.output_dims[i] for i in self.differentiable)]
+        given = list(zip([*tensors, *cotangents], dims, strict=False))
+        made = [*outputs, *(d for n, d in zip(self.given, self.dims) if n in needed)]
+        found = over_tiles(self._tiles(sizes, common), compute, given, made)
+        grads = dict(zip(asked, found[len(outputs) :], strict=True))
+        for node, total in sums.items():
+            grads[node] = total if grads[node] is None else total.add_(grads[node])
+        return found[: len(outputs)], [grads.get(n) for n in self.given]
+
+    def _tiles(self, sizes: Mapping[str, int], common: Common) -> list[Tile]:
+        most = max(1, TILE_TOKENS // sizes.get("B", 1))
+        return make_tiles(self.scope.axis, sizes, common, most)
+
+    def _with_logits(self, values: Values) -> Values:
+        """``values`` of a tile and what the linears make of them."""
+        for linear in self.linears:
+            values[linear] = F.linear(*(values[a] for a in linear.all_input_nodes))
+        return values
+
+    def _needs(self, needed: Collection[fx.Node]) -> tuple[bool, ...]:
+        """Which inputs of ``loss`` need gradients if those of ``given`` do that are ``needed``."""
+        through = {n for n in self.linears if any(a in needed for a in n.all_input_nodes)}
+        return tuple(n in needed or n in through for n in self.loss.inputs)
+
+    def _parts(
+        self, grads: Sequence[Tensor | None], needed: Collection[fx.Node]
+    ) -> dict[fx.Node, Tensor]:
+        """Gradients of those inputs of ``loss`` that need them and have them."""
+        pairs = zip(self.loss.inputs, self._needs(needed), strict=True)
+        asked = [n for n, need in pairs if need]
+        return {n: g for n, g in zip(asked, grads, strict=True) if g is not None}
+
+    def _gradients_for(self, needs: tuple[bool, ...]) -> LoweredPiece:
+        def fn(sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]) -> Any:
+            pairs = zip(needs, islice(own, len(needs)), strict=True)
+            given = [x.detach().requires_grad_(need) for need, x in pairs]
+            with torch.enable_grad():
+                results = self._run_loss(sizes, given)
+                losses, cotangents = [results[i] for i in self.differentiable], list(own)
+                if self.at_once:
+                    losses = [losses[0].reshape(-1)[0]]
+                    cotangents = [torch.ones_like(losses[0])]
+            grads = gradients(losses, cotangents, [x for x in given if x.requires_grad])
+            return [*(y.detach() for y in results if self.at_once), *grads]
+
+        if needs not in self._gradients:
+            cotangents = [] if self.at_once else [self.output_dims[i] for i in self.differentiable]
+            key = f"gradients {''.join(str(int(n)) for n in needs)}\n{self._key}"
+            dims = [*self._loss_dims, *cotangents]
+            self._gradients[needs] = LoweredPiece(self.scope, key, fn, dims, differentiates=True)
+        return self._gradients[needs]
+
+    def _run_loss(self, sizes: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[Any, ...]:
+        factors = bind_factors(self.scope, self.layout, sizes)
+        return run(self.loss, values, self.scope.names, factors)
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
+
+
+def _differentiate_linear(
+    linear: fx.Node,
+    grad: Tensor,
+    values: Mapping[fx.Node, Tensor],
+    needed: Collection[fx.Node],
+    parts: Values,
+    sums: Values,
+) -> None:
+    """Add what ``grad``, the gradient of ``linear`` in a tile, gives to the gradients of what is
+    ``needed``: of tokens to ``parts``, of the weight and the bias to ``sums``."""
+    x, weight, *bias = linear.all_input_nodes
+    if x in needed:
+        own = grad @ values[weight]
+        parts[x] = parts[x] + own if x in parts else own
+    rows, flat = values[x].flatten(0, -2), grad.flatten(0, -2)
+    if weight in needed:
+        sums[weight] = _add_product(sums.get(weight), flat.t(), rows)
+    for b in bias:
+        if b in needed:
+            own = flat.sum(0, dtype=sum_dtype(flat))
+            sums[b] = sums[b] + own if b in sums else own
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total`` + ``a`` @ ``b``, in place, in 32 bits at least."""
+    if total is None:
+        return (a @ b).to(sum_dtype(a))
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
+
+
+class _Tiled(torch.autograd.Function):
+    """A head by tiles, without autograd inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: TiledHead,
+        sizes: Mapping[str, int],
+        common: Common,
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.of, ctx.dtypes = (head, sizes, common), [t.dtype for t in tensors]
+        saved: Sequence[Tensor | None] = tensors
+        if head.at_once:
+            needs = ctx.needs_input_grad[3:]
+            outputs, saved = head.run_gradients(sizes, common, tensors, needs)
+        else:
+            outputs = head.run_forward(sizes, common, tensors)
+        ctx.save_for_backward(*saved)
+        constant = [y for i, y in enumerate(outputs) if i not in head.differentiable]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        head, sizes, common = ctx.of
+        given = [cotangents[i] for i in head.differentiable]
+        if head.at_once:
+            grads = [_scaled(g, given[0].reshape(-1)[0]) for g in ctx.saved_tensors]
+        else:
+            needs = ctx.needs_input_grad[3:]
+            with torch.autocast(given[0].device.type, enabled=False):  # casts are in the graph
+                _, grads = head.run_gradients(sizes, common, ctx.saved_tensors, needs, given)
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return None, None, None, *(g if g is None else g.to(dtype) for g, dtype in pairs)
+
+
+def _scaled(grad: Tensor | None, factor: Tensor) -> Tensor | None:
+    """``grad`` times ``factor`` []; in place where no other backward will ask for it."""
+    if grad is None:
+        return None
+    return grad * factor if keeps_graph() else grad.mul_(factor)
