@@ -106,7 +106,9 @@ class Frame:
         else:
             outputs = variant(self.context(step, wholes))
             if gathered is not None:
-                outputs = gathered.release(outputs)
+                unread = getattr(variant, "unread", ())  # weights of a head by tiles
+                again = [i for i, n in enumerate(wholes) if n not in unread]
+                outputs = gathered.release(outputs, again)
         self.env.update(zip(step.gives(strategy).outputs, outputs, strict=True))
         if step.split and self.call is not None:
             self.call.all_ended = False

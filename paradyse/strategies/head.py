@@ -96,6 +96,8 @@ class TiledHead:
         before = make_piece("before the head", live_nodes(outside, self.made), self.made)
         eager = len(outside) <= EAGER_NODES
         self.before = LocalPiece(scope, before, self.layout, "head", within=piece, eager=eager)
+        self.unread = set(self.given).difference(self.before.weight_nodes if self.at_once else read)
+        """Weights that backward does not read."""
         at = [piece.nodes.index(n) for n in self.linears]
         self._key = piece_key(scope, piece, self.layout, f"tiled head {at}")
         dims = [spec_dims(scope, n, self.layout) for n in self.loss.inputs]

@@ -71,6 +71,8 @@ class Gathered:
         """With ``summed`` each rank computes a part of the gradients, else each the whole."""
         self.shards, self.block_id, self.summed, self.shelf = shards, block_id, summed, shelf
         self.wholes: list[Tensor] = []
+        self.again: Sequence[int] = range(len(shards))
+        """Which of the weights backward reads."""
         self.is_filled = False
 
     def make(self) -> list[Tensor]:
@@ -87,23 +89,33 @@ class Gathered:
             shelf.filled.free()
         shelf.filled = self
         if not self.is_filled:
-            coming = shelf.take(self.shards)
-            for w in self.wholes:
+            shards, wholes = self.read_again(), [self.wholes[i] for i in self.again]
+            coming = shelf.take(shards)
+            for w in wholes:
                 w.untyped_storage().resize_(w.numel() * w.element_size())
-            gather_shards(self.shards, self.block_id, self.wholes, coming)
+            gather_shards(shards, self.block_id, wholes, coming)
             self.is_filled = True
         at = shelf.made.index(self)
         if at:
             before = shelf.made[at - 1]
-            shelf.fetch(before.shards, before.block_id)
+            shelf.fetch(before.read_again(), before.block_id)
 
     def free(self) -> None:
         for w in self.wholes:
             w.untyped_storage().resize_(0)
         self.is_filled = False
 
-    def release(self, outputs: Sequence[Any]) -> list[Any]:
-        """Give the memory back after forward; the block's ``outputs`` bring it back in backward."""
+    def read_again(self) -> Shards:
+        """Those whose weights backward reads."""
+        return [self.shards[i] for i in self.again]
+
+    def release(self, outputs: Sequence[Any], again: Sequence[int] | None = None) -> list[Any]:
+        """Give the memory back after forward; the block's ``outputs`` bring it back in backward.
+
+        Args:
+            again: which of the weights backward reads; default all.
+        """
+        self.again = self.again if again is None else again
         mine = {w.untyped_storage().data_ptr() for w in self.wholes}
         # An output may be a part of a weight itself, such as a slice of a table of positions.
         result = [
