@@ -302,7 +302,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gathered weights: not there again for backward",
         "paradyse/weights/unshard.py",
-        "gather_shards(self.shards, self.block_id, self.wholes, coming)",
+        "gather_shards(shards, self.block_id, wholes, coming)",
         "pass",
         SHARDED,
     ),

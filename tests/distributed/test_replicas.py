@@ -132,10 +132,8 @@ def train(shape: Sequence[int], sharded: bool, inner: str) -> tuple[list[float],
     return losses[0], losses[1]
 
 
-@pytest.mark.parametrize(
-    ("sharded", "inner"),
-    [(True, "eager"), pytest.param(False, "aot_eager", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "inner"), [(True, "eager"), (False, "aot_eager")])
 def test_training(sharded: bool, inner: str, pool4: RankPool) -> None:
     for alone, together in pool4.run(train, (2, 2), sharded, inner, timeout_s=250):
         assert together == pytest.approx(alone, rel=2e-7)

@@ -132,7 +132,7 @@ HOWS = {"plain": "", "left": ", key padding", "packed": ", documents"}
     ("family", "nproc", "hows"),
     [
         ("gemma3", 1, ("left",)),
-        ("phi3", 2, ("packed",)),
+        pytest.param("phi3", 2, ("packed",), marks=pytest.mark.slow),
         *(
             pytest.param(family, nproc, tuple(HOWS), marks=pytest.mark.slow)
             for family, nproc in (("gemma3", 1), ("gemma3", 2), ("phi3", 2))

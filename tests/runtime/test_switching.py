@@ -190,7 +190,7 @@ def lose_a_rank(how: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("how", ["dies", "stalls"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("stalls", marks=pytest.mark.slow)])
 def test_lost_rank(how: str) -> None:
     """The others say which collective of which block did not complete, and soon."""
     if how == "dies":

@@ -323,7 +323,11 @@ def _with_dropout(family: str, config: dict[str, Any], inner: str) -> list[tuple
 @pytest.mark.parametrize(
     ("family", "config"),
     [
-        ("gpt2", {"n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2}),
+        pytest.param(
+            "gpt2",
+            {"n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "llama_odd",
             {"num_hidden_layers": 1, "attention_dropout": 0.3},

@@ -156,9 +156,8 @@ def train(order: str) -> None:
     assert all(torch.equal(found[n], redraw[n]) for n in redraw)
 
 
-@pytest.mark.parametrize(
-    "order", ["adapters first", pytest.param("base first", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["adapters first", "base first"])
 def test_training(order: str, pool2: RankPool) -> None:
     """Adapters equal one process's; the base stays as it was, and only adapters have state."""
     pool2.run(train, order, timeout_s=200)

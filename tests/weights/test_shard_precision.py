@@ -174,7 +174,7 @@ def move_both(inner: str) -> list[tuple[Moved, int]]:
     return found
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_casts_are_made_before_weights_are_gathered(inner: str, pool2: RankPool) -> None:
     """Whole weights travel, and lie, in the dtype that the step computes in."""
     for (full, linears), (half, _) in pool2.run(move_both, inner, timeout_s=200):
