@@ -82,7 +82,8 @@ class Choice:
     ) -> None:
         self.options, self.axis, self.agreement = options, axis, agreement
         self.blocks = tuple(blocks)
-        self.sharded = any(isinstance(w, ShardedTensor) for w in weights)
+        shards = [w for w in weights if isinstance(w, ShardedTensor)]
+        self.sharded = bool(shards)
         self.dtype = weights[0].dtype if weights else torch.float32
         self.cost_model = self._cost_model()
         self._rates: Machine | None = None
@@ -90,7 +91,9 @@ class Choice:
         static = self.optimizers.static_bytes()
         known = self._machine, static, self.sharded, self.cost_model, head
         self.planner = Planner(options, self.blocks, axis.size, *known)
-        like = Workload(0, 0, self.dtype, True, axis.size, describe_masks(self.blocks))
+        reduce_dtype = shards[0].reduce_dtype if shards else None
+        masks = describe_masks(self.blocks)
+        like = Workload(0, 0, self.dtype, True, axis.size, masks, reduce_dtype)
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.feedback: Feedback | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses:

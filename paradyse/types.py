@@ -188,6 +188,8 @@ class Workload:
     num_ranks: int
     mask: str = ""
     """The kinds of masks in the graph, as text."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients of sharded weights are added up over ranks; None: ``dtype``."""
 
 
 @dataclass(frozen=True)

@@ -339,21 +339,29 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
     return _start("all_gather", x, axis, block_id, num_bytes, launch, out)
 
 
+def travel_dtype(given: torch.dtype, summed: torch.dtype, axis: Axis) -> torch.dtype:
+    """Dtype in which values in ``given`` travel to be added up in ``summed`` over ``axis``: in the
+    latter, but on gloo, where they are added up after they came, in the smaller of both."""
+    return given if waits_on_host(axis) and given.itemsize < summed.itemsize else summed
+
+
 def reduce_scatter(
     x: Tensor, axis: Axis, block_id: int, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...].
 
     Args:
-        dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. On gloo
-            they travel as they are, elsewhere in this dtype.
+        dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. They
+            travel as ``travel_dtype`` says.
     """
+    dtype = dtype or x.dtype
+    x = x.to(travel_dtype(x.dtype, dtype, axis))
     if waits_on_host(axis):
         num_bytes = x.nbytes * (axis.size - 1) // axis.size
         parts = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait()
-        total: Tensor = parts.sum(0, dtype=dtype or x.dtype)
+        total: Tensor = parts.sum(0, dtype=dtype)
         return total
-    x = x.to(dtype or x.dtype).contiguous()
+    x = x.contiguous()
     num_bytes = x.nbytes * (axis.size - 1) // axis.size
     out = torch.empty_like(x[0])
     launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)

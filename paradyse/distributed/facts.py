@@ -16,6 +16,7 @@ PLAN = "the plan"
 INPUTS = "the inputs given"
 OPTIMIZERS = "how many of the model's optimizers have stepped"
 PROGRAM = "the program (checksum)"
+REDUCE_DTYPE = "reduce_dtype"
 """What errors call the facts."""
 
 WAYS_OUT = {
@@ -31,6 +32,7 @@ WAYS_OUT = {
     OPTIMIZERS: "call optimizer.step() on every rank or on none",
     PROGRAM: "the model must be in the same state on every rank: training or evaluation, autocast, "
     "gradient checkpointing, what is trained",
+    REDUCE_DTYPE: "give paradyse.shard one reduce_dtype on every rank",
     PLAN: "a function given as option 'plan' must give equal answers on all ranks",
 }
 SAME_BATCH = (

@@ -42,9 +42,16 @@ sum_over_replicas.register_autograd(
 SUM_OVER_REPLICAS = torch.ops.paradyse.sum_over_replicas.default
 
 
-def average(flat: Tensor, replicas: Axis) -> Tensor:
-    """``flat``, in place the mean over ``replicas`` of what each of them holds there."""
-    if replicas.size > 1:
-        collectives.all_reduce_in_place(flat, replicas, {REPLICAS: flat.nbytes})
-        flat.div_(replicas.size)
-    return flat
+def average(flat: Tensor, replicas: Axis, dtype: torch.dtype | None = None) -> Tensor:
+    """The mean over ``replicas`` of what each of them holds in ``flat``, which is overwritten.
+
+    Args:
+        flat: as many elements on each.
+        replicas: the data-parallel axis.
+        dtype: in which the values travel and are added up; None: that of ``flat``.
+    """
+    if replicas.size == 1:
+        return flat
+    total = flat.to(dtype or flat.dtype)
+    collectives.all_reduce_in_place(total, replicas, {REPLICAS: total.nbytes})
+    return total.div_(replicas.size).to(flat.dtype)

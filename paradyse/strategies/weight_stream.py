@@ -46,7 +46,7 @@ class GroupTensors:
         }
         at, shards = list(self.shards), list(self.shards.values())
         self.messages = [
-            [at[k] for k in index] for index in by_dtype(shards, [s.trained_dtype for s in shards])
+            [at[k] for k in index] for index in by_dtype(shards, [s.reduce_dtype for s in shards])
         ]
         self._coming: dict[int, list[Any]] = {}
         self._leaving: list[tuple[int, list[int], Any]] = []
@@ -95,7 +95,7 @@ class GroupTensors:
                 continue
             parts = [_real_rows(grads[i], self.forms[i], group).reshape(-1) for i in index]
             like = self.shards[index[0]]
-            summands = torch.cat(parts).to(like.trained_dtype)
+            summands = torch.cat(parts).to(like.reduce_dtype)
             pending = collectives.reduce_to(summands, like.placement.axis, group, self.block_id)
             self._leaving.append((group, index, pending))
 
@@ -109,10 +109,10 @@ class GroupTensors:
             for i, rows in self._split(pending.wait(), index, group).items():
                 like = at_rest(self.shards[i])
                 if group == like.placement.axis.rank:
-                    out[i] = ShardedTensor(rows, like.placement, like.shape)
+                    out[i] = like.with_rows(rows.to(like.trained_dtype))
                 elif out[i] is None and like.placement.axis.rank not in self.groups:
                     empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
-                    out[i] = ShardedTensor(empty, like.placement, like.shape)
+                    out[i] = like.with_rows(empty)
         return out
 
     def _rows(self, group: int) -> dict[int, Tensor]:

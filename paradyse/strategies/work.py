@@ -180,20 +180,23 @@ class Work:
         self.workspace_bytes += (2 + 2 * back) * kv_bytes + merged
 
     def fetch_weights(self, weights: str, sharded: bool) -> None:
-        """Messages that fetch weights and bring their gradients together.
+        """Messages that fetch weights and bring their gradients together: those of sharded weights
+        in the dtype that they are added up in, in which metp holds them until its groups are done.
 
         Args:
             weights: ``Strategy.weights``.
             sharded: 1/p of the weights on each rank at rest; False: whole on every rank.
         """
         e, n, training = self.itemsize, self.block.num_weight_elements, self.workload.training
+        summed = (self.workload.reduce_dtype or self.workload.dtype).itemsize
         split = self.block.num_split_weight_elements if weights == "split" else 0
         whole, share = n - split, (self.p - 1) / self.p * e
         if sharded:
             groups = self.p if weights == "streamed" else 1
             self.send("all_gather", whole * share * (1 + self.back), (1 + self.back) * groups)
             if training:
-                self.send("reduce_scatter", whole * share, groups)
+                self.send("reduce_scatter", whole * share / e * summed, groups)
+                self.workspace_bytes += whole * max(0, summed - e)
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
         elif training:
             if split:

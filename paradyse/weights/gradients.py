@@ -58,38 +58,42 @@ class AverageGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        means = _in_buckets(
-            [g if g is None else rows_here(g) for g in grads],
-            lambda _, flat: average(flat, ctx.replicas),
-        )
-        pairs = zip(grads, means, strict=True)
+        def mean(index: Sequence[int], flat: Tensor) -> Tensor:
+            return average(flat, ctx.replicas, _reduce_dtype(grads[index[0]]))
+
+        pairs = zip(grads, _in_buckets(grads, mean), strict=True)
         return None, *(g.with_rows(m) if isinstance(g, ShardedTensor) else m for g, m in pairs)
 
 
 def _in_buckets(
     grads: Sequence[Any], reduce: Callable[[Sequence[int], Tensor], Tensor]
 ) -> list[Tensor | None]:
-    """Each gradient as ``reduce`` returns it; None where there is none.
+    """What this rank holds of each gradient as ``reduce`` returns it; None where there is none.
 
     Args:
         grads: gradients, or None.
-        reduce: from indices of gradients of one dtype, and their elements as one vector, to the
-            vector that replaces it.
+        reduce: from indices of gradients of one dtype that are added up in one dtype, and their
+            elements as one vector, to the vector that replaces it.
     """
-    given = [i for i, g in enumerate(grads) if g is not None]
+    rows = {i: rows_here(g) for i, g in enumerate(grads) if g is not None}
+    given = list(rows)
     buckets: list[list[int]] = []
-    for same_dtype in by_dtype([grads[i] for i in given]):
+    for alike in by_dtype(list(rows.values()), [_reduce_dtype(grads[i]) for i in given]):
         room = 0
-        for i in (given[k] for k in same_dtype):
-            if grads[i].nbytes > room:
+        for i in (given[k] for k in alike):
+            if rows[i].nbytes > room:
                 buckets.append([])
                 room = BUCKET_BYTES
             buckets[-1].append(i)
-            room -= grads[i].nbytes
+            room -= rows[i].nbytes
     out: list[Tensor | None] = [None] * len(grads)
     for bucket in buckets:
-        flat = reduce(bucket, torch.cat([grads[i].reshape(-1) for i in bucket]))
-        parts = flat.split([grads[i].numel() for i in bucket])
+        flat = reduce(bucket, torch.cat([rows[i].reshape(-1) for i in bucket]))
+        parts = flat.split([rows[i].numel() for i in bucket])
         for i, part in zip(bucket, parts, strict=True):
-            out[i] = part.view(grads[i].shape)
+            out[i] = part.view(rows[i].shape)
     return out
+
+
+def _reduce_dtype(grad: Tensor) -> torch.dtype:
+    return grad.reduce_dtype if isinstance(grad, ShardedTensor) else grad.dtype

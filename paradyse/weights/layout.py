@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paradyse.distributed.axis import Axis, Runs
+from paradyse.distributed.axis import SINGLE, Axis, Runs
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,19 @@ class ShardLayout:
             whole.narrow(self.dim, start, n).copy_(rows.narrow(self.dim, at, n))
 
 
+@dataclass(frozen=True)
+class GradientSum:
+    """How the gradients of a sharded tensor are brought together."""
+
+    dtype: torch.dtype | None = None
+    """In which they are added up; None: that of the tensor."""
+    replicas: Axis = SINGLE
+    """The data-parallel axis, over which they are averaged."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
+        return self  # as ``ShardLayout``
+
+
 class Shard(Protocol):
     """A tensor of which this rank holds some rows."""
 
@@ -82,6 +95,10 @@ class Shard(Protocol):
     @property
     def trained_dtype(self) -> torch.dtype:
         """Dtype of the tensor at rest, and of its gradient."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which its gradients are added up."""
 
     def new_whole(self) -> Tensor:
         """Memory for the whole tensor, in the dtype in which it is gathered."""

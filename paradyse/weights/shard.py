@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import checksum
-from paradyse.weights.layout import even_layout
+from paradyse.distributed.facts import REDUCE_DTYPE
+from paradyse.weights.layout import GradientSum, even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 
+REDUCE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""In which gradients may be added up."""
 
-def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
+
+def shard(
+    model: nn.Module, mesh: Any = None, *, reduce_dtype: torch.dtype | None = None
+) -> nn.Module:
     """Spread every parameter of ``model`` over the ranks of a sequence group, in place.
 
     Each parameter becomes a ``ShardedTensor`` of the same name, shape and dtype, of which a rank
@@ -37,38 +44,54 @@ def shard(model: nn.Module, mesh: Any = None) -> nn.Module:
             ``paradyse.load_safetensors`` then gives the shards values.
         mesh: as the option of the backend; None: one axis over the world. With one rank nothing
             is done.
+        reduce_dtype: in which gradients are added up over ranks and averaged over replicas,
+            whatever they are computed in, as of FSDP2's ``MixedPrecisionPolicy``; None: that of
+            the parameter.
     Returns:
         ``model``.
     Raises:
         ValueError: the model is sharded already, wrapped or parallelized by something else, or has
-            run in a way that holds on to a parameter; the mesh does not fit; the ranks' weights
-            differ, said on all of them. Nothing is changed then.
+            run in a way that holds on to a parameter; the mesh does not fit; nothing can be added
+            up in ``reduce_dtype``; the ranks' weights or dtypes differ, said on all of them.
+            Nothing is changed then.
     """
-    axis = resolve_axis(mesh)
+    axis, sums = resolve_axis(mesh), GradientSum(reduce_dtype, resolve_replicas(mesh))
+    _check_dtype(reduce_dtype)
     _check(model)
     if axis.size == 1:
         return model
-    _check_equal(model, axis, mesh)
+    _check_equal(model, axis, mesh, reduce_dtype)
     parameters = [p for p in model.parameters() if p.ndim]
     for p in parameters:
-        swap_tensors(p, _sharded(p, axis))
+        swap_tensors(p, _sharded(p, axis, sums))
     return model
 
 
-def _check_equal(model: nn.Module, axis: Axis, mesh: Any) -> None:
-    """Ranks with other values would each give the model a part of another model."""
+def _check_dtype(reduce_dtype: Any) -> None:
+    if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
+        legal = ", ".join(map(str, REDUCE_DTYPES))
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype!r}: give one of {legal}, or leave it out to add gradients "
+            "up in the dtype of their parameters"
+        )
+
+
+def _check_equal(model: nn.Module, axis: Axis, mesh: Any, reduce_dtype: torch.dtype | None) -> None:
+    """Ranks with other values would each give the model a part of another model, and with another
+    dtype send other messages."""
     agreement = agreement_of(axis, mesh)
     assert agreement is not None, "several ranks"
-    facts = {
+    facts: dict[str, Any] = {
         f"the weight {name} (checksum)": checksum([p]) if not p.is_meta else list(p.shape)
         for name, p in model.named_parameters()
     }
+    facts[REDUCE_DTYPE] = str(reduce_dtype)
     agreement.compare("shards a model", {}, together=True, common=facts)
 
 
-def _sharded(p: nn.Parameter, axis: Axis) -> nn.Parameter:
+def _sharded(p: nn.Parameter, axis: Axis, sums: GradientSum) -> nn.Parameter:
     layout = even_layout(axis, p.shape[0])
-    x = ShardedTensor(layout.take_own(p.detach()), layout, p.shape)
+    x = ShardedTensor(layout.take_own(p.detach()), layout, p.shape, sums=sums)
     out = nn.Parameter(x, requires_grad=p.requires_grad)
     for name, value in vars(p).items():  # marks of the model's own
         setattr(out, name, value)

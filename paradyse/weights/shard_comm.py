@@ -94,8 +94,8 @@ def gather_shards(
 def scatter_gradients(
     grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int
 ) -> list[Tensor]:
-    """Sums over ranks of ``grads``, of which each rank gets the rows that it holds, in the dtype in
-    which they are trained.
+    """Sums over ranks of ``grads``, of which each rank gets the rows that it holds: added up in the
+    dtype that the tensor asks for, and given in that in which it is trained.
 
     Args:
         grads: what this rank computed of the gradients of the whole tensors.
@@ -103,16 +103,16 @@ def scatter_gradients(
         block_id: of the block that the bytes are booked to.
     """
     out: list[Any] = [None] * len(grads)
-    trained = [s.trained_dtype for s in shards]
-    for index in by_dtype(grads, trained):
+    for index in by_dtype(grads, [s.reduce_dtype for s in shards]):
         group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
-        axis = group[0].placement.axis
-        sent = grads[index[0]].new_empty(axis.size, max(totals))
+        axis, dtype = group[0].placement.axis, group[0].reduce_dtype
+        travels = collectives.travel_dtype(grads[index[0]].dtype, dtype, axis)
+        sent = grads[index[0]].new_empty(axis.size, max(totals), dtype=travels)
         sent[:, min(totals) :].zero_()
         for rank, part in enumerate(sent):
             for i, rows in zip(index, split_rows(part, group, rank), strict=True):
                 rows.copy_(shards[i].placement.take(grads[i], rank))
-        summed = collectives.reduce_scatter(sent, axis, block_id, trained[index[0]])
+        summed = collectives.reduce_scatter(sent, axis, block_id, dtype)
         for i, rows in zip(index, split_rows(summed, group, axis.rank), strict=True):
-            out[i] = rows
+            out[i] = rows.to(shards[i].trained_dtype)
     return out

@@ -19,6 +19,7 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import compare
 from paradyse.distributed.collectives import OPTIMIZER
+from paradyse.distributed.replicas import average
 from paradyse.torch_private import (
     disabled_torch_function,
     make_wrapper_subclass,
@@ -27,7 +28,7 @@ from paradyse.torch_private import (
     tree_map_only,
 )
 from paradyse.weights import dcp
-from paradyse.weights.layout import ShardLayout
+from paradyse.weights.layout import GradientSum, ShardLayout
 from paradyse.weights.shard_comm import gather_shards
 
 aten = torch.ops.aten
@@ -39,6 +40,7 @@ class ShardedTensor(Tensor):
     local: Tensor
     """The rank's rows."""
     placement: ShardLayout
+    sums: GradientSum
     _token: Tensor
     """An empty tensor. Tracers see it in place of the rows, so no guard depends on the layout."""
 
@@ -51,6 +53,7 @@ class ShardedTensor(Tensor):
         layout: ShardLayout | None,
         size: Sequence[int],
         token: Any = None,
+        sums: GradientSum | None = None,
     ) -> ShardedTensor:
         if token is None:
             assert local is not None
@@ -58,34 +61,42 @@ class ShardedTensor(Tensor):
         out: ShardedTensor = make_wrapper_subclass(
             cls, tuple(size), dtype=token.dtype, device=token.device
         )
-        out._token = token
+        out._token, out.sums = token, sums or GradientSum()
         if local is not None and layout is not None:
             out.local, out.placement = local, layout
         return out
 
     def with_rows(self, rows: Tensor) -> ShardedTensor:
         """A tensor of this one's shape and layout, of which this rank holds ``rows``."""
-        return ShardedTensor(rows, self.placement, self.shape)
+        return ShardedTensor(rows, self.placement, self.shape, sums=self.sums)
 
     @property
     def trained_dtype(self) -> torch.dtype:
         """Its own dtype."""
         return self.local.dtype
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """As ``paradyse.shard`` was told; its own dtype where it was not."""
+        return self.sums.dtype or self.local.dtype
+
     def new_whole(self) -> Tensor:
         """A plain tensor of the whole shape, of unspecified values."""
         return self.local.new_empty(self.shape)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank; call it on every rank. Not differentiable.
+        """The whole tensor, on every rank; call it on every rank.
+
+        It is differentiable: every rank is taken to compute the same with it, so each keeps its
+        rows of the gradient, averaged over replicas.
 
         Raises:
             ValueError: the tensor is on the meta device.
         """
         self._need_values()
         compare(self.placement.axis, f"gathers a sharded tensor of shape {list(self.shape)}")
-        with torch.no_grad():
-            return gather_shards([self], OPTIMIZER)[0]
+        whole: Tensor = _Whole.apply(self)
+        return whole
 
     def _need_values(self) -> None:
         if not is_traced(self) and self.local.is_meta:
@@ -164,6 +175,21 @@ class ShardedTensor(Tensor):
         raise _refused(func, sharded[0])
 
 
+class _Whole(torch.autograd.Function):
+    """The whole tensor; backward takes the rank's rows of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedTensor) -> Tensor:
+        ctx.of = x
+        return gather_shards([x], OPTIMIZER)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
+        x: ShardedTensor = ctx.of
+        rows = x.placement.take_own(grad)
+        return x.with_rows(average(rows, x.sums.replicas, x.reduce_dtype))
+
+
 class CastShard:
     """A sharded tensor as steps take it that cast it to a smaller dtype: it is gathered in that.
 
@@ -175,7 +201,7 @@ class CastShard:
     def __init__(self, of: ShardedTensor, dtype: torch.dtype) -> None:
         self.of, self.dtype = of, dtype
         self.placement, self.shape = of.placement, of.shape
-        self.trained_dtype = of.trained_dtype
+        self.trained_dtype, self.reduce_dtype = of.trained_dtype, of.reduce_dtype
 
     @property
     def local(self) -> Tensor:
@@ -205,8 +231,8 @@ def rows_here(x: Tensor) -> Tensor:
 def _refused(func: Any, x: ShardedTensor) -> Exception:
     return NotImplementedError(
         f"{func} is not defined for a sharded tensor of shape {list(x.shape)}: each rank holds "
-        "some of its rows. Call .full_tensor() on every rank for the whole, or run the model "
-        'through torch.compile(model, backend="paradyse")'
+        "some of its rows. Compute with .full_tensor() of it, on every rank, which takes gradients "
+        'back to the rows, or run the model through torch.compile(model, backend="paradyse")'
     )
 
 
@@ -291,7 +317,7 @@ def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
     if isinstance(x, ShardedTensor):
         if x.placement != like.placement and isinstance(x, torch.nn.Parameter):
             # a model's weight stays where its blocks want it, whatever it is averaged with
-            return like.placement.take(x.full_tensor(), like.placement.axis.rank)
+            return like.placement.take(x.detach().full_tensor(), like.placement.axis.rank)
         relayout(x, like.placement)
         return x.local
     if x.numel() == 1 and x.ndim <= 1:
@@ -353,4 +379,4 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 def relayout(x: ShardedTensor, layout: ShardLayout) -> None:
     """Move the rows of ``x`` to where ``layout`` has them, in place; call it on every rank."""
     if x.placement != layout:
-        x.local, x.placement = layout.take_own(x.full_tensor()), layout
+        x.local, x.placement = layout.take_own(x.detach().full_tensor()), layout

@@ -206,12 +206,13 @@ class _AsItLies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shard: ShardedTensor) -> Tensor:
-        ctx.like = (shard.placement, shard.shape)
+        ctx.like = shard
         return shard.local.view_as(shard.local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ShardedTensor(grad, *ctx.like)
+        like: ShardedTensor = ctx.like
+        return like.with_rows(grad)
 
 
 def group_rows(shard: ShardedTensor, form: Rows) -> Tensor:

@@ -150,6 +150,14 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
         lambda f: paradyse.shard(quantized()),
         "weight is a Marked, parallelized by something else",
     ),
+    "add gradients up in whole numbers": (
+        lambda f: paradyse.shard(nn.Linear(3, 3), reduce_dtype=torch.int32),
+        ("reduce_dtype=torch.int32: give one of torch.float64, torch.float32", "or leave it out"),
+    ),
+    "add gradients up in a word": (
+        lambda f: paradyse.shard(nn.Linear(3, 3), reduce_dtype="float32"),
+        "reduce_dtype='float32': give one of",
+    ),
     "shard over a number": (
         lambda f: paradyse.shard(nn.Linear(3, 3), 4),
         "mesh: give a torch DeviceMesh or None, not int 4",

@@ -99,6 +99,19 @@ def test_gradients_of_whole_weights_are_all_reduced_and_split_ones_gathered() ->
     assert prior_cost(block, "megatron_cz", w, GPU, sharded=True).comm_bytes == 3 * share
 
 
+@pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
+def test_gradients_are_counted_in_the_dtype_that_they_are_added_up_in(strategy: str) -> None:
+    """Gathered in bfloat16 in forward and in backward, added up in float32."""
+    w, block = work(1024, 4), mlp()
+    n, wide = block.num_weight_elements, replace(w, reduce_dtype=torch.float32)
+    narrow, cost = (prior_cost(block, strategy, x, GPU, sharded=True) for x in (w, wide))
+    assert cost.comm_bytes - narrow.comm_bytes == n * 2 * 3 // 4
+    assert cost.workspace_bytes - narrow.workspace_bytes == n * 2
+    assert cost.time_s > narrow.time_s
+    for_whole = (prior_cost(block, strategy, x, GPU) for x in (w, wide))
+    assert len(set(for_whole)) == 1
+
+
 def test_grouped_kv_heads_and_padding_change_the_bytes() -> None:
     p, s, b, h = 2, 1024, 2, 256
     w = work(s, p, b, training=False)
