@@ -116,8 +116,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "reduce-scatter without the sum",
         COLLECTIVES,
-        "parts.sum(0, dtype=dtype or x.dtype)",
-        "parts[0].to(dtype or x.dtype)",
+        "parts.sum(0, dtype=dtype)",
+        "parts[0].to(dtype)",
         COLLECTIVE,
     ),
     Fault(
@@ -277,6 +277,13 @@ FAULTS: tuple[Fault, ...] = (
         "average(collectives.all_reduce_in_place(flat, axis, shares), replicas)",
         "average(flat, replicas)",
         WHOLE,
+    ),
+    Fault(
+        "streamed gradients added up in the dtype that they are computed in",
+        "paradyse/strategies/weight_stream.py",
+        "torch.cat(parts).to(like.reduce_dtype)",
+        "torch.cat(parts)",
+        ("tests/weights/test_reduce_dtype.py::test_four_ranks_add_up_in_float32",),
     ),
     Fault(
         "gradient of a group's rows put at the first rows",
