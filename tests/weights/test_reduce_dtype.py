@@ -151,7 +151,7 @@ def reductions(
     return found, sent.get("reduce_scatter", 0) + sent.get("reduce", 0), grads
 
 
-@pytest.mark.parametrize("plan", ["megatron_cz", "metp"])
+@pytest.mark.parametrize("plan", ["metp", pytest.param("megatron_cz", marks=pytest.mark.slow)])
 def test_messages_of_a_step(plan: str, pool2: RankPool) -> None:
     """Gloo adds up what a rank has received: 16 bits travel there as they are."""
     half, full = torch.bfloat16, torch.float32
@@ -163,6 +163,7 @@ def test_messages_of_a_step(plan: str, pool2: RankPool) -> None:
         assert {into for _, _, into in found} == {half}
 
 
+@pytest.mark.slow
 def test_a_smaller_dtype_halves_the_messages(pool2: RankPool) -> None:
     args = torch.float32, torch.bfloat16, "megatron_cz"
     narrow = pool2.run(reductions, *args, timeout_s=100)
