@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,6 +43,16 @@ class Piece:
     """In the order of computation; operators only."""
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+
+    @cached_property
+    def last_reads(self) -> tuple[tuple[fx.Node, ...], ...]:
+        """Per node of ``nodes`` the values that nothing reads after it."""
+        kept, found = set(self.outputs), []
+        for node in reversed(self.nodes):
+            values = dict.fromkeys((*node.all_input_nodes, node))
+            found.append(tuple(n for n in values if n not in kept))
+            kept.update(values)
+        return tuple(reversed(found))
 
 
 def live_nodes(nodes: Reversible[fx.Node], outputs: Iterable[fx.Node]) -> list[fx.Node]:
@@ -115,7 +126,7 @@ def run(
     sizes: Mapping[Factor, Any],
     overrides: Mapping[fx.Node, Override] | None = None,
 ) -> tuple[Any, ...]:
-    """Evaluate ``piece`` on ``values`` (one per input).
+    """Evaluate ``piece`` on ``values`` (one per input), each let go of when it was last read.
 
     Args:
         sizes: factor -> size to use instead of the traced one.
@@ -130,11 +141,14 @@ def run(
         return any(f in sizes or f.origin()[0] in sizes for f in dim)
 
     env: dict[fx.Node, Any] = dict(zip(piece.inputs, values, strict=True))
-    for node in piece.nodes:
+    for node, read in zip(piece.nodes, piece.last_reads, strict=True):
         override = overrides.get(node) if overrides else None
         args = node.args if override else _with_sizes(node, names, size, varies)
         args, kwargs = fx.map_arg((args, node.kwargs), lambda n: env[n])
         env[node] = (override or node.target)(*args, **kwargs)
+        del args, kwargs
+        for n in read:
+            del env[n]
     return tuple(env[n] for n in piece.outputs)
 
 

@@ -161,7 +161,9 @@ NUM_COMMON = 5
 
 @dataclass
 class LoweredPiece:
-    """A function of tensors, compiled for each combination of grad mode and gradients asked for."""
+    """A function of tensors, compiled for each combination of grad mode and gradients asked for.
+    Under the inner compiler "eager" it is called as it is, unless it ``differentiates``: of a trace
+    only that is computed which gradients depend on."""
 
     scope: Scope
     key: str
@@ -190,15 +192,17 @@ class LoweredPiece:
     def __call__(
         self, sizes: Mapping[str, int], common: Sequence[Tensor], own: Sequence[Tensor]
     ) -> Any:
-        tensors = [*common, *own]
-        if self.eager:
-            return self._run(*tensors)
-        return self.compiled_for(sizes, tensors).fn(*tensors)
+        return self.function_for(sizes, [*common, *own])(*common, *own)
 
-    def compiled_for(self, sizes: Mapping[str, int], tensors: Sequence[Tensor]) -> Compiled:
+    def function_for(
+        self, sizes: Mapping[str, int], tensors: Sequence[Tensor]
+    ) -> Callable[..., Any]:
         """What computes the piece on ``tensors`` like these, the common ones first, at ``sizes``;
-        compiled now if nothing is.
+        compiled now if it is to be and is not.
         """
+        as_it_is = self.scope.inner == "eager" and not self.differentiates
+        if self.eager or as_it_is:
+            return self._run
         grad = torch.is_grad_enabled()
         mode = (grad, *(t.requires_grad for t in tensors)) if grad else grad
         compiled = self._modes.get(mode)
@@ -211,7 +215,7 @@ class LoweredPiece:
             how = (self.scope.inner, sizes, self.differentiates)
             compiled = self.scope.cache.get(key, self._run, specs, *how)
             self._modes[mode] = compiled
-        return compiled
+        return compiled.fn
 
 
 class PieceVariant:

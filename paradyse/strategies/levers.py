@@ -127,7 +127,7 @@ class LeveredVariant:
         results = over_tiles(tiles, self.forward, given, made)
         if any(needs):  # compiled here: autograd may run backward in a thread of its own
             like = [*common, *tensors, *results[num_outputs:], *results[:num_outputs]]
-            self.gradients_for(needs).compiled_for(tiles[0].sizes, like)
+            self.gradients_for(needs).function_for(tiles[0].sizes, like)
         return results
 
     def run_backward(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +56,23 @@ def test_a_piece_runs_on_some_of_the_heads() -> None:
     x, w = torch.randn(B, S, 7), torch.randn(H * D, 7)
     (got,) = subgraph.run(piece, [x, w[D : 3 * D]], names, {heads: 2})
     torch.testing.assert_close(got, block(x, w)[..., D : 3 * D])
+
+
+def test_a_value_is_let_go_of_when_it_was_last_read() -> None:
+    gm, names = traced(lambda x: (x + 1).sin().cos() + x, (3,))
+    piece = whole(gm)
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watched(node: fx.Node, *args: Any) -> Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        out: Tensor = node.target(*args)
+        made.append(weakref.ref(out))
+        return out
+
+    overrides = {n: partial(watched, n) for n in piece.nodes}
+    subgraph.run(piece, [torch.ones(3)], names, {}, overrides)
+    assert alive == [0, 1, 1, 1]
 
 
 def test_an_operator_is_replaced() -> None:

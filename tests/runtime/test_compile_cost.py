@@ -28,7 +28,7 @@ def compile_at(
         "llama", num_hidden_layers=layers, hidden_size=hidden, intermediate_size=40, head_dim=8
     )
     current: list[Any] = ["colossal_z"]
-    options = {"plan": lambda workload: current[0], "inner": "eager"}
+    options = {"plan": lambda workload: current[0], "inner": "aot_eager"}
     compiled = torch.compile(model, backend="paradyse", dynamic=dynamic, options=options)
     cache = resolve_axis().session.of(VariantCache)
     start = cache.num_compiled
