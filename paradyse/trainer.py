@@ -4,8 +4,9 @@
 makes it split data over replicas only and leave gradients to the backend. It imports nothing of
 transformers, as it precedes whichever trainer class is used.
 
-It was tried with transformers 5.23 and accelerate 1.15 (``tests/test_trainer.py``). Overridden
-methods that begin with an underscore are not public; each calls the original.
+It was tried with transformers 5.23 and accelerate 1.15 (``tests/test_trainer.py``), and with TRL
+1.16 (``tests/test_trl.py``). Overridden methods that begin with an underscore are not public; each
+calls the original.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.runtime.registry import captures_of
+from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.shard import full_state_dict
 from paradyse.weights.sharded_tensor import ShardedTensor
@@ -74,6 +76,7 @@ class TrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         _check(self.args, world)
         model = self.model
+        score_in_graph(model)
         if compiled_call_of(model) is None and original_module(model) is model:
             model.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
 

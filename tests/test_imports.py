@@ -18,7 +18,7 @@ LAYERS = (
     ("kernels", "types"),
     ("config",),
     ("distributed",),
-    ("data", "graph", "weights"),
+    ("data", "graph", "token_scores", "weights"),
     ("checkpoint", "strategies"),
     ("passes",),
     ("runtime",),

@@ -232,7 +232,8 @@ def _refused(func: Any, x: ShardedTensor) -> Exception:
     return NotImplementedError(
         f"{func} is not defined for a sharded tensor of shape {list(x.shape)}: each rank holds "
         "some of its rows. Compute with .full_tensor() of it, on every rank, which takes gradients "
-        'back to the rows, or run the model through torch.compile(model, backend="paradyse")'
+        'back to the rows, or run the model through torch.compile(model, backend="paradyse"); '
+        "before trainers of transformers and TRL put paradyse.TrainerMixin"
     )
 
 
