@@ -64,18 +64,19 @@ def score_in_graph(model: nn.Module) -> None:
             continue
         if kept["cast_lm_head_to_fp32"]:
             raise NotImplementedError(
-                "cast_lm_head_to_fp32=True computes the head in another dtype than the model's; "
-                "leave it out, or train a float32 model"
+                "cast_lm_head_to_fp32=True computes the head in another dtype than the model's: "
+                "leave it out"
             )
-        module.forward = MethodType(
-            _scoring(kept["original_forward"], kept["outputs"], kept["temperature"]), module
-        )
+        how = kept["original_forward"], kept["outputs"], kept["temperature"]
+        module.forward = MethodType(_scoring(type(module), *how), module)
 
 
-def _scoring(original: MethodType, asked: Sequence[str], temperature: float) -> Callable[..., Any]:
-    """TRL's forward, by the ``original`` one."""
+def _scoring(
+    cls: type[nn.Module], original: Callable[..., Any], asked: Sequence[str], temperature: float
+) -> Callable[..., Any]:
+    """TRL's forward of a ``cls``, by the ``original`` one."""
 
-    @functools.wraps(original.__func__)
+    @functools.wraps(cls.forward)
     def forward(
         self: nn.Module, *args: Any, fused_lm_head: bool = False, labels: Any = None, **kwargs: Any
     ) -> Any:
