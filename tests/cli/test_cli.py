@@ -121,6 +121,7 @@ def test_what_the_ranks_refuse_is_told_in_a_line(config: str) -> None:
 
 def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: Path) -> None:
     few = ["--layers", "1", "--lengths", "512,8192", "--out", str(tmp_path / "plans")]
+    few += ["--levers", "recompute"]
     code, out = run("plan", "--model", config, "--gpus", "16", "--device", "a100-40gb", *few)
     assert code == 0, out
     for part in ("16 x a100-40gb", "2 nodes", "8,192", "longest trainable length", "mixture"):

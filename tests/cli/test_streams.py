@@ -90,7 +90,12 @@ def sleep_as(rank: Rank, file: str) -> None:
 
 
 WAITING = """
+import signal
 import sys
+
+# as a terminal starts it, wherever the tests run: nohup ignores these
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from paradyse.cli import launch, main
 from paradyse.cli.commands import doctor
 

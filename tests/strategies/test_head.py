@@ -199,18 +199,20 @@ def train_family(family: str, sharded: bool) -> None:
     batch: dict[str, Any] = make_batch("plain", 3, 13)
     if FAMILIES.get(family, FAMILIES["llama"]).causal:
         batch["num_items_in_batch"] = torch.tensor(11)
+    # Gemma computes norms and attention in float32, whatever the model's dtype.
+    dtype, error = (torch.float32, 1e-6) if family == "gemma2" else (torch.float64, 1e-9)
     with small_tiles():
         want = run_step(reference, reference, batch, logits=True)
-        check(run_step(compiled, model, batch, logits=True), want, torch.float64, family)
+        check(run_step(compiled, model, batch, logits=True), want, dtype, family)
         ((step, variant),) = head_steps(compiled)
         assert variant.at_once and len(step.logits) == 1
         with torch.no_grad():
             loss = compiled(**batch).loss
-        assert relative(loss, reference(**batch).loss.detach()) < 1e-9
+        assert relative(loss, reference(**batch).loss.detach()) < error
         for p in (*model.parameters(), *reference.parameters()):
             p.requires_grad_(p.shape[0] != reference.config.vocab_size)
         want = run_step(reference, reference, batch)
-        check(run_step(compiled, model, batch), want, torch.float64, f"{family}, head frozen")
+        check(run_step(compiled, model, batch), want, dtype, f"{family}, head frozen")
 
 
 @pytest.mark.parametrize(
