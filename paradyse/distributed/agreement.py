@@ -67,6 +67,7 @@ class Agreement:
         self._left: Callable[[], None] | None = None
         """What the others wait for since this rank failed."""
         for a in self._axes:
+            a.session.of(_Senders).add(axis.name)
             before = a.session.of(Started).before
             if self._of_axis.settle not in before:
                 before.append(self._of_axis.settle)
@@ -409,6 +410,11 @@ class _Told(NamedTuple):
     table: Pending
 
 
+class _Senders(set[str]):
+    """Names of the sequence axes whose calls send messages over an axis: itself, or its replicas'.
+    Axes of the same ranks share what carries alarms, so one of them must not hear another's."""
+
+
 class _Agreements(dict[tuple[int, ...], Agreement]):
     """Those of one axis, by the ranks that train together."""
 
@@ -454,9 +460,10 @@ def agreement_of(axis: Axis, mesh: Any = None) -> Agreement | None:
     return known[everyone]
 
 
-def _listen(axis: Axis) -> None:
-    call = current_call(axis)
-    if call is not None:
+def _listen(axis: Axis, waits: Axis) -> None:
+    """While this rank ``waits`` for a message over that axis."""
+    senders, call = waits.session.of(_Senders), current_call(axis)
+    if call is not None and (axis.name in senders or not senders):
         call.agreement.listen()
 
 

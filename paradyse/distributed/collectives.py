@@ -198,8 +198,9 @@ WAKE_S = 0.25
 """Whoever waits for a message on gloo asks so often whether it will ever come."""
 
 
-class Watchers(list[Callable[[], None]]):
-    """Called while this rank waits for a message, in the session of the world; they may raise."""
+class Watchers(list[Callable[[Axis], None]]):
+    """Called while this rank waits for a message, with its axis; in the session of the world. They
+    may raise."""
 
 
 class Pending:
@@ -254,7 +255,7 @@ class Pending:
     def _watch(self) -> None:
         if self._watched:
             for watch in resolve_axis().session.of(Watchers):
-                watch()
+                watch(self._context[1])
 
 
 def _start(
