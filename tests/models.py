@@ -184,8 +184,9 @@ def run_step(
 
 def whole(x: Tensor) -> Tensor:
     """A copy; of a sharded tensor all rows, so every rank must ask."""
+    x = x.detach()
     gather = getattr(x, "full_tensor", None)
-    return gather() if gather is not None else x.detach().clone()
+    return gather() if gather is not None else x.clone()
 
 
 def relative(got: Tensor, want: Tensor, scale: float | None = None) -> float:
