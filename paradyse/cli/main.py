@@ -220,7 +220,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
-    _count(group, "--gpus", "devices of the cluster (default: 8)", low=2)
+    _count(group, "--gpus", "devices of the cluster (default: 8)")
     text = "at rest 1/N on each device (the default), or whole"
     _flag(group, "--weights", text, choices=("sharded", "replicated"))
     _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.planning.breakdown import Part
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import (
@@ -121,6 +122,8 @@ class PlanReport:
     """On the profile that the costs come from."""
     levers: tuple[str, ...] = ()
     """Each lever of the plan, with what it costs and spares."""
+    held: tuple[Part, ...] = ()
+    """The parts of ``peak_bytes``."""
     kernels: tuple[str, ...] = ()
     """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
 
@@ -138,6 +141,9 @@ class PlanReport:
         if self.static_plans:
             rows = [r.cells() for r in self.static_plans]
             tables.append(("one strategy for all blocks", header, rows))
+        if self.held:
+            rows = [(what, format_bytes(n)) for what, n in self.held]
+            tables.append(("held at the peak", ("what", "bytes"), rows))
         return tables
 
     def _headline(self) -> str:
@@ -218,6 +224,7 @@ def explain_plan(
         tuple(gathered),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
         _levers(planner, workload, plan),
+        planner.held(plan, workload),
         kernels,
     )
 

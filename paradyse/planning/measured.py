@@ -159,6 +159,10 @@ class CostModel:
         cost = replace(cost, time_s=max(0.0, cost.time_s - outside))
         return cost if head is None else without(cost, self.head(head, "", workload))
 
+    def floor(self, workload: Workload) -> int:
+        """Bytes that a step of ``workload`` holds beyond static, whatever the plan."""
+        return self.floor_bytes
+
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
         """What ``explain`` says of this profile for these ``blocks``."""
         missing: dict[str, list[str]] = {}

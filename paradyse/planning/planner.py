@@ -18,6 +18,7 @@ import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.distributed.session import Recent
+from paradyse.planning.breakdown import Part, break_down
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, BlockCost, Machine
 from paradyse.planning.forms import asked_plan
@@ -25,7 +26,7 @@ from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.planning.solver import Choices
 from paradyse.strategies import canonical_strategy
-from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
+from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +238,11 @@ class Planner:
         choices, points = self._choices(plan, workload), self._points(plan)
         return choices.time_s(points), choices.peak(points)
 
+    def held(self, plan: Plan, workload: Workload) -> tuple[Part, ...]:
+        """What a rank holds under ``plan`` when it holds most: parts of the predicted peak."""
+        kinds = [*(b.kind for b in self.blocks), *[HEAD] * (self.head is not None)]
+        return break_down(self._choices(plan, workload), self._points(plan), kinds)
+
     def memory_limit(self, dtype: torch.dtype) -> float:
         """Bytes a plan may need on a rank: the option, else the capacity, else infinite.
 
@@ -423,7 +429,7 @@ class Planner:
     def _choices(self, asked: Plan, workload: Workload) -> Choices:
         """For every block and the head what ``asked`` allows, with the costs of all."""
         model, head = self.cost_model, (self.head_costs(workload),) if self.head else ()
-        floor, margin = (model.floor_bytes, model.margin) if model else (0, 0.0)
+        floor, margin = (model.floor(workload), model.margin) if model else (0, 0.0)
         return Choices(
             self._offered(asked, workload.training),
             (*self.costs(workload), *head),

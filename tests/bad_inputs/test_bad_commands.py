@@ -89,7 +89,7 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("verify --model {llama} --seq-len 0", "0 is too small; give at least 1 token"),
     ("verify --model {llama} --layers 3", ("--layers 3: it has 2", "give fewer")),
     ("profile --repeats 0", "0 is too small"),
-    ("plan --model {llama} --gpus 1", "1 is too small; give at least 2"),
+    ("plan --model {llama} --gpus 0", "0 is too small; give at least 1"),
     ("plan --model {llama} --gpus 1000000000", "is too large"),
     # names
     ("demo --plan ulysses", ("unknown strategy 'ulysses' (did you mean 'ulysses_z'?)", *NAMES)),

@@ -19,7 +19,14 @@ from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
-from paradyse.offline.outlook import MIXTURE, Forecast, Outlook, look_ahead, plan_in_words
+from paradyse.offline.outlook import (
+    MIXTURE,
+    NO_LEVERS,
+    Forecast,
+    Outlook,
+    look_ahead,
+    plan_in_words,
+)
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
@@ -177,14 +184,35 @@ def tables_of(
     ]
     longest += [(name, f"infeasible: {why}") for name, why in outlook.infeasible.items()]
     tables.append(("longest trainable length", ("strategy", "tokens"), longest))
-    memory = {
-        "weights, gradients, optimizer": outlook.run.static_bytes,
-        "communicators": outlook.machine.communicator_bytes,
-        "may be used": outlook.limit_bytes,
-    }
-    rows = [(what, format_bytes(n)) for what, n in memory.items()]
-    tables.append(("memory of a rank", ("what", "bytes"), rows))
-    return tables
+    return [*tables, *_tables_of_the_longest(outlook)]
+
+
+def _tables_of_the_longest(outlook: Outlook) -> list[Table]:
+    """What the longest sequence of the mixture runs by, and what a rank then holds."""
+    may_use = ("may be used", format_bytes(outlook.limit_bytes))
+    longest = outlook.reaches[MIXTURE].longest
+    if longest is None:
+        static = ("weights, gradients, optimizer", format_bytes(outlook.run.static_bytes))
+        return [("memory of a rank", ("what", "bytes"), [static, may_use])]
+    rows = [
+        (
+            f"{f.seq_len:,}",
+            name,
+            format_seconds(f.time_s),
+            plan_in_words(outlook.run.blocks, f.plan),
+        )
+        for name, reach in outlook.reaches.items()
+        if (f := reach.longest) is not None
+    ]
+    held = [(what, format_bytes(n)) for what, n in longest.held]
+    return [
+        ("plans at the longest lengths", ("tokens", "levers", "time", "strategies"), rows),
+        (
+            f"memory of a rank at its peak, {longest.seq_len:,} tokens",
+            ("what", "bytes"),
+            [*held, ("in all", format_bytes(longest.peak_bytes)), may_use],
+        ),
+    ]
 
 
 def _time(f: Forecast | None) -> str:
@@ -205,6 +233,19 @@ def remarks(machine: Machine) -> Sequence[str]:
     )
 
 
+def levers_chart(outlook: Outlook) -> Chart:
+    """Memory against the length by the levers that plans may use, of ``outlook``."""
+    lines = []
+    for name, reach in outlook.reaches.items():
+        points = tuple((n, b / 2.0**30, b <= outlook.limit_bytes) for n, b in reach.least)
+        if name in (MIXTURE, NO_LEVERS):
+            lines.append(Line(name, points))
+        elif len(reach.levers) == 1:
+            lines.append(Line(reach.levers[0], points))
+    limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / 2.0**30
+    return Chart("Least memory of a rank, by lever", "GiB", tuple(lines), limit)
+
+
 def page_of(title: str, outlook: Outlook) -> Page:
     """Time and memory of every strategy in ``outlook``, and what the mixture takes for each kind of
     block, under ``title``."""
@@ -217,6 +258,7 @@ def page_of(title: str, outlook: Outlook) -> Page:
     charts = (
         Chart("Predicted time of a step (dashed: does not fit)", "s", tuple(times)),
         Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit),
+        levers_chart(outlook),
     )
     kinds = [b.kind for b in outlook.run.blocks]
     found = outlook.forecasts[MIXTURE]
