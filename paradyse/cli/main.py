@@ -232,6 +232,8 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     text = "sequence lengths to measure (default: 128:2048:5)"
     _flag(parser, "--lengths", text, [128, 256, 512, 1024, 2048], _length_grid, grid)
     _add_strategies(parser, "what to measure")
+    text = "levers measured too, each with every strategy (default: none, predicted from shapes)"
+    _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_memory_limit(parser, "a strategy that needs more on a rank is measured no further")
     text = "timed steps of each strategy at each length, up to 5 times as many where they are short"
     _count(parser, "--repeats", text, 5)

@@ -25,6 +25,7 @@ from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.planning.solver import Choices
+from paradyse.planning.time_ratios import Key
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
@@ -163,6 +164,11 @@ class Planner:
         parts = (form.attention, form.mlp) if isinstance(form, PlanByKind) else (form,)
         return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
 
+    def keys(self, plan: Plan) -> tuple[Key, ...]:
+        """What corrections know each block by under ``plan``, and the head, which comes last."""
+        head = [(HEAD, plan.head)] * (self.head is not None)
+        return (*zip(self.kinds, self.variants(plan)), *head)
+
     def variants(self, plan: Plan) -> tuple[str, ...]:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
         return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
@@ -181,21 +187,25 @@ class Planner:
         self._planned.cache_clear()
 
     def costs(self, workload: Workload) -> Costs:
-        """Expected cost of every point of every block: predicted, and corrected."""
+        """Expected cost of every point of every block, and last of the head: predicted, and
+        corrected."""
 
-        def corrected(at: Hashable, block: BlockSpec, table: Mapping[str, BlockCost]) -> _CostTable:
+        def corrected(at: Hashable, kind: str, table: Mapping[str, BlockCost]) -> _CostTable:
             def cost(point: str) -> BlockCost:
-                key = at, canonical_strategy(block.kind, point)
+                key = at, canonical_strategy(kind, point)
                 return self._corrections.apply(table[point], key, workload)
 
             return _CostTable(cost)
 
         tables = zip(self._of_kind, self._predicted(workload))
-        return self._per_block([corrected(*kind, table) for kind, table in tables])
+        found = [corrected(at, block.kind, table) for (at, block), table in tables]
+        head = (corrected(HEAD, HEAD, table) for table in self._predicted_head(workload))
+        return (*self._per_block(found), *head)
 
     def predicted_costs(self, workload: Workload) -> Costs:
         """The same by the cost model alone."""
-        return self._per_block(self._predicted(workload))
+        blocks = self._per_block(self._predicted(workload))
+        return (*blocks, *self._predicted_head(workload))
 
     def _per_block(self, of_kinds: Sequence[T]) -> tuple[T, ...]:
         return tuple(of_kinds[i] for i in self._number)
@@ -214,18 +224,19 @@ class Planner:
 
         return [predicted(block) for _, block in self._of_kind]
 
-    def head_costs(self, workload: Workload) -> Mapping[str, BlockCost]:
-        """Predicted cost of the head under each of its points; none where there is no head."""
+    def _predicted_head(self, workload: Workload) -> Sequence[Mapping[str, BlockCost]]:
+        """Of the head under each of its points; nothing where there is no head."""
         if self.head is None:
-            return {}
+            return ()
         head, model, machine = self.head, self.cost_model, self.machine(workload.dtype)
-        return _CostTable(
+        table = _CostTable(
             lambda point: (
                 model.head(head, point, workload)
                 if model
                 else head_cost(head, point, workload, machine, self.sharded)
             )
         )
+        return (table,)
 
     def rest(self, workload: Workload) -> BlockCost:
         """Cost of what is in no block and not the head, where any of it was measured."""
@@ -235,13 +246,13 @@ class Planner:
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
-        choices, points = self._choices(plan, workload), self._points(plan)
+        choices, points = self._choices(plan, workload), self.points(plan)
         return choices.time_s(points), choices.peak(points)
 
     def held(self, plan: Plan, workload: Workload) -> tuple[Part, ...]:
         """What a rank holds under ``plan`` when it holds most: parts of the predicted peak."""
         kinds = [*(b.kind for b in self.blocks), *[HEAD] * (self.head is not None)]
-        return break_down(self._choices(plan, workload), self._points(plan), kinds)
+        return break_down(self._choices(plan, workload), self.points(plan), kinds)
 
     def memory_limit(self, dtype: torch.dtype) -> float:
         """Bytes a plan may need on a rank: the option, else the capacity, else infinite.
@@ -307,7 +318,7 @@ class Planner:
                 "both must be at least 1"
             )
         asked = self.asked(form, workload)
-        return self._choose(asked, workload) if AUTO in self._points(asked) else asked
+        return self._choose(asked, workload) if AUTO in self.points(asked) else asked
 
     def asked(self, form: PlanOption, workload: Workload) -> Plan:
         """What ``form`` asks for ``workload``: a point or "auto" for every block and the head.
@@ -406,7 +417,7 @@ class Planner:
     def _all_auto(self) -> Plan:
         return Plan((AUTO,) * len(self.blocks), AUTO)
 
-    def _points(self, plan: Plan) -> tuple[str, ...]:
+    def points(self, plan: Plan) -> tuple[str, ...]:
         """The points of ``plan``, the head's last where there is one."""
         return (*plan.strategies, plan.head) if self.head else plan.strategies
 
@@ -428,11 +439,11 @@ class Planner:
 
     def _choices(self, asked: Plan, workload: Workload) -> Choices:
         """For every block and the head what ``asked`` allows, with the costs of all."""
-        model, head = self.cost_model, (self.head_costs(workload),) if self.head else ()
+        model = self.cost_model
         floor, margin = (model.floor(workload), model.margin) if model else (0, 0.0)
         return Choices(
             self._offered(asked, workload.training),
-            (*self.costs(workload), *head),
+            self.costs(workload),
             self.rest(workload),
             self.static_bytes,
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
@@ -466,7 +477,7 @@ class Planner:
         previous = self._previous
         if previous is None or previous == best:
             return best
-        old, new = self._points(previous), self._points(best)
+        old, new = self.points(previous), self.points(best)
         if not all(s in points for s, points in zip(old, choices.names)):
             return best
         if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:

@@ -53,9 +53,20 @@ def head_cost(
     head: HeadSpec, levers: str, workload: Workload, machine: Machine, sharded: bool = False
 ) -> BlockCost:
     """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
-    weight = BlockSpec(HEAD, HEAD, 0, "", num_weight_elements=head.hidden * head.vocabulary)
     work = count_head(head, levers, workload, sharded)
-    return _cost(work, machine, gradient_bytes(weight, workload, sharded))
+    return _cost(work, machine, gradient_bytes(_weight_of(head), workload, sharded))
+
+
+def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:
+    """Seconds in which the ranks' gradients of the whole weight of ``head`` are summed, at the end
+    of the backward of the model."""
+    work = Work(_weight_of(head), workload)
+    work.fetch_weights("whole", sharded=False)
+    return seconds(work, machine)
+
+
+def _weight_of(head: HeadSpec) -> BlockSpec:
+    return BlockSpec(HEAD, HEAD, 0, "", num_weight_elements=head.hidden * head.vocabulary)
 
 
 def _cost(work: Work, machine: Machine, left_bytes: int) -> BlockCost:
