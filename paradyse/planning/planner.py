@@ -266,8 +266,9 @@ class Planner:
         return float("inf") if capacity is None else capacity
 
     def asked_by_name(self, workload: Workload, block: int) -> bool:
-        """Whether the plan option names the strategy of the block at index ``block``."""
-        return self.asked(self._form(workload), workload).strategies[block] != AUTO
+        """Whether the plan option names the point of the block at index ``block``, or of the head,
+        which comes last."""
+        return self.points(self.asked(self._form(workload), workload))[block] != AUTO
 
     def candidates(self, block: BlockSpec, training: bool = True) -> tuple[str, ...]:
         """What "auto" may choose for ``block``: feasible, allowed, one name per variant.
@@ -379,16 +380,16 @@ class Planner:
         """The fastest plan that fits, with what ``asked`` names where that is not "auto"."""
         offered = self._offered(asked, workload.training)
         if self.num_ranks == 1 and all(len(points) == 1 for points in offered):
-            return self._plan_of([only for (only,) in offered])
+            return self.plan_of([only for (only,) in offered])
         choices = self._choices(asked, workload)
         limit = self.memory_limit(workload.dtype)
         points = choices.fastest(limit)
         if points is None:
             points = self._over_the_limit(asked, limit, workload)
         if workload in self._ran_out:
-            best = self._plan_of(choices.smallest()[1])
+            best = self.plan_of(choices.smallest()[1])
         else:
-            best = self._smooth(self._plan_of(points), choices, limit)
+            best = self._smooth(self.plan_of(points), choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -421,7 +422,7 @@ class Planner:
         """The points of ``plan``, the head's last where there is one."""
         return (*plan.strategies, plan.head) if self.head else plan.strategies
 
-    def _plan_of(self, points: Sequence[str]) -> Plan:
+    def plan_of(self, points: Sequence[str]) -> Plan:
         """The plan of these ``points``."""
         n = len(self.blocks)
         return Plan(tuple(points[:n]), points[n] if self.head else "")

@@ -95,7 +95,7 @@ def profile(
     overwrite: bool = False,
     levers: Sequence[str] = (),
 ) -> Profile:
-    """Measure every block structure of ``model``, and the head, under every strategy at every length.
+    """Measure the blocks and the head of ``model`` under every strategy at every length.
 
     Call it on every rank, with equal arguments. Rank 0 writes: each measurement is in the file as
     soon as it is made, and those that are there already are not made again. A strategy that passes
@@ -355,7 +355,7 @@ class _Row:
         return times.step_s
 
     def _note(self, name: str, field: str, seen: Mapping[int, float]) -> None:
-        """Add samples of ``field`` in a step under the point: what was ``seen``, by number of marks."""
+        """Add what was ``seen`` of ``field`` in a step under the point, by number of marks."""
         for number, value in seen.items():
             samples = self.samples.setdefault(self._part(self.steps.part_of.get(number), name), {})
             samples.setdefault(field, []).append(value)
