@@ -102,8 +102,8 @@ class Choice:
             weakref.finalize(self, stepped.remove)
 
     def _cost_model(self) -> CostModel | None:
-        """Of the profile that the options name; on one rank there is nothing to choose."""
-        if self.options.cost_model is None or self.axis.size == 1 or not self.blocks:
+        """Of the profile that the options name."""
+        if self.options.cost_model is None or not self.blocks:
             return None
         present = Header(
             versions=present_versions(),

@@ -157,7 +157,7 @@ def dry_run(
 def _measure_pieces(program: Program) -> tuple[tuple[Sizes, ...], tuple[Sizes, ...]]:
     """``DryRun.before`` and ``DryRun.between``."""
     first = min(s.position for s in program.block_steps)
-    before, between = [], []
+    before, between = list[Sizes](), list[Sizes]()
     for step in program.steps:
         if isinstance(step, PieceStep) and not isinstance(step, HeadStep):
             sizes = measure_step(program, step, "")
@@ -287,7 +287,8 @@ class _Alone(Frame):
     def __init__(self, program: Program, constants: Any, step: Step, timeline: Timeline):
         super().__init__(program, [None] * len(program.placeholders), constants)
         self.timeline = timeline
-        self.gathered_bytes = 0
+        self.gathered: dict[fx.Node, int] = {}
+        """Bytes of the weights that the step takes whole."""
         self.given: list[Tensor] = []
         self.tables = constants.common(step, self.seeds[step.index])
         self.held: list[Tensor] = []
@@ -327,7 +328,7 @@ class _Alone(Frame):
         w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
         self._hold(w)
         if form is None or node not in self.layouts:
-            self.gathered_bytes += like.nbytes
+            self.gathered[node] = like.nbytes
         return w
 
     def _hold(self, weight: Tensor) -> None:
@@ -378,4 +379,5 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
     in_tile = tuple(timeline.tile_bytes) if any(timeline.tile_bytes) else ()
     apart = in_tile or (0,) * len(timeline.alive_bytes)
     alive = tuple(n - m + given for n, m in zip(timeline.alive_bytes, apart, strict=True))
-    return Sample(kept, alive, frame.gathered_bytes, timeline.flops, in_tile)
+    gathered = sum(frame.gathered.values())
+    return Sample(kept, alive, gathered, timeline.flops, in_tile)

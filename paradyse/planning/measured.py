@@ -118,10 +118,8 @@ class CostModel:
         def measurable(at: At) -> BlockCost:
             return self.measurable(block, variant, replace(workload, batch=at[0], seq_len=at[1]))
 
-        curves, prior = (
-            self._curves(key, measurable),
-            measurable((workload.batch, workload.seq_len)),
-        )
+        curves = self._curves(key, measurable)
+        prior = measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         outside = self._outside(block, variant, workload)
         return replace(cost, time_s=cost.time_s + outside)
@@ -145,10 +143,8 @@ class CostModel:
             cost = self._prior_of_head(head, levers, of)
             return replace(cost, time_s=cost.time_s - self._outside_head(head, of))
 
-        curves, prior = (
-            self._curves(key, measurable),
-            measurable((workload.batch, workload.seq_len)),
-        )
+        curves = self._curves(key, measurable)
+        prior = measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         cost = replace(cost, time_s=cost.time_s + self._outside_head(head, workload))
         return self._over_limit(cost, key, workload)

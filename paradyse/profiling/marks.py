@@ -54,7 +54,7 @@ def mark_id(step: Step) -> int | None:
 def mark_ids(program: Program) -> list[list[int]]:
     """Per block of ``program``, and last of its heads together, the numbers that marks have."""
     heads = [s for s in program.steps if isinstance(s, HeadStep)]
-    of = [*([s] for s in program.block_steps), *([heads] if heads else [])]
+    of: list[Sequence[Step]] = [*([s] for s in program.block_steps), *([heads] if heads else [])]
     return [[i for s in steps if (i := mark_id(s)) is not None] for steps in of]
 
 

@@ -292,8 +292,7 @@ class _Row:
 
     def _parts(self, name: str) -> list[Part]:
         """What a step under the point is made of, beside the rest; each once, the head last."""
-        head = [self.steps.head] if self.steps.head else []
-        return list(dict.fromkeys(self._part(of, name) for of in (*self.steps.blocks, *head)))
+        return list(dict.fromkeys(self._part(of, name) for of in self.steps.parts))
 
     def _missing(self, parts: Iterable[Part]) -> list[Part]:
         return [p for p in parts if (p, self.seq_len) not in self.book.known]
@@ -392,14 +391,14 @@ class _Row:
     def _beyond_static(self, name: str, seq_len: int) -> int:
         """What a step needs, by what was measured; 0 where something is missing."""
         rest = self.book.get(REST, seq_len)
-        steps, head = self.steps, [self.steps.head] if self.steps.head else []
-        found = [self.book.get(self._part(of, name), seq_len) for of in (*steps.blocks, *head)]
+        steps = self.steps
+        found = [self.book.get(self._part(of, name), seq_len) for of in steps.parts]
         rows = [m for m in found if m is not None]
         if rest is None or len(rows) < len(found):
             return 0
         w = steps.workload(seq_len)
         left = [gradient_bytes(b, w, self.book.header.sharded) for b in steps.blocks]
-        left += [0] * len(head)
+        left += [0] * (len(found) - len(left))
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
         return max(peak_bytes(costs, _held(rest)), rest.floor_bytes)
 

@@ -83,6 +83,11 @@ class Steps:
             self.model, backend="paradyse", options={**options, "plan": self._current_plan}
         )
 
+    @property
+    def parts(self) -> tuple[BlockSpec | HeadSpec, ...]:
+        """The blocks, and last the head, where there is one."""
+        return (*self.blocks, self.head) if self.head else self.blocks
+
     def _current_plan(self, workload: Workload) -> Any:
         return self._plan
 

@@ -46,7 +46,8 @@ def cut_into(num_tiles: int) -> Iterator[None]:
 
 
 def inside_a_tile() -> bool:
-    """Whether this thread computes a tile: what is made now is as large as one, or as a weight."""
+    """Whether this thread computes one of several tiles: what is made now is as large as that, or
+    as a weight."""
     return _inside.get()
 
 
@@ -182,7 +183,7 @@ def over_tiles(
     """
 
     def run(tile: Tile) -> Sequence[Tensor | None]:
-        token = _inside.set(True)
+        token = _inside.set(len(tiles) > 1)
         try:
             return piece(tile.sizes, tile.common, [tile.cut(x, d) for x, d in given])
         finally:

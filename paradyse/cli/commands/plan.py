@@ -184,11 +184,11 @@ def tables_of(
     ]
     longest += [(name, f"infeasible: {why}") for name, why in outlook.infeasible.items()]
     tables.append(("longest trainable length", ("strategy", "tokens"), longest))
-    return [*tables, *_tables_of_the_longest(outlook)]
+    return [*tables, *tables_of_the_longest(outlook)]
 
 
-def _tables_of_the_longest(outlook: Outlook) -> list[Table]:
-    """What the longest sequence of the mixture runs by, and what a rank then holds."""
+def tables_of_the_longest(outlook: Outlook) -> list[Table]:
+    """Of ``outlook``: how far the mixture gets by which levers, and what a rank then holds."""
     may_use = ("may be used", format_bytes(outlook.limit_bytes))
     longest = outlook.reaches[MIXTURE].longest
     if longest is None:
@@ -239,7 +239,7 @@ def levers_chart(outlook: Outlook) -> Chart:
     for name, reach in outlook.reaches.items():
         points = tuple((n, b / 2.0**30, b <= outlook.limit_bytes) for n, b in reach.least)
         if name in (MIXTURE, NO_LEVERS):
-            lines.append(Line(name, points))
+            lines.append(Line("no levers" if name == NO_LEVERS else "all levers", points))
         elif len(reach.levers) == 1:
             lines.append(Line(reach.levers[0], points))
     limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / 2.0**30
