@@ -33,6 +33,10 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 says anew what is kept for backward."""
 
 
+KEEPING_INPUT = (("selective",), ("tiled",))
+"""Levers of an MLP under which it keeps its input and nothing else."""
+
+
 @dataclass(frozen=True)
 class MaskSpec:
     """Which keys a query may see, by position, without a dense mask.
@@ -92,6 +96,11 @@ class Point:
         """Whether the block runs again in backward as a whole."""
         return "recompute" in self.levers
 
+    def makes_input_of(self, after: Point) -> bool:
+        """Whether the block right behind, under ``after``, does not keep its input: this one runs
+        again before its own backward, and then gives it."""
+        return self.recomputes and after.levers in KEEPING_INPUT
+
     @property
     def variant(self) -> str:
         """The text of what computes the block, in forward and where it runs again."""
@@ -134,6 +143,8 @@ class BlockSpec:
     """Lever, or point -> why the block cannot have it."""
     recompute: bool = False
     """The user demands that nothing inside is kept for backward (activation checkpointing)."""
+    follows: bool = False
+    """Its input is what the block right before it gives."""
 
     def feasible(self) -> tuple[str, ...]:
         """The strategies that can compute it."""

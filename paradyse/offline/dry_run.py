@@ -317,6 +317,9 @@ class _Alone(Frame):
         self._hold(rows)
         return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
 
+    def _read_again(self, step: Step, strategy: str) -> None:
+        """No step is behind this one."""
+
     def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
         return tuple(self._weight(*use) for use in uses)
 

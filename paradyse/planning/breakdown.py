@@ -28,7 +28,7 @@ def break_down(choices: Choices, points: Sequence[str], kinds: Sequence[str]) ->
         points: one per block.
         kinds: of the blocks; the head's is ``HEAD``.
     """
-    costs = [c[s] for c, s in zip(choices.costs, points, strict=True)]
+    costs = choices.chosen(points)
     found = [
         Part("weights, gradients, optimizer", choices.static_bytes),
         Part("communicators", choices.communicator_bytes),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paradyse.types import BlockSpec, Workload
+from paradyse.types import BlockSpec, Point, Workload
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring_exchange")
 """Names that ``distributed.collectives`` books bytes under, and ``Machine.links`` is keyed by."""
@@ -92,6 +92,40 @@ def without(whole: BlockCost, part: BlockCost) -> BlockCost:
         whole,
         time_s=max(0.0, whole.time_s - part.time_s),
         workspace_bytes=max(0, whole.workspace_bytes - held),
+    )
+
+
+def behind(
+    before: Mapping[str, BlockCost], first: str, cost: BlockCost, point: str, input_bytes: int
+) -> BlockCost:
+    """``cost`` of a block under ``point``, right behind a block under ``first``.
+
+    If that makes the input again, the input is not kept; what the block before keeps without levers
+    is there while this one runs backward.
+
+    Args:
+        before: costs of the block before.
+        input_bytes: of the input.
+    """
+    if not Point.parse(first).makes_input_of(Point.parse(point)):
+        return cost
+    again = before[Point.parse(first).strategy].saved_bytes
+    return replace(
+        cost,
+        saved_bytes=max(0, cost.saved_bytes - input_bytes),
+        workspace_bytes=cost.workspace_bytes + again,
+    )
+
+
+def join(first: BlockCost, second: BlockCost) -> BlockCost:
+    """The cost of two blocks, one right after the other, as of one block."""
+    late = second.left_bytes + first.workspace_bytes - second.saved_bytes
+    return BlockCost(
+        first.time_s + second.time_s,
+        first.saved_bytes + second.saved_bytes,
+        max(second.workspace_bytes, late),
+        first.comm_bytes + second.comm_bytes,
+        first.left_bytes + second.left_bytes,
     )
 
 

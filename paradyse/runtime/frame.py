@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
@@ -24,9 +24,10 @@ from paradyse.distributed.tokens import (
 )
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
-from paradyse.passes.split_steps import Step
+from paradyse.passes.split_steps import Step, input_of
 from paradyse.runtime.deferred import DeferredTensor, defer
 from paradyse.runtime.program import Program, StepConstants
+from paradyse.runtime.remake import not_kept, remade
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
@@ -68,6 +69,8 @@ class Frame:
         self._summed: Mapping[fx.Node, Tensor] = {}
         self._joined: set[fx.Node] = set()
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
+        self._remade: tuple[fx.Node | None, Any] = (None, None)
+        """What the last block gave and makes again, and its node in autograd's graph."""
 
     def run(self) -> Any:
         """The graph's outputs."""
@@ -104,7 +107,8 @@ class Frame:
             if gathered is not None:
                 gathered.free()  # backward gathers again when it runs the block again
         else:
-            outputs = variant(self.context(step, wholes))
+            with self._not_keeping_input(step):
+                outputs = variant(self.context(step, wholes))
             if gathered is not None:
                 unread = getattr(variant, "unread", ())  # weights of a head by tiles
                 again = [i for i, n in enumerate(wholes) if n not in unread]
@@ -117,14 +121,35 @@ class Frame:
         """The step's outputs; it runs again in backward, when the frame has let go of values."""
         variant, context = self.program.variant(step, strategy), self.context(step, {})
         context = replace(context, get=cache(context.get))
-        first = [wholes]
+        first, read_again = [wholes], self._read_again(step, strategy)
 
         def compute() -> tuple[Any, ...]:
             mine = first.pop() if first else self.unshard(step, strategy)[0]
-            return tuple(variant(replace(context, weights=partial(self.weights, step, mine))))
+            out = variant(replace(context, weights=partial(self.weights, step, mine)))
+            pairs = zip(step.gives(strategy).outputs, out, strict=True)
+            return tuple(remade(x) if node is read_again else x for node, x in pairs)
 
         outputs: Sequence[Any] = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+        if read_again is not None:
+            at = step.gives(strategy).outputs.index(read_again)
+            self._remade = read_again, outputs[at].grad_fn
         return outputs
+
+    def _read_again(self, step: Step, strategy: str) -> fx.Node | None:
+        """What the block behind ``step``, under ``strategy``, reads and does not keep."""
+        steps, at = self.program.steps, step.position + 1
+        node = input_of(steps, steps[at]) if at < len(steps) else None
+        if node is None:
+            return None
+        behind = Point.parse(self.constants.strategy(steps[at]))
+        return node if Point.parse(strategy).makes_input_of(behind) else None
+
+    def _not_keeping_input(self, step: Step) -> AbstractContextManager[None]:
+        """Inside, ``step`` does not save what the block before it makes again."""
+        (node, grad_fn), self._remade = self._remade, (None, None)
+        if node is None or node not in step.piece.inputs:
+            return nullcontext()
+        return not_kept(self.env[node], grad_fn)
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
         """What ``step`` may know and ask for; ``wholes`` are the weights gathered for it."""
