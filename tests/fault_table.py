@@ -408,6 +408,20 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/runtime/test_limited_memory.py", "tests/strategies/test_recompute.py"),
     ),
     Fault(
+        "an input kept that the block before makes again",
+        "paradyse/runtime/remake.py",
+        "is_input = saved.shape == shape and storage_key(saved) == mine",
+        "is_input = False",
+        ("tests/runtime/test_remake.py",),
+    ),
+    Fault(
+        "what an attention keeps while it runs again forgotten behind it",
+        "paradyse/planning/costs.py",
+        "workspace_bytes=cost.workspace_bytes + again,",
+        "workspace_bytes=cost.workspace_bytes,",
+        ("tests/planning/test_solver.py",),
+    ),
+    Fault(
         "levers of a long sequence kept for short ones",
         "paradyse/planning/planner.py",
         'if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:',
