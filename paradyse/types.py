@@ -144,7 +144,7 @@ class BlockSpec:
     recompute: bool = False
     """The user demands that nothing inside is kept for backward (activation checkpointing)."""
     follows: bool = False
-    """Its input is what the block right before it gives."""
+    """It is an MLP, and its input is what the attention right before it gives."""
 
     def feasible(self) -> tuple[str, ...]:
         """The strategies that can compute it."""

@@ -16,18 +16,17 @@ from typing import TypeVar
 
 import torch
 
-from paradyse.config import AUTO, BLOCK_KINDS, Options, PlanByKind, PlanOption, parse_plan
+from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.distributed.session import Recent
 from paradyse.planning.breakdown import Part, break_down
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, BlockCost, Machine
 from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
-from paradyse.planning.prior import head_cost, prior_cost
+from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices
 from paradyse.planning.time_ratios import Key
 from paradyse.strategies import canonical_strategy
-from paradyse.strategies.work import Work
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
 log = logging.getLogger(__name__)
@@ -451,19 +450,8 @@ class Planner:
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
             margin,
             self.machine(workload.dtype).communicator_bytes,
-            self._inputs(workload),
+            [*made_again(self.blocks, workload), *[0] * (self.head is not None)],
         )
-
-    def _inputs(self, workload: Workload) -> tuple[int, ...]:
-        """``Choices.inputs``."""
-        if not workload.training:
-            return ()
-        pairs = zip([None, *self.blocks], self.blocks)
-        of = [
-            Work(b, workload).x_bytes if a and b.follows and (a.kind, b.kind) == BLOCK_KINDS else 0
-            for a, b in pairs
-        ]
-        return (*of, *[0] * (self.head is not None))
 
     def _over_the_limit(self, asked: Plan, limit: float, workload: Workload) -> tuple[str, ...]:
         need, points = self._choices(asked, workload).smallest()

@@ -14,6 +14,9 @@ strategy splits all-gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from paradyse.distributed.axis import TokenLayout
 from paradyse.planning.costs import BlockCost, Machine, gradient_bytes
 from paradyse.strategies import count_work, strategy_named
 from paradyse.strategies.lever_work import count_head
@@ -55,6 +58,14 @@ def head_cost(
     """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
     work = count_head(head, levers, workload, sharded)
     return _cost(work, machine, gradient_bytes(_weight_of(head), workload, sharded))
+
+
+def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
+    """Per block of ``blocks`` the bytes of its input, where the attention right before it may make
+    that again, else 0."""
+    layout = TokenLayout(workload.num_ranks, workload.seq_len)
+    wide = workload.batch * layout.local_len * workload.dtype.itemsize * workload.training
+    return [b.hidden * wide if b.follows else 0 for b in blocks]
 
 
 def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:
