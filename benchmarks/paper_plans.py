@@ -48,9 +48,14 @@ LLAMA_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_s
 LLAMA_3 |= {"vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 
 ON_DEVICE = tuple(v for v in LEVERS if v != "offload")
-LONGEST = ((8, LEVERS, 3_700_000), (8, ON_DEVICE, 1_000_000), (1, LEVERS, 500_000))
-"""Devices, levers, and the goal: tokens of a sequence. The first and the last are what DeepSpeed's
-ALST reports of such devices (arXiv 2506.13996)."""
+LONGEST = (
+    (8, False, LEVERS, 3_700_000),
+    (8, False, ON_DEVICE, 1_000_000),
+    (1, True, LEVERS, 500_000),
+)
+"""Devices, whether weights and optimizer states lie on the host, levers, and the goal: tokens of a
+sequence. The first and the last are what DeepSpeed's ALST reports of such devices (arXiv
+2506.13996)."""
 
 LAYERS = {"type": int, "help": "fewer than the models have"}
 
@@ -62,20 +67,21 @@ def how_far(bench: Benchmark, args: Namespace) -> None:
     """The longest sequences of Llama 3 8B, by lever, and what a rank holds then."""
     cluster = read_cluster("h100-80gb")
     runs = {
-        num_gpus: dry_run_of(LLAMA_3, args.layers, "bfloat16", num_gpus, sharded=True)
-        for num_gpus in dict.fromkeys(n for n, *_ in LONGEST)
+        (num_gpus, on_host): dry_run_of(LLAMA_3, args.layers, "bfloat16", num_gpus, True, on_host)
+        for num_gpus, on_host in dict.fromkeys(of[:2] for of in LONGEST)
     }
-    for num_gpus, levers, goal in LONGEST:
+    for num_gpus, on_host, levers, goal in LONGEST:
         machine = machine_of(cluster, num_gpus)
         outlook = look_ahead(
-            runs[num_gpus], machine, default_lengths, torch.bfloat16, levers=levers
+            runs[num_gpus, on_host], machine, default_lengths, torch.bfloat16, levers=levers
         )
         where = f"{num_gpus} x h100-80gb" + ("" if levers == LEVERS else ", nothing offloaded")
+        where += ", weights and optimizer on the host" * on_host
         bench.add("", f"## Llama 3 8B on {where}")
         for title, header, rows in tables_of_the_longest(outlook):
             bench.table(header, rows, f"### {title}")
         bench.at_least(f"{where}: longest sequence, tokens", outlook.longest[MIXTURE], goal)
-        if (num_gpus, levers) == LONGEST[0][:2] and not args.quick:
+        if (num_gpus, on_host, levers) == LONGEST[0][:3] and not args.quick:
             write_svg(PICTURE, levers_chart(outlook))
 
 

@@ -223,6 +223,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _count(group, "--gpus", "devices of the cluster (default: 8)")
     text = "at rest 1/N on each device (the default), or whole"
     _flag(group, "--weights", text, choices=("sharded", "replicated"))
+    text = "weights at rest, gradients and optimizer states on the host (default: the device)"
+    _flag(group, "--offload", text, choices=("optimizer",))
     _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")
 
 

@@ -97,7 +97,7 @@ class DryRun:
     num_ranks: int
     num_parameters: int
     static_bytes: int
-    """Bytes of weights, gradients and two moments of an optimizer, on one rank."""
+    """Bytes of weights, gradients and two moments of an optimizer, on one rank's device."""
     notes: tuple[str, ...]
     before: tuple[Sizes, ...] = ()
     """What runs before the first block, and is done with its backward after it: the embedding."""
@@ -105,6 +105,8 @@ class DryRun:
     """None: there is none that could be computed otherwise."""
     heads: Mapping[str, tuple[Sizes, ...]] = field(default_factory=dict)
     """Levers of the head, as ``Plan.head`` has them -> memory of each head that there is."""
+    on_host_bytes: int = 0
+    """Of weights, gradients and moments, where they lie on the host."""
 
     def tokens(self, seq_len: int, batch: int) -> int:
         """How many tokens a rank holds of ``batch`` sequences of ``seq_len``, padding included."""
@@ -116,13 +118,18 @@ class DryRun:
 
 
 def dry_run(
-    model: torch.nn.Module, batch: Mapping[str, Tensor], num_ranks: int, sharded: bool = True
+    model: torch.nn.Module,
+    batch: Mapping[str, Tensor],
+    num_ranks: int,
+    sharded: bool = True,
+    on_host: bool = False,
 ) -> DryRun:
     """Capture ``model`` for one of ``num_ranks`` ranks, and measure all its variants.
 
     Args:
         batch: one sequence of a few hundred tokens.
         sharded: weights at rest are 1/p on each rank.
+        on_host: they lie on the host, with their gradients and what the optimizer holds.
     Raises:
         ValueError: nothing in the model's graph can be split.
     """
@@ -139,18 +146,19 @@ def dry_run(
                     sizes[key] = measure_step(program, step, point)
         before, between = _measure_pieces(program)
         parameters = list(model.parameters())
-        held = sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
+        held = 4 * sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
         return DryRun(
             blocks,
             sizes,
             between,
             num_ranks,
             sum(p.numel() for p in parameters),
-            4 * held,
+            0 if on_host else held,
             tuple(program.ctx.notes),
             before,
             describe_head(program),
             _measure_heads(program),
+            held if on_host else 0,
         )
 
 

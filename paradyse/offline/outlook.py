@@ -102,7 +102,7 @@ class PaperCosts:
         batch = workload.batch
         tokens = self.run.tokens(workload.seq_len, batch)
         saved, workspace = sizes.at(tokens, tile or batch * tile_tokens(batch))
-        apart = self.sharded and self.run.num_ranks > 1
+        apart = self.sharded and (self.run.num_ranks > 1 or self.run.on_host_bytes > 0)
         return saved, workspace + RESIDENT * sizes.growth.gathered_bytes * apart
 
 

@@ -124,6 +124,10 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("bench --distribution GRCh38 --lengths-file {folder}/notes", "not allowed with argument"),
     ("bench --tokenizer x --lengths 3", "give it with --text, or alone"),
     ("plan --model {llama} --out {folder}/plans", "--out is for a cluster on paper: give --gpus"),
+    (
+        "plan --model {llama} --offload optimizer",
+        "--offload is for a cluster on paper: give --gpus",
+    ),
     ("plan --model {llama} --weights sharded", "--weights is for a cluster on paper"),
     # what is read
     ("verify", "required: --model"),

@@ -49,7 +49,12 @@ def default_lengths(longest: int) -> list[int]:
 
 
 def dry_run_of(
-    config: dict[str, object], layers: int | None, dtype: str, num_gpus: int, sharded: bool
+    config: dict[str, object],
+    layers: int | None,
+    dtype: str,
+    num_gpus: int,
+    sharded: bool,
+    on_host: bool = False,
 ) -> DryRun:
     """The model of a HuggingFace configuration, without its weights, on one of several ranks.
 
@@ -57,6 +62,7 @@ def dry_run_of(
         config: as ``models.read_config`` gives it; ``layers`` of it, None: all.
         dtype: of weights, by its name.
         num_gpus: ranks; ``sharded``: with 1/num_gpus of the weights on each.
+        on_host: weights at rest, gradients and optimizer states lie on the host.
     Raises:
         ValueError: it is no causal language model, or nothing in its graph can be split.
     """
@@ -65,7 +71,7 @@ def dry_run_of(
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
     model.train()
     with integrations.whole_graphs():
-        return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded)
+        return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded, on_host)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -78,7 +84,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.gpus or args.device not in launch.DEVICES:
         _plan_on_paper(args)
         return 0
-    for flag in ("out", "weights"):
+    for flag in ("out", "weights", "offload"):
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag} is for a cluster on paper: give --gpus, or leave it out")
     _plan_here(args)
@@ -119,7 +125,8 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     console = make_console()
     with console.status(f"a dry run on {num_gpus} ranks ..."):
         config = integrations.read_config(args.model)
-        run = dry_run_of(config, args.layers, dtype, num_gpus, weights == "sharded")
+        on_host = args.offload == "optimizer"
+        run = dry_run_of(config, args.layers, dtype, num_gpus, weights == "sharded", on_host)
         outlook = look_ahead(
             run,
             machine,
@@ -205,12 +212,16 @@ def tables_of_the_longest(outlook: Outlook) -> list[Table]:
         if (f := reach.longest) is not None
     ]
     held = [(what, format_bytes(n)) for what, n in longest.held]
+    on_host = outlook.run.on_host_bytes
+    apart = (
+        [("weights, gradients, optimizer on the host", format_bytes(on_host))] if on_host else []
+    )
     return [
         ("plans at the longest lengths", ("tokens", "levers", "time", "strategies"), rows),
         (
             f"memory of a rank at its peak, {longest.seq_len:,} tokens",
             ("what", "bytes"),
-            [*held, ("in all", format_bytes(longest.peak_bytes)), may_use],
+            [*held, ("in all", format_bytes(longest.peak_bytes)), may_use, *apart],
         ),
     ]
 
