@@ -116,7 +116,7 @@ class Capture:
         self._batch = BatchChecksum()
         self._replicas_agree = False
         plan = "a function" if callable(options.plan) else options.plan
-        limits = options.levers, options.memory_limit, options.smoothing
+        limits = options.levers, options.memory_limit, options.host_memory, options.smoothing
         self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
         problem = _empty_input(self.placeholders, examples)
         if problem:

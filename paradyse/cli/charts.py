@@ -22,7 +22,7 @@ from paradyse.types import ATTENTION_STRATEGIES, LEVERS
 COLOURS = dict(
     zip(ATTENTION_STRATEGIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"), strict=True)
 )
-COLOURS |= dict(zip(LEVERS, ("#999999", "#56b4e9", "#f0e442", "#666666"), strict=True))
+COLOURS |= dict(zip(LEVERS, ("#999999", "#56b4e9", "#f0e442", "#666666", "#882255"), strict=True))
 BLACK = "#000000"
 """Of what chooses among strategies; drawn thicker."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 70, 46, 16, 150

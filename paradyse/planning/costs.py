@@ -52,6 +52,11 @@ class Machine:
     """Memory of a rank less a reserve; None: unknown."""
     communicator_bytes: int = 0
     """Memory a process group takes on its device."""
+    host_bandwidth: float | None = None
+    """Bytes per second between the device's memory and the host's, one direction; None: they are
+    the same memory."""
+    host_capacity_bytes: int | None = None
+    """Memory of the host that a rank may use, less a reserve; None: unknown."""
     source: str = ""
     """Where the numbers come from."""
 
@@ -78,6 +83,8 @@ class BlockCost:
     """What the time comes from: "prior", "forest" or "polynomial" (``curves``), "online"."""
     memory_source: str = ""
     """"online" where the bytes were corrected by this run; empty where they are as predicted."""
+    host_bytes: int = 0
+    """Held on the host from the block's forward to its backward."""
 
 
 NOTHING = BlockCost(0.0, 0, 0, 0)

@@ -236,15 +236,17 @@ def _strategies(planner: Planner) -> tuple[str, ...]:
     return (REPLICATED,) if planner.num_ranks == 1 else ATTENTION_STRATEGIES
 
 
-def _shown(planner: Planner, block: BlockSpec, chosen: str, training: bool) -> tuple[str, ...]:
+def _shown(planner: Planner, block: BlockSpec, chosen: str, workload: Workload) -> tuple[str, ...]:
     """Every strategy, and the chosen one with every set of levers that is allowed."""
     allowed = set(planner.options.levers)
+    if planner.machine(workload.dtype).host_bandwidth is None:
+        allowed.discard("offload")
     points = block.points((Point.parse(chosen).strategy,))
     texts = [
         *_strategies(planner),
         *(p for p in points if allowed.issuperset(Point.parse(p).levers)),
     ]
-    if block.recompute and training:
+    if block.recompute and workload.training:
         texts = [str(Point.parse(text).on_demand()) for text in texts]
     return tuple(dict.fromkeys((*texts, chosen)))
 
@@ -253,7 +255,7 @@ def _block_rows(
     planner: Planner, workload: Workload, plan: Plan, costs: Costs, i: int
 ) -> tuple[StrategyRow, ...]:
     block, chosen, rows = planner.blocks[i], plan.strategies[i], []
-    for s in _shown(planner, block, chosen, workload.training):
+    for s in _shown(planner, block, chosen, workload):
         if reason := block.why_not(s):
             rows.append(StrategyRow(s, f"infeasible: {reason}"))
             continue
@@ -272,7 +274,8 @@ def _why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, s: str
         return "chosen"
     if planner.blocks[i].recompute:
         return "chosen; the model asks for gradient checkpointing"
-    peak, limit = _peak_with(planner, workload, plan, i, Point.parse(s).strategy)
+    swapped = _swapped(plan, i, Point.parse(s).strategy)
+    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
     return f"chosen; without levers: {_over(peak, limit)}" if peak > limit else "chosen"
 
 
@@ -292,25 +295,27 @@ def _why_not(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -
 
 def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
     """Why a point that is predicted to be faster was not taken."""
-    peak, limit = _peak_with(planner, workload, plan, i, s)
+    swapped = _swapped(plan, i, s)
+    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
     if peak > limit:
         return _over(peak, limit)
+    held, host = _on_host(planner, workload, swapped)
+    if held > host:
+        return f"{_over(held, host)} on the host"
     if planner.asked_by_name(workload, i):
         return f"the plan option asks for {plan.strategies[i]}"
     return f"within {planner.options.smoothing:.0%} the previous plan is kept"
 
 
-def _peak_with(
-    planner: Planner, workload: Workload, plan: Plan, i: int, s: str
-) -> tuple[int, float]:
-    """Peak bytes of ``plan`` with the point ``s`` for block ``i``, and what it may need."""
-    swapped = replace(plan, strategies=(*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
-    return planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+def _swapped(plan: Plan, i: int, s: str) -> Plan:
+    """``plan`` with the point ``s`` for block ``i``."""
+    return replace(plan, strategies=(*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
 
 
 def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]:
     """Each lever of ``plan``: where it is, and what a step would take without it."""
-    (time_s, peak), lines = planner.predict(plan, workload), []
+    (time_s, peak), lines = planner.predict(plan, workload), list[str]()
+    machine = planner.machine(workload.dtype)
     for lever in LEVERS:
         blocks = [lever in Point.parse(s).levers for s in plan.strategies]
         in_head = lever in plan.head.split("+")
@@ -323,7 +328,21 @@ def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]
             f"{format_seconds(less_s)} instead of {format_seconds(time_s)} a step, and a peak of "
             f"{format_bytes(more)} instead of {format_bytes(peak)}"
         )
+        if lever == "offload":
+            held, host = map(format_bytes, _on_host(planner, workload, plan))
+            lines.append(f"on the host: {held} of {host}")
+    if "offload" in planner.options.levers and machine.host_bandwidth is None:
+        lines.append(
+            "lever offload by name alone: no link to another memory is known (the device's is the "
+            "host's, or the profile is older than what measures it)"
+        )
     return tuple(lines)
+
+
+def _on_host(planner: Planner, workload: Workload, plan: Plan) -> tuple[int, float]:
+    """Bytes that blocks keep on the host under ``plan``, and what they may keep there."""
+    pairs = zip(planner.costs(workload), plan.strategies)
+    return sum(c[s].host_bytes for c, s in pairs), planner.host_limit(workload.dtype)
 
 
 def _without(plan: Plan, lever: str) -> Plan:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,10 +78,14 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.page_bytes = device, PAGE_BYTES
-        self.copy = SideStream(device) if device.type == "cuda" else copy_now
         self.num_made = 0
         """Pages there are."""
         self._free: list[Tensor] = []
+
+    @cached_property
+    def copy(self) -> Callable[[Pairs], Wait]:
+        """Starts copies."""
+        return SideStream(self.device) if self.device.type == "cuda" else copy_now
 
     @property
     def num_used(self) -> int:
@@ -222,7 +227,7 @@ class SavedBlock:
         assert self._memory is not None
         self._wait()
         self._wait = _nothing
-        after, before = (ref and ref() for ref in (self._after, self._before))
+        after, before = (None if r is None else r() for r in (self._after, self._before))
         if after is not None:  # its graph is kept for another backward
             after.leave()
         if before is not None:
