@@ -124,6 +124,13 @@ class Choice:
         return load_cost_model(self.options.cost_model, self.blocks, present)
 
     def _machine(self, dtype: torch.dtype) -> Machine:
+        """The rates, and of the host the memory that weights leave there."""
+        machine, host_bytes = self._measured(dtype), self.optimizers.static_bytes(on_host=True)
+        if not host_bytes or machine.host_capacity_bytes is None:
+            return machine
+        return replace(machine, host_capacity_bytes=machine.host_capacity_bytes - host_bytes)
+
+    def _measured(self, dtype: torch.dtype) -> Machine:
         """Rates as measured with the profile, else now, and of one rank not at all; the memory is
         always what is there."""
         if self.axis.size > 1 and self.cost_model is None:
