@@ -18,7 +18,7 @@ from paradyse.types import HEAD, BlockSpec, HeadSpec, Workload
 
 MOVE_OPS = 300
 """Python time of what autograd's hooks do for a block, and of starting its copies, in launches of a
-small operator."""
+small operator: an estimate, not measured."""
 
 Counted = Callable[[Workload], Work]
 
