@@ -91,7 +91,8 @@ class DryRun:
 
     blocks: tuple[BlockSpec, ...]
     sizes: Mapping[tuple[str, str], Sizes]
-    """Structure of a block and its variant, with levers or without -> its memory."""
+    """Structure of a block and its variant, with levers or without -> its memory. What goes to the
+    host is measured as kept on the device."""
     between: tuple[Sizes, ...]
     """What lies between blocks or behind them and is not the head, and tables that blocks read."""
     num_ranks: int
@@ -113,8 +114,9 @@ class DryRun:
         return batch * TokenLayout(self.num_ranks, seq_len).local_len
 
     def block(self, block: BlockSpec, point: str) -> Sizes:
-        """Memory of ``block`` under ``point``."""
-        return self.sizes[block.structure, canonical_strategy(block.kind, point)]
+        """Memory of ``block`` under ``point``, all of it on the device."""
+        on_device = Point.parse(point).on_device
+        return self.sizes[block.structure, canonical_strategy(block.kind, on_device)]
 
 
 def dry_run(
@@ -140,7 +142,7 @@ def dry_run(
         for step in program.block_steps:
             spec = blocks[step.index]
             strategies = spec.feasible() if num_ranks > 1 else (REPLICATED,)
-            for point in spec.points(strategies):
+            for point in dict.fromkeys(Point.parse(p).on_device for p in spec.points(strategies)):
                 key = (spec.structure, canonical_strategy(spec.kind, point))
                 if key not in sizes:
                     sizes[key] = measure_step(program, step, point)

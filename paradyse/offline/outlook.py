@@ -60,6 +60,10 @@ class PaperCosts:
         """Of ``block`` under ``point`` for ``workload``."""
         prior = prior_cost(block, point, workload, self.machine, self.sharded)
         saved, workspace = self._held(self.run.block(block, point), workload)
+        if Point.parse(point).offloads:  # as ``lever_work.offload`` has it
+            return replace(
+                prior, saved_bytes=0, workspace_bytes=workspace + 2 * saved, host_bytes=saved
+            )
         return replace(prior, saved_bytes=saved, workspace_bytes=workspace)
 
     def rest(

@@ -9,7 +9,7 @@ number of ranks; ``sharded``: 1/p of the weights on each rank at rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paradyse.types import BlockSpec, Point, Workload
@@ -52,6 +52,11 @@ class Machine:
     """Memory of a rank less a reserve; None: unknown."""
     communicator_bytes: int = 0
     """Memory a process group takes on its device."""
+    host_bandwidth: float | None = None
+    """Bytes per second between the device's memory and the host's, one direction; None: they are
+    the same memory."""
+    host_capacity_bytes: int | None = None
+    """Memory of the host that a rank may use, less a reserve; None: unknown."""
     source: str = ""
     """Where the numbers come from."""
 
@@ -78,6 +83,8 @@ class BlockCost:
     """What the time comes from: "prior", "forest" or "polynomial" (``curves``), "online"."""
     memory_source: str = ""
     """"online" where the bytes were corrected by this run; empty where they are as predicted."""
+    host_bytes: int = 0
+    """Held on the host from the block's forward to its backward."""
 
 
 NOTHING = BlockCost(0.0, 0, 0, 0)
@@ -126,6 +133,7 @@ def join(first: BlockCost, second: BlockCost) -> BlockCost:
         max(second.workspace_bytes, late),
         first.comm_bytes + second.comm_bytes,
         first.left_bytes + second.left_bytes,
+        host_bytes=first.host_bytes + second.host_bytes,
     )
 
 
@@ -155,3 +163,33 @@ def peak_bytes(costs: Sequence[BlockCost], rest: BlockCost = NOTHING) -> int:
         saved, left = saved + c.saved_bytes, left - c.left_bytes
         most = max(most, saved + left + c.workspace_bytes)
     return rest.saved_bytes + max(most, saved + rest.workspace_bytes)
+
+
+class CostTable(dict[str, BlockCost]):
+    """Point -> what ``cost`` says of it."""
+
+    def __init__(self, cost: Callable[[str], BlockCost]) -> None:
+        super().__init__()
+        self._cost = cost
+
+    def __missing__(self, point: str) -> BlockCost:
+        found = self[point] = self._cost(point)
+        return found
+
+
+def longest_length(need: Callable[[int], float], limit: float, most: int) -> int:
+    """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
+
+    Args:
+        need: of a length, growing with it.
+        most: the search ends here.
+    """
+    if need(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high < most and need(high) <= limit:
+        low, high = high, high * 2
+    while high - low > max(1, low >> 10):
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= limit else (low, middle)
+    return low

@@ -16,7 +16,7 @@ from paradyse.kernels.selection import capability_of, describe_choices
 from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
-from paradyse.planning.reasons import over, slower, why_chosen, why_not
+from paradyse.planning.reasons import held_on_host, over, slower, why_chosen, why_not
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     HEAD,
@@ -246,15 +246,17 @@ def _strategies(planner: Planner) -> tuple[str, ...]:
     return (REPLICATED,) if planner.num_ranks == 1 else ATTENTION_STRATEGIES
 
 
-def _shown(planner: Planner, block: BlockSpec, chosen: str, training: bool) -> tuple[str, ...]:
+def _shown(planner: Planner, block: BlockSpec, chosen: str, workload: Workload) -> tuple[str, ...]:
     """Every strategy, and the chosen one with every set of levers that is allowed."""
     allowed = set(planner.options.levers)
+    if planner.machine(workload.dtype).host_bandwidth is None:
+        allowed.discard("offload")
     points = block.points((Point.parse(chosen).strategy,))
     texts = [
         *_strategies(planner),
         *(p for p in points if allowed.issuperset(Point.parse(p).levers)),
     ]
-    if block.recompute and training:
+    if block.recompute and workload.training:
         texts = [str(Point.parse(text).on_demand()) for text in texts]
     return tuple(dict.fromkeys((*texts, chosen)))
 
@@ -263,7 +265,7 @@ def _block_rows(
     planner: Planner, workload: Workload, plan: Plan, costs: Costs, i: int
 ) -> tuple[StrategyRow, ...]:
     block, chosen, rows = planner.blocks[i], plan.strategies[i], []
-    for s in _shown(planner, block, chosen, workload.training):
+    for s in _shown(planner, block, chosen, workload):
         if reason := block.why_not(s):
             rows.append(StrategyRow(s, f"infeasible: {reason}"))
             continue
@@ -298,7 +300,8 @@ def _head_report(
 
 def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]:
     """Each lever of ``plan``: where it is, and what a step would take without it."""
-    (time_s, peak), lines = planner.predict(plan, workload), []
+    (time_s, peak), lines = planner.predict(plan, workload), list[str]()
+    machine = planner.machine(workload.dtype)
     for lever in LEVERS:
         blocks = [lever in Point.parse(s).levers for s in plan.strategies]
         in_head = lever in plan.head.split("+")
@@ -310,6 +313,14 @@ def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]
             f"lever {lever} in {' and '.join(where)}: without it "
             f"{format_seconds(less_s)} instead of {format_seconds(time_s)} a step, and a peak of "
             f"{format_bytes(more)} instead of {format_bytes(peak)}"
+        )
+        if lever == "offload":
+            held, host = map(format_bytes, held_on_host(planner, workload, plan))
+            lines.append(f"on the host: {held} of {host}")
+    if "offload" in planner.options.levers and machine.host_bandwidth is None:
+        lines.append(
+            "lever offload by name alone: no link to another memory is known (the device's is the "
+            "host's, or the profile is older than what measures it)"
         )
     return tuple(lines)
 

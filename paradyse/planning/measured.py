@@ -288,6 +288,7 @@ def with_levers(measured: BlockCost, plain: BlockCost, levered: BlockCost) -> Bl
         saved_bytes=levered.saved_bytes,
         workspace_bytes=max(0, workspace),
         comm_bytes=levered.comm_bytes,
+        host_bytes=levered.host_bytes,
     )
 
 

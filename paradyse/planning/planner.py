@@ -9,6 +9,7 @@ seen before is one look-up.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -20,7 +21,7 @@ from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.distributed.session import Recent
 from paradyse.planning.breakdown import Part, break_down
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
-from paradyse.planning.costs import NOTHING, BlockCost, Machine
+from paradyse.planning.costs import NOTHING, BlockCost, CostTable, Machine, longest_length
 from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import head_cost, made_again, prior_cost
@@ -60,42 +61,12 @@ def describe_workload(w: Workload) -> str:
     return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
 
 
-def longest_length(need: Callable[[int], float], limit: float, most: int) -> int:
-    """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
-
-    Args:
-        need: of a length, growing with it.
-        most: the search ends here.
-    """
-    if need(1) > limit:
-        return 0
-    low, high = 1, 2
-    while high < most and need(high) <= limit:
-        low, high = high, high * 2
-    while high - low > max(1, low >> 10):
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= limit else (low, middle)
-    return low
-
-
-class _CostTable(dict[str, BlockCost]):
-    """Point -> what ``cost`` says of it."""
-
-    def __init__(self, cost: Callable[[str], BlockCost]) -> None:
-        super().__init__()
-        self._cost = cost
-
-    def __missing__(self, point: str) -> BlockCost:
-        found = self[point] = self._cost(point)
-        return found
-
-
 @dataclass(eq=False)
 class Planner:
     """Chooses plans for the blocks of one captured graph."""
 
     options: Options
-    """Of these ``plan``, ``strategies``, ``levers``, ``memory_limit`` and ``smoothing``."""
+    """Of these ``plan``, ``strategies``, ``levers``, both limits of memory and ``smoothing``."""
     blocks: Sequence[BlockSpec]
     """In the order of computation."""
     num_ranks: int
@@ -190,12 +161,12 @@ class Planner:
         """Expected cost of every point of every block, and last of the head: predicted, and
         corrected."""
 
-        def corrected(at: Hashable, kind: str, table: Mapping[str, BlockCost]) -> _CostTable:
+        def corrected(at: Hashable, kind: str, table: Mapping[str, BlockCost]) -> CostTable:
             def cost(point: str) -> BlockCost:
                 key = at, canonical_strategy(kind, point)
                 return self._corrections.apply(table[point], key, workload)
 
-            return _CostTable(cost)
+            return CostTable(cost)
 
         tables = zip(self._of_kind, self._predicted(workload))
         found = [corrected(at, block.kind, table) for (at, block), table in tables]
@@ -214,7 +185,7 @@ class Planner:
         machine, model = self.machine(workload.dtype), self.cost_model
 
         def predicted(block: BlockSpec) -> Mapping[str, BlockCost]:
-            return _CostTable(
+            return CostTable(
                 lambda point: (
                     model.cost(block, point, workload)
                     if model
@@ -229,7 +200,7 @@ class Planner:
         if self.head is None:
             return ()
         head, model, machine = self.head, self.cost_model, self.machine(workload.dtype)
-        table = _CostTable(
+        table = CostTable(
             lambda point: (
                 model.head(head, point, workload)
                 if model
@@ -263,6 +234,18 @@ class Planner:
         if self.options.memory_limit is not None:
             return self.options.memory_limit
         capacity = self.machine(dtype).capacity_bytes
+        return float("inf") if capacity is None else capacity
+
+    def host_limit(self, dtype: torch.dtype) -> float:
+        """Bytes that blocks may keep on the host for a rank: the option, else what the host has,
+        else infinite.
+
+        Args:
+            dtype: as of ``memory_limit``.
+        """
+        if self.options.host_memory is not None:
+            return self.options.host_memory
+        capacity = self.machine(dtype).host_capacity_bytes
         return float("inf") if capacity is None else capacity
 
     def asked_by_name(self, workload: Workload, block: int) -> bool:
@@ -378,7 +361,7 @@ class Planner:
 
     def _choose(self, asked: Plan, workload: Workload) -> Plan:
         """The fastest plan that fits, with what ``asked`` names where that is not "auto"."""
-        offered = self._offered(asked, workload.training)
+        offered = self._offered(asked, workload)
         if self.num_ranks == 1 and all(len(points) == 1 for points in offered):
             return self.plan_of([only for (only,) in offered])
         choices = self._choices(asked, workload)
@@ -387,7 +370,8 @@ class Planner:
         if points is None:
             points = self._over_the_limit(asked, limit, workload)
         if workload in self._ran_out:
-            best = self.plan_of(choices.smallest()[1])
+            smallest = choices.smallest()[1]
+            best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
         else:
             best = self._smooth(self.plan_of(points), choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
@@ -410,10 +394,13 @@ class Planner:
             asked: as of ``least_bytes``.
         """
 
-        def need(seq_len: int) -> int:
-            return self.least_bytes(replace(workload, seq_len=seq_len), asked)
+        limit = self.memory_limit(workload.dtype)
 
-        return longest_length(need, self.memory_limit(workload.dtype), most)
+        def need(seq_len: int) -> float:
+            choices = self._choices(asked or self._all_auto(), replace(workload, seq_len=seq_len))
+            return limit if choices.feasible(limit) else math.inf
+
+        return longest_length(need, limit, most)
 
     def _all_auto(self) -> Plan:
         return Plan((AUTO,) * len(self.blocks), AUTO)
@@ -427,14 +414,17 @@ class Planner:
         n = len(self.blocks)
         return Plan(tuple(points[:n]), points[n] if self.head else "")
 
-    def _offered(self, asked: Plan, training: bool) -> list[tuple[str, ...]]:
+    def _offered(self, asked: Plan, workload: Workload) -> list[tuple[str, ...]]:
         """For every block, and last for the head, what ``asked`` allows."""
-        free = self._per_block(self._free(training))
+        free = self._free(workload.training)
+        if "offload" in self.options.levers and self.machine(workload.dtype).host_bandwidth is None:
+            free = [tuple(p for p in points if not Point.parse(p).offloads) for points in free]
         offered = [
-            points if name == AUTO else (name,) for points, name in zip(free, asked.strategies)
+            points if name == AUTO else (name,)
+            for points, name in zip(self._per_block(free), asked.strategies)
         ]
         if self.head is not None:
-            head = self._head_candidates(training) if asked.head == AUTO else (asked.head,)
+            head = self._head_candidates(workload.training) if asked.head == AUTO else (asked.head,)
             offered.append(head)
         return offered
 
@@ -443,18 +433,20 @@ class Planner:
         model = self.cost_model
         floor, margin = (model.floor(workload), model.margin) if model else (0, 0.0)
         return Choices(
-            self._offered(asked, workload.training),
+            self._offered(asked, workload),
             self.costs(workload),
             self.rest(workload),
             self.static_bytes,
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
             margin,
             self.machine(workload.dtype).communicator_bytes,
+            self.host_limit(workload.dtype),
             [*made_again(self.blocks, workload), *[0] * (self.head is not None)],
         )
 
     def _over_the_limit(self, asked: Plan, limit: float, workload: Workload) -> tuple[str, ...]:
-        need, points = self._choices(asked, workload).smallest()
+        choices = self._choices(asked, workload)
+        need, points = choices.smallest()
         longest = self.longest(workload, workload.seq_len, asked)
         text = (
             f"no plan fits for {describe_workload(workload)}: the smallest needs "
@@ -462,6 +454,12 @@ class Planner:
             "them weights, gradients and optimizer state; the longest sequences that would fit "
             f"have {longest} tokens"
         )
+        if need <= limit:
+            raise ValueError(
+                f"{text}. With that, blocks keep {format_bytes(choices.host_bytes(points))} on the "
+                f"host, of which a rank may use {format_bytes(choices.host_limit)}; raise option "
+                "'host_memory', use more ranks, or shorter or fewer sequences"
+            )
         if self.options.memory_limit is not None:
             allowed = ", ".join((*self.options.strategies, *self.options.levers))
             raise ValueError(
@@ -486,4 +484,4 @@ class Planner:
             return best
         best_s, old_s = (choices.time_s(p) - choices.rest.time_s for p in (new, old))
         keep = old_s <= best_s * (1 + self.options.smoothing)
-        return previous if keep and choices.peak(old) <= limit else best
+        return previous if keep and choices.fits(old, limit) else best

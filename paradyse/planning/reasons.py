@@ -29,7 +29,7 @@ def why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, point: 
         return "chosen"
     if not of_head and planner.blocks[i].recompute:
         return "chosen; the model asks for gradient checkpointing"
-    peak, limit = _peak_with(planner, workload, plan, i, plain)
+    peak, limit, *_ = _held_with(planner, workload, plan, i, plain)
     return f"chosen; without levers: {over(peak, limit)}" if peak > limit else "chosen"
 
 
@@ -51,18 +51,27 @@ def why_not(planner: Planner, workload: Workload, plan: Plan, i: int, point: str
 
 def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:
     """Why a point that is predicted to be faster was not taken."""
-    peak, limit = _peak_with(planner, workload, plan, i, point)
+    peak, limit, on_host, host_limit = _held_with(planner, workload, plan, i, point)
     if peak > limit:
         return over(peak, limit)
+    if on_host > host_limit:
+        return f"{over(on_host, host_limit)} on the host"
     if planner.asked_by_name(workload, i):
         return f"the plan option asks for {planner.points(plan)[i] or 'whole logits'}"
     return f"within {planner.options.smoothing:.0%} the previous plan is kept"
 
 
-def _peak_with(
+def _held_with(
     planner: Planner, workload: Workload, plan: Plan, i: int, point: str
-) -> tuple[int, float]:
-    """Peak bytes of ``plan`` with ``point`` instead, and what it may need."""
+) -> tuple[int, float, int, float]:
+    """Peak bytes of ``plan`` with ``point`` instead, and what it may need; the same on the host."""
     points = planner.points(plan)
     swapped = planner.plan_of((*points[:i], point, *points[i + 1 :]))
-    return planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+    return peak, limit, *held_on_host(planner, workload, swapped)
+
+
+def held_on_host(planner: Planner, workload: Workload, plan: Plan) -> tuple[int, float]:
+    """Bytes that blocks keep on the host under ``plan`` of ``planner``, and what they may keep."""
+    pairs = zip(planner.costs(workload), planner.points(plan))
+    return sum(c[s].host_bytes for c, s in pairs), planner.host_limit(workload.dtype)

@@ -22,7 +22,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product, repeat
 from typing import Any, NamedTuple
@@ -34,6 +34,10 @@ from paradyse.planning.knapsack import Array, Kind, fill, price_of, undominated
 from paradyse.types import KEEPING_INPUT, Point
 
 log = logging.getLogger(__name__)
+
+PRICE_STEPS = 12
+"""Prices of a byte on the host that are tried; they range over 2^48 to one, and each halves that
+range: the last two are a hundredth apart."""
 
 WIDTHS = (16, 1024)
 """Choices for the last blocks that are kept. The first search gives a plan for the second to beat;
@@ -69,6 +73,8 @@ class Choices:
     """Share by which blocks may need more than predicted; counted as needed."""
     communicator_bytes: int
     """What a process group takes."""
+    host_limit: float = math.inf
+    """Bytes that blocks may keep on the host."""
     inputs: Sequence[int] = ()
     """Per block the bytes of its input, where the block before it may make that again, else 0; ():
     nowhere."""
@@ -91,11 +97,35 @@ class Choices:
         """Seconds of the blocks under ``points``, and of the rest."""
         return sum(c[s].time_s for c, s in zip(self.costs, points)) + self.rest.time_s
 
+    def host_bytes(self, points: Sequence[str]) -> int:
+        """Bytes that blocks keep on the host under ``points``."""
+        return sum(c[s].host_bytes for c, s in zip(self.costs, points))
+
+    def fits(self, points: Sequence[str], limit: float) -> bool:
+        """Whether ``points`` need at most ``limit`` bytes of the device, and of the host what there
+        is."""
+        return self.peak(points) <= limit and self.host_bytes(points) <= self.host_limit
+
     def fastest(self, limit: float) -> Points | None:
         """The fastest plan that needs at most ``limit`` bytes; None: none does.
 
         A function of the costs alone, ties included: every rank finds the same.
         """
+        plan = self._fastest(limit)
+        if plan is None or self.host_bytes(plan) <= self.host_limit:
+            return plan
+        return self._within_host(limit)
+
+    def feasible(self, limit: float) -> bool:
+        """Whether any plan fits ``limit``, and the host."""
+        need, smallest_plan = self.smallest()
+        if need > limit or self.host_bytes(smallest_plan) <= self.host_limit:
+            return need <= limit
+        plan = self._at_price(self._highest_price()).fastest(limit)
+        return plan is not None and self.host_bytes(plan) <= self.host_limit
+
+    def _fastest(self, limit: float) -> Points | None:
+        """As ``fastest``, whatever the host has."""
         kinds, number = self._kinds
         plan = self._named([kinds[k].fastest for k in number])
         if self.peak(plan) <= limit:
@@ -105,6 +135,42 @@ class Choices:
             return None
         search = _Search(kinds, number, self._room(limit), self.rest.workspace_bytes)
         return _flat(search.run())
+
+    def _within_host(self, limit: float) -> Points | None:
+        """The fastest plan at the least price of a byte on the host at which it fits there."""
+        best, high = None, math.log2(self._highest_price())
+        low = high - 48
+        price = high
+        for _ in range(PRICE_STEPS):
+            plan = self._at_price(2**price).fastest(limit)
+            if plan is not None and self.host_bytes(plan) <= self.host_limit:
+                best, high = plan, price
+            elif price == high:
+                return None
+            else:
+                low = price
+            price = (low + high) / 2
+        return best
+
+    def _highest_price(self) -> float:
+        """Seconds for a byte, more than any byte on the host could spare."""
+        of = [c[s] for n, c in zip(self.names, self.costs) for s in n]
+        least = min(cost.host_bytes for cost in of if cost.host_bytes)
+        return sum(cost.time_s for cost in of) / least
+
+    def _at_price(self, price: float) -> Choices:
+        """The same where a byte on the host takes ``price`` seconds, and there is room for all."""
+
+        def priced(names: Points, costs: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
+            of = ((s, costs[s]) for s in names)
+            return {s: replace(c, time_s=c.time_s + price * c.host_bytes) for s, c in of}
+
+        known: dict[tuple[int, Points], Mapping[str, BlockCost]] = {}
+        for n, c in zip(self.names, self.costs):
+            if (id(c), n) not in known:
+                known[id(c), n] = priced(n, c)
+        costs = [known[id(c), n] for n, c in zip(self.names, self.costs)]
+        return replace(self, costs=costs, host_limit=math.inf)
 
     def smallest(self) -> tuple[int, Points]:
         """The least bytes that any plan needs, and that plan."""

@@ -61,7 +61,7 @@ from paradyse.runtime.frame import MakeFrame
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.torch_private import at_end_of_backward, saved_tensors_hooks_are_free
 from paradyse.types import HEAD, Plan, Workload
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import lies_on_host, rows_here
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,7 @@ class Feedback:
         if program.device.type == "cuda":
             record.watch = StepWatch(DeviceMemory(reset=False))
         elif saved_tensors_hooks_are_free():
-            given = (a.local if isinstance(a, ShardedTensor) else a for a in args)
-            record.watch = StepWatch(SavedMemory(given))
+            record.watch = StepWatch(SavedMemory(map(rows_here, args)))
         return record
 
     def _start_agreement(self, program: Program) -> None:
@@ -382,4 +381,4 @@ def _missing_gradients(args: Sequence[Any]) -> int:
     missing = (
         a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and a.grad is None
     )
-    return sum((a.local if isinstance(a, ShardedTensor) else a).nbytes for a in missing)
+    return sum(rows_here(a).nbytes for a in missing if not lies_on_host(a))

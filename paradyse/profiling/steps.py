@@ -42,7 +42,7 @@ from paradyse.types import (
     Point,
     Workload,
 )
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import lies_on_host, rows_here, used_on
 
 MakeBatch = Callable[[int, int], Mapping[str, Any]]
 """From (batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
@@ -70,7 +70,7 @@ class Steps:
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
         self.parameters = list(self.model.parameters())
-        self.device = self.parameters[0].device
+        self.device = used_on(self.parameters[0])
         self.blocks: tuple[BlockSpec, ...] = ()
         """Blocks in the order of computation."""
         self.head: HeadSpec | None = None
@@ -223,13 +223,12 @@ def static_bytes(model: torch.nn.Module, training: bool) -> int:
     """Bytes of ``model``'s weights, buffers and, in ``training``, gradients; on CUDA also of all
     else that this process holds."""
     parameters = list(model.parameters())
-    weights = [p.local if isinstance(p, ShardedTensor) else p for p in parameters]
-    sizes = [w.untyped_storage().nbytes() for w in weights]
-    grads = [w.nbytes for w, p in zip(weights, parameters) if p.requires_grad]
+    here = [p for p in parameters if not lies_on_host(p)]
+    sizes = [rows_here(p).untyped_storage().nbytes() for p in here]
+    grads = [rows_here(p).nbytes for p in here if p.requires_grad]
     sizes += [b.untyped_storage().nbytes() for b in model.buffers()]
     held = sum(sizes) + sum(grads) * training
-    on_cuda = parameters[0].device.type == "cuda"
-    return max(held, torch.cuda.memory_allocated()) if on_cuda else held
+    return max(held, torch.cuda.memory_allocated()) if torch.cuda.is_available() else held
 
 
 @contextmanager

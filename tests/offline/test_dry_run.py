@@ -31,11 +31,11 @@ from paradyse.offline.dry_run import (
     fake_world,
     measure_step,
 )
-from paradyse.offline.outlook import MIXTURE, NO_LEVERS, Outlook, look_ahead
+from paradyse.offline.outlook import MIXTURE, NO_LEVERS, Outlook, PaperCosts, look_ahead
 from paradyse.offline.timeline import Sample, Timeline, fit_growth
 from paradyse.planning.costs import Machine
 from paradyse.runtime.saved_memory import Saved
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
 
 SEQ_LEN = 92
 """Two ranks hold 46 tokens each, without padding."""
@@ -214,6 +214,23 @@ def test_more_memory_trains_longer_and_none_trains_nothing(llama8: DryRun) -> No
     assert all(little.longest[s] < much.longest[s] for s in little.longest)
     nothing = outlook_of(llama8, 2**10)
     assert set(nothing.longest.values()) == {0} and not nothing.forecasts[MIXTURE]
+
+
+def test_the_host_takes_what_blocks_keep(llama8: DryRun) -> None:
+    machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
+
+    def longest(levers: Sequence[str], **changes: Any) -> int:
+        here, memory = replace(machine, **changes), 2**28
+        found = look_ahead(llama8, here, [], torch.float32, memory_limit=memory, levers=levers)
+        return found.longest[MIXTURE]
+
+    none, alone = longest(()), longest(["offload"])
+    assert none <= longest(["offload"], host_capacity_bytes=2**20) < alone
+    costs, (block, *_) = PaperCosts(llama8, machine), llama8.blocks
+    w = Workload(1, alone, torch.float32, True, 8)
+    here, there = (costs.cost(block, f"megatron_cz{v}", w) for v in ("", "+offload"))
+    assert (there.saved_bytes, there.host_bytes) == (0, here.saved_bytes)
+    assert there.workspace_bytes == here.workspace_bytes + 2 * here.saved_bytes
 
 
 class Links(HTMLParser):
