@@ -46,9 +46,11 @@ def model_of(args: Namespace) -> Any:
     return llama(args.layers, args.hidden)
 
 
-def make_profile(rank: Rank, model: Any, args: Namespace, lengths: list[int], repeats: int) -> None:
-    """Writes ``args.profile_path``."""
-    options: Any = {"repeats": repeats, "options": {"inner": args.inner}}
+def make_profile(
+    rank: Rank, model: Any, args: Namespace, lengths: list[int], **options: Any
+) -> None:
+    """Writes ``args.profile_path``; ``options`` are those of ``paradyse.profile``."""
+    options |= {"options": {"inner": args.inner}}
     options["progress"] = lambda p: rank.report(f"profile: {p.done} of {p.total}  {p.text}")
     paradyse.profile(model, args.profile_path, lengths, **options)
 

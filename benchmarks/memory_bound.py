@@ -15,21 +15,17 @@ runs.
 import math
 import tempfile
 from argparse import Namespace
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from bounded import MOST, Bounded
 from contenders import AUTO, make_profile, model_of
 from runner import Benchmark, benchmark
 
 import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.planning.planner import format_bytes
-from paradyse.profiling.steps import Steps
-from paradyse.runtime.registry import captures_of
 from paradyse.types import ATTENTION_STRATEGIES, Plan
 
 OPTIONS: dict[str, Any] = {"hidden": 256, "layers": 4, "ranks": 2, "inner": "inductor"}
@@ -40,40 +36,6 @@ QUICK = {"longest": 512, "layers": 2, "hidden": 64, "inner": "eager"}
 
 PARTS = (0.25, 0.5)
 """Of the longest profiled length: where the limits are."""
-
-CLOSE = 1 / 256
-"""Step of the search by measurement, as a share of the predicted length."""
-
-MOST = 1 << 24
-"""Tokens up to which the planner looks for the longest length."""
-
-
-class Bounded(Steps):
-    """Steps of one model, maybe under a memory limit, and the planner that plans them."""
-
-    def __init__(self, model: Any, options: Mapping[str, Any], shortest: int):
-        super().__init__(model, options, 1, True, None)
-        self.find_blocks(shortest)
-        mine = [c for c in captures_of(model) if c.options.plan == self._current_plan]
-        self.planner = [g.choice.planner for c in mine for g in c.graphs.values() if g.blocks][-1]
-
-    def held(self, plan: str, seq_len: int) -> float:
-        """Bytes measured, of the rank that holds most; infinitely many where no plan is given."""
-        if not seq_len:
-            return 0
-        try:
-            self.run(seq_len, plan)
-        except ValueError:  # refused on every rank alike
-            return math.inf
-        told = torch.tensor(self.planner.static_bytes + self.memory(seq_len, plan).peak_bytes)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return int(told)
-
-    def longest(self, strategy: str, limit: float, said: int) -> int:
-        """The longest length whose step is measured to fit, ``said`` to be predicted; or 0."""
-        start = max(1, said)
-        lengths = range(0, 2 * start + 1, math.ceil(CLOSE * start))
-        return lengths[bisect_right(lengths, limit, key=lambda n: self.held(strategy, n)) - 1]
 
 
 def measure(rank: Rank, args: Namespace) -> list[dict[str, Any]]:
@@ -108,13 +70,9 @@ def bound(rank: Rank, bounded: Bounded, plans: Mapping[str, Plan], limit: int) -
         of[s] = {"said": said, "held": held, "real": real, "auto": bounded.held(AUTO, real)}
     said = planner.longest(bounded.workload(1), MOST)
     chosen = planner.plan(bounded.workload(said)).strategies if said else ()
-    row = {"limit": limit, "static": planner.static_bytes, "strategies": of, "refusal": ""}
+    row = {"limit": limit, "static": planner.static_bytes, "strategies": of}
     row |= {"said": said, "held": bounded.held(AUTO, said), "plan": Counter(chosen)}
-    try:
-        bounded.run(max(2, said + said // 50), AUTO)
-    except ValueError as e:
-        row["refusal"] = str(e)
-    return row
+    return row | {"refusal": bounded.refusal(max(2, said + said // 50), AUTO)}
 
 
 def share(num_bytes: float, limit: int) -> str:

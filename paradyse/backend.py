@@ -116,7 +116,7 @@ class Capture:
         self._batch = BatchChecksum()
         self._replicas_agree = False
         plan = "a function" if callable(options.plan) else options.plan
-        limits = options.levers, options.memory_limit, options.smoothing
+        limits = options.levers, options.memory_limit, options.host_memory, options.smoothing
         self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
         problem = _empty_input(self.placeholders, examples)
         if problem:
@@ -197,7 +197,7 @@ class Capture:
         ``sharded``."""
         held = [w for w in (p() for p in self.parameters) if w is not None]
         held = [w for w in held if sharded or not isinstance(w, ShardedTensor)]
-        sums = [rows_here(w).detach().double().sum() for w in held]
+        sums = [rows_here(w).detach().double().sum().cpu() for w in held]
         return checksum([torch.stack(sums)]) if sums else 0
 
     def _whole_graph(self, examples: Sequence[Any]) -> Any:

@@ -54,7 +54,14 @@ _POINTS = tuple(
 _HEADS = tuple("+".join(levers) for levers in LEVER_SETS[HEAD])
 """What plans may say of a block and of the head: ranks tell each other places in these."""
 
-_ALONE = Machine(1e14, 1e12, 0.0, 1e12, source="round numbers: one rank is not measured")
+_ALONE = Machine(
+    1e14,
+    1e12,
+    0.0,
+    1e12,
+    host_bandwidth=2.5e10,
+    source="round numbers: one rank is not measured",
+)
 """Rates of a rank that is alone. It chooses by memory, and of levers that fit by operations and
 bytes, whose ratio is a GPU's."""
 
@@ -102,8 +109,8 @@ class Choice:
             weakref.finalize(self, stepped.remove)
 
     def _cost_model(self) -> CostModel | None:
-        """Of the profile that the options name; on one rank there is nothing to choose."""
-        if self.options.cost_model is None or self.axis.size == 1 or not self.blocks:
+        """Of the profile that the options name."""
+        if self.options.cost_model is None or not self.blocks:
             return None
         present = Header(
             versions=present_versions(),
@@ -117,13 +124,23 @@ class Choice:
         return load_cost_model(self.options.cost_model, self.blocks, present)
 
     def _machine(self, dtype: torch.dtype) -> Machine:
+        """The rates, and of the host the memory that weights leave there."""
+        machine, host_bytes = self._measured(dtype), self.optimizers.static_bytes(on_host=True)
+        if not host_bytes or machine.host_capacity_bytes is None:
+            return machine
+        return replace(machine, host_capacity_bytes=machine.host_capacity_bytes - host_bytes)
+
+    def _measured(self, dtype: torch.dtype) -> Machine:
         """Rates as measured with the profile, else now, and of one rank not at all; the memory is
         always what is there."""
         if self.axis.size > 1 and self.cost_model is None:
             return measure_machine(self.axis, dtype)
         if self._rates is None:
             rates = _ALONE if self.cost_model is None else self.cost_model.machine
-            self._rates = replace(rates, capacity_bytes=agreed_capacity(self.axis))
+            capacity_bytes, host_bytes = agreed_capacity(self.axis)
+            rates = replace(rates, capacity_bytes=capacity_bytes, host_capacity_bytes=host_bytes)
+            on_cpu = device_of(self.axis.group).type == "cpu"
+            self._rates = replace(rates, host_bandwidth=None) if on_cpu else rates
         return self._rates
 
     def _plan(self, workload: Workload) -> Plan:

@@ -59,6 +59,8 @@ class Options:
     """Path of a profile; None: the analytic prior."""
     memory_limit: int | None = None
     """Bytes per rank that a plan may need; None: the device's capacity less a reserve."""
+    host_memory: int | None = None
+    """Bytes per rank that blocks may keep on the host; None: the host's less a reserve."""
     smoothing: float = 0.05
     """Keep the previous plan while its predicted time is within this share of the best."""
     retry_out_of_memory: bool = True
@@ -329,6 +331,7 @@ def parse_options(
         "levers": lambda v: check_levers(_names(v, "levers"), "option 'levers'"),
         "cost_model": _cost_model,
         "memory_limit": parse_bytes,
+        "host_memory": lambda v: parse_bytes(v, "option 'host_memory'"),
         "smoothing": _smoothing,
         "retry_out_of_memory": lambda v: _flag(v, "retry_out_of_memory"),
         "mesh": lambda v: v,  # checked where its ranks are looked up

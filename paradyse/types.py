@@ -14,23 +14,44 @@ ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z",
 REPLICATED = "replicated"
 """How blocks run on one rank, or where a capture has nothing to split; a plan cannot choose it."""
 
-LEVERS = ("recompute", "selective", "tiled", "vocabulary")
+LEVERS = ("recompute", "selective", "tiled", "vocabulary", "offload")
 """Ways to trade time for memory, in the order in which a point lists them.
 
 ``recompute`` keeps a block's input alone and computes the block again in backward; ``selective``
 also keeps what attention made; ``tiled`` computes chunks of tokens one after the other, each again
-in its backward; ``vocabulary``: each rank multiplies the rows of the head that it holds."""
+in its backward; ``vocabulary``: each rank multiplies the rows of the head that it holds;
+``offload``: what a block keeps under its other levers lies on the host until its backward."""
 
 HEAD = "head"
 """Kind of the last linear with the loss, beside the kinds of blocks."""
 
 LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "attention": ((), ("recompute",), ("selective",)),
-    "mlp": ((), ("recompute",), ("selective",), ("tiled",)),
+    "attention": (
+        (),
+        ("recompute",),
+        ("selective",),
+        ("offload",),
+        ("recompute", "offload"),
+        ("selective", "offload"),
+    ),
+    "mlp": (
+        (),
+        ("recompute",),
+        ("selective",),
+        ("tiled",),
+        ("offload",),
+        ("recompute", "offload"),
+        ("selective", "offload"),
+        ("tiled", "offload"),
+    ),
     HEAD: ((), ("tiled",)),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
-says anew what is kept for backward."""
+says anew what is kept for backward, but for ``offload``, which says where."""
+
+
+KEEPING_INPUT = (("selective",), ("tiled",))
+"""Levers of an MLP under which it keeps its input and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +113,35 @@ class Point:
         """Whether the block runs again in backward as a whole."""
         return "recompute" in self.levers
 
+    def makes_input_of(self, after: Point) -> bool:
+        """Whether the block right behind, under ``after``, does not keep its input: this one runs
+        again before its own backward, and then gives it."""
+        return self.recomputes and after.levers in KEEPING_INPUT
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what the block keeps lies on the host until its backward."""
+        return "offload" in self.levers
+
     @property
     def variant(self) -> str:
         """The text of what computes the block, in forward and where it runs again."""
-        return str(replace(self, levers=tuple(v for v in self.levers if v != "recompute")))
+        return str(self._without("recompute", "offload"))
+
+    @property
+    def on_device(self) -> str:
+        """The text of the point that keeps the same on the device."""
+        return str(self._without("offload"))
+
+    def _without(self, *levers: str) -> Point:
+        return replace(self, levers=tuple(v for v in self.levers if v not in levers))
 
     def on_demand(self) -> Point:
         """The point where the user demands that nothing inside is kept for backward: chunks keep
         the block's input alone, whatever else they do; all others are computed again."""
-        return self if "tiled" in self.levers else replace(self, levers=("recompute",))
+        if "tiled" in self.levers:
+            return self
+        return replace(self, levers=("recompute", *(v for v in self.levers if v == "offload")))
 
 
 @dataclass(frozen=True)
@@ -134,6 +175,8 @@ class BlockSpec:
     """Lever, or point -> why the block cannot have it."""
     recompute: bool = False
     """The user demands that nothing inside is kept for backward (activation checkpointing)."""
+    follows: bool = False
+    """It is an MLP, and its input is what the attention right before it gives."""
 
     def feasible(self) -> tuple[str, ...]:
         """The strategies that can compute it."""
@@ -149,13 +192,13 @@ class BlockSpec:
         strategy, levers = Point.parse(point).strategy, Point.parse(point).levers
         if strategy in self.infeasible:
             return self.infeasible[strategy]
-        for name in (point, *levers):
+        for name in (point, *levers, *(f"{strategy}+{v}" for v in levers)):
             if name in self.refused_levers:
                 return self.refused_levers[name]
         if levers in LEVER_SETS[self.kind]:
             return ""
         legal = ", ".join("+".join(v) for v in LEVER_SETS[self.kind] if v)
-        return f"levers of such blocks are {legal}, one at a time, not {'+'.join(levers)}"
+        return f"levers of such blocks are {legal}, not {'+'.join(levers)}"
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,17 @@ class HeadStep(PieceStep):
 
 Step = BlockStep | PieceStep
 
+
+def input_of(steps: Sequence[Step], step: Step) -> fx.Node | None:
+    """What the attention right before ``step``, one of ``steps``, gives to it, if it is an MLP."""
+    before = steps[step.position - 1] if step.position else None
+    if not isinstance(step, BlockStep) or not isinstance(before, BlockStep):
+        return None
+    is_pair = (before.block.kind, step.block.kind) == ("attention", "mlp")
+    output = before.block.output
+    return output if is_pair and output in step.piece.inputs else None
+
+
 _Unit = tuple[int, bool, int, int, bool]
 """What a step is made of, and when it runs: number of blocks before it, whether it is one itself,
 changes of layout since, number of the head if it is one, whether its values are split."""

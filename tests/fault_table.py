@@ -403,9 +403,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a lever of the plan that nothing pulls",
         "paradyse/runtime/frame.py",
-        "if Point.parse(strategy).recomputes and torch.is_grad_enabled():",
+        "if point.recomputes and torch.is_grad_enabled():",
         "if False:",
         ("tests/runtime/test_limited_memory.py", "tests/strategies/test_recompute.py"),
+    ),
+    Fault(
+        "an input kept that the block before makes again",
+        "paradyse/runtime/remake.py",
+        "is_input = saved.shape == shape and storage_key(saved) == mine",
+        "is_input = False",
+        ("tests/runtime/test_remake.py",),
+    ),
+    Fault(
+        "what an attention keeps while it runs again forgotten behind it",
+        "paradyse/planning/costs.py",
+        "workspace_bytes=cost.workspace_bytes + again,",
+        "workspace_bytes=cost.workspace_bytes,",
+        ("tests/planning/test_solver.py",),
     ),
     Fault(
         "levers of a long sequence kept for short ones",
@@ -421,7 +435,35 @@ FAULTS: tuple[Fault, ...] = (
         "if True:",
         ("tests/planning/test_solver.py",),
     ),
+    Fault(
+        "more kept on the host than it has",
+        "paradyse/planning/solver.py",
+        "if plan is None or self.host_bytes(plan) <= self.host_limit:",
+        "if True:",
+        ("tests/planning/test_host_memory.py",),
+    ),
     # runtime
+    Fault(
+        "what is kept on the host stays on the device too",
+        "paradyse/runtime/offload.py",
+        "self._wait, self._memory = _nothing, None",
+        "self._wait = _nothing",
+        ("tests/runtime/test_offload.py",),
+    ),
+    Fault(
+        "memory of another tensor back from the host",
+        "paradyse/runtime/offload.py",
+        "at, start, size = 0, self._starts[index], self.host.page_bytes",
+        "at, start, size = 0, self._starts[0], self.host.page_bytes",
+        ("tests/runtime/test_offload.py",),
+    ),
+    Fault(
+        "pages of the host never given back",
+        "paradyse/runtime/offload.py",
+        "        self.host.give(self._pages)\n",
+        "",
+        ("tests/runtime/test_offload.py",),
+    ),
     Fault(
         "stale plan for another length",
         "paradyse/runtime/guard.py",

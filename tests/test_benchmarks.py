@@ -18,7 +18,7 @@ from paradyse.cli.charts import svg_of, write_png
 from paradyse.cli.launch import Rank
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SHARED = ("runner", "contenders", "counterparts", "attention_cases")
+SHARED = ("runner", "bounded", "contenders", "counterparts", "attention_cases")
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - set(SHARED))
 
 

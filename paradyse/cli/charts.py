@@ -22,7 +22,8 @@ from paradyse.types import ATTENTION_STRATEGIES, LEVERS
 COLOURS = dict(
     zip(ATTENTION_STRATEGIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"), strict=True)
 )
-COLOURS |= dict(zip(LEVERS, ("#999999", "#56b4e9", "#f0e442", "#666666"), strict=True))
+COLOURS |= dict(zip(LEVERS, ("#999999", "#56b4e9", "#f0e442", "#666666", "#882255", "#44aa99")))
+COLOURS["no levers"] = "#a6761d"
 BLACK = "#000000"
 """Of what chooses among strategies; drawn thicker."""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 760, 380, 70, 46, 16, 150
@@ -188,6 +189,14 @@ def write_page(path: Path, page: Page, tables: Sequence[Table]) -> None:
         f"<body>{''.join(body)}</body></html>\n"
     )
     write_whole(path, text.encode())
+
+
+def write_svg(path: Path, chart: Chart) -> None:
+    """Writes ``chart`` to ``path`` as a picture by itself, on white."""
+    font = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" '
+    white = '<rect width="100%" height="100%" fill="#fff"/><title>'
+    svg = svg_of(chart).replace("<svg ", font, 1).replace("<title>", white, 1)
+    write_whole(path, svg.encode())
 
 
 def write_png(path: Path, page: Page) -> bool:

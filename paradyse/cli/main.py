@@ -220,9 +220,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
-    _count(group, "--gpus", "devices of the cluster (default: 8)", low=2)
+    _count(group, "--gpus", "devices of the cluster (default: 8)")
     text = "at rest 1/N on each device (the default), or whole"
     _flag(group, "--weights", text, choices=("sharded", "replicated"))
+    text = "weights at rest, gradients and optimizer states on the host (default: the device)"
+    _flag(group, "--offload", text, choices=("optimizer",))
     _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")
 
 
@@ -232,6 +234,8 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     text = "sequence lengths to measure (default: 128:2048:5)"
     _flag(parser, "--lengths", text, [128, 256, 512, 1024, 2048], _length_grid, grid)
     _add_strategies(parser, "what to measure")
+    text = "levers measured too, each with every strategy (default: none, predicted from shapes)"
+    _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_memory_limit(parser, "a strategy that needs more on a rank is measured no further")
     text = "timed steps of each strategy at each length, up to 5 times as many where they are short"
     _count(parser, "--repeats", text, 5)

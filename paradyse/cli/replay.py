@@ -139,7 +139,8 @@ def block_kinds(compiled: torch.nn.Module, num_tokens: int) -> list[str]:
     """The kinds of the blocks of a ``compiled`` model that has run with ``num_tokens``."""
     import paradyse
 
-    return [b.kind for b in paradyse.explain(compiled, 1, num_tokens).blocks]
+    report = paradyse.explain(compiled, 1, num_tokens)
+    return [b.kind for b in report.blocks if b.kind != HEAD]
 
 
 Trace = Sequence[tuple[int, dict[str, Tensor], str]]

@@ -41,6 +41,9 @@ class Device:
     """Memory as the driver reports it."""
     link_bandwidth: float
     """Bytes per second that one device sends to others of its node, one direction."""
+    host_bandwidth: float = 32 * GB
+    """Peak bytes per second between the device and the host's memory, one direction: PCIe 4.0 of
+    16 lanes, 64 GB/s both directions together."""
     matmul_share: float = 0.8
     """Of the peak, by a large matmul. 8192 x 8192 x 8192 in bfloat16 on random data: 798 TFLOP/s
     on an H100 and 788 on an H200 (torch 2.11, measured), 0.80 of 989; 0.8 to 0.9 is also what the
@@ -51,6 +54,9 @@ class Device:
     memory_share: float = 0.9
     """Of the peak, by an elementwise operator. A copy on an H100 moves 3.0 of 3.35 TB/s, on an H200
     4.3 of 4.8 (torch 2.11, measured)."""
+    host_share: float = 0.77
+    """Of the peak, by copies from and to pinned memory: 24.8 of 32 GB/s on an A100 (nvbandwidth
+    0.8, eight A100-SXM4-80GB; NVIDIA developer forums, thread 352186)."""
     op_overhead_s: float = 5e-6
     """Seconds to launch one operator from Python: the default of ``costs.Machine``."""
 
@@ -68,6 +74,9 @@ class Network:
     node_bandwidth: float = 8 * 25 * GB
     """Bytes per second that a node sends to others, one direction, shared by its devices: eight
     ports of 200 Gbit/s (HDR InfiniBand; DGX A100 datasheet, NVIDIA, 2020)."""
+    host_bytes: int = 2 * 2**40
+    """Memory of a node's host, shared by its devices (datasheets of DGX A100 640GB, DGX H100 and
+    DGX H200: system memory 2 TB)."""
     link_share: float = 0.8
     """Of a link's bandwidth, by collectives. NCCL's own table takes 20 of 25 GB/s of an NVLink of
     Ampere (``SM80_NVLINK_BW``, src/graph/topo.h)."""
@@ -99,8 +108,8 @@ _A100_FLOPS[torch.float64] = 19.5e12
 _H100_FLOPS = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12}
 _H100_FLOPS[torch.float64] = 67e12
 # FlashAttention-2 reaches 0.35 of an H100's peak (arXiv 2407.08608, abstract); version 3's 0.75
-# takes instructions that our kernels do not use.
-_HOPPER = {"link_bandwidth": 450 * GB, "attention_share": 0.35}
+# takes instructions that our kernels do not use. PCIe 5.0: 128 GB/s both directions together.
+_HOPPER = {"link_bandwidth": 450 * GB, "host_bandwidth": 64 * GB, "attention_share": 0.35}
 
 DEVICES: dict[str, Device] = {
     d.name: d
@@ -115,7 +124,11 @@ DEVICES: dict[str, Device] = {
 
 # One port of 400 Gbit/s for each device (NDR; DGX H100 datasheet, NVIDIA, 2022).
 _NDR = Network(node_bandwidth=8 * 50 * GB)
-NETWORKS: dict[str, Network] = {"h100-80gb": _NDR, "h200-141gb": _NDR}
+NETWORKS: dict[str, Network] = {
+    "a100-40gb": Network(host_bytes=2**40),  # DGX A100 320GB: system memory 1 TB
+    "h100-80gb": _NDR,
+    "h200-141gb": _NDR,
+}
 """By the device they come with, where it is not ``Network``'s default."""
 
 
@@ -199,7 +212,7 @@ def _dtype(name: str, file: str) -> torch.dtype:
     return found
 
 
-_WHOLE = ("capacity_bytes", "gpus_per_node")
+_WHOLE = ("capacity_bytes", "gpus_per_node", "host_bytes")
 """Fields that have no fractions."""
 
 
@@ -235,7 +248,7 @@ def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloa
     links = _links(network, link, num_gpus)
     names = "; ".join(dict.fromkeys(d.name for d in devices))
     slowest = " (slowest rate and smallest memory of each)" if len(devices) > 1 else ""
-    nodes = -(-num_gpus // network.gpus_per_node)
+    nodes, on_node = -(-num_gpus // network.gpus_per_node), min(num_gpus, network.gpus_per_node)
     return Machine(
         matmul_flops=min(d.matmul_flops[dtype] * d.matmul_share for d in devices),
         memory_bandwidth=min(d.memory_bandwidth * d.memory_share for d in devices),
@@ -247,6 +260,8 @@ def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloa
         links=links,
         capacity_bytes=int(min(d.capacity_bytes for d in devices) * (1 - RESERVE)),
         communicator_bytes=NCCL_COMMUNICATOR_BYTES if num_gpus > 1 else 0,
+        host_bandwidth=min(d.host_bandwidth * d.host_share for d in devices),
+        host_capacity_bytes=int(network.host_bytes * (1 - RESERVE)) // on_node,
         source=f"on paper: {num_gpus} x {names}{slowest}, {nodes} node{'s' * (nodes > 1)}",
     )
 
@@ -297,12 +312,14 @@ def describe_cluster(cluster: Cluster, num_gpus: int) -> Sequence[tuple[str, str
         rates = (
             f"{peak:.0f} TFLOP/s x {d.matmul_share:g} (attention x {d.attention_share:g}), "
             f"{d.memory_bandwidth / GB:.0f} GB/s x {d.memory_share:g}, "
-            f"{d.capacity_bytes / 2**30:.1f} GiB, link {d.link_bandwidth / GB:.0f} GB/s"
+            f"{d.capacity_bytes / 2**30:.1f} GiB, link {d.link_bandwidth / GB:.0f} GB/s, "
+            f"host {d.host_bandwidth / GB:.0f} GB/s x {d.host_share:g}"
         )
         rows.append((d.name, rates))
     n, ports = cluster.network, cluster.network.node_bandwidth / GB
     links = f"{ports:.0f} GB/s from node to node, links x {n.link_share:g}"
-    rows.append(("network", f"{n.gpus_per_node} a node, {links}"))
+    host = f"{n.host_bytes / 2**30:.0f} GiB on its host"
+    rows.append(("network", f"{n.gpus_per_node} a node, {host}, {links}"))
     if len(cluster.devices) > 1:
         rows.append(("unequal", "the slowest rate and the smallest memory hold for every rank"))
     return rows

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,17 +30,18 @@ from paradyse.kernels.attention_mask import position_intervals
 from paradyse.offline.ops import bodies
 from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
 from paradyse.passes.retrace import InputLike
-from paradyse.passes.split_steps import BlockStep, PieceStep, Step
+from paradyse.passes.split_steps import BlockStep, HeadStep, PieceStep, Step
 from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
-from paradyse.runtime.describe import describe_blocks
+from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import Frame, Wholes
 from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
+from paradyse.strategies.tiles import cut_into
 from paradyse.torch_private import FakeTensorMode
-from paradyse.types import REPLICATED, BlockSpec, Point
+from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.layout import even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form
@@ -49,6 +50,9 @@ CHUNKS = (8, 16, 32, 64)
 """Lengths to measure at, in chunks of which a rank holds two (``TokenLayout``). Sizes are linear in
 the tokens, or quadratic where there are scores: two or three give the polynomial, and one more is
 held against it."""
+
+TILES = 2
+"""How many tiles of tokens are run: each further one holds as much as the second."""
 
 FEW_GROUPS = 3
 """How many groups of ``metp`` are run: each of the others adds as many bytes as the last one."""
@@ -63,8 +67,6 @@ class Sizes:
     """The growth with one group of ``metp`` less, where not all groups are run."""
     num_more: int = 0
     """How many groups are not run."""
-    tiled: bool = False
-    """Whether no more than a tile of tokens is computed at once; ``growth`` is within one tile."""
     lasting: bool = False
     """Whether blocks read its results to the end, without a gradient, such as a rotary table."""
 
@@ -72,13 +74,10 @@ class Sizes:
         """Saved bytes and bytes of workspace with ``tokens`` on a rank, without weights.
 
         Args:
-            tile: tokens of a tile; None: it has all. Beyond one the gradients of the block's input
-                and of its output, which is as large, grow, and nothing else.
+            tile: most tokens of a tile; None: it has all.
         """
-        if self.tiled and tile is not None and tokens > tile:
-            (saved, _), (in_tile, workspace) = self.at(tokens), self.at(tile)
-            return saved, workspace + 2 * (saved - in_tile)
-        saved, peak = self.growth.at(tokens)
+        in_tile = tokens if tile is None else min(tile, tokens)
+        saved, peak = self.growth.at(tokens, TILES * in_tile)
         if self.before is not None:
             less, lower = self.before.at(tokens)
             saved += self.num_more * (saved - less)
@@ -92,32 +91,47 @@ class DryRun:
 
     blocks: tuple[BlockSpec, ...]
     sizes: Mapping[tuple[str, str], Sizes]
-    """Structure of a block and its variant, with levers or without -> its memory."""
+    """Structure of a block and its variant, with levers or without -> its memory. What goes to the
+    host is measured as kept on the device."""
     between: tuple[Sizes, ...]
-    """What lies between blocks: embedding, tables of positions, head and loss."""
+    """What lies between blocks or behind them and is not the head, and tables that blocks read."""
     num_ranks: int
     num_parameters: int
     static_bytes: int
-    """Bytes of weights, gradients and two moments of an optimizer, on one rank."""
+    """Bytes of weights, gradients and two moments of an optimizer, on one rank's device."""
     notes: tuple[str, ...]
+    before: tuple[Sizes, ...] = ()
+    """What runs before the first block, and is done with its backward after it: the embedding."""
+    head: HeadSpec | None = None
+    """None: there is none that could be computed otherwise."""
+    heads: Mapping[str, tuple[Sizes, ...]] = field(default_factory=dict)
+    """Levers of the head, as ``Plan.head`` has them -> memory of each head that there is."""
+    on_host_bytes: int = 0
+    """Of weights, gradients and moments, where they lie on the host."""
 
     def tokens(self, seq_len: int, batch: int) -> int:
         """How many tokens a rank holds of ``batch`` sequences of ``seq_len``, padding included."""
         return batch * TokenLayout(self.num_ranks, seq_len).local_len
 
     def block(self, block: BlockSpec, point: str) -> Sizes:
-        """Memory of ``block`` under ``point``."""
-        return self.sizes[block.structure, canonical_strategy(block.kind, point)]
+        """Memory of ``block`` under ``point``, all of it on the device."""
+        on_device = Point.parse(point).on_device
+        return self.sizes[block.structure, canonical_strategy(block.kind, on_device)]
 
 
 def dry_run(
-    model: torch.nn.Module, batch: Mapping[str, Tensor], num_ranks: int, sharded: bool = True
+    model: torch.nn.Module,
+    batch: Mapping[str, Tensor],
+    num_ranks: int,
+    sharded: bool = True,
+    on_host: bool = False,
 ) -> DryRun:
     """Capture ``model`` for one of ``num_ranks`` ranks, and measure all its variants.
 
     Args:
         batch: one sequence of a few hundred tokens.
         sharded: weights at rest are 1/p on each rank.
+        on_host: they lie on the host, with their gradients and what the optimizer holds.
     Raises:
         ValueError: nothing in the model's graph can be split.
     """
@@ -125,28 +139,48 @@ def dry_run(
         program = capture_program(model, batch, axis)
         blocks = describe_blocks(program)
         sizes: dict[tuple[str, str], Sizes] = {}
-        between = []
-        for step in program.steps:
-            if isinstance(step, PieceStep):
-                between.append(measure_step(program, step, ""))
-                continue
+        for step in program.block_steps:
             spec = blocks[step.index]
             strategies = spec.feasible() if num_ranks > 1 else (REPLICATED,)
-            for point in spec.points(strategies):
+            for point in dict.fromkeys(Point.parse(p).on_device for p in spec.points(strategies)):
                 key = (spec.structure, canonical_strategy(spec.kind, point))
                 if key not in sizes:
                     sizes[key] = measure_step(program, step, point)
+        before, between = _measure_pieces(program)
         parameters = list(model.parameters())
-        held = sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
+        held = 4 * sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
         return DryRun(
             blocks,
             sizes,
-            tuple(between),
+            between,
             num_ranks,
             sum(p.numel() for p in parameters),
-            4 * held,
+            0 if on_host else held,
             tuple(program.ctx.notes),
+            before,
+            describe_head(program),
+            _measure_heads(program),
+            held if on_host else 0,
         )
+
+
+def _measure_pieces(program: Program) -> tuple[tuple[Sizes, ...], tuple[Sizes, ...]]:
+    """``DryRun.before`` and ``DryRun.between``."""
+    first = min(s.position for s in program.block_steps)
+    before, between = list[Sizes](), list[Sizes]()
+    for step in program.steps:
+        if isinstance(step, PieceStep) and not isinstance(step, HeadStep):
+            sizes = measure_step(program, step, "")
+            early = step.position < first and not sizes.lasting
+            (before if early else between).append(sizes)
+    return tuple(before), tuple(between)
+
+
+def _measure_heads(program: Program) -> dict[str, tuple[Sizes, ...]]:
+    """``DryRun.heads``."""
+    spec, steps = describe_head(program), [s for s in program.steps if isinstance(s, HeadStep)]
+    points = spec.points() if spec else ()
+    return {v: tuple(measure_step(program, step, v) for step in steps) for v in points}
 
 
 def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
@@ -163,8 +197,7 @@ def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
     used = getattr(variant, "used", ())  # groups of ``metp``
     if len(used) <= FEW_GROUPS:
         lasting = isinstance(step, PieceStep) and not any(map(_has_gradient, step.piece.outputs))
-        tiled = "tiled" in Point.parse(strategy).levers
-        return Sizes(_growth(program, step, strategy), tiled=tiled, lasting=lasting)
+        return Sizes(_growth(program, step, strategy), lasting=lasting)
     try:
         variant.used = used[: FEW_GROUPS - 1]
         before = _growth(program, step, strategy)
@@ -264,7 +297,8 @@ class _Alone(Frame):
     def __init__(self, program: Program, constants: Any, step: Step, timeline: Timeline):
         super().__init__(program, [None] * len(program.placeholders), constants)
         self.timeline = timeline
-        self.gathered_bytes = 0
+        self.gathered: dict[fx.Node, int] = {}
+        """Bytes of the weights that the step takes whole."""
         self.given: list[Tensor] = []
         self.tables = constants.common(step, self.seeds[step.index])
         self.held: list[Tensor] = []
@@ -293,6 +327,9 @@ class _Alone(Frame):
         self._hold(rows)
         return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
 
+    def _read_again(self, step: Step, strategy: str) -> None:
+        """No step is behind this one."""
+
     def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
         return tuple(self._weight(*use) for use in uses)
 
@@ -304,7 +341,7 @@ class _Alone(Frame):
         w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
         self._hold(w)
         if form is None or node not in self.layouts:
-            self.gathered_bytes += like.nbytes
+            self.gathered[node] = like.nbytes
         return w
 
     def _hold(self, weight: Tensor) -> None:
@@ -329,6 +366,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
         position_intervals.cache_clear()
         stack.callback(position_intervals.cache_clear)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(cut_into(TILES))
         constants = program.make_constants(sizes)
         timeline, saved = Timeline(bodies(program.axis)), Saved()
         frame = _Alone(program, constants, step, timeline)
@@ -336,8 +374,10 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
         with timeline:
             with saved.watch():
                 frame.run_step(step, strategy)
-            outputs = [frame.env[n] for n in step.gives(strategy).outputs]
-            outputs = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+            made = {n: frame.env[n] for n in step.gives(strategy).outputs}
+            logits = step.logits if isinstance(step, HeadStep) else {}  # held, and not read
+            found = [x for n, x in made.items() if n not in logits]
+            outputs = [x for x in found if isinstance(x, Tensor) and x.requires_grad]
             kept = saved.num_bytes(frame.shared())
             if outputs:
                 grads = [torch.empty_like(x) for x in outputs]
@@ -349,5 +389,8 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
     given = sum(x.nbytes for x in frame.given if x.requires_grad)
     if Point.parse(strategy).recomputes:  # held by what runs again, where no hook sees it
         kept += given
-    alive = tuple(n + given for n in timeline.alive_bytes)
-    return Sample(kept, alive, frame.gathered_bytes, timeline.flops)
+    in_tile = tuple(timeline.tile_bytes) if any(timeline.tile_bytes) else ()
+    apart = in_tile or (0,) * len(timeline.alive_bytes)
+    alive = tuple(n - m + given for n, m in zip(timeline.alive_bytes, apart, strict=True))
+    gathered = sum(frame.gathered.values())
+    return Sample(kept, alive, gathered, timeline.flops, in_tile)

@@ -7,27 +7,29 @@ shapes of the captured blocks, at the rates of ``devices.machine_of``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
 from paradyse.config import Options
 from paradyse.offline.dry_run import DryRun, Sizes
+from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.explain import count_names
 from paradyse.planning.planner import Planner
-from paradyse.planning.prior import prior_cost
+from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.strategies import canonical_strategy
+from paradyse.strategies.head import TILE_TOKENS as HEAD_TILE_TOKENS
 from paradyse.strategies.tiles import tile_tokens
 from paradyse.types import (
     ATTENTION_STRATEGIES,
-    LEVER_SETS,
     LEVERS,
     REPLICATED,
     BlockSpec,
     HeadSpec,
     Plan,
+    Point,
     Workload,
 )
 
@@ -48,8 +50,6 @@ block's on their way while it runs (``unshard.LookAhead``)."""
 class PaperCosts:
     """Costs for a ``Planner``: times predicted, memory seen in a dry run."""
 
-    floor_bytes = 0
-    """Sharded weights' gradients are summed block by block."""
     margin = 0.0
     """Bytes are counted, not measured."""
 
@@ -60,6 +60,10 @@ class PaperCosts:
         """Of ``block`` under ``point`` for ``workload``."""
         prior = prior_cost(block, point, workload, self.machine, self.sharded)
         saved, workspace = self._held(self.run.block(block, point), workload)
+        if Point.parse(point).offloads:  # as ``lever_work.offload`` has it
+            return replace(
+                prior, saved_bytes=0, workspace_bytes=workspace + 2 * saved, host_bytes=saved
+            )
         return replace(prior, saved_bytes=saved, workspace_bytes=workspace)
 
     def rest(
@@ -68,21 +72,42 @@ class PaperCosts:
         blocks: Sequence[BlockSpec] = (),
         head: HeadSpec | None = None,
     ) -> BlockCost:
-        """Of embedding, head and loss for ``workload``: memory, and the time of their matmuls; the
-        same whatever the ``blocks`` and the ``head``."""
-        between, tokens = self.run.between, self.run.tokens(workload.seq_len, workload.batch)
-        flops = sum(sizes.growth.flops_at(tokens) for sizes in between)
-        tables = sum(self._held(sizes, workload)[0] for sizes in between if sizes.lasting)
-        # what the head saves is gone before any block's backward: it is workspace
-        most = max((sum(self._held(sizes, workload)) for sizes in between), default=0)
-        return BlockCost(flops / self.machine.matmul_flops, tables, most, 0)
+        """Of what is no block of ``workload`` and not the head: memory, and the time of its
+        matmuls; the same whatever the ``blocks`` and the ``head``."""
+        run, tokens = self.run, self.run.tokens(workload.seq_len, workload.batch)
+        flops = sum(sizes.growth.flops_at(tokens) for sizes in (*run.before, *run.between))
+        # what lies behind blocks is done before any block's backward: all of it is workspace
+        held = [self._held(sizes, workload) for sizes in run.between if not sizes.lasting]
+        most = max(map(sum, held), default=0)
+        return BlockCost(flops / self.machine.matmul_flops, self._tables(workload), most, 0)
 
-    def _held(self, sizes: Sizes, workload: Workload) -> tuple[int, int]:
-        """Bytes saved and of workspace, weights included."""
+    def head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
+        """Of ``head`` with ``levers`` for ``workload``."""
+        prior = head_cost(head, levers, workload, self.machine, self.sharded)
+        batch = workload.batch
+        tile = batch * max(1, HEAD_TILE_TOKENS // batch)
+        held = [self._held(sizes, workload, tile) for sizes in self.run.heads[levers]]
+        saved, most = sum(s for s, _ in held), max(w for _, w in held)
+        return replace(prior, saved_bytes=saved, workspace_bytes=most)
+
+    def floor(self, workload: Workload) -> int:
+        """Bytes that a step of ``workload`` holds before the first block, whatever the plan."""
+        held = (sum(self._held(sizes, workload)) for sizes in self.run.before)
+        return self._tables(workload) + max(held, default=0)
+
+    def _tables(self, workload: Workload) -> int:
+        """Bytes that blocks read to the end, such as rotary tables."""
+        lasting = (sizes for sizes in self.run.between if sizes.lasting)
+        return sum(self._held(sizes, workload)[0] for sizes in lasting)
+
+    def _held(self, sizes: Sizes, workload: Workload, tile: int = 0) -> tuple[int, int]:
+        """Bytes saved and of workspace, weights included; tiles have ``tile`` tokens, by default
+        those of blocks."""
         batch = workload.batch
         tokens = self.run.tokens(workload.seq_len, batch)
-        saved, workspace = sizes.at(tokens, batch * tile_tokens(batch))
-        return saved, workspace + RESIDENT * sizes.growth.gathered_bytes * self.sharded
+        saved, workspace = sizes.at(tokens, tile or batch * tile_tokens(batch))
+        apart = self.sharded and (self.run.num_ranks > 1 or self.run.on_host_bytes > 0)
+        return saved, workspace + RESIDENT * sizes.growth.gathered_bytes * apart
 
 
 @dataclass(frozen=True)
@@ -97,6 +122,19 @@ class Forecast:
     fits: bool
     plan: Plan
     """The variant of every block, and the head's levers."""
+    held: tuple[Part, ...] = ()
+    """The parts of the peak."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far the mixture gets by some levers."""
+
+    levers: tuple[str, ...]
+    longest: Forecast | None
+    """The fastest plan that fits the longest sequences that fit; None: none do."""
+    least: tuple[tuple[int, int], ...]
+    """(Tokens of a sequence, bytes of a rank that the smallest plan needs), for each length."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +151,10 @@ class Outlook:
     forecasts: Mapping[str, tuple[Forecast, ...]]
     """Strategy, or ``MIXTURE`` -> one for each length; the mixture's only where it fits."""
     longest: Mapping[str, int]
-    """Strategy, ``MIXTURE`` or ``NO_LEVERS`` -> the longest length that fits, in tokens; 0: none
-    does. Also of the mixture with one lever alone, where there are several."""
+    """Strategy, or mixture of ``lever_sets`` -> the longest length that fits, in tokens; 0: none
+    does."""
+    reaches: Mapping[str, Reach] = field(default_factory=dict)
+    """By mixture of ``lever_sets``."""
 
 
 def look_ahead(
@@ -144,7 +184,7 @@ def look_ahead(
     def planner_with(levers: Sequence[str]) -> Planner:
         # plans by length alone, not by what came before
         options = Options(smoothing=0.0, levers=tuple(levers))
-        known = run.static_bytes, sharded, costs
+        known = run.static_bytes, sharded, costs, run.head
         return Planner(options, run.blocks, run.num_ranks, lambda _: machine, *known)
 
     planner = planner_with(levers)
@@ -161,7 +201,8 @@ def look_ahead(
             infeasible[s] = why[0]
     static = {s: planner.static(s, workload(1)) for s in strategies if s not in infeasible}
     longest = {s: planner.longest(workload(1), LONGEST, plan) for s, plan in static.items()}
-    longest |= _longest_by_levers(planner_with, levers, run.blocks, workload(1))
+    by_levers = {name: planner_with(s) for name, s in lever_sets(run, levers).items()}
+    longest |= {name: p.longest(workload(1), LONGEST) for name, p in by_levers.items()}
     if callable(lengths):
         lengths = lengths(longest[MIXTURE])
     forecasts = {
@@ -170,29 +211,40 @@ def look_ahead(
     }
     possible = [w for w in map(workload, lengths) if planner.least_bytes(w) <= limit]
     forecasts[MIXTURE] = tuple(_forecast(planner, planner.plan(w), w) for w in possible)
-    return Outlook(run, machine, limit, batch, dtype, infeasible, forecasts, longest)
+    reaches = {
+        name: _reach(p, workload(longest[name]), [workload(n) for n in lengths])
+        for name, p in by_levers.items()
+    }
+    return Outlook(run, machine, limit, batch, dtype, infeasible, forecasts, longest, reaches)
 
 
-def _longest_by_levers(
-    planner_with: Callable[[Sequence[str]], Planner],
-    levers: Sequence[str],
-    blocks: Sequence[BlockSpec],
-    like: Workload,
-) -> dict[str, int]:
-    """The mixture's longest lengths: with all ``levers`` that ``blocks`` have, without any, and,
-    where there are several, with each alone."""
-    used = [v for v in levers if any(v in s for b in blocks for s in LEVER_SETS[b.kind])]
-    sets = {NO_LEVERS: (), MIXTURE: tuple(used)}
+def lever_sets(run: DryRun, levers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Mixtures by name, and what each may use of those ``levers`` that blocks or the head of
+    ``run`` can have: none, all, each alone, and all but each."""
+    of_blocks = {v for b in run.blocks for p in b.points() for v in Point.parse(p).levers}
+    of_head = {v for p in run.heads for v in p.split("+")}
+    used = tuple(v for v in levers if v in of_blocks | of_head)
+    sets = {NO_LEVERS: (), MIXTURE: used}
     if len(used) > 1:
-        sets |= {f"{MIXTURE}, {v}": (v,) for v in used}
-    return {name: planner_with(s).longest(like, LONGEST) for name, s in sets.items()}
+        sets |= {f"{MIXTURE}, {v} alone": (v,) for v in used}
+    if len(used) > 2:
+        sets |= {f"{MIXTURE}, all but {v}": tuple(u for u in used if u != v) for v in used}
+    return sets
+
+
+def _reach(planner: Planner, longest: Workload, workloads: Sequence[Workload]) -> Reach:
+    at_longest = None
+    if longest.seq_len:
+        at_longest = _forecast(planner, planner.plan(longest), longest)
+    least = tuple((w.seq_len, planner.least_bytes(w)) for w in workloads)
+    return Reach(planner.options.levers, at_longest, least)
 
 
 def _forecast(planner: Planner, plan: Plan, workload: Workload) -> Forecast:
     time_s, peak = planner.predict(plan, workload)
     fits = peak <= planner.memory_limit(workload.dtype)
-    variants = replace(plan, strategies=planner.variants(plan))
-    return Forecast(workload.seq_len, time_s, peak, fits, variants)
+    variants, held = replace(plan, strategies=planner.variants(plan)), planner.held(plan, workload)
+    return Forecast(workload.seq_len, time_s, peak, fits, variants, held)
 
 
 def plan_in_words(blocks: Sequence[BlockSpec], plan: Plan) -> str:

@@ -5,6 +5,9 @@ another length does the same operators on other sizes, each a polynomial of the 
 timelines of a few lengths give that of any length (``Growth``), and its peak exactly, although the
 moment of the peak may differ between lengths.
 
+What is made while a tile of tokens is computed is apart: it grows with the tile, and all else with
+the tokens that a rank holds.
+
 Buffers of operators that communicate count. Attention kernels are taken to allocate their results
 alone, as a flash kernel does.
 """
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from paradyse.runtime.saved_memory import storages
+from paradyse.strategies.tiles import inside_a_tile
 from paradyse.torch_private import (
     StorageWeakRef,
     TorchDispatchMode,
@@ -40,9 +44,11 @@ class Timeline(TorchDispatchMode):
         super().__init__()
         self.bodies = bodies
         self.alive_bytes: list[int] = []
+        self.tile_bytes: list[int] = []
+        """Of these, of storages made while a tile was computed."""
         self.flops = 0
         """Operations of matmuls, as ``torch.utils.flop_counter`` counts them."""
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: dict[int, tuple[StorageWeakRef, int, bool]] = {}
         self._given: set[int] = set()
 
     def given(self, values: Iterable[Any]) -> None:
@@ -66,15 +72,16 @@ class Timeline(TorchDispatchMode):
             if isinstance(x, Tensor) and not is_traceable_wrapper_subclass(x):
                 storage, key = x.untyped_storage(), storage_key(x)
                 if key not in self._given and key not in self._made:
-                    self._made[key] = (StorageWeakRef(storage), storage.nbytes())
+                    self._made[key] = (StorageWeakRef(storage), storage.nbytes(), inside_a_tile())
         self.mark()
         return out
 
     def mark(self) -> None:
         """Record what is alive now."""
-        for key in [k for k, (ref, _) in self._made.items() if ref.expired()]:
+        for key in [k for k, (ref, *_) in self._made.items() if ref.expired()]:
             del self._made[key]
-        self.alive_bytes.append(sum(n for _, n in self._made.values()))
+        self.alive_bytes.append(sum(n for _, n, _ in self._made.values()))
+        self.tile_bytes.append(sum(n for _, n, in_tile in self._made.values() if in_tile))
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,14 @@ class Sample:
 
     saved_bytes: int
     timeline: tuple[int, ...]
-    """Bytes alive after each operator; of tensors from before, only the block's input counts."""
+    """Bytes alive after each operator; of tensors from before, only the block's input counts. Those
+    made while a tile was computed are apart."""
     gathered_bytes: int
     """Bytes of weights that the block takes whole."""
     flops: int
     """Operations of its matmuls."""
+    in_tile: tuple[int, ...] = ()
+    """Beside each of ``timeline``, what was made while a tile was computed; (): there are none."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +112,26 @@ class Growth:
     """Coefficients [degree + 1]."""
     gathered_bytes: int
     """Bytes of weights that the block takes whole; sharded ones are freed after it."""
+    in_tile: np.ndarray | None = None
+    """Coefficients [operators, degree + 1] of what is beside ``timeline`` in tiles, by the tokens
+    of all tiles that were measured."""
 
     def flops_at(self, tokens: int) -> float:
         """Operations of the matmuls, forward and backward, with ``tokens`` on a rank."""
         return float(self.flops @ float(tokens) ** np.arange(len(self.flops)))
 
-    def at(self, tokens: int) -> tuple[int, int]:
-        """Saved bytes and peak bytes with ``tokens`` on a rank."""
-        powers = float(tokens) ** np.arange(len(self.saved))
-        return round(float(self.saved @ powers)), round(float((self.timeline @ powers).max()))
+    def at(self, tokens: int, in_tiles: int = 0) -> tuple[int, int]:
+        """Saved bytes and peak bytes with ``tokens`` on a rank.
+
+        Args:
+            in_tiles: tokens of as many tiles as were measured.
+        """
+        degrees = np.arange(len(self.saved))
+        powers = float(tokens) ** degrees
+        held = self.timeline @ powers
+        if self.in_tile is not None:
+            held = held + self.in_tile @ float(in_tiles) ** degrees
+        return round(float(self.saved @ powers)), round(float(held.max()))
 
 
 EXACT = 1e-6
@@ -133,11 +154,17 @@ def fit_growth(tokens: Sequence[int], samples: Sequence[Sample]) -> Growth:
     scale = float(tokens[0])  # solved in units of the shortest, so that powers stay small
     at = np.array(tokens, dtype=float) / scale
     powers = np.vander(at, len(samples) - 1, increasing=True)
-    values = np.array([(s.saved_bytes, s.flops, *s.timeline) for s in samples], dtype=float)
+    rows = [(s.saved_bytes, s.flops, *s.timeline, *s.in_tile) for s in samples]
+    values = np.array(rows, dtype=float)
     found = np.linalg.solve(powers[:-1], values[:-1])
     off = np.abs(powers[-1] @ found - values[-1])
     if (off > EXACT * np.abs(values).max(0) + 1).any():
         raise ValueError(f"bytes are no polynomial of the length: off by {off.max():.0f}")
     coefficients = (found / scale ** np.arange(len(found))[:, None]).T
-    timeline = np.unique(coefficients[2:], axis=0)
-    return Growth(coefficients[0], timeline, coefficients[1], samples[-1].gathered_bytes)
+    moments, gathered = lengths[0], samples[-1].gathered_bytes
+    timeline, in_tile = np.split(coefficients[2:], [moments])
+    if not len(in_tile):
+        return Growth(coefficients[0], np.unique(timeline, axis=0), coefficients[1], gathered)
+    both = np.unique(np.concatenate([timeline, in_tile], axis=1), axis=0)
+    timeline, in_tile = np.split(both, 2, axis=1)
+    return Growth(coefficients[0], timeline, coefficients[1], gathered, in_tile)

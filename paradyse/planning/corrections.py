@@ -6,8 +6,8 @@ will. Lengths count by their scale, a power of two of tokens, so that an error a
 such as Python's own time, is not taken for one at long ones. Memory at a scale that was not
 measured is corrected as at the nearest one that was.
 
-In all of this a ``key`` is a kind of block and a variant of it, a ``workload`` what a step is run
-on, a ``quantity`` one of the names below.
+In all of this a ``key`` is a kind of block and a variant of it, or the head and its levers, a
+``workload`` what a step is run on, a ``quantity`` one of the names below.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.time_ratios import Key, Ratios
-from paradyse.types import Point, Workload
+from paradyse.types import HEAD, Point, Workload
 
 TIME = "time"
 """Measured over predicted, of a key and by scale (``time_ratios``)."""
@@ -107,8 +107,9 @@ class Corrections:
 
 
 def _seen(key: Key, known: Callable[[Key], bool]) -> Key:
-    """``key``, or that of its strategy without levers where ``key`` is not ``known``."""
-    return key if known(key) else (key[0], Point.parse(key[1]).strategy)
+    """``key``, or that of its strategy without levers where ``key`` is not ``known``; heads have
+    no strategy."""
+    return key if known(key) or key[0] == HEAD else (key[0], Point.parse(key[1]).strategy)
 
 
 def nearest(row: Mapping[int, float], at: int) -> float:

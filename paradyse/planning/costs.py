@@ -9,10 +9,10 @@ number of ranks; ``sharded``: 1/p of the weights on each rank at rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paradyse.types import BlockSpec, Workload
+from paradyse.types import BlockSpec, Point, Workload
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring_exchange")
 """Names that ``distributed.collectives`` books bytes under, and ``Machine.links`` is keyed by."""
@@ -52,6 +52,11 @@ class Machine:
     """Memory of a rank less a reserve; None: unknown."""
     communicator_bytes: int = 0
     """Memory a process group takes on its device."""
+    host_bandwidth: float | None = None
+    """Bytes per second between the device's memory and the host's, one direction; None: they are
+    the same memory."""
+    host_capacity_bytes: int | None = None
+    """Memory of the host that a rank may use, less a reserve; None: unknown."""
     source: str = ""
     """Where the numbers come from."""
 
@@ -78,6 +83,8 @@ class BlockCost:
     """What the time comes from: "prior", "forest" or "polynomial" (``curves``), "online"."""
     memory_source: str = ""
     """"online" where the bytes were corrected by this run; empty where they are as predicted."""
+    host_bytes: int = 0
+    """Held on the host from the block's forward to its backward."""
 
 
 NOTHING = BlockCost(0.0, 0, 0, 0)
@@ -92,6 +99,41 @@ def without(whole: BlockCost, part: BlockCost) -> BlockCost:
         whole,
         time_s=max(0.0, whole.time_s - part.time_s),
         workspace_bytes=max(0, whole.workspace_bytes - held),
+    )
+
+
+def behind(
+    before: Mapping[str, BlockCost], first: str, cost: BlockCost, point: str, input_bytes: int
+) -> BlockCost:
+    """``cost`` of a block under ``point``, right behind a block under ``first``.
+
+    If that makes the input again, the input is not kept; what the block before keeps without levers
+    is there while this one runs backward.
+
+    Args:
+        before: costs of the block before.
+        input_bytes: of the input.
+    """
+    if not Point.parse(first).makes_input_of(Point.parse(point)):
+        return cost
+    again = before[Point.parse(first).strategy].saved_bytes
+    return replace(
+        cost,
+        saved_bytes=max(0, cost.saved_bytes - input_bytes),
+        workspace_bytes=cost.workspace_bytes + again,
+    )
+
+
+def join(first: BlockCost, second: BlockCost) -> BlockCost:
+    """The cost of two blocks, one right after the other, as of one block."""
+    late = second.left_bytes + first.workspace_bytes - second.saved_bytes
+    return BlockCost(
+        first.time_s + second.time_s,
+        first.saved_bytes + second.saved_bytes,
+        max(second.workspace_bytes, late),
+        first.comm_bytes + second.comm_bytes,
+        first.left_bytes + second.left_bytes,
+        host_bytes=first.host_bytes + second.host_bytes,
     )
 
 
@@ -121,3 +163,33 @@ def peak_bytes(costs: Sequence[BlockCost], rest: BlockCost = NOTHING) -> int:
         saved, left = saved + c.saved_bytes, left - c.left_bytes
         most = max(most, saved + left + c.workspace_bytes)
     return rest.saved_bytes + max(most, saved + rest.workspace_bytes)
+
+
+class CostTable(dict[str, BlockCost]):
+    """Point -> what ``cost`` says of it."""
+
+    def __init__(self, cost: Callable[[str], BlockCost]) -> None:
+        super().__init__()
+        self._cost = cost
+
+    def __missing__(self, point: str) -> BlockCost:
+        found = self[point] = self._cost(point)
+        return found
+
+
+def longest_length(need: Callable[[int], float], limit: float, most: int) -> int:
+    """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
+
+    Args:
+        need: of a length, growing with it.
+        most: the search ends here.
+    """
+    if need(1) > limit:
+        return 0
+    low, high = 1, 2
+    while high < most and need(high) <= limit:
+        low, high = high, high * 2
+    while high - low > max(1, low >> 10):
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= limit else (low, middle)
+    return low

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.planning.breakdown import Part
+from paradyse.planning.costs import BlockCost
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
-from paradyse.strategies import canonical_strategy
+from paradyse.planning.reasons import held_on_host, over, slower, why_chosen, why_not
 from paradyse.types import (
     ATTENTION_STRATEGIES,
+    HEAD,
+    LEVER_SETS,
     LEVERS,
     REPLICATED,
     BlockSpec,
@@ -26,6 +30,9 @@ from paradyse.types import (
 )
 
 Rows = list[tuple[str, ...]]
+
+WHOLE_LOGITS = "whole logits"
+"""A head without levers."""
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -87,7 +94,7 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """One block: what was chosen, and every strategy with its prediction."""
+    """One block, or the head: what was chosen, and every strategy with its prediction."""
 
     name: str
     kind: str
@@ -95,7 +102,7 @@ class BlockReport:
     """The mask in words; empty for an MLP."""
     chosen: str
     rows: tuple[StrategyRow, ...]
-    """One per strategy, and one per set of levers of the chosen one."""
+    """One per strategy, and one per set of levers of the chosen one; of the head one per set."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class PlanReport:
     workload: Workload
     plan: Plan
     blocks: tuple[BlockReport, ...]
+    """The head's is the last, where there is one."""
     static_plans: tuple[StrategyRow, ...]
     """Every strategy as the plan for all blocks."""
     time_s: float
@@ -121,6 +129,8 @@ class PlanReport:
     """On the profile that the costs come from."""
     levers: tuple[str, ...] = ()
     """Each lever of the plan, with what it costs and spares."""
+    held: tuple[Part, ...] = ()
+    """The parts of ``peak_bytes``."""
     kernels: tuple[str, ...] = ()
     """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
 
@@ -138,6 +148,9 @@ class PlanReport:
         if self.static_plans:
             rows = [r.cells() for r in self.static_plans]
             tables.append(("one strategy for all blocks", header, rows))
+        if self.held:
+            rows = [(what, format_bytes(n)) for what, n in self.held]
+            tables.append(("held at the peak", ("what", "bytes"), rows))
         return tables
 
     def _headline(self) -> str:
@@ -209,7 +222,7 @@ def explain_plan(
     return PlanReport(
         workload,
         plan,
-        blocks,
+        (*blocks, *_head_report(planner, workload, plan, costs)),
         tuple(_static_row(planner, workload, plan, s) for s in _strategies(planner)),
         time_s,
         peak,
@@ -218,6 +231,7 @@ def explain_plan(
         tuple(gathered),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
         _levers(planner, workload, plan),
+        planner.held(plan, workload),
         kernels,
     )
 
@@ -228,23 +242,21 @@ def _mask(block: BlockSpec) -> str:
     return "dense, not recovered" if block.mask is None else str(block.mask)
 
 
-def _slower(time_s: float, best_s: float) -> str:
-    return f"{time_s / best_s:.2f}x the time" if best_s > 0 else "no faster"
-
-
 def _strategies(planner: Planner) -> tuple[str, ...]:
     return (REPLICATED,) if planner.num_ranks == 1 else ATTENTION_STRATEGIES
 
 
-def _shown(planner: Planner, block: BlockSpec, chosen: str, training: bool) -> tuple[str, ...]:
+def _shown(planner: Planner, block: BlockSpec, chosen: str, workload: Workload) -> tuple[str, ...]:
     """Every strategy, and the chosen one with every set of levers that is allowed."""
     allowed = set(planner.options.levers)
+    if planner.machine(workload.dtype).host_bandwidth is None:
+        allowed.discard("offload")
     points = block.points((Point.parse(chosen).strategy,))
     texts = [
         *_strategies(planner),
         *(p for p in points if allowed.issuperset(Point.parse(p).levers)),
     ]
-    if block.recompute and training:
+    if block.recompute and workload.training:
         texts = [str(Point.parse(text).on_demand()) for text in texts]
     return tuple(dict.fromkeys((*texts, chosen)))
 
@@ -253,64 +265,43 @@ def _block_rows(
     planner: Planner, workload: Workload, plan: Plan, costs: Costs, i: int
 ) -> tuple[StrategyRow, ...]:
     block, chosen, rows = planner.blocks[i], plan.strategies[i], []
-    for s in _shown(planner, block, chosen, workload.training):
+    for s in _shown(planner, block, chosen, workload):
         if reason := block.why_not(s):
             rows.append(StrategyRow(s, f"infeasible: {reason}"))
             continue
-        c = costs[i][s]
-        why = _why_chosen if s == chosen else _why_not
-        sources = c.source, c.memory_source
-        held = c.saved_bytes + c.workspace_bytes
-        text = why(planner, workload, plan, i, s)
-        rows.append(StrategyRow(s, text, c.time_s, held, c.comm_bytes, *sources))
+        why = why_chosen if s == chosen else why_not
+        rows.append(_row(s, costs[i][s], why(planner, workload, plan, i, s)))
     return tuple(rows)
 
 
-def _why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
-    """Why block ``i`` has the point ``s``: of one with levers, why not without."""
-    if not Point.parse(s).levers or planner.asked_by_name(workload, i):
-        return "chosen"
-    if planner.blocks[i].recompute:
-        return "chosen; the model asks for gradient checkpointing"
-    peak, limit = _peak_with(planner, workload, plan, i, Point.parse(s).strategy)
-    return f"chosen; without levers: {_over(peak, limit)}" if peak > limit else "chosen"
+def _row(name: str, cost: BlockCost, why: str) -> StrategyRow:
+    held = cost.saved_bytes + cost.workspace_bytes
+    sources = cost.source, cost.memory_source
+    return StrategyRow(name, why, cost.time_s, held, cost.comm_bytes, *sources)
 
 
-def _why_not(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
-    """Why block ``i`` does not have the point ``s``."""
-    block, chosen, point = planner.blocks[i], plan.strategies[i], Point.parse(s)
-    costs = planner.costs(workload)[i]
-    if canonical_strategy(block.kind, s) == canonical_strategy(block.kind, chosen):
-        return f"the same variant as {chosen}"
-    if point.strategy not in (REPLICATED, *planner.options.strategies):
-        return "not in option 'strategies'"
-    slower = _slower(costs[s].time_s, costs[chosen].time_s)
-    if costs[s].time_s >= costs[chosen].time_s:
-        return slower
-    return f"{slower}, but {_why_not_faster(planner, workload, plan, i, s)}"
-
-
-def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, s: str) -> str:
-    """Why a point that is predicted to be faster was not taken."""
-    peak, limit = _peak_with(planner, workload, plan, i, s)
-    if peak > limit:
-        return _over(peak, limit)
-    if planner.asked_by_name(workload, i):
-        return f"the plan option asks for {plan.strategies[i]}"
-    return f"within {planner.options.smoothing:.0%} the previous plan is kept"
-
-
-def _peak_with(
-    planner: Planner, workload: Workload, plan: Plan, i: int, s: str
-) -> tuple[int, float]:
-    """Peak bytes of ``plan`` with the point ``s`` for block ``i``, and what it may need."""
-    swapped = replace(plan, strategies=(*plan.strategies[:i], s, *plan.strategies[i + 1 :]))
-    return planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+def _head_report(
+    planner: Planner, workload: Workload, plan: Plan, costs: Costs
+) -> tuple[BlockReport, ...]:
+    """Of the head, which has levers alone; nothing where it has none."""
+    head, rows, i = planner.head, [], len(planner.blocks)
+    if head is None or len(LEVER_SETS[HEAD]) == 1:
+        return ()
+    for levers in LEVER_SETS[HEAD]:
+        point, name = "+".join(levers), "+".join(levers) or WHOLE_LOGITS
+        if reasons := [head.infeasible[v] for v in levers if v in head.infeasible]:
+            rows.append(StrategyRow(name, f"infeasible: {reasons[0]}"))
+        elif point == plan.head:
+            rows.append(_row(name, costs[i][point], why_chosen(planner, workload, plan, i, point)))
+        elif set(levers) <= set(planner.options.levers):
+            rows.append(_row(name, costs[i][point], why_not(planner, workload, plan, i, point)))
+    return (BlockReport(HEAD, HEAD, "", plan.head or WHOLE_LOGITS, tuple(rows)),)
 
 
 def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]:
     """Each lever of ``plan``: where it is, and what a step would take without it."""
-    (time_s, peak), lines = planner.predict(plan, workload), []
+    (time_s, peak), lines = planner.predict(plan, workload), list[str]()
+    machine = planner.machine(workload.dtype)
     for lever in LEVERS:
         blocks = [lever in Point.parse(s).levers for s in plan.strategies]
         in_head = lever in plan.head.split("+")
@@ -323,6 +314,14 @@ def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]
             f"{format_seconds(less_s)} instead of {format_seconds(time_s)} a step, and a peak of "
             f"{format_bytes(more)} instead of {format_bytes(peak)}"
         )
+        if lever == "offload":
+            held, host = map(format_bytes, held_on_host(planner, workload, plan))
+            lines.append(f"on the host: {held} of {host}")
+    if "offload" in planner.options.levers and machine.host_bandwidth is None:
+        lines.append(
+            "lever offload by name alone: no link to another memory is known (the device's is the "
+            "host's, or the profile is older than what measures it)"
+        )
     return tuple(lines)
 
 
@@ -331,10 +330,6 @@ def _without(plan: Plan, lever: str) -> Plan:
         return "+".join(part for part in text.split("+") if part != lever)
 
     return Plan(tuple(map(less, plan.strategies)), less(plan.head))
-
-
-def _over(peak: int, limit: float) -> str:
-    return f"does not fit: needs {format_bytes(peak)} of {format_bytes(limit)}"
 
 
 def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> StrategyRow:
@@ -349,9 +344,9 @@ def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> Str
     if planner.variants(static) == planner.variants(plan):
         why = "this is the plan"
     elif peak > limit:
-        why = _over(peak, limit)
+        why = over(peak, limit)
     else:
-        why = _slower(time_s, planner.predict(plan, workload)[0])
+        why = slower(time_s, planner.predict(plan, workload)[0])
     sources = ", ".join(dict.fromkeys(c.source for c in chosen))
     memory = {c.memory_source for c in chosen}
     return StrategyRow(s, why, time_s, peak, sent, sources, min(memory, default=""))

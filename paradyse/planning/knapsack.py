@@ -30,7 +30,8 @@ MOST_STATES = 1 << 14
 class Kind:
     """What may be chosen for blocks of one kind, by arrays [points]."""
 
-    points: tuple[str, ...]
+    points: tuple[tuple[str, ...], ...]
+    """Each with the points of the blocks that are chosen together."""
     time: Array
     """Whole units, so that sums in another order are equal."""
     saved: Array

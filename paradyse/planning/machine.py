@@ -96,7 +96,12 @@ def _compute_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]
 
     tiny = torch.ones(8, device=device)
     op_s = min(_times(device, lambda: torch.add(tiny, 1.0), inner=100))
-    return {"matmul": matmul_s, "attention": attention_s, "memory": memory_s, "op": op_s}
+    times = {"matmul": matmul_s, "attention": attention_s, "memory": memory_s, "op": op_s}
+    if cuda:
+        host = torch.empty(x.shape, pin_memory=True)
+        copy_s = min(_times(device, lambda: host.copy_(x, non_blocking=True)))
+        times["host"] = copy_s / x.nbytes
+    return times
 
 
 def _link_times(device: torch.device, axis: Axis, block_id: int) -> dict[str, float]:
@@ -168,13 +173,15 @@ def measure_machine(
     return known[key]
 
 
-def agreed_capacity(axis: Axis, device: torch.device | None = None) -> int:
-    """Bytes of ``device`` that every rank of ``axis`` may use; a collective of all its ranks."""
+def agreed_capacity(axis: Axis, device: torch.device | None = None) -> tuple[int, int]:
+    """Bytes of ``device`` and bytes of its host that every rank of ``axis`` may use; a collective
+    of all its ranks."""
     device = device or device_of(axis.group)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
-    mine = float(device_capacity(device, local_ranks))
+    mine = [float(device_capacity(d, local_ranks)) for d in (device, torch.device("cpu"))]
     with disable_current_modes():
-        return int(_agree([mine], axis, device, torch.amin)[0])
+        on_device, on_host = _agree(mine, axis, device, torch.amin)
+    return int(on_device), int(on_host)
 
 
 def describe_device(device: torch.device) -> str:
@@ -204,6 +211,7 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         extra = _sent(name, _LARGE, p) - _sent(name, _SMALL, p)
         # Noise can make the difference vanish; half the large message's time is then the floor.
         links[name] = Link(small_s, extra / max(large_s - small_s, large_s / 2))
+    capacity_bytes, host_bytes = agreed_capacity(axis, device)
     latency_s = max((link.latency_s for link in links.values()), default=0.0)
     bandwidth = min(
         (link.bandwidth_bytes for link in links.values()), default=1.0 / times["memory"]
@@ -217,7 +225,9 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         op_overhead_s=times["op"],
         overlap=CUDA_OVERLAP if device.type == "cuda" else 0.0,
         links=links,
-        capacity_bytes=agreed_capacity(axis, device),
+        capacity_bytes=capacity_bytes,
         communicator_bytes=NCCL_COMMUNICATOR_BYTES if device.type == "cuda" and p > 1 else 0,
+        host_bandwidth=1 / times["host"] if "host" in times else None,
+        host_capacity_bytes=host_bytes,
         source=f"measured on {p} rank{'s' * (p > 1)}, {device.type}, {dtype}",
     )

@@ -30,7 +30,7 @@ from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
 from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine, without
 from paradyse.planning.curves import DEGREES, MIN_POINTS, At, Curve, GrowthFactor
-from paradyse.planning.prior import gradient_sum_s, head_cost, prior_cost
+from paradyse.planning.prior import gradient_sum_s, head_cost, head_sum_s, prior_cost
 from paradyse.planning.profile_file import (
     AGAIN,
     MEASURED,
@@ -40,7 +40,7 @@ from paradyse.planning.profile_file import (
     read_profile,
 )
 from paradyse.strategies import canonical_strategy
-from paradyse.types import BlockSpec, HeadSpec, Point, Workload
+from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ class CostModel:
         def measurable(at: At) -> BlockCost:
             return self.measurable(block, variant, replace(workload, batch=at[0], seq_len=at[1]))
 
-        if key not in self._fitted:
-            self._fitted[key] = self._fit(samples, measurable)
-        curves, prior = self._fitted[key], measurable((workload.batch, workload.seq_len))
+        curves = self._curves(key, measurable)
+        prior = measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         outside = self._outside(block, variant, workload)
         return replace(cost, time_s=cost.time_s + outside)
@@ -132,9 +131,32 @@ class CostModel:
         return replace(cost, time_s=cost.time_s - self._outside(block, point, workload))
 
     def head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
-        """The prior's answer for ``head`` with ``levers`` and ``workload``: no profile has it
-        apart."""
+        """Predicted cost of ``head`` with ``levers`` for ``workload``: as measured with these, else
+        by the prior."""
+        key = head_structure(head), levers, workload.training
+        samples = self._samples(key)
+        if not samples:
+            return self._prior_of_head(head, levers, workload)
+
+        def measurable(at: At) -> BlockCost:
+            of = replace(workload, batch=at[0], seq_len=at[1])
+            cost = self._prior_of_head(head, levers, of)
+            return replace(cost, time_s=cost.time_s - self._outside_head(head, of))
+
+        curves = self._curves(key, measurable)
+        prior = measurable((workload.batch, workload.seq_len))
+        cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
+        cost = replace(cost, time_s=cost.time_s + self._outside_head(head, workload))
+        return self._over_limit(cost, key, workload)
+
+    def _prior_of_head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
         return head_cost(head, levers, workload, self.machine, self.profile.header.sharded)
+
+    def _outside_head(self, head: HeadSpec, workload: Workload) -> float:
+        """As ``_outside``."""
+        if self.profile.header.sharded or not workload.training:
+            return 0.0
+        return head_sum_s(head, workload, self.machine)
 
     def rest(
         self,
@@ -145,19 +167,26 @@ class CostModel:
         """Predicted for what of ``workload`` is in no block nor in ``head``, as far as enough was
         measured.
 
-        The head was measured with whole logits: what the prior says of that is taken off. So is
-        what ``cost`` adds for ``blocks``, as for the strategies that sum all their
-        gradients: it was measured under all of them, and most do.
+        A head that was not measured apart was measured with the rest, its logits whole: what the
+        prior says of that is taken off. So is what ``cost`` adds for ``blocks``, as for the
+        strategies that sum all their gradients: it was measured under all of them, and most do.
         """
-        key = REST, "", workload.training
-        if key not in self._fitted:
-            self._fitted[key] = self._fit(self._samples(key), None)
-        if not self._fitted[key]:
+        curves = self._curves((REST, "", workload.training), None)
+        if not curves:
             return NOTHING
-        cost = _read(self._fitted[key], workload, NOTHING)
+        cost = _read(curves, workload, NOTHING)
         outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
+        apart = head is not None and head_structure(head) in self.structures
+        if head is not None and apart:
+            outside += self._outside_head(head, workload)
         cost = replace(cost, time_s=max(0.0, cost.time_s - outside))
-        return cost if head is None else without(cost, self.head(head, "", workload))
+        if head is None or apart:
+            return cost
+        return without(cost, self._prior_of_head(head, "", workload))
+
+    def floor(self, workload: Workload) -> int:
+        """Bytes that a step of ``workload`` holds beyond static, whatever the plan."""
+        return self.floor_bytes
 
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
         """What ``explain`` says of this profile for these ``blocks``."""
@@ -188,6 +217,12 @@ class CostModel:
             found = self._measured.get((structure, variant, True))
         return {p: _quantities(m, training) for p, m in (found or {}).items()}
 
+    def _curves(self, key: _Key, prior: Callable[[At], BlockCost] | None) -> list[Curve]:
+        """Of what was measured, fitted when they are first asked for."""
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(self._samples(key), prior)
+        return self._fitted[key]
+
     def _fit(self, samples: _Samples, prior: Callable[[At], BlockCost] | None) -> list[Curve]:
         """A curve for each of ``QUANTITIES``; none where too little was measured."""
         if len(samples) < MIN_POINTS:
@@ -210,6 +245,11 @@ class CostModel:
         if limit is None or not any(b <= workload.batch and s <= workload.seq_len for b, s in over):
             return cost
         return replace(cost, workspace_bytes=max(cost.workspace_bytes, limit + 1))
+
+
+def head_structure(head: HeadSpec) -> str:
+    """What tells ``head`` from others in a profile, as ``BlockSpec.structure`` does blocks."""
+    return f"head of {head.hidden} to {head.vocabulary}"
 
 
 def _key(m: Measurement) -> _Key:
@@ -248,6 +288,7 @@ def with_levers(measured: BlockCost, plain: BlockCost, levered: BlockCost) -> Bl
         saved_bytes=levered.saved_bytes,
         workspace_bytes=max(0, workspace),
         comm_bytes=levered.comm_bytes,
+        host_bytes=levered.host_bytes,
     )
 
 
@@ -364,7 +405,7 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> 
                 f"profile {path}: measured with {theirs}, this runs with {ours}; {way_out}, or "
                 "leave option 'cost_model' out"
             )
-    of = {m.structure for m in profile.measurements if m.kind != REST}
+    of = {m.structure for m in profile.measurements if m.kind not in (REST, HEAD)}
     mine = sorted({b.structure for b in blocks})
     if mine and not of.intersection(mine):
         raise ValueError(

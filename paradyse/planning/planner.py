@@ -9,6 +9,7 @@ seen before is one look-up.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -18,14 +19,16 @@ import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
 from paradyse.distributed.session import Recent
+from paradyse.planning.breakdown import Part, break_down
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
-from paradyse.planning.costs import NOTHING, BlockCost, Machine
+from paradyse.planning.costs import NOTHING, BlockCost, CostTable, Machine, longest_length
 from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
-from paradyse.planning.prior import head_cost, prior_cost
+from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices
+from paradyse.planning.time_ratios import Key
 from paradyse.strategies import canonical_strategy
-from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
+from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
 log = logging.getLogger(__name__)
 
@@ -58,42 +61,12 @@ def describe_workload(w: Workload) -> str:
     return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
 
 
-def longest_length(need: Callable[[int], float], limit: float, most: int) -> int:
-    """The longest length, in tokens, that needs at most ``limit`` bytes, to a thousandth; 0: none.
-
-    Args:
-        need: of a length, growing with it.
-        most: the search ends here.
-    """
-    if need(1) > limit:
-        return 0
-    low, high = 1, 2
-    while high < most and need(high) <= limit:
-        low, high = high, high * 2
-    while high - low > max(1, low >> 10):
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= limit else (low, middle)
-    return low
-
-
-class _CostTable(dict[str, BlockCost]):
-    """Point -> what ``cost`` says of it."""
-
-    def __init__(self, cost: Callable[[str], BlockCost]) -> None:
-        super().__init__()
-        self._cost = cost
-
-    def __missing__(self, point: str) -> BlockCost:
-        found = self[point] = self._cost(point)
-        return found
-
-
 @dataclass(eq=False)
 class Planner:
     """Chooses plans for the blocks of one captured graph."""
 
     options: Options
-    """Of these ``plan``, ``strategies``, ``levers``, ``memory_limit`` and ``smoothing``."""
+    """Of these ``plan``, ``strategies``, ``levers``, both limits of memory and ``smoothing``."""
     blocks: Sequence[BlockSpec]
     """In the order of computation."""
     num_ranks: int
@@ -162,6 +135,11 @@ class Planner:
         parts = (form.attention, form.mlp) if isinstance(form, PlanByKind) else (form,)
         return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
 
+    def keys(self, plan: Plan) -> tuple[Key, ...]:
+        """What corrections know each block by under ``plan``, and the head, which comes last."""
+        head = [(HEAD, plan.head)] * (self.head is not None)
+        return (*zip(self.kinds, self.variants(plan)), *head)
+
     def variants(self, plan: Plan) -> tuple[str, ...]:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
         return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
@@ -180,21 +158,25 @@ class Planner:
         self._planned.cache_clear()
 
     def costs(self, workload: Workload) -> Costs:
-        """Expected cost of every point of every block: predicted, and corrected."""
+        """Expected cost of every point of every block, and last of the head: predicted, and
+        corrected."""
 
-        def corrected(at: Hashable, block: BlockSpec, table: Mapping[str, BlockCost]) -> _CostTable:
+        def corrected(at: Hashable, kind: str, table: Mapping[str, BlockCost]) -> CostTable:
             def cost(point: str) -> BlockCost:
-                key = at, canonical_strategy(block.kind, point)
+                key = at, canonical_strategy(kind, point)
                 return self._corrections.apply(table[point], key, workload)
 
-            return _CostTable(cost)
+            return CostTable(cost)
 
         tables = zip(self._of_kind, self._predicted(workload))
-        return self._per_block([corrected(*kind, table) for kind, table in tables])
+        found = [corrected(at, block.kind, table) for (at, block), table in tables]
+        head = (corrected(HEAD, HEAD, table) for table in self._predicted_head(workload))
+        return (*self._per_block(found), *head)
 
     def predicted_costs(self, workload: Workload) -> Costs:
         """The same by the cost model alone."""
-        return self._per_block(self._predicted(workload))
+        blocks = self._per_block(self._predicted(workload))
+        return (*blocks, *self._predicted_head(workload))
 
     def _per_block(self, of_kinds: Sequence[T]) -> tuple[T, ...]:
         return tuple(of_kinds[i] for i in self._number)
@@ -203,7 +185,7 @@ class Planner:
         machine, model = self.machine(workload.dtype), self.cost_model
 
         def predicted(block: BlockSpec) -> Mapping[str, BlockCost]:
-            return _CostTable(
+            return CostTable(
                 lambda point: (
                     model.cost(block, point, workload)
                     if model
@@ -213,18 +195,19 @@ class Planner:
 
         return [predicted(block) for _, block in self._of_kind]
 
-    def head_costs(self, workload: Workload) -> Mapping[str, BlockCost]:
-        """Predicted cost of the head under each of its points; none where there is no head."""
+    def _predicted_head(self, workload: Workload) -> Sequence[Mapping[str, BlockCost]]:
+        """Of the head under each of its points; nothing where there is no head."""
         if self.head is None:
-            return {}
+            return ()
         head, model, machine = self.head, self.cost_model, self.machine(workload.dtype)
-        return _CostTable(
+        table = CostTable(
             lambda point: (
                 model.head(head, point, workload)
                 if model
                 else head_cost(head, point, workload, machine, self.sharded)
             )
         )
+        return (table,)
 
     def rest(self, workload: Workload) -> BlockCost:
         """Cost of what is in no block and not the head, where any of it was measured."""
@@ -234,8 +217,13 @@ class Planner:
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
-        choices, points = self._choices(plan, workload), self._points(plan)
+        choices, points = self._choices(plan, workload), self.points(plan)
         return choices.time_s(points), choices.peak(points)
+
+    def held(self, plan: Plan, workload: Workload) -> tuple[Part, ...]:
+        """What a rank holds under ``plan`` when it holds most: parts of the predicted peak."""
+        kinds = [*(b.kind for b in self.blocks), *[HEAD] * (self.head is not None)]
+        return break_down(self._choices(plan, workload), self.points(plan), kinds)
 
     def memory_limit(self, dtype: torch.dtype) -> float:
         """Bytes a plan may need on a rank: the option, else the capacity, else infinite.
@@ -248,9 +236,22 @@ class Planner:
         capacity = self.machine(dtype).capacity_bytes
         return float("inf") if capacity is None else capacity
 
+    def host_limit(self, dtype: torch.dtype) -> float:
+        """Bytes that blocks may keep on the host for a rank: the option, else what the host has,
+        else infinite.
+
+        Args:
+            dtype: as of ``memory_limit``.
+        """
+        if self.options.host_memory is not None:
+            return self.options.host_memory
+        capacity = self.machine(dtype).host_capacity_bytes
+        return float("inf") if capacity is None else capacity
+
     def asked_by_name(self, workload: Workload, block: int) -> bool:
-        """Whether the plan option names the strategy of the block at index ``block``."""
-        return self.asked(self._form(workload), workload).strategies[block] != AUTO
+        """Whether the plan option names the point of the block at index ``block``, or of the head,
+        which comes last."""
+        return self.points(self.asked(self._form(workload), workload))[block] != AUTO
 
     def candidates(self, block: BlockSpec, training: bool = True) -> tuple[str, ...]:
         """What "auto" may choose for ``block``: feasible, allowed, one name per variant.
@@ -301,7 +302,7 @@ class Planner:
                 "both must be at least 1"
             )
         asked = self.asked(form, workload)
-        return self._choose(asked, workload) if AUTO in self._points(asked) else asked
+        return self._choose(asked, workload) if AUTO in self.points(asked) else asked
 
     def asked(self, form: PlanOption, workload: Workload) -> Plan:
         """What ``form`` asks for ``workload``: a point or "auto" for every block and the head.
@@ -360,18 +361,19 @@ class Planner:
 
     def _choose(self, asked: Plan, workload: Workload) -> Plan:
         """The fastest plan that fits, with what ``asked`` names where that is not "auto"."""
-        offered = self._offered(asked, workload.training)
+        offered = self._offered(asked, workload)
         if self.num_ranks == 1 and all(len(points) == 1 for points in offered):
-            return self._plan_of([only for (only,) in offered])
+            return self.plan_of([only for (only,) in offered])
         choices = self._choices(asked, workload)
         limit = self.memory_limit(workload.dtype)
         points = choices.fastest(limit)
         if points is None:
             points = self._over_the_limit(asked, limit, workload)
         if workload in self._ran_out:
-            best = self._plan_of(choices.smallest()[1])
+            smallest = choices.smallest()[1]
+            best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
         else:
-            best = self._smooth(self._plan_of(points), choices, limit)
+            best = self._smooth(self.plan_of(points), choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -392,50 +394,59 @@ class Planner:
             asked: as of ``least_bytes``.
         """
 
-        def need(seq_len: int) -> int:
-            return self.least_bytes(replace(workload, seq_len=seq_len), asked)
+        limit = self.memory_limit(workload.dtype)
 
-        return longest_length(need, self.memory_limit(workload.dtype), most)
+        def need(seq_len: int) -> float:
+            choices = self._choices(asked or self._all_auto(), replace(workload, seq_len=seq_len))
+            return limit if choices.feasible(limit) else math.inf
+
+        return longest_length(need, limit, most)
 
     def _all_auto(self) -> Plan:
         return Plan((AUTO,) * len(self.blocks), AUTO)
 
-    def _points(self, plan: Plan) -> tuple[str, ...]:
+    def points(self, plan: Plan) -> tuple[str, ...]:
         """The points of ``plan``, the head's last where there is one."""
         return (*plan.strategies, plan.head) if self.head else plan.strategies
 
-    def _plan_of(self, points: Sequence[str]) -> Plan:
+    def plan_of(self, points: Sequence[str]) -> Plan:
         """The plan of these ``points``."""
         n = len(self.blocks)
         return Plan(tuple(points[:n]), points[n] if self.head else "")
 
-    def _offered(self, asked: Plan, training: bool) -> list[tuple[str, ...]]:
+    def _offered(self, asked: Plan, workload: Workload) -> list[tuple[str, ...]]:
         """For every block, and last for the head, what ``asked`` allows."""
-        free = self._per_block(self._free(training))
+        free = self._free(workload.training)
+        if "offload" in self.options.levers and self.machine(workload.dtype).host_bandwidth is None:
+            free = [tuple(p for p in points if not Point.parse(p).offloads) for points in free]
         offered = [
-            points if name == AUTO else (name,) for points, name in zip(free, asked.strategies)
+            points if name == AUTO else (name,)
+            for points, name in zip(self._per_block(free), asked.strategies)
         ]
         if self.head is not None:
-            head = self._head_candidates(training) if asked.head == AUTO else (asked.head,)
+            head = self._head_candidates(workload.training) if asked.head == AUTO else (asked.head,)
             offered.append(head)
         return offered
 
     def _choices(self, asked: Plan, workload: Workload) -> Choices:
         """For every block and the head what ``asked`` allows, with the costs of all."""
-        model, head = self.cost_model, (self.head_costs(workload),) if self.head else ()
-        floor, margin = (model.floor_bytes, model.margin) if model else (0, 0.0)
+        model = self.cost_model
+        floor, margin = (model.floor(workload), model.margin) if model else (0, 0.0)
         return Choices(
-            self._offered(asked, workload.training),
-            (*self.costs(workload), *head),
+            self._offered(asked, workload),
+            self.costs(workload),
             self.rest(workload),
             self.static_bytes,
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
             margin,
             self.machine(workload.dtype).communicator_bytes,
+            self.host_limit(workload.dtype),
+            [*made_again(self.blocks, workload), *[0] * (self.head is not None)],
         )
 
     def _over_the_limit(self, asked: Plan, limit: float, workload: Workload) -> tuple[str, ...]:
-        need, points = self._choices(asked, workload).smallest()
+        choices = self._choices(asked, workload)
+        need, points = choices.smallest()
         longest = self.longest(workload, workload.seq_len, asked)
         text = (
             f"no plan fits for {describe_workload(workload)}: the smallest needs "
@@ -443,6 +454,12 @@ class Planner:
             "them weights, gradients and optimizer state; the longest sequences that would fit "
             f"have {longest} tokens"
         )
+        if need <= limit:
+            raise ValueError(
+                f"{text}. With that, blocks keep {format_bytes(choices.host_bytes(points))} on the "
+                f"host, of which a rank may use {format_bytes(choices.host_limit)}; raise option "
+                "'host_memory', use more ranks, or shorter or fewer sequences"
+            )
         if self.options.memory_limit is not None:
             allowed = ", ".join((*self.options.strategies, *self.options.levers))
             raise ValueError(
@@ -460,11 +477,11 @@ class Planner:
         previous = self._previous
         if previous is None or previous == best:
             return best
-        old, new = self._points(previous), self._points(best)
+        old, new = self.points(previous), self.points(best)
         if not all(s in points for s, points in zip(old, choices.names)):
             return best
         if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:
             return best
         best_s, old_s = (choices.time_s(p) - choices.rest.time_s for p in (new, old))
         keep = old_s <= best_s * (1 + self.options.smoothing)
-        return previous if keep and choices.peak(old) <= limit else best
+        return previous if keep and choices.fits(old, limit) else best

@@ -14,16 +14,22 @@ strategy splits all-gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from paradyse.distributed.axis import TokenLayout
 from paradyse.planning.costs import BlockCost, Machine, gradient_bytes
 from paradyse.strategies import count_work, strategy_named
 from paradyse.strategies.lever_work import count_head
 from paradyse.strategies.work import Work
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
+FORWARD_SHARE = 1 / 3
+"""Of a block's time: backward has two matmuls for each one of forward."""
+
 
 def seconds(work: Work, machine: Machine) -> float:
     """Predicted time of ``work`` on ``machine``; a ring's messages hide behind attention as far as
-    they can."""
+    they can, and copies to the host and back behind the block."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
     comm_s = 0.0
@@ -32,7 +38,15 @@ def seconds(work: Work, machine: Machine) -> float:
         wait_s = count * link.latency_s + work.sent_bytes[name] / link.bandwidth_bytes
         hidden_s = machine.overlap * attention_s if name == "ring_exchange" else 0.0
         comm_s += max(0.0, wait_s - hidden_s)
-    return compute_s + attention_s + comm_s + work.num_ops * machine.op_overhead_s
+    block_s = compute_s + attention_s + comm_s + work.num_ops * machine.op_overhead_s
+    return block_s + _copies_s(work, machine, block_s)
+
+
+def _copies_s(work: Work, machine: Machine, block_s: float) -> float:
+    """Seconds beyond ``block_s`` in which copies to the host, and back, are waited for."""
+    copy_s = work.host_bytes / (machine.host_bandwidth or machine.memory_bandwidth)
+    shares = FORWARD_SHARE, 1 - FORWARD_SHARE
+    return sum(max(0.0, copy_s - share * block_s) for share in shares)
 
 
 def prior_cost(
@@ -53,9 +67,28 @@ def head_cost(
     head: HeadSpec, levers: str, workload: Workload, machine: Machine, sharded: bool = False
 ) -> BlockCost:
     """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
-    weight = BlockSpec(HEAD, HEAD, 0, "", num_weight_elements=head.hidden * head.vocabulary)
     work = count_head(head, levers, workload, sharded)
-    return _cost(work, machine, gradient_bytes(weight, workload, sharded))
+    return _cost(work, machine, gradient_bytes(_weight_of(head), workload, sharded))
+
+
+def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
+    """Per block of ``blocks`` the bytes of its input, where the attention right before it may make
+    that again, else 0."""
+    layout = TokenLayout(workload.num_ranks, workload.seq_len)
+    wide = workload.batch * layout.local_len * workload.dtype.itemsize * workload.training
+    return [b.hidden * wide if b.follows else 0 for b in blocks]
+
+
+def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:
+    """Seconds in which the ranks' gradients of the whole weight of ``head`` are summed, at the end
+    of the backward of the model."""
+    work = Work(_weight_of(head), workload)
+    work.fetch_weights("whole", sharded=False)
+    return seconds(work, machine)
+
+
+def _weight_of(head: HeadSpec) -> BlockSpec:
+    return BlockSpec(HEAD, HEAD, 0, "", num_weight_elements=head.hidden * head.vocabulary)
 
 
 def _cost(work: Work, machine: Machine, left_bytes: int) -> BlockCost:
@@ -65,6 +98,7 @@ def _cost(work: Work, machine: Machine, left_bytes: int) -> BlockCost:
         workspace_bytes=int(work.workspace_bytes),
         comm_bytes=int(sum(work.sent_bytes.values())),
         left_bytes=left_bytes,
+        host_bytes=int(work.host_bytes),
     )
 
 

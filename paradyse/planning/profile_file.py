@@ -19,7 +19,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from paradyse.types import ATTENTION_STRATEGIES, LEVER_SETS, REPLICATED, Point
+from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVER_SETS, REPLICATED, Point
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class Measurement:
     structure: str
     """``BlockSpec.structure``: blocks of equal structure cost the same."""
     kind: str
-    """``attention`` or ``mlp``; ``rest`` for all that is not in a block."""
+    """``attention``, ``mlp`` or ``head``; ``rest`` for all that is in none of them."""
     strategy: str
-    """A variant's name (``canonical_strategy``); "" for ``rest``."""
+    """A variant's name (``canonical_strategy``); of the head its levers; "" for ``rest``."""
     batch: int
     seq_len: int
     training: bool
@@ -257,7 +257,7 @@ def _measurement(line: str, where: str) -> Measurement:
         found.pop(name, None)
     m = _checked(Measurement, found, where, _OUT)
     legal = {
-        "kind": ("attention", "mlp", "rest"),
+        "kind": (*LEVER_SETS, "rest"),
         "outcome": (MEASURED, OVER_LIMIT),
         "strategy": _legal_points(m.kind),
     }
@@ -271,8 +271,11 @@ def _measurement(line: str, where: str) -> Measurement:
 
 
 def _legal_points(kind: str) -> tuple[str, ...]:
-    """What ``Measurement.strategy`` may be of this ``kind``: a strategy, with levers or without."""
+    """What ``Measurement.strategy`` may be of this ``kind``: a strategy, with levers or without; of
+    the head levers alone."""
     sets, strategies = LEVER_SETS.get(kind, ()), (*ATTENTION_STRATEGIES, REPLICATED)
+    if kind == HEAD:
+        return tuple("+".join(levers) for levers in sets)
     return tuple(str(Point(s, levers)) for levers in sets for s in strategies) or ("",)
 
 

@@ -8,6 +8,9 @@ over lists of undominated choices (Kellerer, Pferschy, Pisinger: Knapsack Proble
 3.4). What cannot beat the best plan known so far, by the price of memory in the linear relaxation,
 is left out (chapter 5.1.1).
 
+An MLP whose input the attention before it may make again (``costs.behind``) is chosen together with
+that attention: a pair is one block here, whose points are those of both.
+
 Once the last blocks hold more than any workspace of the blocks before them, these add what they
 save and nothing else, so that their order does not matter: they are chosen all at once, by counts
 (``knapsack``). In a deep model those are nearly all blocks.
@@ -18,17 +21,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import chain, product, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paradyse.planning.costs import BlockCost, peak_bytes
+from paradyse.planning.costs import BlockCost, behind, join, peak_bytes
 from paradyse.planning.knapsack import Array, Kind, fill, price_of, undominated
+from paradyse.types import KEEPING_INPUT, Point
 
 log = logging.getLogger(__name__)
+
+PRICE_STEPS = 12
+"""Prices of a byte on the host that are tried; they range over 2^48 to one, and each halves that
+range: the last two are a hundredth apart."""
 
 WIDTHS = (16, 1024)
 """Choices for the last blocks that are kept. The first search gives a plan for the second to beat;
@@ -40,6 +49,9 @@ MOST = 2**54
 
 Points = tuple[str, ...]
 """One per block, in the order of computation."""
+
+Unit = tuple[int, ...]
+"""Indices of a block, or of a pair: what is chosen together."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +73,59 @@ class Choices:
     """Share by which blocks may need more than predicted; counted as needed."""
     communicator_bytes: int
     """What a process group takes."""
+    host_limit: float = math.inf
+    """Bytes that blocks may keep on the host."""
+    inputs: Sequence[int] = ()
+    """Per block the bytes of its input, where the block before it may make that again, else 0; ():
+    nowhere."""
 
     def peak(self, points: Sequence[str]) -> int:
         """Bytes of a rank that a step needs under ``points``, one per block."""
-        chosen = [c[s] for c, s in zip(self.costs, points)]
-        held = self.communicator_bytes + peak_bytes(chosen, self.rest)
+        held = self.communicator_bytes + peak_bytes(self.chosen(points), self.rest)
         floor = self.communicator_bytes + self.floor_bytes
         return self.static_bytes + max(math.ceil(held * (1 + self.margin)), floor)
+
+    def chosen(self, points: Sequence[str]) -> list[BlockCost]:
+        """Per block its cost under ``points``."""
+        found = [c[s] for c, s in zip(self.costs, points)]
+        for i, num_bytes in enumerate(self.inputs):
+            if num_bytes:
+                found[i] = behind(self.costs[i - 1], points[i - 1], found[i], points[i], num_bytes)
+        return found
 
     def time_s(self, points: Sequence[str]) -> float:
         """Seconds of the blocks under ``points``, and of the rest."""
         return sum(c[s].time_s for c, s in zip(self.costs, points)) + self.rest.time_s
+
+    def host_bytes(self, points: Sequence[str]) -> int:
+        """Bytes that blocks keep on the host under ``points``."""
+        return sum(c[s].host_bytes for c, s in zip(self.costs, points))
+
+    def fits(self, points: Sequence[str], limit: float) -> bool:
+        """Whether ``points`` need at most ``limit`` bytes of the device, and of the host what there
+        is."""
+        return self.peak(points) <= limit and self.host_bytes(points) <= self.host_limit
 
     def fastest(self, limit: float) -> Points | None:
         """The fastest plan that needs at most ``limit`` bytes; None: none does.
 
         A function of the costs alone, ties included: every rank finds the same.
         """
+        plan = self._fastest(limit)
+        if plan is None or self.host_bytes(plan) <= self.host_limit:
+            return plan
+        return self._within_host(limit)
+
+    def feasible(self, limit: float) -> bool:
+        """Whether any plan fits ``limit``, and the host."""
+        need, smallest_plan = self.smallest()
+        if need > limit or self.host_bytes(smallest_plan) <= self.host_limit:
+            return need <= limit
+        plan = self._at_price(self._highest_price()).fastest(limit)
+        return plan is not None and self.host_bytes(plan) <= self.host_limit
+
+    def _fastest(self, limit: float) -> Points | None:
+        """As ``fastest``, whatever the host has."""
         kinds, number = self._kinds
         plan = self._named([kinds[k].fastest for k in number])
         if self.peak(plan) <= limit:
@@ -86,7 +134,43 @@ class Choices:
         if need > limit:
             return None
         search = _Search(kinds, number, self._room(limit), self.rest.workspace_bytes)
-        return tuple(search.run())
+        return _flat(search.run())
+
+    def _within_host(self, limit: float) -> Points | None:
+        """The fastest plan at the least price of a byte on the host at which it fits there."""
+        best, high = None, math.log2(self._highest_price())
+        low = high - 48
+        price = high
+        for _ in range(PRICE_STEPS):
+            plan = self._at_price(2**price).fastest(limit)
+            if plan is not None and self.host_bytes(plan) <= self.host_limit:
+                best, high = plan, price
+            elif price == high:
+                return None
+            else:
+                low = price
+            price = (low + high) / 2
+        return best
+
+    def _highest_price(self) -> float:
+        """Seconds for a byte, more than any byte on the host could spare."""
+        of = [c[s] for n, c in zip(self.names, self.costs) for s in n]
+        least = min(cost.host_bytes for cost in of if cost.host_bytes)
+        return sum(cost.time_s for cost in of) / least
+
+    def _at_price(self, price: float) -> Choices:
+        """The same where a byte on the host takes ``price`` seconds, and there is room for all."""
+
+        def priced(names: Points, costs: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
+            of = ((s, costs[s]) for s in names)
+            return {s: replace(c, time_s=c.time_s + price * c.host_bytes) for s, c in of}
+
+        known: dict[tuple[int, Points], Mapping[str, BlockCost]] = {}
+        for n, c in zip(self.names, self.costs):
+            if (id(c), n) not in known:
+                known[id(c), n] = priced(n, c)
+        costs = [known[id(c), n] for n, c in zip(self.names, self.costs)]
+        return replace(self, costs=costs, host_limit=math.inf)
 
     def smallest(self) -> tuple[int, Points]:
         """The least bytes that any plan needs, and that plan."""
@@ -96,7 +180,7 @@ class Choices:
 
     def _named(self, taken: Sequence[int]) -> Points:
         kinds, number = self._kinds
-        return tuple(kinds[k].points[p] for k, p in zip(number, taken))
+        return _flat(kinds[k].points[p] for k, p in zip(number, taken))
 
     def _room(self, limit: float) -> int:
         """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``."""
@@ -108,26 +192,65 @@ class Choices:
 
     @cached_property
     def _kinds(self) -> tuple[list[Kind], list[int]]:
-        """The kinds of blocks, and per block the place of its kind among them."""
-        places: dict[tuple[int, Points], int] = {}
+        """The kinds of blocks and pairs, and per block or pair the place of its kind."""
+        units, places = self._units(), dict[Any, int]()
         number = [
-            places.setdefault((id(c), n), len(places)) for n, c in zip(self.names, self.costs)
+            places.setdefault(tuple((id(self.costs[i]), self.names[i]) for i in of), len(places))
+            for of in units
         ]
-        first = [number.index(k) for k in range(len(places))]
-        longest = max((self.costs[i][s].time_s for i in first for s in self.names[i]), default=0.0)
-        unit = (longest or 1.0) / 2**40
-        return [kind_of(self.names[i], self.costs[i], unit) for i in first], number
+        first = [units[number.index(k)] for k in range(len(places))]
+        seconds = (self.costs[i][s].time_s for of in first for i in of for s in self.names[i])
+        unit = (max(seconds, default=0.0) or 1.0) / 2**40
+        return [self._kind(of, unit) for of in first], number
+
+    def _units(self) -> list[Unit]:
+        units: list[Unit] = []
+        for i in range(len(self.names)):
+            if self.inputs and self.inputs[i]:
+                units[-1] = (i - 1, i)
+            else:
+                units.append((i,))
+        return units
+
+    def _kind(self, of: Unit, unit: float) -> Kind:
+        """The kind of the block or of the pair ``of``."""
+        if len(of) == 1:
+            (i,) = of
+            return kind_of([((s,), self.costs[i][s]) for s in self.names[i]], unit)
+        (a, b), (first, second) = of, (self._unbeaten(i, unit) for i in of)
+        num_bytes = self.inputs[b]
+        costs = {
+            (s, t): join(self.costs[a][s], behind(self.costs[a], s, self.costs[b][t], t, num_bytes))
+            for s, t in product(first, second)
+        }
+        return kind_of(list(costs.items()), unit)
+
+    def _unbeaten(self, i: int, unit: float) -> list[str]:
+        """Points of block ``i`` that a best pair may have: among those that make the next input
+        again, among those that keep their input alone, and among the others, the unbeaten ones."""
+        alike: dict[Any, list[str]] = {}
+        for s in self.names[i]:
+            at = Point.parse(s)
+            alike.setdefault((at.recomputes, at.levers in KEEPING_INPUT), []).append(s)
+        kinds = [kind_of([((s,), self.costs[i][s]) for s in of], unit) for of in alike.values()]
+        return [s for kind in kinds for (s,) in kind.points]
 
 
-def kind_of(points: Points, costs: Mapping[str, BlockCost], unit: float) -> Kind:
-    """Blocks that may take ``points``, less those that another beats in time and in memory.
+def _flat(points: Iterable[Points]) -> Points:
+    """The points of blocks and pairs, one per block."""
+    return tuple(chain.from_iterable(points))
+
+
+def kind_of(costs: Sequence[tuple[Points, BlockCost]], unit: float) -> Kind:
+    """Blocks, or pairs, that may take the points of ``costs``, less those that another beats in
+    time and in memory.
 
     Args:
-        costs: of the points.
+        costs: points, one per block, and what they cost.
         unit: seconds that count as one.
     """
-    assert len({costs[s].left_bytes for s in points}) == 1, "gradients differ by strategy"
-    of = [costs[s] for s in points]
+    of = [cost for _, cost in costs]
+    assert len({c.left_bytes for c in of}) == 1, "gradients differ by strategy"
     rows = np.array(
         [
             (round(c.time_s / unit), min(c.saved_bytes, MOST), min(c.workspace_bytes, MOST))
@@ -139,6 +262,7 @@ def kind_of(points: Points, costs: Mapping[str, BlockCost], unit: float) -> Kind
     earlier = np.tri(len(of), k=-1, dtype=bool).T
     beaten: Array = np.logical_or.reduce(beats & (~beats.T | earlier), axis=0)
     time, saved, workspace = rows.T
+    points = tuple(names for names, _ in costs)
     return Kind(points, time, saved, workspace, of[0].left_bytes).only(~beaten)
 
 
@@ -207,8 +331,8 @@ class _Search:
         self.bound = float(self.priced[-1]) - self.rate * (room - at_end)
         """No plan is faster."""
 
-    def run(self) -> list[str]:
-        """The points of the fastest plan."""
+    def run(self) -> list[Points]:
+        """The points of the fastest plan, by block or pair."""
         beam, width = WIDTHS
         self._pass(beam, exact=False)
         if self.best > self.bound + 1:
@@ -264,7 +388,8 @@ class _Search:
         found = fill(kinds, of, self.room, states, self.best, exact)
         if found is not None:
             points = [
-                iter(np.repeat(kind.points, n).tolist()) for kind, n in zip(kinds, found.taken)
+                chain.from_iterable(map(repeat, kind.points, n.tolist()))
+                for kind, n in zip(kinds, found.taken)
             ]
             self.best = found.time
             self.plan = [next(points[k]) for k in self.number[:i]]
@@ -279,7 +404,7 @@ class _Taken(NamedTuple):
     after: Array
 
 
-def _last(taken: Sequence[_Taken], at: int) -> list[str]:
+def _last(taken: Sequence[_Taken], at: int) -> list[Points]:
     """The points of the last blocks that led to the choice ``at``."""
     plan = []
     for kind, point, after in reversed(taken):

@@ -1,4 +1,6 @@
-"""Clock and memory at the edges of every block of one step, forward and backward.
+"""Clock and memory at the edges of every block of one step, and of the head, forward and backward.
+
+In all of this a block may be a head: ``mark_id`` says by which number it is known.
 
 A call that is profiled runs its steps in a ``WatchedFrame``; a plain ``Frame`` knows nothing of
 this. Edges in backward are identities on a block's inputs and outputs that autograd runs: the
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.graph.subgraph import is_weight
-from paradyse.passes.split_steps import BlockStep, Step
+from paradyse.passes.split_steps import BlockStep, HeadStep, Step
 from paradyse.runtime.frame import Frame
+from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved, storages
 from paradyse.torch_private import is_allocation, profiled_events
 from paradyse.weights.shard_comm import Messages
@@ -38,6 +41,21 @@ and the last DONE; at FREED the values that no later step reads are gone."""
 FETCH, FETCHED, TAKEN = "fetch", "fetched", "taken"
 """Marks of sharded weights: between FETCHED and TAKEN the next block's are on their way, in memory
 that the present block does not keep."""
+
+
+def mark_id(step: Step) -> int | None:
+    """The number that marks of ``step`` have: a block's id; of a head one below -1; None: there are
+    no marks of it."""
+    if isinstance(step, HeadStep):
+        return -2 - step.position
+    return step.block_id if isinstance(step, BlockStep) else None
+
+
+def mark_ids(program: Program) -> list[list[int]]:
+    """Per block of ``program``, and last of its heads together, the numbers that marks have."""
+    heads = [s for s in program.steps if isinstance(s, HeadStep)]
+    of: list[Sequence[Step]] = [*([s] for s in program.block_steps), *([heads] if heads else [])]
+    return [[i for s in steps if (i := mark_id(s)) is not None] for steps in of]
 
 
 class Probe(ABC):
@@ -226,10 +244,10 @@ class WatchedFrame(Frame):
         self._ran: int | None = None
 
     def run_step(self, step: Step, strategy: str) -> None:
-        """Run ``step`` under ``strategy``; where it is a block, mark its edges."""
-        if not isinstance(step, BlockStep):
+        """Run ``step`` under ``strategy``; mark its edges."""
+        watch, block = self.watch, mark_id(step)
+        if block is None:
             return super().run_step(step, strategy)
-        watch, block = self.watch, step.block_id
         given = {n: self.env[n] for n in step.piece.inputs if self._ends_backward(n)}
         for n, x in given.items():
             self.env[n] = _MarkGradient.apply(watch, DONE, block, x)
@@ -237,7 +255,7 @@ class WatchedFrame(Frame):
         super().run_step(step, strategy)
         watch.mark(EXIT, block)
         self.env.update(given)  # others may read it too, and are not part of this block
-        for n in step.piece.outputs:
+        for n in step.gives(strategy).outputs:
             if isinstance(self.env[n], Tensor) and self.env[n].requires_grad:
                 self.env[n] = _MarkGradient.apply(watch, GRAD, block, self.env[n])
         self._ran = block

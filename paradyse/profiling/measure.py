@@ -6,6 +6,9 @@ for the ranks as they do in training, and what lies between blocks is apart, as 
 medians over repeats and over blocks of equal structure; of ranks the slowest counts, and the one
 that holds most.
 
+Points with levers are measured where it is asked for: a step under a strategy in which every block,
+and the head, has the levers that it can have of those. Other points are predicted from shapes.
+
 Memory is watched in a step of its own, with gradients in place as from a step before. Such a step
 needs static + the most its blocks hold at any moment (``costs.peak_bytes``), or static + floor if
 that is more: where weights are replicated their gradients are summed at the end of backward, when
@@ -25,12 +28,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from paradyse.config import check_count, parse_options
+from paradyse.config import check_count, check_levers, parse_options
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import BlockCost, gradient_bytes, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
+from paradyse.planning.measured import head_structure
 from paradyse.planning.profile_file import (
     MEASURED,
     OVER_LIMIT,
@@ -46,7 +50,7 @@ from paradyse.planning.profile_file import (
 from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
 from paradyse.strategies import canonical_strategy
-from paradyse.types import REPLICATED, BlockSpec, Point
+from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.shard import check_module
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -89,8 +93,9 @@ def profile(
     options: Mapping[str, Any] | None = None,
     make_batch: MakeBatch | None = None,
     overwrite: bool = False,
+    levers: Sequence[str] = (),
 ) -> Profile:
-    """Measure every block structure of ``model`` under every strategy at every length.
+    """Measure the blocks and the head of ``model`` under every strategy at every length.
 
     Call it on every rank, with equal arguments. Rank 0 writes: each measurement is in the file as
     soon as it is made, and those that are there already are not made again. A strategy that passes
@@ -113,6 +118,7 @@ def profile(
         make_batch: ``(batch, seq_len)`` to the keyword arguments of one call, equal on all ranks;
             None: random ``input_ids``, with themselves as ``labels``.
         overwrite: begin the file anew, once the model is known to have blocks to measure.
+        levers: measured besides, each with every strategy; several at once are joined by "+".
     Returns:
         The whole file, what was there before included.
     Raises:
@@ -120,10 +126,12 @@ def profile(
             header, the model has no block to switch or returns no loss. The file stays.
     """
     _check(model, lengths, batch, repeats, options)
+    sets = [check_levers(text.split("+"), "levers") for text in levers]
     asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
     limit = asked.memory_limit
     steps = Steps(model, options or {}, batch, training, make_batch)
-    names = asked.strategies if steps.axis.size > 1 else (REPLICATED,)
+    strategies = asked.strategies if steps.axis.size > 1 else (REPLICATED,)
+    names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
     machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
     header = Header(
         versions=present_versions(),
@@ -257,7 +265,7 @@ SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 class _Row:
-    """The measurements at one length, of strategies ``names`` up to ``limit`` bytes."""
+    """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes."""
 
     def __init__(
         self, steps: Steps, book: _Book, names: Sequence[str], limit: float, seq_len: int
@@ -265,37 +273,39 @@ class _Row:
         self.steps, self.book, self.seq_len = steps, book, seq_len
         self.names, self.limit = names, limit
         self.timed: list[str] = []
-        """The strategies that are to be timed."""
+        """Those of ``names`` that are to be timed."""
         self.samples: dict[Part, dict[str, list[Any]]] = {}
         """What this rank saw of the blocks of each part, by field of a measurement."""
         self.over = {
             name for name in names if any(book.was_over(p, seq_len + 1) for p in self._parts(name))
         }
 
-    def _part(self, block: BlockSpec | None, name: str) -> Part:
-        if block is None:
+    def _part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
+        if of is None:
             return REST
-        taken = Point(name if name in (*block.feasible(), REPLICATED) else block.feasible()[0])
-        if block.recompute and self.steps.training:
-            taken = taken.on_demand()
-        return block.structure, block.kind, canonical_strategy(block.kind, str(taken))
+        if isinstance(of, HeadSpec):
+            return head_structure(of), HEAD, self.steps.head_levers(name)
+        point = self.steps.point_of(of, name)
+        if of.recompute and self.steps.training:
+            point = point.on_demand()
+        return of.structure, of.kind, canonical_strategy(of.kind, str(point))
 
     def _parts(self, name: str) -> list[Part]:
-        """What a step under the strategy is made of, beside the rest; each once."""
-        return list(dict.fromkeys(self._part(b, name) for b in self.steps.blocks))
+        """What a step under the point is made of, beside the rest; each once, the head last."""
+        return list(dict.fromkeys(self._part(of, name) for of in self.steps.parts))
 
     def _missing(self, parts: Iterable[Part]) -> list[Part]:
         return [p for p in parts if (p, self.seq_len) not in self.book.known]
 
     def prepare(self, name: str) -> None:
-        """Watch the memory of a step under the strategy, unless all of it is in the book."""
+        """Watch the memory of a step under the point, unless all of it is in the book."""
         if self._missing(self._parts(name)):
             self._prepare(name)
 
     def time(self, least: int) -> None:
         """Time what was prepared ``least`` times or more, and write it down.
 
-        Strategies take turns, so what disturbs the machine for a while disturbs them alike.
+        Points take turns, so what disturbs the machine for a while disturbs them alike.
         """
         if not self.timed and self._missing([REST]):  # all that a kill left out
             for name in self.names:
@@ -318,8 +328,8 @@ class _Row:
         self.book.add(self.seq_len, dict(zip(missing, fields, strict=True)))
 
     def close(self) -> None:
-        """Write down what was over the limit."""
-        parts = [p for s in self.names if s in self.over for p in self._parts(s)]
+        """Write down which blocks were over the limit; the head may have other levers."""
+        parts = [p for s in self.names if s in self.over for p in self._parts(s) if p[1] != HEAD]
         lost = [p for p in self._missing(parts) if not self.book.was_over(p, self.seq_len)]
         self.book.add(self.seq_len, {p: {"outcome": OVER_LIMIT} for p in lost})
 
@@ -344,9 +354,9 @@ class _Row:
         return times.step_s
 
     def _note(self, name: str, field: str, seen: Mapping[int, float]) -> None:
-        """Add samples of ``field`` in a step under the strategy: what was ``seen`` per block id."""
-        for block, value in seen.items():
-            samples = self.samples.setdefault(self._part(self.steps.block_of.get(block), name), {})
+        """Add what was ``seen`` of ``field`` in a step under the point, by number of marks."""
+        for number, value in seen.items():
+            samples = self.samples.setdefault(self._part(self.steps.part_of.get(number), name), {})
             samples.setdefault(field, []).append(value)
 
     def _memory(self, name: str) -> StepMemory | None:
@@ -381,12 +391,14 @@ class _Row:
     def _beyond_static(self, name: str, seq_len: int) -> int:
         """What a step needs, by what was measured; 0 where something is missing."""
         rest = self.book.get(REST, seq_len)
-        found = [self.book.get(self._part(b, name), seq_len) for b in self.steps.blocks]
+        steps = self.steps
+        found = [self.book.get(self._part(of, name), seq_len) for of in steps.parts]
         rows = [m for m in found if m is not None]
         if rest is None or len(rows) < len(found):
             return 0
-        w = self.steps.workload(seq_len)
-        left = [gradient_bytes(b, w, self.book.header.sharded) for b in self.steps.blocks]
+        w = steps.workload(seq_len)
+        left = [gradient_bytes(b, w, self.book.header.sharded) for b in steps.blocks]
+        left += [0] * (len(found) - len(left))
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
         return max(peak_bytes(costs, _held(rest)), rest.floor_bytes)
 

@@ -42,7 +42,6 @@ from paradyse.planning.corrections import (
     num_tokens,
     scale_of,
 )
-from paradyse.planning.costs import NOTHING
 from paradyse.planning.planner import Planner
 from paradyse.planning.time_ratios import OWN_OF_PRIOR, OWN_OF_PROFILE, Key, TimeRatios
 from paradyse.profiling.marks import (
@@ -55,13 +54,14 @@ from paradyse.profiling.marks import (
     Watch,
     WatchedFrame,
     find_spans,
+    mark_ids,
     memory_of,
 )
 from paradyse.runtime.frame import MakeFrame
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.torch_private import at_end_of_backward, saved_tensors_hooks_are_free
-from paradyse.types import Plan, Workload
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.types import HEAD, Plan, Workload
+from paradyse.weights.sharded_tensor import lies_on_host, rows_here
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +115,7 @@ class _Record:
     program: Program
     call: int
     workload: Workload
-    strategies: tuple[str, ...]
-    head: str
-    """Of the plan."""
+    plan: Plan
     memory: bool
     """Whether memory was watched; else time."""
     watch: StepWatch | None = None
@@ -166,7 +164,7 @@ class Feedback:
         self._used = self._snapshot()
         """The corrections that the present plans were chosen by."""
         self._calls = 0
-        self._runs: Counter[tuple[str, ...]] = Counter()
+        self._runs: Counter[Plan] = Counter()
         self._of_scale: Counter[int] = Counter()
         self._known: dict[tuple[Key, int], int] = {}
         """Key and scale -> the most tokens whose memory was watched."""
@@ -199,17 +197,16 @@ class Feedback:
             self._start_agreement(program)
         elif self._calls % REFRESH_EVERY == SETTLE:
             self._finish_agreement()
-        strategies, scale = constants.strategies, scale_of(workload)
-        self._runs[strategies] += 1
+        plan, scale = Plan(constants.strategies, constants.head), scale_of(workload)
+        self._runs[plan] += 1
         self._of_scale[scale] += 1
         record = None
-        if self._runs[strategies] > WARM_UP:
-            if self._is_new(strategies, workload):
-                record = self._watch_memory(program, args, workload, constants)
+        if self._runs[plan] > WARM_UP:
+            if self._is_new(plan, workload):
+                record = self._watch_memory(program, args, workload, plan)
             elif self._of_scale[scale] % SAMPLE_EVERY == 0:
                 clock = Clock(program.device)
-                plan = strategies, constants.head
-                record = _Record(program, self._calls, workload, *plan, False, StepWatch(clock))
+                record = _Record(program, self._calls, workload, plan, False, StepWatch(clock))
         if record is not None:
             self._records.append(record)
         watch = None if record is None else record.watch
@@ -224,39 +221,36 @@ class Feedback:
             watch.close()
             raise
 
-    def _find_keys(self, strategies: tuple[str, ...]) -> Mapping[Key, Sequence[int]]:
-        """Keys of a plan's variants, each with the places of its blocks."""
-        variants = self.planner.variants(Plan(strategies))
+    def _find_keys(self, plan: Plan) -> Mapping[Key, Sequence[int]]:
+        """Keys of a plan's variants, each with the places of its blocks; the head is the last."""
         members: dict[Key, list[int]] = {}
-        for i, key in enumerate(zip(self.planner.kinds, variants, strict=True)):
+        for i, key in enumerate(self.planner.keys(plan)):
             members.setdefault(key, []).append(i)
         return members
 
-    def _is_new(self, strategies: tuple[str, ...], workload: Workload) -> bool:
+    def _is_new(self, plan: Plan, workload: Workload) -> bool:
         """Whether memory is to be watched: once it is known that backward follows calls."""
         if self.times.empty:
             return False
         scale, tokens = scale_of(workload), num_tokens(workload)
-        return any(self._known.get((k, scale), 0) < tokens for k in self._keys(strategies))
+        return any(self._known.get((k, scale), 0) < tokens for k in self._keys(plan))
 
     def _watch_memory(
         self,
         program: Program,
         args: Sequence[Any],
         workload: Workload,
-        constants: StepConstants,
+        plan: Plan,
     ) -> _Record:
         scale, tokens = scale_of(workload), num_tokens(workload)
-        strategies, head = constants.strategies, constants.head
-        for key in self._keys(strategies):
+        for key in self._keys(plan):
             self._known[key, scale] = max(tokens, self._known.get((key, scale), 0))
-        record = _Record(program, self._calls, workload, strategies, head, True)
+        record = _Record(program, self._calls, workload, plan, True)
         record.missing_bytes = _missing_gradients(args)
         if program.device.type == "cuda":
             record.watch = StepWatch(DeviceMemory(reset=False))
         elif saved_tensors_hooks_are_free():
-            given = (a.local if isinstance(a, ShardedTensor) else a for a in args)
-            record.watch = StepWatch(SavedMemory(given))
+            record.watch = StepWatch(SavedMemory(map(rows_here, args)))
         return record
 
     def _start_agreement(self, program: Program) -> None:
@@ -283,7 +277,7 @@ class Feedback:
                 row[at] = max(row.get(at, latest), latest)
         for r in records:  # no rank could: to be watched again
             if r.memory and not agreed[REST_SAVED, None, num_tokens(r.workload)]:
-                for key in self._keys(r.strategies):
+                for key in self._keys(r.plan):
                     self._known.pop((key, scale_of(r.workload)), None)
         now, used = self._snapshot(), self._used
         changed = {q for q, of, at in agreed if _changed(q, of, at, now, used)}
@@ -313,12 +307,13 @@ class Feedback:
 
     def _times(self, record: _Record) -> dict[Slot, list[float]]:
         """Measured over predicted seconds of the blocks whose forward and backward were seen."""
-        keys, scale = self._keys(record.strategies), scale_of(record.workload)
+        keys, scale = self._keys(record.plan), scale_of(record.workload)
         watch, parts = record.watch, dict[int, list[float]]()
         if watch is None:
             return {(TIME, key, scale): [] for key in keys}
         assert isinstance(watch.probe, Clock)
-        at = {step.block_id: i for i, step in enumerate(record.program.block_steps)}
+        ids, points = mark_ids(record.program), self.planner.points(record.plan)
+        at = {number: i for i, of in enumerate(ids) for number in of}
         seconds = watch.probe.read()
         for span in find_spans(watch.marks):
             if watch.marks[span.last][0] != END:  # else its end was not seen
@@ -328,16 +323,16 @@ class Feedback:
         costs = self.planner.predicted_costs(record.workload)
         return {
             (TIME, key, scale): [
-                sum(parts[i]) / costs[i][record.strategies[i]].time_s
+                sum(parts[i]) / costs[i][points[i]].time_s
                 for i in members
-                if len(parts.get(i, ())) == 2
+                if len(parts.get(i, ())) == 2 * len(ids[i])  # forward and backward
             ]
             for key, members in keys.items()
         }
 
     def _memory(self, record: _Record) -> dict[Slot, float]:
         """What the call held; 0 where it was not watched or had no backward."""
-        keys, watch = self._keys(record.strategies), record.watch
+        keys, watch = self._keys(record.plan), record.watch
         scale, tokens = scale_of(record.workload), num_tokens(record.workload)
         slots: list[Slot] = [(quantity, key, scale) for quantity in RATIOS for key in keys]
         slots += [(quantity, None, tokens) for quantity in REST]
@@ -349,25 +344,23 @@ class Feedback:
         assert isinstance(probe, DeviceMemory | SavedMemory)
         held = memory_of(watch, probe.read())
         costs = self.planner.predicted_costs(record.workload)
+        ids, points = mark_ids(record.program), self.planner.points(record.plan)
         for key, at in keys.items():
-            cost = costs[at[0]][record.strategies[at[0]]]
-            ids = [record.program.block_steps[i].block_id for i in at]
-            saved = max(0.0, statistics.fmean(held.saved_bytes[i] for i in ids))
-            workspace = max(held.workspace_bytes[i] for i in ids)
-            found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
-            found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
+            cost, numbers = costs[at[0]][points[at[0]]], [i for k in at for i in ids[k]]
+            saved = max(0.0, sum(held.saved_bytes[i] for i in numbers) / len(at))
+            workspace = max(held.workspace_bytes[i] for i in numbers)
+            if key[0] == HEAD:  # the last to save: what of it is saved and what is not is all one
+                ratio = (saved + workspace) / max(1, cost.saved_bytes + cost.workspace_bytes)
+                found[SAVED, key, scale] = found[WORKSPACE, key, scale] = ratio
+            else:
+                found[SAVED, key, scale] = saved / max(1, cost.saved_bytes)
+                found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
         found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
-        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1] - self._head_bytes(record)
+        found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
         found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
         if isinstance(probe, DeviceMemory):
             found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
         return found
-
-    def _head_bytes(self, record: _Record) -> int:
-        """What the head is predicted to have held: it is watched with the rest."""
-        costs = self.planner.head_costs(record.workload)
-        cost = costs[record.head] if self.planner.head is not None else NOTHING
-        return cost.saved_bytes + cost.workspace_bytes
 
 
 def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Corrections) -> bool:
@@ -388,4 +381,4 @@ def _missing_gradients(args: Sequence[Any]) -> int:
     missing = (
         a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and a.grad is None
     )
-    return sum((a.local if isinstance(a, ShardedTensor) else a).nbytes for a in missing)
+    return sum(rows_here(a).nbytes for a in missing if not lies_on_host(a))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paradyse.config import AUTO
+from paradyse.config import AUTO, PlanOption
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.profiling.marks import (
@@ -25,14 +26,23 @@ from paradyse.profiling.marks import (
     StepTimes,
     Watch,
     WatchedFrame,
+    mark_ids,
     memory_of,
     times_of,
 )
 from paradyse.runtime.frame import frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, BlockSpec, Plan, Workload
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.types import (
+    ATTENTION_STRATEGIES,
+    REPLICATED,
+    BlockSpec,
+    HeadSpec,
+    Plan,
+    Point,
+    Workload,
+)
+from paradyse.weights.sharded_tensor import lies_on_host, rows_here, used_on
 
 MakeBatch = Callable[[int, int], Mapping[str, Any]]
 """From (batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
@@ -60,16 +70,23 @@ class Steps:
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
         self.parameters = list(self.model.parameters())
-        self.device = self.parameters[0].device
+        self.device = used_on(self.parameters[0])
         self.blocks: tuple[BlockSpec, ...] = ()
         """Blocks in the order of computation."""
-        self.block_of: dict[int, BlockSpec] = {}
-        """Block id -> block, of every program so far."""
+        self.head: HeadSpec | None = None
+        """None: there is none that could be computed otherwise."""
+        self.part_of: dict[int, BlockSpec | HeadSpec] = {}
+        """The number of marks -> the block, or the head, of every program so far."""
         self.notes: list[str] = []
         self._plan: Any = AUTO
         self._compiled = torch.compile(
             self.model, backend="paradyse", options={**options, "plan": self._current_plan}
         )
+
+    @property
+    def parts(self) -> tuple[BlockSpec | HeadSpec, ...]:
+        """The blocks, and last the head, where there is one."""
+        return (*self.blocks, self.head) if self.head else self.blocks
 
     def _current_plan(self, workload: Workload) -> Any:
         return self._plan
@@ -107,7 +124,7 @@ class Steps:
             why = f" ({'; '.join(self.notes)})" if self.notes else ""
             raise ValueError(f"no block of this model can be switched{why}: nothing to measure")
 
-    def run(self, seq_len: int, plan: str) -> None:
+    def run(self, seq_len: int, plan: PlanOption) -> None:
         """One step of ``seq_len`` tokens; it compiles what ``plan`` needs and leaves gradients."""
         self._step(self._inputs(seq_len), plan)
         for capture in captures_of(self._compiled):
@@ -115,11 +132,13 @@ class Steps:
                 continue
             self.notes = capture.notes or self.notes
             for graph in capture.graphs.values():
-                ids = [s.block_id for s in graph.program.block_steps]
-                self.block_of.update(zip(ids, graph.blocks, strict=True))
-                self.blocks = graph.blocks or self.blocks
+                head = graph.choice.planner.head
+                parts = [*graph.blocks, *([head] if head else [])]
+                for ids, part in zip(mark_ids(graph.program), parts, strict=True):
+                    self.part_of.update(dict.fromkeys(ids, part))
+                self.blocks, self.head = graph.blocks or self.blocks, head or self.head
 
-    def memory(self, seq_len: int, plan: str) -> StepMemory:
+    def memory(self, seq_len: int, plan: PlanOption) -> StepMemory:
         """What a step of ``seq_len`` tokens under ``plan`` holds beside gradients."""
         inputs = self._inputs(seq_len)
         with _memory_probe(self.device) as probe:
@@ -127,7 +146,7 @@ class Steps:
             self._step(inputs, plan, watch)
         return memory_of(watch, probe.read())
 
-    def times(self, seq_len: int, plan: str) -> StepTimes:
+    def times(self, seq_len: int, plan: PlanOption) -> StepTimes:
         """Seconds of parts of a step of ``seq_len`` tokens under ``plan``; ranks start together."""
         inputs = self._inputs(seq_len)
         self.model.zero_grad(set_to_none=True)
@@ -157,8 +176,23 @@ class Steps:
             for k, v in self.make_batch(self.batch, seq_len).items()
         }
 
-    def _step(self, inputs: Mapping[str, Any], plan: str, watch: Watch | None = None) -> None:
-        self._plan = self._feasible(plan)
+    def point_of(self, block: BlockSpec, name: str) -> Point:
+        """The point ``name`` for ``block``, or what is nearest to it and can compute the block: the
+        first feasible strategy, no levers."""
+        point = Point.parse(name)
+        if point.strategy not in (*block.feasible(), REPLICATED):
+            point = replace(point, strategy=block.feasible()[0])
+        return replace(point, levers=()) if block.why_not(str(point)) else point
+
+    def head_levers(self, name: str) -> str:
+        """What the point ``name`` means for the head: its levers where the head can have them."""
+        levers = "+".join(Point.parse(name).levers)
+        return levers if self.head is not None and levers in self.head.points() else ""
+
+    def _step(
+        self, inputs: Mapping[str, Any], plan: PlanOption, watch: Watch | None = None
+    ) -> None:
+        self._plan = self._feasible(plan) if isinstance(plan, str) else plan
         mark = watch.mark if watch is not None else lambda at: None
         mark(START)
         with frames_by(partial(WatchedFrame, watch)) if watch is not None else nullcontext():
@@ -170,26 +204,31 @@ class Steps:
         del out, loss
         mark(END)
 
-    def _feasible(self, name: str) -> Any:
-        """``name`` for all blocks that it can compute; others get their first feasible one."""
-        if name == REPLICATED:  # on one rank every name means it, and no levers
-            return ATTENTION_STRATEGIES[0]
-        if name == AUTO or all(name in b.feasible() for b in self.blocks):
+    def _feasible(self, name: str) -> Plan | str:
+        """The point ``name`` for all blocks, as near to it as each can be, and its levers for the
+        head."""
+        if name == AUTO:
             return name
-        return Plan(tuple(name if name in b.feasible() else b.feasible()[0] for b in self.blocks))
+        points = (self.point_of(b, name) for b in self.blocks)
+        return Plan(tuple(map(_by_name, points)), self.head_levers(name))
+
+
+def _by_name(point: Point) -> str:
+    """``point`` as plans may say it: on one rank every strategy's name means the only one."""
+    alone = point.strategy == REPLICATED
+    return str(replace(point, strategy=ATTENTION_STRATEGIES[0]) if alone else point)
 
 
 def static_bytes(model: torch.nn.Module, training: bool) -> int:
     """Bytes of ``model``'s weights, buffers and, in ``training``, gradients; on CUDA also of all
     else that this process holds."""
     parameters = list(model.parameters())
-    weights = [p.local if isinstance(p, ShardedTensor) else p for p in parameters]
-    sizes = [w.untyped_storage().nbytes() for w in weights]
-    grads = [w.nbytes for w, p in zip(weights, parameters) if p.requires_grad]
+    here = [p for p in parameters if not lies_on_host(p)]
+    sizes = [rows_here(p).untyped_storage().nbytes() for p in here]
+    grads = [rows_here(p).nbytes for p in here if p.requires_grad]
     sizes += [b.untyped_storage().nbytes() for b in model.buffers()]
     held = sum(sizes) + sum(grads) * training
-    on_cuda = parameters[0].device.type == "cuda"
-    return max(held, torch.cuda.memory_allocated()) if on_cuda else held
+    return max(held, torch.cuda.memory_allocated()) if torch.cuda.is_available() else held
 
 
 @contextmanager

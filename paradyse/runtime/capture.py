@@ -21,6 +21,7 @@ from paradyse.passes.retrace import InputLike, Untraceable, retrace
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
 from paradyse.torch_private import is_static_input, symbol_values
+from paradyse.weights.sharded_tensor import used_on
 
 SizeSource = Mapping[str, tuple[int, int]]
 """Letter of a size -> the argument of a call and its dim that the size is read from."""
@@ -50,7 +51,7 @@ def _as_input(example: Any, meta: Any, values: Mapping[Any, int]) -> Any:
         return _number(meta, values) if isinstance(meta, torch.SymInt) else example
     shape = meta.shape if isinstance(meta, Tensor) else example.shape
     sizes = tuple(_number(n, values) for n in shape)
-    return InputLike(sizes, example.dtype, example.device, example.requires_grad)
+    return InputLike(sizes, example.dtype, used_on(example), example.requires_grad)
 
 
 def _number(n: Any, values: Mapping[Any, int]) -> int:

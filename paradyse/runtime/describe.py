@@ -9,7 +9,7 @@ import torch
 
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import is_weight, structure
-from paradyse.passes.split_steps import BlockStep, HeadStep
+from paradyse.passes.split_steps import BlockStep, HeadStep, input_of
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons, refused_levers
 from paradyse.strategies.base import WHOLE
@@ -72,4 +72,5 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         mask=call.mask_spec if call is not None else None,
         refused_levers=refused_levers(scope, block),
         recompute=step.recompute,
+        follows=input_of(program.steps, step) is not None,
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +24,19 @@ from paradyse.distributed.tokens import (
 )
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
-from paradyse.passes.split_steps import Step
+from paradyse.passes.split_steps import Step, input_of
 from paradyse.runtime.deferred import DeferredTensor, defer
+from paradyse.runtime.offload import HostMemories, Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
+from paradyse.runtime.remake import not_kept, remade
+from paradyse.runtime.saved_memory import storages
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
 from paradyse.weights.gradients import AverageGradients, SumGradients
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
+from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
 
 _REPLICATED = "replicated"
@@ -64,10 +67,13 @@ class Frame:
         if program.schedule.has_dropout:
             self.seeds = torch.randint(2**62, (n,)).to(program.device).unbind(0)
         self.shelf = Shelf(self.axis.session.of(LookAhead).on)
+        self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._summed: Mapping[fx.Node, Tensor] = {}
         self._joined: set[fx.Node] = set()
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
+        self._remade: tuple[fx.Node | None, Any] = (None, None)
+        """What the last block gave and makes again, and its node in autograd's graph."""
 
     def run(self) -> Any:
         """The graph's outputs."""
@@ -85,6 +91,7 @@ class Frame:
             self._join_replicas(step.position + 1)  # fetched while this step runs
             self.run_step(step, self.constants.strategy(step))
             self.free(program.schedule.freed[step.position])
+        self._on_host.settle()
         return fx.map_arg(program.output, self.result)
 
     def run_step(self, step: Step, strategy: str) -> None:
@@ -95,36 +102,83 @@ class Frame:
             self.call.at = self.axis, step.block_id
         for node, piece in step.late(strategy).items():
             self.env[node] = self._side(step, node, piece)
-        variant = self.program.variant(step, strategy)
+        variant, point = self.program.variant(step, strategy), Point.parse(strategy)
         wholes, gathered = self.unshard(step, strategy)
         self._fetch(step.position + 1)
         outputs: Sequence[Any]
-        if Point.parse(strategy).recomputes and torch.is_grad_enabled():
-            outputs = self._checkpointed(step, strategy, wholes)
-            if gathered is not None:
-                gathered.free()  # backward gathers again when it runs the block again
-        else:
-            outputs = variant(self.context(step, wholes))
-            if gathered is not None:
-                unread = getattr(variant, "unread", ())  # weights of a head by tiles
-                again = [i for i, n in enumerate(wholes) if n not in unread]
-                outputs = gathered.release(outputs, again)
+        with self._saving(step, point, wholes) as saved:
+            if point.recomputes and torch.is_grad_enabled():
+                outputs = self._checkpointed(step, strategy, wholes, saved)
+                if gathered is not None:
+                    gathered.free()  # backward gathers again when it runs the block again
+            else:
+                with self._not_keeping_input(step):
+                    outputs = variant(self.context(step, wholes))
+                if gathered is not None:
+                    unread = getattr(variant, "unread", ())  # weights of a head by tiles
+                    again = [i for i, n in enumerate(wholes) if n not in unread]
+                    outputs = gathered.release(outputs, again)
         self.env.update(zip(step.gives(strategy).outputs, outputs, strict=True))
         if step.split and self.call is not None:
             self.call.all_ended = False
 
-    def _checkpointed(self, step: Step, strategy: str, wholes: Wholes) -> Sequence[Any]:
-        """The step's outputs; it runs again in backward, when the frame has let go of values."""
+    def _saving(
+        self, step: Step, point: Point, wholes: Wholes
+    ) -> AbstractContextManager[SavedBlock | None]:
+        """Inside, what ``step`` saves for backward goes to the host, where ``point`` says so."""
+        if point.offloads and torch.is_grad_enabled():
+            return self._on_host.saving(self._shared(step, wholes))
+        self._on_host.settle()
+        return nullcontext()
+
+    def _shared(self, step: Step, wholes: Wholes) -> frozenset[int]:
+        """Identities of what ``step`` reads and other steps too: weights, and tables that have no
+        gradient."""
+        found: list[Any] = [*wholes.values(), *self.constants.common(step, self.seeds[step.index])]
+        for node in step.piece.inputs:
+            values = self.env.get(node), *self.forms.get(node, {}).values()
+            tensors = (rows_here(x) for x in values if isinstance(x, Tensor))
+            found += [x for x in tensors if is_weight(node) or not x.requires_grad]
+        return frozenset(storages(found))
+
+    def _checkpointed(
+        self, step: Step, strategy: str, wholes: Wholes, saved: SavedBlock | None
+    ) -> Sequence[Any]:
+        """The step's outputs; it runs again in backward, when the frame has let go of values. Its
+        inputs go where ``saved`` says."""
         variant, context = self.program.variant(step, strategy), self.context(step, {})
-        context = replace(context, get=cache(context.get))
-        first = [wholes]
+        inputs, first = Inputs(context.get), [wholes]
+        context, read_again = replace(context, get=inputs.get), self._read_again(step, strategy)
 
         def compute() -> tuple[Any, ...]:
             mine = first.pop() if first else self.unshard(step, strategy)[0]
-            return tuple(variant(replace(context, weights=partial(self.weights, step, mine))))
+            out = variant(replace(context, weights=partial(self.weights, step, mine)))
+            pairs = zip(step.gives(strategy).outputs, out, strict=True)
+            return tuple(remade(x) if node is read_again else x for node, x in pairs)
 
         outputs: Sequence[Any] = checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+        if read_again is not None:
+            at = step.gives(strategy).outputs.index(read_again)
+            self._remade = read_again, outputs[at].grad_fn
+        if saved is not None:
+            inputs.move(saved)
         return outputs
+
+    def _read_again(self, step: Step, strategy: str) -> fx.Node | None:
+        """What the block behind ``step``, under ``strategy``, reads and does not keep."""
+        steps, at = self.program.steps, step.position + 1
+        node = input_of(steps, steps[at]) if at < len(steps) else None
+        if node is None:
+            return None
+        behind = Point.parse(self.constants.strategy(steps[at]))
+        return node if Point.parse(strategy).makes_input_of(behind) else None
+
+    def _not_keeping_input(self, step: Step) -> AbstractContextManager[None]:
+        """Inside, ``step`` does not save what the block before it makes again."""
+        (node, grad_fn), self._remade = self._remade, (None, None)
+        if node is None or node not in step.piece.inputs:
+            return nullcontext()
+        return not_kept(self.env[node], grad_fn)
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
         """What ``step`` may know and ask for; ``wholes`` are the weights gathered for it."""

@@ -1,4 +1,5 @@
-"""What levers change of the work of a block: what it keeps for backward, and what it does again.
+"""What levers change of the work of a block: what it keeps for backward, where, and what it does
+again.
 
 Nothing is counted anew here. ``counted`` gives a strategy's own ``Work`` at another workload, so
 that what runs again in backward is the forward of that strategy, and what a tile of tokens holds
@@ -14,6 +15,10 @@ from dataclasses import replace
 from paradyse.strategies.tiles import tile_tokens
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Workload
+
+MOVE_OPS = 300
+"""Python time of what autograd's hooks do for a block, and of starting its copies, in launches of a
+small operator: an estimate, not measured."""
 
 Counted = Callable[[Workload], Work]
 
@@ -61,6 +66,19 @@ def tiled(work: Work, counted: Counted) -> None:
         work.workspace_bytes += work.block.num_weight_elements * max(0, 4 - work.itemsize)
 
 
+def offload(work: Work, counted: Counted) -> None:
+    """Change ``work``: what the block keeps is on the device while it runs, and on the host in
+    between. As much again is on the device of the block before it: on its way to the host in
+    forward, and back in backward.
+    """
+    if work.back:
+        moved, work.saved_bytes = work.saved_bytes, 0.0
+        work.host_bytes = moved
+        work.workspace_bytes += 2 * moved
+        work.moved_bytes += 2 * moved
+        work.num_ops += MOVE_OPS
+
+
 def _repeat_first_part(work: Work, counted: Counted) -> None:
     forward = replace(work.workload, training=False)
     again, messages = Work(work.block, forward), counted(forward)
@@ -76,8 +94,9 @@ LEVER_WORK: Mapping[str, Callable[[Work, Counted], None]] = {
     "recompute": recompute,
     "selective": selective,
     "tiled": tiled,
+    "offload": offload,
 }
-"""By lever of a block."""
+"""By lever of a block, in the order of ``LEVERS``."""
 
 
 def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -> Work:

@@ -6,7 +6,9 @@ needs the memory of one tile's values between its linears, however long the sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,29 @@ from paradyse.strategies.weight_stream import sum_dtype
 TILE_TOKENS, MIN_TILE_TOKENS = 4096, 1024
 """Tokens of all sequences of a batch in one tile, and the fewest of one sequence: fewer leave the
 matmuls too small (arXiv 2407.15892)."""
+
+
+_num_tiles: ContextVar[int] = ContextVar("num_tiles", default=0)
+"""Of every step, where a caller asks for so many; 0: as many as its tokens make."""
+
+_inside: ContextVar[bool] = ContextVar("inside_a_tile", default=False)
+"""Whether a tile is being computed."""
+
+
+@contextmanager
+def cut_into(num_tiles: int) -> Iterator[None]:
+    """Inside, this thread's steps have ``num_tiles`` tiles, however many tokens there are."""
+    token = _num_tiles.set(num_tiles)
+    try:
+        yield
+    finally:
+        _num_tiles.reset(token)
+
+
+def inside_a_tile() -> bool:
+    """Whether this thread computes one of several tiles: what is made now is as large as that, or
+    as a weight."""
+    return _inside.get()
 
 
 def tile_tokens(batch: int) -> int:
@@ -129,6 +154,8 @@ def make_tiles(
     if axis.size > 1:
         ranks = range(axis.size)
         everyone = torch.stack([local_positions(layout, r, local.device) for r in ranks])
+    if num_tiles := _num_tiles.get():
+        most = -(-layout.local_len // num_tiles)
     tiles, start = [], 0
     for n in tile_lengths(layout.local_len, sizes.get("B", 1), most):
         rows = everyone[:, start : start + n]
@@ -156,7 +183,11 @@ def over_tiles(
     """
 
     def run(tile: Tile) -> Sequence[Tensor | None]:
-        return piece(tile.sizes, tile.common, [tile.cut(x, d) for x, d in given])
+        token = _inside.set(len(tiles) > 1)
+        try:
+            return piece(tile.sizes, tile.common, [tile.cut(x, d) for x, d in given])
+        finally:
+            _inside.reset(token)
 
     if len(tiles) == 1:
         return list(run(tiles[0]))

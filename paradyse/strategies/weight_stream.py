@@ -133,11 +133,11 @@ class GroupTensors:
             shards = [self.shards[i] for i in index]
             axis = shards[0].placement.axis
             if axis.rank == group:
-                flat = torch.cat([s.local.detach().reshape(-1) for s in shards])
+                flat = torch.cat([s.for_use.detach().reshape(-1) for s in shards])
             else:
                 n = sum(s.placement.numel(s.shape, group) for s in shards)
-                like = at_rest(shards[0]).local
-                flat = like.new_empty(n, dtype=shards[0].dtype)
+                first = shards[0]
+                flat = torch.empty(n, dtype=first.dtype, device=at_rest(first).used_on)
             sent.append(collectives.broadcast(flat, axis, group, self.block_id))
         self._coming[group] = sent
 

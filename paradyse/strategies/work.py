@@ -99,6 +99,8 @@ class Work:
         self.messages: dict[str, float] = defaultdict(float)
         self.saved_bytes = self.workspace_bytes = 0.0
         """Bytes held from the block's forward to its backward, and those only while it runs."""
+        self.host_bytes = 0.0
+        """Bytes that go to the host after the block's forward, and come back for its backward."""
         self.attended_bytes = 0.0
         """Of what is saved, attention's output and what its backward reads beside q, k and v."""
 

@@ -13,7 +13,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.distributed.replicas import average
 from paradyse.weights.shard_comm import by_dtype
-from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
+from paradyse.weights.sharded_tensor import ShardedTensor, rows_for_use
 
 BUCKET_BYTES = 64 * 2**20
 """A message of gradients holds about this much: it bounds the copy that a message needs."""
@@ -75,7 +75,7 @@ def _in_buckets(
         reduce: from indices of gradients of one dtype that are added up in one dtype, and their
             elements as one vector, to the vector that replaces it.
     """
-    rows = {i: rows_here(g) for i, g in enumerate(grads) if g is not None}
+    rows = {i: rows_for_use(g) for i, g in enumerate(grads) if g is not None}
     given = list(rows)
     buckets: list[list[int]] = []
     for alike in by_dtype(list(rows.values()), [_reduce_dtype(grads[i]) for i in given]):

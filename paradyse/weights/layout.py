@@ -86,7 +86,12 @@ class Shard(Protocol):
 
     @property
     def local(self) -> Tensor:
-        """The rank's rows, in the dtype in which the tensor is gathered."""
+        """The rank's rows at rest."""
+
+    @property
+    def for_use(self) -> Tensor:
+        """The rank's rows on the device that computes, in the dtype in which the tensor is
+        gathered."""
 
     @property
     def shape(self) -> torch.Size:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paradyse.weights.sharded_tensor import rows_here
+from paradyse.weights.sharded_tensor import lies_on_host, rows_here
 
 MOMENTS = 2
 """States of its size that an optimizer is taken to hold of a trained weight, as Adam does, until it
@@ -16,7 +16,7 @@ has stepped."""
 
 
 def state_bytes(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> int:
-    """Bytes that ``optimizer`` holds, on the weights' own devices, of what this rank has of those
+    """Bytes that ``optimizer`` holds, where the weights lie, of what this rank has of those
     ``weights`` that it trains. One that had no gradient yet counts as the others."""
     trained = {id(w) for group in optimizer.param_groups for w in group["params"]}
     mine = [w for w in weights if w.requires_grad and id(w) in trained]
@@ -40,8 +40,9 @@ class OptimizersSeen:
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = [weakref.ref(w) for w in weights]
-        self._held: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """What those hold that are still there."""
+        self._held: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        """What those hold that are still there: of weights on the device, and of those on the
+        host."""
         self.count = 0
         """Of those that have stepped."""
 
@@ -54,14 +55,21 @@ class OptimizersSeen:
         ours = set(map(id, weights))
         if not any(id(w) in ours for group in optimizer.param_groups for w in group["params"]):
             return False
-        self._held[optimizer] = state_bytes(optimizer, weights)
+        sides = ([w for w in weights if lies_on_host(w) == host] for host in (False, True))
+        self._held[optimizer] = [state_bytes(optimizer, side) for side in sides]
         self.count += 1
         return True
 
-    def static_bytes(self) -> int:
+    def static_bytes(self, on_host: bool = False) -> int:
         """Bytes on this rank of the weights, of the gradients of trained ones, and of what
-        optimizers hold: as ``MOMENTS`` says while none has stepped."""
+        optimizers hold: as ``MOMENTS`` says while none has stepped.
+
+        Args:
+            on_host: of weights that lie on the host, with all that belongs to them; else of others.
+        """
         weights = [w for w in (ref() for ref in self._weights) if w is not None]
+        weights = [w for w in weights if lies_on_host(w) == on_host]
         trained = sum(rows_here(w).nbytes for w in weights if w.requires_grad)
-        states = sum(self._held.values()) if self.count else MOMENTS * trained
+        held = sum(sides[on_host] for sides in self._held.values())
+        states = held if self.count else MOMENTS * trained
         return sum(rows_here(w).nbytes for w in weights) + trained + states

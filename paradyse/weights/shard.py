@@ -10,18 +10,25 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import REDUCE_DTYPE
 from paradyse.weights.layout import GradientSum, even_layout
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor, to_host
+
+OFFLOAD = ("", "optimizer")
+"""What may lie on the host."""
 
 REDUCE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """In which gradients may be added up."""
 
 
 def shard(
-    model: nn.Module, mesh: Any = None, *, reduce_dtype: torch.dtype | None = None
+    model: nn.Module,
+    mesh: Any = None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    offload: str = "",
 ) -> nn.Module:
     """Spread every parameter of ``model`` over the ranks of a sequence group, in place.
 
@@ -43,27 +50,33 @@ def shard(
         model: not compiled yet, not wrapped by DDP or FSDP. It may be on the meta device;
             ``paradyse.load_safetensors`` then gives the shards values.
         mesh: as the option of the backend; None: one axis over the world. With one rank nothing
-            is done.
+            is done without ``offload``.
         reduce_dtype: in which gradients are added up over ranks and averaged over replicas,
             whatever they are computed in, as of FSDP2's ``MixedPrecisionPolicy``; None: that of
             the parameter.
+        offload: "optimizer": the rank's rows lie on the host, and so do their gradients and what an
+            optimizer keeps of them, as with FSDP2's ``CPUOffloadPolicy``. Rows are copied to the
+            device when a block needs its weights, and gradients back: the optimizer steps on the
+            host.
     Returns:
         ``model``.
     Raises:
         ValueError: the model is sharded already, wrapped or parallelized by something else, or has
             run in a way that holds on to a parameter; the mesh does not fit; nothing can be added
-            up in ``reduce_dtype``; the ranks' weights or dtypes differ, said on all of them.
-            Nothing is changed then.
+            up in ``reduce_dtype``; ``offload`` is another word; the ranks' weights or dtypes
+            differ, said on all of them. Nothing is changed then.
     """
     axis, sums = resolve_axis(mesh), GradientSum(reduce_dtype, resolve_replicas(mesh))
     _check_dtype(reduce_dtype)
+    _check_offload(offload)
     _check(model)
-    if axis.size == 1:
+    if axis.size == 1 and not offload:
         return model
-    _check_equal(model, axis, mesh, reduce_dtype)
+    if axis.size > 1:
+        _check_equal(model, axis, mesh, reduce_dtype)
     parameters = [p for p in model.parameters() if p.ndim]
     for p in parameters:
-        swap_tensors(p, _sharded(p, axis, sums))
+        swap_tensors(p, _sharded(p, axis, sums, bool(offload)))
     return model
 
 
@@ -74,6 +87,12 @@ def _check_dtype(reduce_dtype: Any) -> None:
             f"reduce_dtype={reduce_dtype!r}: give one of {legal}, or leave it out to add gradients "
             "up in the dtype of their parameters"
         )
+
+
+def _check_offload(offload: Any) -> None:
+    if offload not in OFFLOAD:
+        legal = ", ".join(map(repr, OFFLOAD))
+        raise ValueError(f"offload={offload!r}: give one of {legal}; '' keeps all on the device")
 
 
 def _check_equal(model: nn.Module, axis: Axis, mesh: Any, reduce_dtype: torch.dtype | None) -> None:
@@ -89,9 +108,14 @@ def _check_equal(model: nn.Module, axis: Axis, mesh: Any, reduce_dtype: torch.dt
     agreement.compare("shards a model", {}, together=True, common=facts)
 
 
-def _sharded(p: nn.Parameter, axis: Axis, sums: GradientSum) -> nn.Parameter:
+def _sharded(p: nn.Parameter, axis: Axis, sums: GradientSum, on_host: bool) -> nn.Parameter:
     layout = even_layout(axis, p.shape[0])
-    x = ShardedTensor(layout.take_own(p.detach()), layout, p.shape, sums=sums)
+    rows = layout.take_own(p.detach())
+    used_on = device_of(axis.group) if on_host else None
+    if used_on is not None:
+        rows = to_host(rows)
+        rows = rows.pin_memory() if used_on.type == "cuda" and not rows.is_meta else rows
+    x = ShardedTensor(rows, layout, p.shape, sums=sums, used_on=used_on)
     out = nn.Parameter(x, requires_grad=p.requires_grad)
     for name, value in vars(p).items():  # marks of the model's own
         setattr(out, name, value)

@@ -56,7 +56,7 @@ def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
         block_id: of the block that the bytes are booked to.
     """
     out = []
-    rows = [s.local for s in shards]
+    rows = [s.for_use for s in shards]
     for index in by_dtype(rows):
         group = [shards[i] for i in index]
         axis, flat = group[0].placement.axis, [rows[i].reshape(-1) for i in index]

@@ -41,8 +41,11 @@ class ShardedTensor(Tensor):
     """The rank's rows."""
     placement: ShardLayout
     sums: GradientSum
+    on_host: bool
+    """Whether the rows lie on the host, and are copied to the device for use."""
     _token: Tensor
-    """An empty tensor. Tracers see it in place of the rows, so no guard depends on the layout."""
+    """An empty tensor on the device that computes with the rows. Tracers see it in place of them,
+    so no guard depends on the layout."""
 
     __torch_function__ = disabled_torch_function
 
@@ -54,21 +57,37 @@ class ShardedTensor(Tensor):
         size: Sequence[int],
         token: Any = None,
         sums: GradientSum | None = None,
+        used_on: torch.device | None = None,
     ) -> ShardedTensor:
         if token is None:
             assert local is not None
-            token = local.new_empty(0)
+            token = local.new_empty(0, device=used_on)
+        device = token.device if local is None else local.device
         out: ShardedTensor = make_wrapper_subclass(
-            cls, tuple(size), dtype=token.dtype, device=token.device
+            cls, tuple(size), dtype=token.dtype, device=device
         )
-        out._token, out.sums = token, sums or GradientSum()
+        out._token, out.sums, out.on_host = token, sums or GradientSum(), used_on is not None
         if local is not None and layout is not None:
             out.local, out.placement = local, layout
         return out
 
     def with_rows(self, rows: Tensor) -> ShardedTensor:
-        """A tensor of this one's shape and layout, of which this rank holds ``rows``."""
-        return ShardedTensor(rows, self.placement, self.shape, sums=self.sums)
+        """A tensor of this one's shape and layout, of which this rank holds ``rows``: on the host,
+        where this one's lie there."""
+        kind = self.placement, self.shape
+        if not self.on_host:
+            return ShardedTensor(rows, *kind, sums=self.sums)
+        return ShardedTensor(to_host(rows), *kind, sums=self.sums, used_on=self.used_on)
+
+    @property
+    def used_on(self) -> torch.device:
+        """The device that computes with it."""
+        return self._token.device
+
+    @property
+    def for_use(self) -> Tensor:
+        """The rank's rows on the device that computes with them."""
+        return self.local.to(self.used_on, non_blocking=True)
 
     @property
     def trained_dtype(self) -> torch.dtype:
@@ -82,7 +101,7 @@ class ShardedTensor(Tensor):
 
     def new_whole(self) -> Tensor:
         """A plain tensor of the whole shape, of unspecified values."""
-        return self.local.new_empty(self.shape)
+        return self._token.new_empty(self.shape)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; call it on every rank.
@@ -205,12 +224,24 @@ class CastShard:
 
     @property
     def local(self) -> Tensor:
-        """The rank's rows, cast."""
-        return self.of.local.detach().to(self.dtype)
+        """The rank's rows at rest."""
+        return self.of.local
+
+    @property
+    def for_use(self) -> Tensor:
+        """The rank's rows on the device that computes with them, cast."""
+        return self.of.for_use.detach().to(self.dtype)
 
     def new_whole(self) -> Tensor:
         """As of ``ShardedTensor``, in this dtype."""
-        return self.of.local.new_empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.of.used_on)
+
+
+def to_host(rows: Tensor) -> Tensor:
+    """``rows`` on the host; those of a device in pinned memory, which it copies from by itself."""
+    if rows.device.type in ("cpu", "meta"):
+        return rows
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
 
 
 def at_rest(x: ShardedTensor | CastShard) -> ShardedTensor:
@@ -226,6 +257,27 @@ def is_traced(x: ShardedTensor) -> bool:
 def rows_here(x: Tensor) -> Tensor:
     """What this rank holds of ``x``: its rows of a sharded tensor, all of any other."""
     return x.local if isinstance(x, ShardedTensor) else x
+
+
+def rows_for_use(x: Tensor) -> Tensor:
+    """What this rank holds of ``x``, on the device that computes with it."""
+    return x.for_use if isinstance(x, ShardedTensor) else x
+
+
+def used_on(x: Tensor) -> torch.device:
+    """The device that computes with ``x``."""
+    return x.used_on if isinstance(x, ShardedTensor) else x.device
+
+
+def lies_on_host(x: Tensor) -> bool:
+    """Whether ``x`` is sharded, and its rows are copied to another device for use."""
+    return isinstance(x, ShardedTensor) and x.on_host
+
+
+def _every(x: Tensor, like: ShardedTensor) -> Tensor:
+    """``x``, computed from the rows of ``like``, of every rank, stacked, where ``x`` lies."""
+    every = collectives.all_gather(x.to(like.used_on), like.placement.axis, OPTIMIZER)
+    return every.to(x.device)
 
 
 def _refused(func: Any, x: ShardedTensor) -> Exception:
@@ -297,9 +349,9 @@ def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
 
     out = func(*map(rows, args), **{k: rows(v) for k, v in kwargs.items()})
     if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
-        axis = next(x for x in likes if x is not None).placement.axis
-        compare(axis, "looks for infinite gradients")
-        args[1].copy_(collectives.all_gather(args[1], axis, OPTIMIZER).amax(0))
+        like = next(x for x in likes if x is not None)
+        compare(like.placement.axis, "looks for infinite gradients")
+        args[1].copy_(_every(args[1], like).amax(0))
     if schema_of(func).is_mutable:
         return kwargs.get("out", args[0]) if num is None else out
     if isinstance(out, list | tuple):
@@ -355,9 +407,9 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
         for x in local
     ]
     shards = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
-    axis = tensors[shards[0]].placement.axis
-    compare(axis, "computes norms of sharded tensors")
-    every = collectives.all_gather(torch.stack([norms[i] for i in shards]), axis, OPTIMIZER)
+    like = tensors[shards[0]]
+    compare(like.placement.axis, "computes norms of sharded tensors")
+    every = _every(torch.stack([norms[i] for i in shards]), like)
     total = every.amax(0) if math.isinf(ord) else torch.linalg.vector_norm(every, ord, dim=0)
     for i, norm in zip(shards, total.unbind(0), strict=True):
         norms[i] = norm
@@ -365,9 +417,8 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
 
 
 def _sum(x: ShardedTensor, *, dtype: Any = None) -> Tensor:
-    axis = x.placement.axis
-    compare(axis, "sums a sharded tensor")
-    return collectives.all_reduce(x.local.sum(dtype=dtype), axis, OPTIMIZER)
+    compare(x.placement.axis, "sums a sharded tensor")
+    return _every(x.local.sum(dtype=dtype), x).sum(0)
 
 
 _REDUCTIONS: dict[Any, Callable[..., Any]] = {
@@ -380,4 +431,5 @@ _REDUCTIONS: dict[Any, Callable[..., Any]] = {
 def relayout(x: ShardedTensor, layout: ShardLayout) -> None:
     """Move the rows of ``x`` to where ``layout`` has them, in place; call it on every rank."""
     if x.placement != layout:
-        x.local, x.placement = layout.take_own(x.detach().full_tensor()), layout
+        rows = layout.take_own(x.detach().full_tensor())
+        x.local, x.placement = to_host(rows) if x.on_host else rows, layout

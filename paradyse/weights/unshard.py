@@ -207,7 +207,8 @@ class _AsItLies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: ShardedTensor) -> Tensor:
         ctx.like = shard
-        return shard.local.view_as(shard.local)
+        rows = shard.for_use
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

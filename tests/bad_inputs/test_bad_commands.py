@@ -89,7 +89,7 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("verify --model {llama} --seq-len 0", "0 is too small; give at least 1 token"),
     ("verify --model {llama} --layers 3", ("--layers 3: it has 2", "give fewer")),
     ("profile --repeats 0", "0 is too small"),
-    ("plan --model {llama} --gpus 1", "1 is too small; give at least 2"),
+    ("plan --model {llama} --gpus 0", "0 is too small; give at least 1"),
     ("plan --model {llama} --gpus 1000000000", "is too large"),
     # names
     ("demo --plan ulysses", ("unknown strategy 'ulysses' (did you mean 'ulysses_z'?)", *NAMES)),
@@ -124,6 +124,10 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("bench --distribution GRCh38 --lengths-file {folder}/notes", "not allowed with argument"),
     ("bench --tokenizer x --lengths 3", "give it with --text, or alone"),
     ("plan --model {llama} --out {folder}/plans", "--out is for a cluster on paper: give --gpus"),
+    (
+        "plan --model {llama} --offload optimizer",
+        "--offload is for a cluster on paper: give --gpus",
+    ),
     ("plan --model {llama} --weights sharded", "--weights is for a cluster on paper"),
     # what is read
     ("verify", "required: --model"),

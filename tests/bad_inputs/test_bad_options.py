@@ -78,7 +78,7 @@ OPTIONS: tuple[tuple[Any, Words], ...] = (
     ({"plan": {"head": ["tiled"]}}, "option 'plan'['head']: the head has no levers ['tiled']"),
     ({"plan": Plan(("metp",), "x")}, "option 'plan': the head has no levers 'x'; give 'auto' or"),
     # levers
-    ({"levers": ["recompute", "offload"]}, "option 'levers': unknown lever 'offload'; legal: reco"),
+    ({"levers": ["recompute", "swap"]}, "option 'levers': unknown lever 'swap'; legal: recompute"),
     ({"levers": "recomput"}, "option 'levers': unknown lever 'recomput' (did you mean 'recompute"),
     ({"levers": ["tiled", "tiled"]}, "option 'levers': lever 'tiled' is named twice; name it once"),
     ({"levers": [None]}, "option 'levers': unknown lever None; legal: recompute,"),
@@ -116,6 +116,7 @@ OPTIONS: tuple[tuple[Any, Words], ...] = (
     ({"memory_limit": math.nan}, ("cannot read nan", SIZE)),
     ({"memory_limit": math.inf}, ("cannot read inf", SIZE)),
     ({"memory_limit": [2**30]}, ("cannot read [1073741824]", SIZE)),
+    ({"host_memory": "lots"}, ("option 'host_memory': cannot read 'lots'", SIZE)),
     # smoothing
     ({"smoothing": -0.1}, f"option 'smoothing': -0.1 {SHARE}"),
     ({"smoothing": "5%"}, f"option 'smoothing': '5%' {SHARE}"),

@@ -22,6 +22,7 @@ def test_no_rate_exceeds_the_vendors(name: str) -> None:
     assert machine.matmul_flops < device.matmul_flops[torch.bfloat16]
     assert machine.memory_bandwidth < device.memory_bandwidth
     assert machine.capacity_bytes is not None and machine.capacity_bytes < device.capacity_bytes
+    assert machine.host_bandwidth is not None and machine.host_bandwidth < device.host_bandwidth
     assert set(machine.links) == set(COLLECTIVES)
     assert all(x.bandwidth_bytes < device.link_bandwidth for x in machine.links.values())
 
@@ -50,6 +51,13 @@ def test_among_unequal_devices_the_slowest_and_the_smallest_hold() -> None:
     assert both.matmul_flops == machine_of(Cluster((slow,), ONE_NODE), 8).matmul_flops
     assert both.capacity_bytes == machine_of(Cluster((small,), ONE_NODE), 8).capacity_bytes
     assert "slowest" in both.source
+
+
+def test_ranks_of_a_node_share_its_host() -> None:
+    cluster = Cluster((A100,), Network(gpus_per_node=4, host_bytes=2**40))
+    shares = [machine_of(cluster, n).host_capacity_bytes for n in (1, 2, 4, 8)]
+    assert shares[0] is not None and 0.8 * 2**40 < shares[0] < 2**40
+    assert shares[1:] == [shares[0] // 2, shares[0] // 4, shares[0] // 4]
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])

@@ -18,17 +18,24 @@ from models import FAMILIES, make_batch, make_model
 from torch import Tensor
 
 from paradyse.cli.charts import svg_of, write_page
-from paradyse.cli.commands.plan import page_of
+from paradyse.cli.commands.plan import levers_chart, page_of
 from paradyse.cli.models import whole_graphs
 from paradyse.offline import dry_run as dry
 from paradyse.offline import ops
 from paradyse.offline.devices import machine_of, read_cluster
-from paradyse.offline.dry_run import DryRun, capture_program, dry_run, fake_world, measure_step
-from paradyse.offline.outlook import MIXTURE, Outlook, look_ahead
+from paradyse.offline.dry_run import (
+    DryRun,
+    Sizes,
+    capture_program,
+    dry_run,
+    fake_world,
+    measure_step,
+)
+from paradyse.offline.outlook import MIXTURE, NO_LEVERS, Outlook, PaperCosts, look_ahead
 from paradyse.offline.timeline import Sample, Timeline, fit_growth
 from paradyse.planning.costs import Machine
 from paradyse.runtime.saved_memory import Saved
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Workload
 
 SEQ_LEN = 92
 """Two ranks hold 46 tokens each, without padding."""
@@ -209,6 +216,23 @@ def test_more_memory_trains_longer_and_none_trains_nothing(llama8: DryRun) -> No
     assert set(nothing.longest.values()) == {0} and not nothing.forecasts[MIXTURE]
 
 
+def test_the_host_takes_what_blocks_keep(llama8: DryRun) -> None:
+    machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
+
+    def longest(levers: Sequence[str], **changes: Any) -> int:
+        here, memory = replace(machine, **changes), 2**28
+        found = look_ahead(llama8, here, [], torch.float32, memory_limit=memory, levers=levers)
+        return found.longest[MIXTURE]
+
+    none, alone = longest(()), longest(["offload"])
+    assert none <= longest(["offload"], host_capacity_bytes=2**20) < alone
+    costs, (block, *_) = PaperCosts(llama8, machine), llama8.blocks
+    w = Workload(1, alone, torch.float32, True, 8)
+    here, there = (costs.cost(block, f"megatron_cz{v}", w) for v in ("", "+offload"))
+    assert (there.saved_bytes, there.host_bytes) == (0, here.saved_bytes)
+    assert there.workspace_bytes == here.workspace_bytes + 2 * here.saved_bytes
+
+
 class Links(HTMLParser):
     """Checks that tags close, and collects what a page asks for outside itself."""
 
@@ -274,6 +298,38 @@ def test_a_timeline_counts_each_memory_once_while_it_is_alive() -> None:
         y.mul_(2)
     assert timeline.alive_bytes[0] == 32 and max(timeline.alive_bytes) == 64
     assert timeline.alive_bytes[-1] == 32
+
+
+def test_what_is_made_in_tiles_grows_with_the_tile() -> None:
+    def sample(n: int) -> Sample:  # two tiles of n / 2 tokens, weights of 100 bytes
+        return Sample(3 * n, (2 * n, 5 * n), 0, n, (100 + n // 2, 0))
+
+    growth = fit_growth([2, 4, 8], [sample(n) for n in (2, 4, 8)])
+    assert growth.at(1000, 2 * 10) == (3000, 5000)
+    assert growth.at(1000, 2 * 4000) == (3000, 2000 + 100 + 4000)
+    assert Sizes(growth).at(1000, 10) == (3000, 2000)
+    assert Sizes(growth).at(1000) == (3000, 2000)
+
+
+def test_the_head_is_measured_under_its_levers(llama8: DryRun) -> None:
+    head, n = llama8.head, 1 << 20
+    assert head is not None and llama8.heads.keys() == set(head.points())
+    whole, tiled = (sum(llama8.heads[v][0].at(n, 64)) for v in ("", "tiled"))
+    logits = 4 * n * head.vocabulary
+    assert whole - tiled > 2 * logits  # and their gradient
+
+
+def test_the_mixture_is_told_by_lever_and_its_peak_by_parts(llama8: DryRun) -> None:
+    outlook = outlook_of(llama8)
+    reach = outlook.reaches[MIXTURE].longest
+    assert reach is not None
+    assert sum(part for _, part in reach.held) == reach.peak_bytes <= outlook.limit_bytes
+    alone = [name for name in outlook.reaches if name.endswith(" alone")]
+    assert len(alone) >= 3 and f"{MIXTURE}, all but tiled" in outlook.reaches
+    longest = outlook.longest
+    assert all(longest[NO_LEVERS] <= longest[name] <= longest[MIXTURE] * 1.001 for name in alone)
+    drawn = {line.name for line in levers_chart(outlook).lines}
+    assert {"no levers", "all levers", "tiled", "recompute"} <= drawn
 
 
 def test_machines_without_a_limit() -> None:

@@ -22,7 +22,7 @@ from paradyse.planning.explain import (
     short_key,
     text_table,
 )
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVERS, HeadSpec
 
 
 def rendered(value: Any) -> str:
@@ -68,6 +68,21 @@ def test_a_faster_loser_says_why_it_lost() -> None:
     kept = explain_plan(calm, LONG)
     assert kept.plan == calm.plan(SHORT)
     assert "previous plan is kept" in why(kept, 0)["ulysses_z"]
+
+
+def test_the_head_has_a_row_for_each_set_of_levers() -> None:
+    head = HeadSpec(1024, 128_256, infeasible=dict.fromkeys({*LEVERS} - {"tiled"}, "its bias"))
+    free = planner(head=head, levers=["tiled"])
+    report = explain_plan(free, LONG)
+    assert report.blocks[-1].kind == HEAD and report.blocks[-1].chosen == "whole logits"
+    assert why(report, -1)["whole logits"] == "chosen"
+    assert why(report, -1)["tiled"].endswith("x the time")
+    tight = planner(head=head, levers=["tiled"], memory_limit=report.peak_bytes // 3)
+    texts = why(explain_plan(tight, LONG), -1)
+    assert texts["tiled"].startswith("chosen; without levers: does not fit: needs")
+    barred = explain_plan(planner(head=head, levers=[]), LONG)
+    assert "tiled" not in why(barred, -1)
+    assert HEAD not in [b.kind for b in explain_plan(planner(), LONG).blocks]
 
 
 def test_plan_report_as_text() -> None:

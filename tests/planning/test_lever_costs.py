@@ -118,3 +118,24 @@ def test_one_rank_sends_nothing() -> None:
         for block in (attention(), mlp()):
             assert prior_cost(block, point, alone, GPU).comm_bytes == 0
     assert head_cost(HEAD, "", alone, GPU).comm_bytes == 0
+
+
+@pytest.mark.parametrize("point", ["megatron_cz", "metp+recompute", "ulysses_z"])
+def test_what_goes_to_the_host_is_on_the_device_of_two_blocks(point: str) -> None:
+    plain, moved = (prior_cost(attention(), f"{point}{v}", LONG, FREE) for v in ("", "+offload"))
+    assert (moved.saved_bytes, moved.host_bytes) == (0, plain.saved_bytes)
+    assert moved.workspace_bytes == plain.workspace_bytes + 2 * plain.saved_bytes
+    assert plain.host_bytes == 0
+    forward = replace(LONG, training=False)
+    assert prior_cost(attention(), f"{point}+offload", forward, FREE) == prior_cost(
+        attention(), point, forward, FREE
+    )
+
+
+def test_copies_hide_behind_the_block_as_far_as_they_can() -> None:
+    block, machines = mlp(), [replace(FREE, host_bandwidth=b) for b in (1e15, 1e9)]
+    plain = prior_cost(block, "megatron_cz", LONG, FREE)
+    fast, slow = (prior_cost(block, "megatron_cz+offload", LONG, m) for m in machines)
+    read_and_written = 2 * plain.saved_bytes / FREE.memory_bandwidth
+    assert fast.time_s == pytest.approx(plain.time_s + read_and_written)
+    assert slow.time_s == pytest.approx(2 * plain.saved_bytes / 1e9, rel=0.01)

@@ -33,6 +33,7 @@ def test_ranks_hold_equal_numbers_and_measure_once(pool2: RankPool) -> None:
     assert all(r is not None and 0 < r < float("inf") for r in rates)
     assert m.capacity_bytes is not None
     assert 0 < m.capacity_bytes <= device_capacity(torch.device("cpu"), 2)
+    assert m.host_bandwidth is None and m.host_capacity_bytes == m.capacity_bytes
     assert m.source == "measured on 2 ranks, cpu, torch.float32"
 
 
@@ -49,3 +50,4 @@ def test_rates_of_a_gpu_are_plausible() -> None:
     assert 1e13 < m.matmul_flops < 1e16
     assert 1e11 < m.memory_bandwidth < 2e13
     assert 1e-7 < m.op_overhead_s < 1e-3
+    assert m.host_bandwidth is not None and 1e9 < m.host_bandwidth < m.memory_bandwidth

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from paradyse.config import parse_options
-from paradyse.planning.costs import BlockCost, Machine
-from paradyse.planning.planner import Planner, format_bytes, longest_length
+from paradyse.planning.costs import BlockCost, Machine, longest_length
+from paradyse.planning.planner import Planner, format_bytes
 from paradyse.planning.prior import prior_cost
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, HeadSpec, MaskSpec, Plan, Workload
 

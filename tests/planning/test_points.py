@@ -16,7 +16,7 @@ from paradyse.planning.measured import with_levers
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.time_ratios import OWN_OF_PRIOR, TimeRatios
-from paradyse.types import HEAD, LEVER_SETS, BlockSpec, HeadSpec, Plan, Point, Workload
+from paradyse.types import HEAD, LEVER_SETS, LEVERS, BlockSpec, HeadSpec, Plan, Point, Workload
 
 ALONE = replace(LONG, num_ranks=1)
 
@@ -50,7 +50,7 @@ def test_a_block_has_the_levers_of_its_kind_that_it_does_not_refuse() -> None:
     assert attention.why_not("metp+recompute") == NORM
     assert attention.why_not("ulysses_z+recompute") == "a reason"
     assert "not vocabulary" in mlp.why_not("metp+vocabulary")
-    refused = replace(mlp, refused_levers=dict.fromkeys(("recompute", "selective", "tiled"), "no"))
+    refused = replace(mlp, refused_levers=dict.fromkeys(LEVERS, "no"))
     assert refused.points() == refused.feasible()
 
 

@@ -177,3 +177,51 @@ def test_deep_models_are_solved_as_by_the_plain_recursion(seed: int) -> None:
         assert want is not None
         assert choices.time_s(plan) - rest.time_s == pytest.approx(want, rel=1e-9)
     assert plain_search(choices, least - 1) is None and choices.fastest(least - 1) is None
+
+
+def paired_choices(seed: int, layers: int) -> Choices:
+    """Attention that may run again and make the MLP's input, MLPs that may keep that alone."""
+    rng = random.Random(seed)
+
+    def points(left: int, levers: Sequence[str]) -> dict[str, BlockCost]:
+        found = {}
+        for name in NAMES[: rng.randrange(1, 3)]:
+            found[name] = BlockCost(rng.uniform(4, 9), rng.randrange(30, 60), 20, 0, left)
+            for lever in levers:
+                held = rng.randrange(10, 90)
+                cost = BlockCost(rng.uniform(6, 12), rng.randrange(12, 20), held, 0, left)
+                found[f"{name}+{lever}"] = cost
+        return found
+
+    left = rng.randrange(20) * (seed % 2)
+    kinds = [points(left, ["recompute", "selective"]), points(left, ["recompute", "tiled"])]
+    choices = replace(choices_of(kinds, layers), rest=BlockCost(1.0, 5, rng.randrange(60), 0))
+    return replace(choices, inputs=(0, 12) * layers)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pairs_are_chosen_together(seed: int) -> None:
+    choices = paired_choices(seed, 2)
+    every = {p: choices.peak(p) for p in itertools.product(*choices.names)}
+    need, smallest = choices.smallest()
+    assert need == every[smallest] == min(every.values())
+    assert choices.fastest(need - 1) is None
+    most = max(every.values())
+    for share in (1.0, 0.7, 0.5, 0.3, 0.1, 0.0):
+        limit = need + share * (most - need)
+        plan = choices.fastest(limit)
+        assert plan is not None and every[plan] <= limit
+        best = min(choices.time_s(p) for p in every if every[p] <= limit)
+        assert choices.time_s(plan) == pytest.approx(best, rel=1e-7)
+
+
+def test_an_input_that_is_made_again_is_not_kept() -> None:
+    attention = {"a": BlockCost(1.0, 50, 5, 0), "a+recompute": BlockCost(2.0, 10, 45, 0)}
+    mlp = {"b": BlockCost(1.0, 60, 5, 0), "b+tiled": BlockCost(2.0, 10, 8, 0)}
+    apart = choices_of([attention, mlp], 1)
+    pair = replace(apart, inputs=(0, 10))
+    for points in (("a", "b"), ("a", "b+tiled"), ("a+recompute", "b")):
+        assert pair.chosen(points) == apart.chosen(points)
+    first, second = pair.chosen(("a+recompute", "b+tiled"))
+    assert first == attention["a+recompute"]
+    assert (second.saved_bytes, second.workspace_bytes) == (0, 8 + 50)

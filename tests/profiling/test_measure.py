@@ -120,7 +120,7 @@ def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_pat
     assert all(r["profile"] == found for r in results) and read_profile(path) == found
     expected = {("attention", s, n) for s in ATTENTION for n in lengths}
     expected |= {("mlp", s, n) for s in MLP for n in lengths}
-    expected |= {("rest", "", n) for n in lengths}
+    expected |= {(kind, "", n) for kind in ("head", "rest") for n in lengths}
     rows = {key(m): m for m in found.measurements}
     assert rows.keys() == expected and len(rows) == len(found.measurements)
     assert found.header.sharded is sharded and found.header.num_ranks == 2
@@ -169,7 +169,7 @@ def test_a_killed_profile_is_gone_on_with(pool2: RankPool, tmp_path: Path) -> No
         pool2.run(measure_until_killed, str(path), timeout_s=120)
     first = path.read_bytes()
     kept = [key(m) for m in read_profile(path).measurements]
-    assert len(kept) == len(ATTENTION) + len(MLP) + 1
+    assert len(kept) == len(ATTENTION) + len(MLP) + 2
     assert {seq_len for *_, seq_len in kept} == {9}
     with path.open("ab") as file:
         file.write(first.splitlines()[-1][:40])  # as if it had been killed while it wrote
@@ -217,7 +217,7 @@ def test_the_memory_limit_is_recorded(pool2: RankPool, tmp_path: Path) -> None:
     assert {(*key(m), m.outcome) for m in none_left.measurements} == over
     assert {(*key(m), m.outcome) for m in predicted.measurements} == {
         *((k, "megatron_cz", 16, MEASURED) for k in ("attention", "mlp")),
-        ("rest", "", 16, MEASURED),
+        *((k, "", 16, MEASURED) for k in ("head", "rest")),
         *((k, "megatron_cz", 4096, OVER_LIMIT) for k in ("attention", "mlp")),
     }
 
@@ -235,10 +235,34 @@ def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
     assert {key(m) for m in found.measurements} == {
         ("attention", "replicated", 9),
         ("mlp", "replicated", 9),
+        ("head", "", 9),
         ("rest", "", 9),
     }
     for m in found.measurements:
         assert m.batch == 2 and not m.training and m.backward_s == 0
+
+
+def measure_levers(path: str) -> Profile:
+    levers = ("tiled", "recompute")
+    return profile(
+        make_tiny(), path, (24,), repeats=1, options=EAGER, make_batch=tiny_batch, levers=levers
+    )
+
+
+def test_points_with_levers_are_measured_where_they_are_asked_for(
+    pool1: RankPool, tmp_path: Path
+) -> None:
+    (found,) = pool1.run(measure_levers, str(tmp_path / "p"), timeout_s=100)
+    rows = {(m.kind, m.strategy): m for m in found.measurements}
+    attention = {("attention", f"replicated{v}") for v in ("", "+recompute")}
+    mlp = {("mlp", f"replicated{v}") for v in ("", "+tiled", "+recompute")}
+    assert rows.keys() == attention | mlp | {("head", ""), ("head", "tiled"), ("rest", "")}
+    kept = Tiny().embed.weight[:24].nbytes  # the block's input
+    for kind, lever in (("attention", "recompute"), ("mlp", "tiled"), ("mlp", "recompute")):
+        plain, levered = (rows[kind, f"replicated{v}"] for v in ("", f"+{lever}"))
+        assert levered.saved_bytes < plain.saved_bytes and levered.saved_bytes <= 1.1 * kept
+    with pytest.raises(ValueError, match="levers: unknown lever 'tile'"):
+        profile(make_tiny(), tmp_path / "q", (24,), levers=["recompute+tile"])
 
 
 class Script:

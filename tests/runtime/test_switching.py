@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from harness import RankFailure, RankPool, run_ranks
 from models import TOLERANCE, make_batch, make_model, run_step, whole
 from plans import blocks_of
 
+from paradyse.runtime import offload
 from paradyse.types import Plan
 
 FEW, MANY = 120, 200
 """Steps of a training run."""
 
 
+@patch.multiple(offload, MIN_BYTES=1, PAGE_BYTES=1 << 12)
 def train(
     steps: int, compiled: bool, sharded: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str], int]:

@@ -26,7 +26,7 @@ def _train(
 ) -> tuple[list[float], list[float]]:
     """Losses, and total norms of the gradients before they are clipped."""
     optimizer = made or _optimizer(kind, [p for p in model.parameters() if p.requires_grad])
-    scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaler", init_scale=64.0)
+    scaler = torch.amp.GradScaler("cpu", enabled="scaler" in kind, init_scale=64.0)
     losses, norms = [], []
     for i in range(steps):
         optimizer.zero_grad()
@@ -50,7 +50,8 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
     model = make_model(family, torch.float64, num_hidden_layers=1)
     made = _optimizer(kind, model.parameters()) if kind == "made before" else None
     parameters = dict(model.named_parameters())
-    assert paradyse.shard(model) is model
+    offload = "optimizer" if "offload" in kind else ""
+    assert paradyse.shard(model, offload=offload) is model
     assert all(p is parameters[n] for n, p in model.named_parameters())
     if kind == "frozen":
         for m in (reference, model):
@@ -72,10 +73,10 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
 @pytest.mark.parametrize(
     "kind",
     [
-        *("accumulate", "frozen", "made before"),
+        *("accumulate", "frozen", "made before", "offload"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("sgd", "loop", "foreach", "fused", "scaler")
+            for kind in ("sgd", "loop", "foreach", "fused", "scaler", "offload, scaler")
         ),
     ],
 )
@@ -87,6 +88,11 @@ def test_optimizers(kind: str, pool2: RankPool) -> None:
     for losses, norms, weights in pool2.run(train_both, kind, "llama_odd", timeout_s=200):
         assert max(losses) < 2e-7 and max(norms) < 2e-7 and weights < 2e-6
         assert len(losses) == (8 if kind == "accumulate" else 4)
+
+
+def test_weights_on_the_host_of_one_rank(pool1: RankPool) -> None:
+    ((losses, norms, weights),) = pool1.run(train_both, "offload", "llama_odd", timeout_s=200)
+    assert max(losses) < 2e-7 and max(norms) < 2e-7 and weights < 2e-6
 
 
 def _bytes(tensors: Any) -> int:

@@ -19,7 +19,14 @@ from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
-from paradyse.offline.outlook import MIXTURE, Forecast, Outlook, look_ahead, plan_in_words
+from paradyse.offline.outlook import (
+    MIXTURE,
+    NO_LEVERS,
+    Forecast,
+    Outlook,
+    look_ahead,
+    plan_in_words,
+)
 from paradyse.planning.costs import Machine
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
@@ -42,7 +49,12 @@ def default_lengths(longest: int) -> list[int]:
 
 
 def dry_run_of(
-    config: dict[str, object], layers: int | None, dtype: str, num_gpus: int, sharded: bool
+    config: dict[str, object],
+    layers: int | None,
+    dtype: str,
+    num_gpus: int,
+    sharded: bool,
+    on_host: bool = False,
 ) -> DryRun:
     """The model of a HuggingFace configuration, without its weights, on one of several ranks.
 
@@ -50,6 +62,7 @@ def dry_run_of(
         config: as ``models.read_config`` gives it; ``layers`` of it, None: all.
         dtype: of weights, by its name.
         num_gpus: ranks; ``sharded``: with 1/num_gpus of the weights on each.
+        on_host: weights at rest, gradients and optimizer states lie on the host.
     Raises:
         ValueError: it is no causal language model, or nothing in its graph can be split.
     """
@@ -58,7 +71,7 @@ def dry_run_of(
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
     model.train()
     with integrations.whole_graphs():
-        return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded)
+        return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded, on_host)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -71,7 +84,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.gpus or args.device not in launch.DEVICES:
         _plan_on_paper(args)
         return 0
-    for flag in ("out", "weights"):
+    for flag in ("out", "weights", "offload"):
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag} is for a cluster on paper: give --gpus, or leave it out")
     _plan_here(args)
@@ -112,7 +125,8 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     console = make_console()
     with console.status(f"a dry run on {num_gpus} ranks ..."):
         config = integrations.read_config(args.model)
-        run = dry_run_of(config, args.layers, dtype, num_gpus, weights == "sharded")
+        on_host = args.offload == "optimizer"
+        run = dry_run_of(config, args.layers, dtype, num_gpus, weights == "sharded", on_host)
         outlook = look_ahead(
             run,
             machine,
@@ -177,14 +191,39 @@ def tables_of(
     ]
     longest += [(name, f"infeasible: {why}") for name, why in outlook.infeasible.items()]
     tables.append(("longest trainable length", ("strategy", "tokens"), longest))
-    memory = {
-        "weights, gradients, optimizer": outlook.run.static_bytes,
-        "communicators": outlook.machine.communicator_bytes,
-        "may be used": outlook.limit_bytes,
-    }
-    rows = [(what, format_bytes(n)) for what, n in memory.items()]
-    tables.append(("memory of a rank", ("what", "bytes"), rows))
-    return tables
+    return [*tables, *tables_of_the_longest(outlook)]
+
+
+def tables_of_the_longest(outlook: Outlook) -> list[Table]:
+    """Of ``outlook``: how far the mixture gets by which levers, and what a rank then holds."""
+    may_use = ("may be used", format_bytes(outlook.limit_bytes))
+    longest = outlook.reaches[MIXTURE].longest
+    if longest is None:
+        static = ("weights, gradients, optimizer", format_bytes(outlook.run.static_bytes))
+        return [("memory of a rank", ("what", "bytes"), [static, may_use])]
+    rows = [
+        (
+            f"{f.seq_len:,}",
+            name,
+            format_seconds(f.time_s),
+            plan_in_words(outlook.run.blocks, f.plan),
+        )
+        for name, reach in outlook.reaches.items()
+        if (f := reach.longest) is not None
+    ]
+    held = [(what, format_bytes(n)) for what, n in longest.held]
+    on_host = outlook.run.on_host_bytes
+    apart = (
+        [("weights, gradients, optimizer on the host", format_bytes(on_host))] if on_host else []
+    )
+    return [
+        ("plans at the longest lengths", ("tokens", "levers", "time", "strategies"), rows),
+        (
+            f"memory of a rank at its peak, {longest.seq_len:,} tokens",
+            ("what", "bytes"),
+            [*held, ("in all", format_bytes(longest.peak_bytes)), may_use, *apart],
+        ),
+    ]
 
 
 def _time(f: Forecast | None) -> str:
@@ -205,6 +244,19 @@ def remarks(machine: Machine) -> Sequence[str]:
     )
 
 
+def levers_chart(outlook: Outlook) -> Chart:
+    """Memory against the length by the levers that plans may use, of ``outlook``."""
+    lines = []
+    for name, reach in outlook.reaches.items():
+        points = tuple((n, b / 2.0**30, b <= outlook.limit_bytes) for n, b in reach.least)
+        if name in (MIXTURE, NO_LEVERS):
+            lines.append(Line("no levers" if name == NO_LEVERS else "all levers", points))
+        elif len(reach.levers) == 1:
+            lines.append(Line(reach.levers[0], points))
+    limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / 2.0**30
+    return Chart("Least memory of a rank, by lever", "GiB", tuple(lines), limit)
+
+
 def page_of(title: str, outlook: Outlook) -> Page:
     """Time and memory of every strategy in ``outlook``, and what the mixture takes for each kind of
     block, under ``title``."""
@@ -217,6 +269,7 @@ def page_of(title: str, outlook: Outlook) -> Page:
     charts = (
         Chart("Predicted time of a step (dashed: does not fit)", "s", tuple(times)),
         Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit),
+        levers_chart(outlook),
     )
     kinds = [b.kind for b in outlook.run.blocks]
     found = outlook.forecasts[MIXTURE]

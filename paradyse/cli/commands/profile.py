@@ -17,6 +17,7 @@ from paradyse.cli.models import (
 )
 from paradyse.cli.outputs import check_file
 from paradyse.cli.screen import Screen, make_console, show_table
+from paradyse.config import BLOCK_KINDS
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile, own_lines
 
@@ -45,6 +46,7 @@ def run_profile(args: argparse.Namespace) -> int:
         "repeats": args.repeats,
         "options": {"inner": args.inner},
         "overwrite": args.overwrite,
+        "levers": args.levers or (),
     }
     device = launch.choose_device(args.device, args.ranks)
     console = make_console()
@@ -73,7 +75,7 @@ def show_summary(console: Console, found: Profile, args: argparse.Namespace) -> 
         for m in found.measurements
         if m.batch == args.batch and m.training != args.forward_only and m.seq_len in args.lengths
     ]
-    blocks = sorted({(m.kind, m.structure) for m in mine if m.kind != "rest"})
+    blocks = sorted({(m.kind, m.structure) for m in mine if m.kind in BLOCK_KINDS})
     names = [f"{kind} {structure}" for kind, structure in blocks]
     rows = []
     for n in sorted({m.seq_len for m in mine}):

@@ -1,0 +1,77 @@
+"""Why a plan has this point for a block, or for the head, and not another.
+
+Throughout, ``plan`` is the planner's for ``workload``, ``i`` the index of a block, or for the head
+the number of blocks, and ``point`` one that can compute it.
+"""
+
+from __future__ import annotations
+
+from paradyse.planning.planner import Planner, format_bytes
+from paradyse.strategies import canonical_strategy
+from paradyse.types import HEAD, REPLICATED, Plan, Point, Workload
+
+
+def slower(time_s: float, best_s: float) -> str:
+    """In words, ``time_s`` against ``best_s``."""
+    return f"{time_s / best_s:.2f}x the time" if best_s > 0 else "no faster"
+
+
+def over(peak: int, limit: float) -> str:
+    """In words, that ``peak`` bytes are more than ``limit``."""
+    return f"does not fit: needs {format_bytes(peak)} of {format_bytes(limit)}"
+
+
+def why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:
+    """Why it has ``point``, of ``planner``'s choice; of one with levers, why not without."""
+    of_head = i == len(planner.blocks)
+    plain = "" if of_head else Point.parse(point).strategy
+    if point == plain or planner.asked_by_name(workload, i):
+        return "chosen"
+    if not of_head and planner.blocks[i].recompute:
+        return "chosen; the model asks for gradient checkpointing"
+    peak, limit, *_ = _held_with(planner, workload, plan, i, plain)
+    return f"chosen; without levers: {over(peak, limit)}" if peak > limit else "chosen"
+
+
+def why_not(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:
+    """Why it does not have ``point``, of ``planner``'s choice."""
+    of_head, chosen = i == len(planner.blocks), planner.points(plan)[i]
+    kind = HEAD if of_head else planner.blocks[i].kind
+    costs = planner.costs(workload)[i]
+    if canonical_strategy(kind, point) == canonical_strategy(kind, chosen):
+        return f"the same variant as {chosen}"
+    strategies = (REPLICATED, *planner.options.strategies)
+    if not of_head and Point.parse(point).strategy not in strategies:
+        return "not in option 'strategies'"
+    text = slower(costs[point].time_s, costs[chosen].time_s)
+    if costs[point].time_s >= costs[chosen].time_s:
+        return text
+    return f"{text}, but {_why_not_faster(planner, workload, plan, i, point)}"
+
+
+def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:
+    """Why a point that is predicted to be faster was not taken."""
+    peak, limit, on_host, host_limit = _held_with(planner, workload, plan, i, point)
+    if peak > limit:
+        return over(peak, limit)
+    if on_host > host_limit:
+        return f"{over(on_host, host_limit)} on the host"
+    if planner.asked_by_name(workload, i):
+        return f"the plan option asks for {planner.points(plan)[i] or 'whole logits'}"
+    return f"within {planner.options.smoothing:.0%} the previous plan is kept"
+
+
+def _held_with(
+    planner: Planner, workload: Workload, plan: Plan, i: int, point: str
+) -> tuple[int, float, int, float]:
+    """Peak bytes of ``plan`` with ``point`` instead, and what it may need; the same on the host."""
+    points = planner.points(plan)
+    swapped = planner.plan_of((*points[:i], point, *points[i + 1 :]))
+    peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
+    return peak, limit, *held_on_host(planner, workload, swapped)
+
+
+def held_on_host(planner: Planner, workload: Workload, plan: Plan) -> tuple[int, float]:
+    """Bytes that blocks keep on the host under ``plan`` of ``planner``, and what they may keep."""
+    pairs = zip(planner.costs(workload), planner.points(plan))
+    return sum(c[s].host_bytes for c, s in pairs), planner.host_limit(workload.dtype)
