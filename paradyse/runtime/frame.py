@@ -106,7 +106,7 @@ class Frame:
         else:
             outputs = variant(self.context(step, wholes))
             if gathered is not None:
-                unread = getattr(variant, "unread", ())  # weights of a head by tiles
+                unread = getattr(variant, "unread", ())
                 again = [i for i, n in enumerate(wholes) if n not in unread]
                 outputs = gathered.release(outputs, again)
         self.env.update(zip(step.gives(strategy).outputs, outputs, strict=True))
