@@ -14,13 +14,17 @@ ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z",
 REPLICATED = "replicated"
 """How blocks run on one rank, or where a capture has nothing to split; a plan cannot choose it."""
 
-LEVERS = ("recompute", "selective", "tiled", "vocabulary", "offload")
+VOCABULARY = "vocabulary"
+"""The lever of the head under which ranks share the words."""
+
+LEVERS = ("recompute", "selective", "tiled", VOCABULARY, "offload")
 """Ways to trade time for memory, in the order in which a point lists them.
 
 ``recompute`` keeps a block's input alone and computes the block again in backward; ``selective``
 also keeps what attention made; ``tiled`` computes chunks of tokens one after the other, each again
-in its backward; ``vocabulary``: each rank multiplies the rows of the head that it holds;
-``offload``: what a block keeps under its other levers lies on the host until its backward."""
+in its backward; ``vocabulary``: each rank multiplies the rows of the head that it holds, and looks
+up those of the embedding; ``offload``: what a block keeps under its other levers lies on the host
+until its backward."""
 
 HEAD = "head"
 """Kind of the last linear with the loss, beside the kinds of blocks."""
@@ -44,7 +48,7 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("selective", "offload"),
         ("tiled", "offload"),
     ),
-    HEAD: ((), ("tiled",)),
+    HEAD: ((), ("tiled",), (VOCABULARY,), ("tiled", VOCABULARY)),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
 says anew what is kept for backward, but for ``offload``, which says where."""
@@ -213,6 +217,8 @@ class HeadSpec:
     """Whether the embedding has the same weight."""
     infeasible: Mapping[str, str] = field(default_factory=dict)
     """Lever -> why the head cannot be computed with it."""
+    num_looked_up: int = 0
+    """Elements of the embeddings whose rows ranks share under ``vocabulary``."""
 
     def points(self) -> tuple[str, ...]:
         """The levers that can be used together, as ``Plan.head`` has them; none first."""

@@ -8,13 +8,18 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import networkx as nx
+import torch
 from torch import fx
 
 from paradyse.distributed import collectives
+from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import Piece, is_tensor, is_weight, live_nodes, make_piece
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.outline_head import Head
 from paradyse.strategies.dropout import has_dropout
+from paradyse.types import VOCABULARY
+
+aten = torch.ops.aten
 
 EAGER_NODES = 4
 """Pieces of at most this many operators are not worth a compiled region (0.2 ms a step each)."""
@@ -65,6 +70,10 @@ class PieceStep:
     """Of what belongs to it where there is one of each block and a last one for all pieces."""
     recompute: ClassVar[bool] = False
 
+    def levers(self, head: str) -> str:
+        """Those of ``head``, which ``Plan.head`` has, that change how it is computed."""
+        return ""
+
     def gives(self, strategy: str) -> Piece:
         """As ``BlockStep.gives``; the ``strategy`` of a head is its levers."""
         return self.piece
@@ -84,6 +93,10 @@ class HeadStep(PieceStep):
     logits: Mapping[fx.Node, Piece]
     """Those that the graph returns, and how each is computed from what the piece reads."""
 
+    def levers(self, head: str) -> str:
+        """As ``PieceStep.levers``, of ``head``."""
+        return head
+
     def gives(self, strategy: str) -> Piece:
         """As ``PieceStep.gives``, under the levers ``strategy``."""
         return self.closed if strategy else self.piece
@@ -91,6 +104,18 @@ class HeadStep(PieceStep):
     def late(self, strategy: str) -> Mapping[fx.Node, Piece]:
         """As ``PieceStep.late``, under the levers ``strategy``."""
         return self.logits if strategy else {}
+
+
+@dataclass(frozen=True, eq=False)
+class LookUpStep(PieceStep):
+    """A piece that looks tokens up in tables of as many rows as a head has words."""
+
+    look_ups: tuple[fx.Node, ...]
+    """The operators ``embedding``, whose ids are read from outside."""
+
+    def levers(self, head: str) -> str:
+        """As ``PieceStep.levers``, of ``head``."""
+        return VOCABULARY if VOCABULARY in head.split("+") else ""
 
 
 Step = BlockStep | PieceStep
@@ -200,8 +225,11 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
             piece = _closed_piece(name, group, outputs, fixed, order)
             split = split and ctx.axis.size > 1
             common = len(steps), piece, between_id, split, _is_small(piece)
+            look_ups = _look_ups(piece, ctx) if split else ()
             if head:
                 steps.append(_head_step(ctx.heads[head - 1], common))
+            elif look_ups:
+                steps.append(LookUpStep(*common, look_ups))
             else:
                 steps.append(PieceStep(*common))
     late = [n for n in nodes if n in aside]
@@ -269,6 +297,27 @@ def _head_step(head: Head, common: tuple[int, Piece, int, bool, bool]) -> HeadSt
     closed = make_piece(piece.name, live_nodes(piece.nodes, sums), sums)
     sides = {n: _side(piece, n) for n in piece.outputs if n in head.logits}
     return HeadStep(*common, head, closed, sides)
+
+
+def _look_ups(piece: Piece, ctx: Any) -> tuple[fx.Node, ...]:
+    """The look-ups in ``piece`` that ranks can share by rows, as they do the words of heads."""
+    sizes = {n.args[1].meta["val"].shape[0] for head in ctx.heads for n in head.linears}
+    found = []
+    for node in piece.nodes:
+        if node.target != aten.embedding.default or not is_weight(node.args[0]):
+            continue
+        if node.args[0].meta["val"].shape[0] not in sizes:
+            continue
+        why = ""
+        if node.args[1] in piece.nodes:
+            why = "its ids are computed beside it"
+        elif any(argument(node, name) for name in ("scale_grad_by_freq", "sparse")):
+            why = "its gradient is sparse or scaled by frequency"
+        if why:
+            ctx.note(f"the table of {node} is needed whole: {why}")
+        else:
+            found.append(node)
+    return tuple(found)
 
 
 def _side(piece: Piece, node: fx.Node) -> Piece:

@@ -32,6 +32,8 @@ FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
 REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
 HEADS = "tests/strategies/test_head_parallel.py::"
 LEVERS = "tests/strategies/test_levers.py::"
+VOCABULARY = ("tests/strategies/test_vocabulary.py::test_some_losses",)
+LOOK_UP = ("tests/strategies/test_look_up.py",)
 ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
 EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
 
@@ -41,6 +43,9 @@ COLOSSAL = "paradyse/strategies/attention/colossal.py"
 ULYSSES = "paradyse/strategies/attention/ulysses.py"
 COLLECTIVES = "paradyse/distributed/collectives.py"
 TOKENS = "paradyse/distributed/tokens.py"
+SPLIT, WORDS, TABLE = (
+    f"paradyse/strategies/{name}.py" for name in ("split_losses", "vocabulary", "look_up")
+)
 
 FAULTS: tuple[Fault, ...] = (
     # kernels
@@ -349,6 +354,13 @@ FAULTS: tuple[Fault, ...] = (
         "return [dims[d] for d in reversed(node.args[1])]",
         ("tests/graph", *SHARDED),
     ),
+    # words shared by ranks
+    Fault("labels picked of other ranks", SPLIT, ".masked_fill(~here, 0)", "", VOCABULARY),
+    Fault("sums without maxima", SPLIT, "((tops - top).exp() * sums)", "sums", VOCABULARY),
+    Fault(
+        "first words everywhere", WORDS, "num_words).runs[axis.rank]", "num_words).runs[0]", LOOK_UP
+    ),
+    Fault("padding row with a gradient", TABLE, "here & (words != self.padding)", "here", LOOK_UP),
     # passes
     Fault(
         "not (x <= 0) taken for x >= 0",

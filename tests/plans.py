@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan
+from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, HeadSpec, Plan
 
 Blocks = list[tuple[str, dict[str, str]]]
 """Per block its kind, and strategy -> why it cannot compute the block."""
@@ -25,3 +25,9 @@ def blocks_of(compiled: Any) -> tuple[BlockSpec, ...]:
     from paradyse.runtime.registry import captures_of
 
     return [g.blocks for c in captures_of(compiled) for g in c.graphs.values()][-1]
+
+
+def head_of(compiled: Any) -> HeadSpec:
+    from paradyse.runtime.registry import captures_of
+
+    return [g.choice.planner.head for c in captures_of(compiled) for g in c.graphs.values()][-1]

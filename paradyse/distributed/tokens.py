@@ -1,9 +1,10 @@
 """Differentiable moves between tokens split over ranks (the rest layout) and the whole sequence.
 
 Shapes: S is the length of the sequence, s what a rank holds of it (``TokenLayout.local_len``), p
-the number of ranks. ``gather_tokens`` and ``reduce_scatter_tokens`` are operators for use inside
-compiled pieces; ``SplitTokens`` and ``GatherTokens`` are the steps between pieces. The gradient of
-a replicated value is whole on every rank; the gradient of a split value is the rank's rows.
+the number of ranks. ``gather_tokens``, ``reduce_scatter_tokens`` and ``exchange_tokens`` are
+operators for use inside compiled pieces; ``SplitTokens`` and ``GatherTokens`` are the steps between
+pieces. The gradient of a replicated value is whole on every rank; the gradient of a split value is
+the rank's rows.
 """
 
 from __future__ import annotations
@@ -107,19 +108,64 @@ def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
     return x.new_empty([*x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]])
 
 
+@torch.library.custom_op("paradyse::exchange_tokens", mutates_args=())
+def exchange_tokens(
+    x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
+) -> Tensor:
+    """What every rank has for the tokens of this one, [.., s, .., p]. Its gradient is
+    ``return_tokens``.
+
+    Args:
+        x: what this rank has for all tokens, [.., S, ..] in sequence order.
+        local, whole, info, dim, axis: as for ``gather_tokens``.
+    """
+    a = axis_named(axis)
+    rows = _rank_order(x, a.layout(x.shape[dim]), dim)
+    return collectives.all_to_all(rows, a, int(info[1])).movedim(0, -1).contiguous()
+
+
+@exchange_tokens.register_fake
+def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
+    shape = [*x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]]
+    return x.new_empty([*shape, axis_named(axis).size])
+
+
+@torch.library.custom_op("paradyse::return_tokens", mutates_args=())
+def return_tokens(
+    x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
+) -> Tensor:
+    """What the ranks that hold the tokens have for this one, [.., S, ..] in sequence order. Its
+    gradient is ``exchange_tokens``.
+
+    Args:
+        x: what this rank has for its tokens and each rank, [.., s, .., p].
+        local, whole, info, dim, axis: as for ``gather_tokens``.
+    """
+    a = axis_named(axis)
+    came = collectives.all_to_all(x.movedim(-1, 0), a, int(info[1]))
+    return natural_order(came, dim).narrow(dim, 0, whole.shape[0]).contiguous()
+
+
+@return_tokens.register_fake
+def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
+    return x.new_empty([*x.shape[:dim], whole.shape[0], *x.shape[dim + 1 : -1]])
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, local, whole, info, ctx.dim, ctx.axis = inputs
     ctx.save_for_backward(local, whole, info)
 
 
-gather_tokens.register_autograd(
-    lambda ctx, g: (reduce_scatter_tokens(g, *ctx.saved_tensors, ctx.dim, ctx.axis), *[None] * 5),
-    setup_context=_save,
-)
-reduce_scatter_tokens.register_autograd(
-    lambda ctx, g: (gather_tokens(g, *ctx.saved_tensors, ctx.dim, ctx.axis), *[None] * 5),
-    setup_context=_save,
-)
+def _register_gradient(op: Any, of_gradient: Any) -> None:
+    op.register_autograd(
+        lambda ctx, g: (of_gradient(g, *ctx.saved_tensors, ctx.dim, ctx.axis), *[None] * 5),
+        setup_context=_save,
+    )
+
+
+for _one, _other in ((gather_tokens, reduce_scatter_tokens), (exchange_tokens, return_tokens)):
+    _register_gradient(_one, _other)
+    _register_gradient(_other, _one)
 
 
 class SplitTokens(torch.autograd.Function):

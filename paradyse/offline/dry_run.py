@@ -42,9 +42,9 @@ from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.tiles import cut_into
 from paradyse.torch_private import FakeTensorMode
 from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Point
-from paradyse.weights.layout import even_layout
+from paradyse.weights.layout import ShardLayout, even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.slices import Form
+from paradyse.weights.slices import Form, Rows
 
 CHUNKS = (8, 16, 32, 64)
 """Lengths to measure at, in chunks of which a rank holds two (``TokenLayout``). Sizes are linear in
@@ -322,7 +322,7 @@ class _Alone(Frame):
         like = node.meta["val"]
         if self.axis.size == 1 or not like.ndim:
             return self._weight(node, None)
-        layout = self.layouts.get(node) or even_layout(self.axis, like.shape[0])
+        layout = self._layout(node)
         rows = torch.empty(layout.shape(like.shape, self.axis.rank), dtype=like.dtype)
         self._hold(rows)
         return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
@@ -340,9 +340,17 @@ class _Alone(Frame):
             shape[form.dim] = len(form.groups[self.axis.rank])
         w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
         self._hold(w)
-        if form is None or node not in self.layouts:
+        if form is None or not self._lies_here(node, form):
             self.gathered[node] = like.nbytes
         return w
+
+    def _lies_here(self, node: fx.Node, form: Rows) -> bool:
+        """Whether what ``form`` takes of the weight ``node`` are its rows at rest."""
+        layout = self._layout(node)
+        return (form.dim, form.present) == (layout.dim, layout.runs)
+
+    def _layout(self, node: fx.Node) -> ShardLayout:
+        return self.layouts.get(node) or even_layout(self.axis, node.meta["val"].shape[0])
 
     def _hold(self, weight: Tensor) -> None:
         self.held.append(weight)

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, TokenLayout, register_axis
-from paradyse.distributed.tokens import gather_tokens, reduce_scatter_tokens
+from paradyse.distributed.tokens import (
+    exchange_tokens,
+    gather_tokens,
+    reduce_scatter_tokens,
+    return_tokens,
+)
 from paradyse.strategies.attention.operators import (
     METHODS,
     attention_across_ranks,
@@ -84,7 +89,8 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
         return collectives.reduce_scatter(stacked, axis, block_id)
 
     attention = (attention_across_ranks, attention_across_ranks_backward)
-    communicate = (*attention, gather_tokens, reduce_scatter_tokens)
+    moves = gather_tokens, reduce_scatter_tokens, exchange_tokens, return_tokens
+    communicate = (*attention, *moves)
     found = {op: with_numbers(op) for op in communicate}
     if p >= MANY_RANKS:
         found |= {gather_tokens: gather, reduce_scatter_tokens: scatter}

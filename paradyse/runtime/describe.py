@@ -9,9 +9,9 @@ import torch
 
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import is_weight, structure
-from paradyse.passes.split_steps import BlockStep, HeadStep, input_of
+from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, input_of
 from paradyse.runtime.program import Program
-from paradyse.strategies import infeasible_reasons, refused_levers
+from paradyse.strategies import infeasible_reasons, refused_by_head, refused_levers
 from paradyse.strategies.base import WHOLE
 from paradyse.types import BlockSpec, HeadSpec
 
@@ -23,18 +23,19 @@ def describe_blocks(program: Program) -> tuple[BlockSpec, ...]:
 
 def describe_head(program: Program) -> HeadSpec | None:
     """The widest head of ``program``; None where it has none that levers can be applied to."""
-    weights = [
-        linear.args[1]
-        for step in program.steps
-        if isinstance(step, HeadStep)
-        for linear in step.head.linears
-    ]
+    steps = [s for s in program.steps if isinstance(s, HeadStep)]
+    weights = [linear.args[1] for s in steps for linear in s.head.linears]
     if not weights:
         return None
     widest = max(weights, key=lambda n: n.meta["val"].shape[0])
     vocabulary, hidden = widest.meta["val"].shape
     tied = any(user.target == torch.ops.aten.embedding.default for user in widest.users)
-    return HeadSpec(hidden, vocabulary, tied)
+    refused: dict[str, str] = {}
+    for s in steps:
+        refused |= refused_by_head(program.scope, s.head, s.closed)
+    tables = {n.args[0] for s in program.steps if isinstance(s, LookUpStep) for n in s.look_ups}
+    num_looked_up = sum(n.meta["val"].numel() for n in tables)
+    return HeadSpec(hidden, vocabulary, tied, refused, num_looked_up)
 
 
 def describe_masks(blocks: Sequence[BlockSpec]) -> str:

@@ -16,11 +16,11 @@ from paradyse.distributed.axis import local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
-from paradyse.passes.split_steps import BlockStep, HeadStep, Step
-from paradyse.strategies import build_variant
+from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
+from paradyse.strategies import build_head, build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
-from paradyse.strategies.head import build_head
 from paradyse.strategies.local import LocalPiece
+from paradyse.strategies.look_up import LookUpPiece
 from paradyse.types import Point
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.sharded_tensor import ShardedTensor
@@ -53,10 +53,11 @@ class StepConstants:
         return self.whole, self.local, self.batch, self.infos[step.index], seed
 
     def strategy(self, step: Step) -> str:
-        """The strategy of ``step``: of the head its levers, of another piece between blocks ""."""
+        """The strategy of ``step``; of a piece between blocks those levers of the head that change
+        how it is computed."""
         if isinstance(step, BlockStep):
             return self.strategies[step.index]
-        return self.head if isinstance(step, HeadStep) else ""
+        return step.levers(self.head)
 
 
 class Program:
@@ -94,6 +95,8 @@ class Program:
                 known[strategy] = build_variant(self.scope, step.block, step.piece, strategy)
             elif isinstance(step, HeadStep) and strategy:
                 known[strategy] = build_head(self.scope, step.head, step.closed, strategy)
+            elif isinstance(step, LookUpStep) and strategy:
+                known[strategy] = LookUpPiece(self.scope, step.piece, step.look_ups, step.eager)
             else:
                 layout = SPLIT if step.split else WHOLE
                 known[strategy] = LocalPiece(

@@ -12,16 +12,20 @@ from paradyse.graph.subgraph import Piece
 from paradyse.strategies.base import Scope, Strategy
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
+from paradyse.strategies.head import TiledHead
 from paradyse.strategies.lever_work import LEVER_WORK
 from paradyse.strategies.levers import lever_reasons, with_levers
 from paradyse.strategies.local import COLOSSAL_Z, MEGATRON_CZ, ULYSSES_Z, zero_variant
 from paradyse.strategies.metp import METP
 from paradyse.strategies.tensor_parallel import MEGATRON_TS
+from paradyse.strategies.vocabulary import VocabularyHead, vocabulary_of
 from paradyse.strategies.work import Work
 from paradyse.types import (
     ATTENTION_STRATEGIES,
+    HEAD,
     LEVER_SETS,
     REPLICATED,
+    VOCABULARY,
     BlockSpec,
     Point,
     Workload,
@@ -96,6 +100,40 @@ def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
     point = Point.parse(canonical_strategy(block.kind, name))
     variant = strategy_named(point.strategy).build(scope, block, piece)
     return with_levers(variant, point.levers)
+
+
+def build_head(scope: Scope, head: Any, piece: Piece, levers: str) -> TiledHead:
+    """What computes a head without whole logits.
+
+    Args:
+        scope: what all variants of the capture share.
+        head: of the capture.
+        piece: its nodes; logits are not among the outputs.
+        levers: joined by "+".
+    Raises:
+        Unsplittable: the head cannot have the levers.
+        ValueError: no head has such levers.
+    """
+    names = tuple(levers.split("+"))
+    if names not in LEVER_SETS[HEAD]:
+        legal = ", ".join(repr("+".join(v)) for v in LEVER_SETS[HEAD] if v)
+        raise ValueError(f"the head has no levers {levers!r}; give one of {legal}")
+    if VOCABULARY in names:
+        return VocabularyHead(scope, head, piece, tiled="tiled" in names)
+    return TiledHead(scope, head, piece)
+
+
+def refused_by_head(scope: Scope, head: Any, piece: Piece) -> dict[str, str]:
+    """Lever -> why ``head`` cannot have it.
+
+    Args:
+        scope, head, piece: as of ``build_head``.
+    """
+    try:
+        vocabulary_of(scope, head, piece)
+    except Unsplittable as e:
+        return {VOCABULARY: str(e)}
+    return {}
 
 
 def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:

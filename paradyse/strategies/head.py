@@ -21,6 +21,8 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from paradyse.graph.factors import Factor
+from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece, live_nodes, make_piece, run
 from paradyse.strategies.base import (
     SPLIT,
@@ -43,8 +45,7 @@ from paradyse.strategies.metp import EAGER_NODES
 from paradyse.strategies.tiles import Tile, make_tiles, over_tiles
 from paradyse.strategies.weight_stream import sum_dtype
 from paradyse.torch_private import keeps_graph
-
-TILED = "tiled"
+from paradyse.weights.slices import Form
 
 TILE_TOKENS = 1024
 """Tokens of all sequences of a batch in one tile: fewer leave the matmuls too small."""
@@ -52,24 +53,24 @@ TILE_TOKENS = 1024
 Values = dict[fx.Node, Tensor]
 
 
-def build_head(scope: Scope, head: Any, piece: Piece, levers: str) -> TiledHead:
-    """What computes a head without whole logits.
+def head_tile_tokens(batch: int) -> int:
+    """Most tokens of one sequence in a tile of a head, of ``batch`` sequences."""
+    return max(1, TILE_TOKENS // batch)
+
+
+class TiledHead:
+    """A head by tiles of the rank's tokens, with all words of the vocabulary.
 
     Args:
         scope: what all variants of the capture share.
         head: of the capture.
         piece: its nodes; logits are not among the outputs.
-        levers: joined by "+".
-    Raises:
-        ValueError: the head has no such levers.
     """
-    if levers != TILED:
-        raise ValueError(f"the head has no levers {levers!r}; give {TILED!r} or none")
-    return TiledHead(scope, head, piece)
 
-
-class TiledHead:
-    """A head by tiles; arguments as of ``build_head``."""
+    parts: Mapping[Factor, int] = {}
+    """Sizes of dims other than tokens of which the rank has a part."""
+    part = ""
+    """Which part, as text."""
 
     def __init__(self, scope: Scope, head: Any, piece: Piece):
         self.scope, self.piece = scope, piece
@@ -82,28 +83,32 @@ class TiledHead:
         """What tiles are computed from."""
         self.loss = make_piece("loss", [n for n in inside if n not in linears], piece.outputs)
         """From logits to results."""
-        self.dims = [spec_dims(scope, n, self.layout) for n in self.given]
+        self.dims = [self.dims_of(n) for n in self.given]
         self.output_dims = [spec_dims(scope, n, self.layout) for n in piece.outputs]
         self.differentiable = [i for i, n in enumerate(piece.outputs) if _has_gradient(n)]
         """Results that have gradients."""
         self.at_once = self._has_one_loss()
         """Whether gradients are computed with the forward."""
         self.inputs, self.weights = split_inputs(piece)
-        self.uses: Uses = [(n, None) for n in self.weights]
+        self.uses: Uses = [(n, self.form(n)) for n in self.weights]
         outside = [n for n in piece.nodes if n not in core]
         self.made = [n for n in outside if n in read]
         """Of ``given``, what is computed before the tiles."""
         before = make_piece("before the head", live_nodes(outside, self.made), self.made)
         eager = len(outside) <= EAGER_NODES
-        self.before = LocalPiece(scope, before, self.layout, "head", within=piece, eager=eager)
+        self.before = LocalPiece(
+            scope, before, self.layout, "head", within=piece, eager=eager, parts=self.parts
+        )
         self.unread = set(self.given).difference(self.before.weight_nodes if self.at_once else read)
         """Weights that backward does not read."""
         at = [piece.nodes.index(n) for n in self.linears]
-        self._key = piece_key(scope, piece, self.layout, f"tiled head {at}")
-        dims = [spec_dims(scope, n, self.layout) for n in self.loss.inputs]
-        self._loss_dims = dims
+        self._key = piece_key(scope, piece, self.layout, f"tiled head {at} {self.part}")
+        self._loss_dims = [self.dims_of(n) for n in self.loss.inputs]
         self._results = LoweredPiece(
-            scope, self._key, lambda sizes, common, own: self._run_loss(sizes, list(own)), dims
+            scope,
+            self._key,
+            lambda sizes, common, own: self.run_loss(sizes, common, list(own)),
+            self._loss_dims,
         )
         self._gradients: dict[tuple[bool, ...], LoweredPiece] = {}
         """Which inputs of ``loss`` need gradients -> what computes them."""
@@ -116,7 +121,7 @@ class TiledHead:
         return one and self.scope.seq not in factors_of(self.scope, node)
 
     def __call__(self, step: StepContext) -> Any:
-        env = {n: step.get(n, self.layout) for n in self.inputs}
+        env = {n: self.own_part(n, step.get(n, self.layout)) for n in self.inputs}
         env.update(zip(self.weights, step.weights(self.uses), strict=True))
         if self.made:
             own = [env[n] for n in self.before.order]
@@ -137,7 +142,8 @@ class TiledHead:
         """
 
         def compute(sizes: Any, common: Common, own: Sequence[Tensor]) -> Sequence[Tensor]:
-            values = self._with_logits(dict(zip(self.given, own, strict=True)))
+            values = dict(zip(self.given, own, strict=True))
+            values |= self._logits(self.read(sizes, common, values))
             results: Sequence[Tensor] = self._results(
                 sizes, common, [values[n] for n in self.loss.inputs]
             )
@@ -168,16 +174,20 @@ class TiledHead:
         sums: Values = {}
 
         def compute(sizes: Any, common: Common, own: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            values = self._with_logits(dict(zip(self.given, own, strict=False)))
-            inputs = [values[n] for n in self.loss.inputs] + [*own[len(self.given) :]]
-            for linear in self.linears:
-                del values[linear]
+            values = dict(zip(self.given, own, strict=False))
+            read = self.read(sizes, common, values)
+            logits = self._logits(read)
+            inputs = [logits.pop(n) if n in logits else values[n] for n in self.loss.inputs]
+            inputs += own[len(self.given) :]
             found = self._gradients_for(self._needs(needed))(sizes, common, inputs)
             del inputs
             results, parts = found[: len(outputs)], self._parts(found[len(outputs) :], needed)
+            through: Values = {}
             for linear in self.linears:
                 if (grad := parts.pop(linear, None)) is not None:
-                    _differentiate_linear(linear, grad, values, needed, parts, sums)
+                    _differentiate_linear(linear, grad, read, needed, through, sums)
+            for node, own_grad in self.give_back(sizes, common, through).items():
+                parts[node] = parts[node] + own_grad if node in parts else own_grad
             return [*results, *map(parts.get, asked)]
 
         dims = [*self.dims, *(self.output_dims[i] for i in self.differentiable)]
@@ -190,14 +200,10 @@ class TiledHead:
         return found[: len(outputs)], [grads.get(n) for n in self.given]
 
     def _tiles(self, sizes: Mapping[str, int], common: Common) -> list[Tile]:
-        most = max(1, TILE_TOKENS // sizes.get("B", 1))
-        return make_tiles(self.scope.axis, sizes, common, most)
+        return make_tiles(self.scope.axis, sizes, common, self.most_tokens(sizes))
 
-    def _with_logits(self, values: Values) -> Values:
-        """``values`` of a tile and what the linears make of them."""
-        for linear in self.linears:
-            values[linear] = F.linear(*(values[a] for a in linear.all_input_nodes))
-        return values
+    def _logits(self, read: Mapping[fx.Node, Tensor]) -> Values:
+        return {n: F.linear(*(read[a] for a in n.all_input_nodes)) for n in self.linears}
 
     def _needs(self, needed: Collection[fx.Node]) -> tuple[bool, ...]:
         """Which inputs of ``loss`` need gradients if those of ``given`` do that are ``needed``."""
@@ -217,7 +223,7 @@ class TiledHead:
             pairs = zip(needs, islice(own, len(needs)), strict=True)
             given = [x.detach().requires_grad_(need) for need, x in pairs]
             with torch.enable_grad():
-                results = self._run_loss(sizes, given)
+                results = self.run_loss(sizes, common, given)
                 losses, cotangents = [results[i] for i in self.differentiable], list(own)
                 if self.at_once:
                     losses = [losses[0].reshape(-1)[0]]
@@ -232,7 +238,54 @@ class TiledHead:
             self._gradients[needs] = LoweredPiece(self.scope, key, fn, dims, differentiates=True)
         return self._gradients[needs]
 
-    def _run_loss(self, sizes: Mapping[str, Any], values: Sequence[Tensor]) -> tuple[Any, ...]:
+    # ---- what a part of the vocabulary changes
+
+    def dims_of(self, node: fx.Node) -> Dims:
+        """Dims of ``node``, of what a tile is computed from or its logits."""
+        return spec_dims(self.scope, node, self.layout)
+
+    def form(self, node: fx.Node) -> Form:
+        """How the weight ``node`` is taken."""
+        return None
+
+    def own_part(self, node: fx.Node, value: Tensor) -> Tensor:
+        """What the rank computes with of ``value``, that of ``node``, which is no weight."""
+        return value
+
+    def most_tokens(self, sizes: Mapping[str, int]) -> int:
+        """Most tokens of a sequence in a tile of a step with these ``sizes``."""
+        return head_tile_tokens(sizes.get("B", 1))
+
+    def read(
+        self, sizes: Mapping[str, int], common: Common, values: Mapping[fx.Node, Tensor]
+    ) -> Mapping[fx.Node, Tensor]:
+        """What the linears read.
+
+        Args:
+            sizes, common: of the tile.
+            values: those of ``given`` for its tokens.
+        """
+        return values
+
+    def give_back(
+        self, sizes: Mapping[str, int], common: Common, grads: Mapping[fx.Node, Tensor]
+    ) -> Mapping[fx.Node, Tensor]:
+        """Gradients of ``values``, where ``grads`` are those of tokens that ``read`` gave.
+
+        Args:
+            sizes, common: of the tile.
+        """
+        return grads
+
+    def run_loss(
+        self, sizes: Mapping[str, Any], common: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """The results of a tile.
+
+        Args:
+            sizes, common: of the tile.
+            values: of the inputs of ``loss``.
+        """
         factors = bind_factors(self.scope, self.layout, sizes)
         return run(self.loss, values, self.scope.names, factors)
 

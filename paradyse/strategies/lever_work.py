@@ -12,15 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from paradyse.strategies.head import head_tile_tokens
 from paradyse.strategies.tiles import tile_tokens
-from paradyse.strategies.work import PIECE_OPS, Work
-from paradyse.types import HEAD, BlockSpec, HeadSpec, Workload
+from paradyse.strategies.work import GATHER_OPS, PIECE_OPS, Work
+from paradyse.types import HEAD, VOCABULARY, BlockSpec, HeadSpec, Workload
 
 MOVE_OPS = 300
 """Python time of what autograd's hooks do for a block, and of starting its copies, in launches of a
 small operator: an estimate, not measured."""
 
 Counted = Callable[[Workload], Work]
+
+LABEL_BYTES = 8
+"""Of the number of a word."""
 
 
 def num_tiles(work: Work) -> int:
@@ -100,20 +104,20 @@ LEVER_WORK: Mapping[str, Callable[[Work, Counted], None]] = {
 
 
 def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -> Work:
-    """What the last linear and its loss do on one rank.
+    """What the last linear, its loss and the embedding's look-up do on one rank.
 
     Args:
         head: its widths.
-        levers: as of ``Plan.head``. ``tiled``: gradients are computed with each tile's forward,
-            and wait in float32; nothing is done again. ``vocabulary``: a rank multiplies the
-            tokens of all ranks by its rows of the weight.
+        levers: as of ``Plan.head``. Under any of them gradients are computed with each tile's
+            forward, and wait in float32; nothing is done again. ``vocabulary``: a rank multiplies
+            the tokens of all ranks by its rows of the weight.
         workload: batch, length, dtype, number of ranks, training or not.
         sharded: 1/p of the weight on each rank at rest; False: whole on every rank.
     """
     n = head.hidden * head.vocabulary
     block = BlockSpec(HEAD, HEAD, 0, "", hidden=head.hidden, num_weight_elements=n)
-    work = Work(replace(block, num_split_weight_elements=n), workload)
-    by_rows = "vocabulary" in levers
+    work = Work(block, workload)
+    by_rows = VOCABULARY in levers
     share = work.p if by_rows else 1
     tokens = work.tokens * share
     passes, wide = 1 + 2 * work.back, max(4, work.itemsize)
@@ -121,18 +125,67 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
     work.project(tokens, n / share, head.hidden + width, passes)
     # to float32, its maximum, exponentials and their sum; the gradient from these
     work.moved_bytes += tokens * width * wide * (4 + 3 * work.back)
-    tiles = num_tiles(work) if "tiled" in levers else 1
+    most = head_tile_tokens(workload.batch) if "tiled" in levers else work.local_len
+    tiles, rows = -(-work.local_len // most), workload.batch * min(work.local_len, most)
     work.num_ops += tiles * PIECE_OPS * (1 + work.back)
-    if by_rows:
-        work.send("all_gather", (work.p - 1) * work.x_bytes, tiles)
-        work.send("all_reduce", 2 * 4 * 2 * tokens * (work.p - 1) / work.p, 2 * tiles)
-        if work.back:
-            work.send("reduce_scatter", (work.p - 1) * work.x_bytes, tiles)
-    work.saved_bytes = work.x_bytes
-    rows = min(tokens, tile_tokens(workload.batch) * workload.batch) if tiles > 1 else tokens
     narrow = work.itemsize if work.itemsize < 4 else 0
-    work.workspace_bytes = rows * width * (2 * wide + narrow)  # logits, and their logarithms
-    if tiles > 1 and work.back:
+    # logits, their logarithms or exponentials; where words are shared, the labels' gradient too
+    held = (3 if by_rows else 2) * wide + narrow
+    work.workspace_bytes = rows * share * width * held
+    work.saved_bytes = work.x_bytes
+    if levers and work.back:
         work.saved_bytes += n / share * (wide - work.itemsize)
-    work.fetch_weights("split" if by_rows else "whole", sharded)
+    if by_rows:
+        _share_words(work, tiles, rows, wide)
+    _fetch_tables(work, head, levers, sharded)
     return work
+
+
+def _share_words(work: Work, tiles: int, rows: int, wide: int) -> None:
+    """Count what ranks send that have other words each, in so many ``tiles`` of ``rows`` tokens of
+    each rank: tokens and labels, four numbers a token, and the tokens' gradients."""
+    p, passes = work.p, 1 + work.back
+    work.send("all_gather", (p - 1) * (work.x_bytes + LABEL_BYTES * work.tokens), 2 * tiles)
+    work.send("all_to_all", (p - 1) * work.tokens * 4 * wide * passes, passes * tiles)
+    if work.back:
+        work.send("reduce_scatter", (p - 1) * work.x_bytes, tiles)
+    work.num_ops += 2 * GATHER_OPS * tiles * passes
+    work.moved_bytes += 4 * p * work.x_bytes * passes
+    work.workspace_bytes += p * rows * work.block.hidden * work.itemsize * passes
+
+
+def _fetch_tables(work: Work, head: HeadSpec, levers: str, sharded: bool) -> None:
+    """Count what brings together the weight of ``head``, those of embeddings, their gradients."""
+    n = work.block.num_weight_elements
+    if not sharded:
+        work.fetch_weights("whole", sharded)
+    elif VOCABULARY in levers:
+        work.workspace_bytes += n / work.p * work.itemsize * work.back
+        _look_up(work, head.num_looked_up)
+    else:
+        work.workspace_bytes += n * work.itemsize * (1 + work.back)
+        _send_table(work, n, gathers=1 if levers else 1 + work.back)
+        _send_table(work, head.num_looked_up, gathers=1)
+
+
+def _send_table(work: Work, num_elements: int, gathers: int) -> None:
+    """Count what a sharded table of so many elements sends that ranks need whole."""
+    num_bytes = num_elements * work.itemsize * (work.p - 1) / work.p
+    if num_elements:
+        work.send("all_gather", num_bytes * gathers, gathers)
+        work.send("reduce_scatter", num_bytes * work.back, work.back)
+
+
+def _look_up(work: Work, num_elements: int) -> None:
+    """Count what ranks send that look tokens up in their rows of tables of so many elements: words
+    and what is found, and in backward words and its gradient."""
+    if not num_elements:
+        return
+    p, back, tiles = work.p, work.back, num_tiles(work)
+    words_bytes, found_bytes = ((p - 1) * n for n in (LABEL_BYTES * work.tokens, work.x_bytes))
+    work.send("reduce_scatter", found_bytes, tiles)
+    work.send(
+        "all_gather", words_bytes + back * (words_bytes + found_bytes), tiles * (1 + 2 * back)
+    )
+    work.num_ops += 2 * GATHER_OPS * tiles * (1 + back)
+    work.moved_bytes += 4 * p * work.x_bytes * (1 + back)

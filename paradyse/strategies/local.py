@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
+from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, run
 from paradyse.strategies.attention.operators import attend_across_ranks
@@ -34,6 +36,7 @@ from paradyse.strategies.base import (
     split_inputs,
 )
 from paradyse.strategies.dropout import dropout_overrides
+from paradyse.strategies.groups.evaluate import local_shape
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
 
 _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "colossal"}
@@ -66,6 +69,7 @@ class LocalPiece(PieceVariant):
         strategy: of ``attention``; for a piece without it, what tells it from others.
         within: the block that the piece is a part of; None: it stands alone.
         eager: run operator by operator; else compiled on first use.
+        parts: sizes of dims other than tokens of which the rank has a part.
     """
 
     def __init__(
@@ -77,17 +81,20 @@ class LocalPiece(PieceVariant):
         attention: fx.Node | None = None,
         within: Piece | None = None,
         eager: bool = False,
+        parts: Mapping[Factor, int] | None = None,
     ):
-        self.scope, self.piece, self.layout = scope, piece, layout
+        self.scope, self.piece, self.layout, self.parts = scope, piece, layout, parts or {}
         self.strategy, self.attention, self.within = strategy, attention, within or piece
         whole = AttentionCall.of(attention).mask_nodes if attention is not None else []
         self.inputs, self.weight_nodes = split_inputs(piece)
         self.uses: Uses = [(n, None) for n in self.weight_nodes]
         self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
         self.order = [*self.inputs, *self.weight_nodes]
+        self.unread = {n for n in self.weight_nodes if _is_looked_up(piece, n)}
+        """Weights that backward does not read."""
         at = dict(zip(self.inputs, self.layouts, strict=True))
-        dims = [spec_dims(scope, n, at.get(n, layout)) for n in self.order]
-        key = piece_key(scope, self.within, layout, strategy)
+        dims = [local_shape(scope, n, self.parts, at.get(n, layout)) for n in self.order]
+        key = piece_key(scope, self.within, layout, f"{strategy} {list(self.parts.values())}")
         self.lowered = LoweredPiece(scope, key, self.compute, dims, eager)
 
     def compute(
@@ -103,7 +110,8 @@ class LocalPiece(PieceVariant):
         if self.attention is not None:
             way = attention_override(scope, self.strategy, common, apply)
             overrides[self.attention] = way
-        given, factors = dict(zip(self.order, own)), bind_factors(scope, self.layout, sizes)
+        given = dict(zip(self.order, own))
+        factors = {**bind_factors(scope, self.layout, sizes), **self.parts}
         return run(piece, [given[n] for n in piece.inputs], scope.names, factors, overrides)
 
     def tensors(self, step: StepContext) -> list[Tensor]:
@@ -120,6 +128,12 @@ class LocalPiece(PieceVariant):
         if self.attention is None:
             return None
         return spec_dims(self.scope, attended_by(self.attention), self.layout)
+
+
+def _is_looked_up(piece: Piece, weight: fx.Node) -> bool:
+    """Whether ``piece`` reads rows of ``weight`` by their numbers and nothing else of it."""
+    readers = (n for n in piece.nodes if weight in n.all_input_nodes)
+    return all(n.target == torch.ops.aten.embedding.default for n in readers)
 
 
 def zero_variant(

@@ -23,8 +23,8 @@ class Rows:
 
     dim: int
     groups: tuple[tuple[int, ...], ...]
-    """Per group its indices into the weight, equally many for each; -1 stands for a row of zeros,
-    which pads a group."""
+    """Per group its indices into the weight, equally many for each where one compiled function
+    serves them all; -1 stands for a row of zeros, which pads a group."""
 
     @cached_property
     def runs(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -36,6 +36,18 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
     loss.backward()
     assert x.grad is not None and scale.grad is not None
     want, past = (x.detach() * w).sum(), positions >= seq_len
+    everywhere = torch.arange(seq_len)
+    info = torch.tensor([seq_len, block])
+    from_all = torch.ops.paradyse.exchange_tokens(
+        x * (axis.rank + 1), positions, everywhere, info, 1, axis.name
+    )
+    numbers = torch.arange(1, axis.size + 1)
+    (exchanged,) = torch.autograd.grad(
+        (from_all * mine[..., None] * numbers * (axis.rank + 1)).sum(), x
+    )
+    owners = torch.zeros(axis.size * layout.local_len, dtype=torch.int64)
+    for rank in range(axis.size):
+        owners[local_positions(layout, rank)] = rank + 1
     return {
         "rows, of which those past the end are the last": rows.detach()
         - x.detach()[:, positions.clamp(max=seq_len - 1)],
@@ -45,6 +57,9 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
         "gradient of what is split": x.grad - 3 * w,
         "gradient of what is gathered": gathered - w,
         "gradient of what is used for a part": scale.grad - want,
+        "what every rank has": from_all.detach()
+        - pad(x.detach(), (0, num_past))[:, positions, None] * numbers,
+        "gradient of what every rank has": exchanged - w * owners[:seq_len] * (axis.rank + 1) ** 2,
     }
 
 

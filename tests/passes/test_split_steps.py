@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from paradyse.distributed.axis import SINGLE, Axis
 from paradyse.graph.factors import Factor, Names
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.pipeline import run_passes
-from paradyse.passes.split_steps import EAGER_NODES, HeadStep, Schedule, split_steps
+from paradyse.passes.split_steps import EAGER_NODES, HeadStep, LookUpStep, Schedule, split_steps
 
 aten = torch.ops.aten
 TWO = Axis("of 2", 2, 0)
@@ -29,6 +30,8 @@ class Toy:
     A cast of a weight is read before, between and behind the blocks; a table of positions comes of
     nothing; the inside of the first block is returned, as it is and scaled.
     """
+
+    note: Callable[[str], None]
 
     def __init__(self, axis: Axis = TWO, dropout: bool = False) -> None:
         self.graph = fx.Graph()
@@ -176,6 +179,7 @@ def test_a_head_is_a_step_whose_logits_may_be_late() -> None:
     assert ctx.schedule is not None
     steps = [s for s in ctx.schedule.steps if isinstance(s, HeadStep)]
     first, second = sorted(steps, key=lambda s: len(s.piece.outputs))
+    assert [s.levers("tiled") for s in (steps[0], ctx.schedule.steps[0])] == ["tiled", ""]
     assert first.gives("").outputs == first.gives("tiled").outputs and not first.late("tiled")
     (logits,) = second.head.logits
     assert set(second.gives("").outputs) - set(second.gives("tiled").outputs) == {logits}
@@ -185,3 +189,21 @@ def test_a_head_is_a_step_whose_logits_may_be_late() -> None:
     for step in ctx.schedule.steps:
         assert there.issuperset(step.piece.inputs)
         there.update(step.piece.outputs)
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [((), ""), ((-1, True), "its gradient is sparse or scaled by frequency")],
+)
+def test_a_table_of_the_heads_words_may_be_shared_by_rows(extra: Any, why: str) -> None:
+    toy, notes = Toy(), list[str]()
+    toy.note = notes.append
+    toy.heads = [SimpleNamespace(linears=[SimpleNamespace(args=(toy.x, toy.weight))], nodes=())]
+    toy.x.args = (*toy.x.args, *extra)
+    step = toy.run().steps[1]
+    if why:
+        assert not isinstance(step, LookUpStep)
+        assert notes == [f"the table of {toy.x} is needed whole: {why}"]
+        return
+    assert isinstance(step, LookUpStep) and step.look_ups == (toy.x,) and not notes
+    assert [step.levers(v) for v in ("", "tiled", "tiled+vocabulary")] == ["", "", "vocabulary"]

@@ -101,6 +101,19 @@ def test_rows_of_the_vocabulary_are_not_gathered() -> None:
     assert both.workspace_bytes < alone.workspace_bytes / 8
 
 
+def test_rows_of_the_embedding_are_not_gathered() -> None:
+    few, table = work(512, b=1), 256 * 32_768
+    both = replace(HEAD, num_looked_up=table)
+    for levers in ("", "tiled"):
+        plain, looked_up = (head_cost(h, levers, few, FREE, sharded=True) for h in (HEAD, both))
+        assert looked_up.comm_bytes - plain.comm_bytes == 2 * table * 2 * 3 // 4
+        assert looked_up.time_s > plain.time_s
+    plain, looked_up = (head_cost(h, "vocabulary", few, FREE, sharded=True) for h in (HEAD, both))
+    assert 0 < looked_up.comm_bytes - plain.comm_bytes < table / 10
+    whole = [head_cost(h, v, few, FREE) for h in (HEAD, both) for v in ("", "vocabulary")]
+    assert whole[:2] == whole[2:], "they are there"
+
+
 def test_more_tokens_never_cost_less() -> None:
     points = [f"{s}+{v}" for s in OTHERS for v in ("recompute", "selective")]
     for point in [*points, *(f"{s}+recompute" for s in STREAMED)]:

@@ -16,7 +16,7 @@ from paradyse.planning.measured import with_levers
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.time_ratios import OWN_OF_PRIOR, TimeRatios
-from paradyse.types import HEAD, LEVER_SETS, LEVERS, BlockSpec, HeadSpec, Plan, Point, Workload
+from paradyse.types import LEVERS, BlockSpec, HeadSpec, Plan, Point, Workload
 
 ALONE = replace(LONG, num_ranks=1)
 
@@ -210,13 +210,7 @@ def test_a_measured_strategy_scales_its_points() -> None:
     assert (got.time_s, got.saved_bytes, got.workspace_bytes, got.comm_bytes) == (6.0, 10, 150, 8)
 
 
-@pytest.fixture
-def head_levers(monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = ((), ("tiled",), ("vocabulary",), ("tiled", "vocabulary"))
-    monkeypatch.setitem(LEVER_SETS, HEAD, sets)  # type: ignore[arg-type]
-
-
-def test_the_head_is_chosen_with_the_blocks(head_levers: None) -> None:
+def test_the_head_is_chosen_with_the_blocks() -> None:
     head = HeadSpec(1024, 128_256)
     free = planner(head=head, levers=["tiled", "recompute"])
     assert free.plan(LONG).head == ""
@@ -232,7 +226,7 @@ def test_the_head_is_chosen_with_the_blocks(head_levers: None) -> None:
         planner(head=head, levers=["recompute"], memory_limit=need // 3).plan(LONG)
 
 
-def test_the_head_by_name(head_levers: None) -> None:
+def test_the_head_by_name() -> None:
     head = HeadSpec(1024, 128_256, infeasible={"vocabulary": "its bias is shared"})
     named = planner({"attention": "metp", "mlp": "metp", "head": "tiled"}, head=head)
     assert named.plan(LONG) == Plan(("metp",) * 4, "tiled")

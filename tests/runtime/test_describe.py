@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tiny import Tiny, tokens
 
-from paradyse.runtime.describe import describe_blocks, describe_masks
+from paradyse.runtime.describe import describe_blocks, describe_head, describe_masks
 from paradyse.runtime.registry import captures_of
 
 
@@ -27,3 +27,15 @@ def test_blocks_of_a_model() -> None:
     assert mlp.intermediate == 128 and mlp.mask is None
     assert mlp.num_weight_elements == 2 * 32 * 128 + 128 + 32 + 2 * 32
     assert describe_masks(blocks) == "causal"
+
+
+def test_the_head_of_a_model() -> None:
+    torch._dynamo.reset()
+    model = Tiny()
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    compiled(tokens(2, 7), tokens(2, 7))
+    (graph,) = (g for c in captures_of(compiled) for g in c.graphs.values())
+    head = describe_head(graph.program)
+    assert head is not None and head == graph.choice.planner.head
+    assert (head.hidden, head.vocabulary, head.tied, head.num_looked_up) == (32, 50, False, 0)
+    assert head.points() == ("", "tiled") and "one rank" in head.infeasible["vocabulary"]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import RankFailure, RankPool, run_ranks
 from models import TOLERANCE, make_batch, make_model, run_step, whole
-from plans import blocks_of
+from plans import blocks_of, head_of
 
 from paradyse.runtime import offload
 from paradyse.types import Plan
@@ -45,7 +45,8 @@ def train(
     for step in range(steps):
         batch = make_batch("plain", 2, lengths.randint(3, 40), seed=step)
         if compiled and step:
-            current[0] = Plan(tuple(plans.choice(b.points()) for b in blocks_of(call)))
+            points = tuple(plans.choice(b.points()) for b in blocks_of(call))
+            current[0] = Plan(points, plans.choice(head_of(call).points()))
         optimizer.zero_grad()
         loss = call(**batch).loss
         loss.backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -19,11 +21,13 @@ import paradyse
 from paradyse.runtime.deferred import DeferredTensor
 from paradyse.runtime.frame import Frame, frames_by
 from paradyse.runtime.registry import captures_of
-from paradyse.strategies import head
+from paradyse.strategies import build_head, head, tiles
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 Ranks = Callable[[int], RankPool]
 
-VOCABULARY = 400
+VOCABULARY = 401
+"""Words, that divide by no number of ranks."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -51,6 +55,12 @@ def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(0, 1))
 
 
+def forbidden(logits: Tensor, labels: Tensor) -> Tensor:
+    """All words but the first ones have no chance."""
+    late = torch.arange(VOCABULARY) >= 60
+    return cross_entropy(logits.masked_fill(late, -math.inf), labels)
+
+
 def weights(logits: Tensor) -> Tensor:
     return torch.arange(VOCABULARY, dtype=logits.dtype) / VOCABULARY + 0.5
 
@@ -67,8 +77,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "single tokens": masked,
     "by hand": by_hand,
     "z-loss": z_loss,
+    "forbidden words": forbidden,
 }
-AT_ONCE = {"mean", "sum", "smoothing", "weights", "both", "probabilities", "softcap", "shifted"}
+AT_ONCE = LOSSES.keys() - {"single tokens", "by hand", "z-loss"}
 """Those that are one sum: gradients are computed with the forward."""
 
 
@@ -106,34 +117,38 @@ def labelled(batch: int, length: int) -> dict[str, Tensor]:
     return {"ids": ids, "labels": torch.where(ids % 5 == 1, -100, ids)}
 
 
-def compiled_by_tiles(model: Any, inner: str = "eager", **options: Any) -> Any:
-    plan = {"attention": "megatron_cz", "mlp": "megatron_ts", "head": "tiled"}
+def compiled_under(levers: str, model: Any, inner: str = "eager", **options: Any) -> Any:
+    """``model``, its head with ``levers``."""
+    plan = {"attention": "megatron_cz", "mlp": "megatron_ts", "head": levers}
     options = {"plan": plan, "inner": inner, **options}
     return torch.compile(model, backend="paradyse", options=options)
 
 
-def small_tiles() -> Any:
+@contextmanager
+def small_tiles() -> Iterator[None]:
     """Inside, the tests' few tokens are several tiles."""
-    return patch.object(head, "TILE_TOKENS", 6)
+    few = {"TILE_TOKENS": 6, "MIN_TILE_TOKENS": 2}
+    with patch.object(head, "TILE_TOKENS", 6), patch.multiple(tiles, **few):
+        yield
 
 
-def head_steps(compiled: Any) -> list[tuple[Any, Any]]:
-    """The step of each head, and what has computed it by tiles."""
+def head_steps(compiled: Any, levers: str = "tiled") -> list[tuple[Any, Any]]:
+    """The step of each head, and what has computed it under ``levers``."""
     programs = [g.program for c in captures_of(compiled) for g in c.graphs.values()]
     steps = [(p, s) for p in programs for s in p.steps if hasattr(s, "closed")]
-    return [(s, p.variants[s.position]["tiled"]) for p, s in steps]
+    return [(s, p.variants[s.position][levers]) for p, s in steps]
 
 
-def train_with(names: list[str], inner: str, sharded: bool) -> None:
+def train_with(names: list[str], inner: str, sharded: bool, levers: str = "tiled") -> None:
     reference, model = heads(*names), heads(*names)
     if sharded:
         paradyse.shard(model)
-    compiled = compiled_by_tiles(model, inner)
+    compiled = compiled_under(levers, model, inner)
     with small_tiles():
         for batch in (labelled(3, 13), labelled(1, 8)):
             want = run_step(reference, reference, batch, logits=True)
             check(run_step(compiled, model, batch, logits=True), want, torch.float64)
-        found = head_steps(compiled)[: len(names)]
+        found = head_steps(compiled, levers)[: len(names)]
         assert [variant.at_once for _, variant in found] == [n in AT_ONCE for n in names]
         assert [len(step.logits) for step, _ in found] == [1] + [0] * (len(names) - 1)
 
@@ -160,6 +175,9 @@ def test_some_losses(nproc: int, sharded: bool, ranks: Ranks) -> None:
     ranks(nproc).run(train_with, QUICK, "eager", sharded, timeout_s=100)
 
 
+WORDS = 97
+"""Of the families' models."""
+
 EXTRA = {
     "gemma2": ("Gemma2ForCausalLM", {"head_dim": 16, "final_logit_softcapping": 2.0}),
     "granite": ("GraniteForCausalLM", {"logits_scaling": 3.0}),
@@ -168,13 +186,14 @@ EXTRA = {
 
 def make(family: str, dtype: torch.dtype = torch.float64) -> Any:
     if family in FAMILIES:
-        model = make_model(family, dtype, num_hidden_layers=1)
+        model = make_model(family, dtype, num_hidden_layers=1, vocab_size=WORDS)
     else:
         import transformers
 
         name, config = EXTRA[family]
         cls = getattr(transformers, name)
         sizes = {**FAMILIES["llama"].config, "num_hidden_layers": 1, "use_cache": False}
+        sizes["vocab_size"] = WORDS
         torch.manual_seed(0)
         model = redraw(cls(cls.config_class(**sizes, **config))).to(dtype)
     model.loss_function = in_its_own_precision
@@ -191,11 +210,11 @@ def in_its_own_precision(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def train_family(family: str, sharded: bool) -> None:
+def train_family(family: str, sharded: bool, levers: str = "tiled") -> None:
     reference, model = make(family), make(family)
     if sharded:
         paradyse.shard(model)
-    compiled = compiled_by_tiles(model)
+    compiled = compiled_under(levers, model)
     batch: dict[str, Any] = make_batch("plain", 3, 13)
     if FAMILIES.get(family, FAMILIES["llama"]).causal:
         batch["num_items_in_batch"] = torch.tensor(11)
@@ -204,7 +223,7 @@ def train_family(family: str, sharded: bool) -> None:
     with small_tiles():
         want = run_step(reference, reference, batch, logits=True)
         check(run_step(compiled, model, batch, logits=True), want, dtype, family)
-        ((step, variant),) = head_steps(compiled)
+        ((step, variant),) = head_steps(compiled, levers)
         assert variant.at_once and len(step.logits) == 1
         with torch.no_grad():
             loss = compiled(**batch).loss
@@ -240,7 +259,7 @@ class Sizes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and not isinstance(x, DeferredTensor):
+            if isinstance(x, Tensor) and not isinstance(x, DeferredTensor | ShardedTensor):
                 self.largest = max(self.largest, x.numel())
         return out
 
@@ -286,7 +305,7 @@ def train_twice() -> None:
         batch = labelled(2, 9)
         grads = []
         with small_tiles():
-            for call in (reference, compiled_by_tiles(model)):
+            for call in (reference, compiled_under("tiled", model)):
                 loss = call(**batch).loss
                 parameters = list((reference, model)[len(grads)].parameters())
                 for keep in (True, False):
@@ -303,14 +322,14 @@ def test_backward_may_come_twice(pool1: RankPool) -> None:
     pool1.run(train_twice, timeout_s=100)
 
 
-def under_autocast() -> dict[str, float]:
-    """Errors of bfloat16 against float32: of eager, and by tiles."""
+def under_autocast(levers: str) -> dict[str, float]:
+    """Errors of bfloat16 against float32: of eager, and under ``levers``."""
     reference, batch = make("llama", torch.float32), make_batch("plain", 2, 11)
     exact = run_step(reference, reference, batch)
     found = {}
-    for name in ("eager", "tiled"):
+    for name in ("eager", levers):
         model = make("llama", torch.float32)
-        call = model if name == "eager" else compiled_by_tiles(model)
+        call = model if name == "eager" else compiled_under(levers, model)
 
         def cast(call: Any = call, **kwargs: Any) -> Any:
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -324,18 +343,20 @@ def under_autocast() -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_under_autocast(nproc: int, ranks: Ranks) -> None:
-    for found in ranks(nproc).run(under_autocast, timeout_s=100):
+    for found in ranks(nproc).run(under_autocast, "tiled", timeout_s=100):
         assert found["tiled"] < 2 * found["eager"]
 
 
-def train_replicas() -> None:
+def train_replicas(levers: str) -> None:
+    """On two replicas."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicas = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("data", "sequence"))
+    shape = (2, torch.distributed.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
     names = ["mean", "weights"]
     reference, model = heads(*names), heads(*names)
-    compiled = compiled_by_tiles(model, mesh=mesh)
+    paradyse.shard(model, mesh)
+    compiled = compiled_under(levers, model, mesh=mesh)
     batches = [labelled(2, 9), labelled(2, 12)]
     batches[0]["labels"][0, 1:] = -100
     joined: Mapping[str, Tensor] = {
@@ -344,14 +365,14 @@ def train_replicas() -> None:
     }
     want = run_step(reference, reference, joined)
     with small_tiles():
-        got = run_step(compiled, model, batches[mesh.get_local_rank(0)])
+        got = run_step(compiled, model, batches[mesh.get_local_rank("data")])
     check(got, want, torch.float64)
 
 
 def test_replicas_weigh_by_their_tokens(pool2: RankPool) -> None:
-    pool2.run(train_replicas, timeout_s=100)
+    pool2.run(train_replicas, "tiled", timeout_s=100)
 
 
 def test_unknown_levers_are_refused() -> None:
-    with pytest.raises(ValueError, match="no levers 'offload'; give 'tiled'"):
-        head.build_head(None, None, None, "offload")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no levers 'offload'; give one of 'tiled', 'vocabulary'"):
+        build_head(None, None, None, "offload")  # type: ignore[arg-type]

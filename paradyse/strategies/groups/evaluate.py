@@ -115,7 +115,7 @@ def evaluate(
     values.update(zip(piece.outputs, results, strict=True))
 
 
-def local_shape(scope: Scope, node: fx.Node, heads: dict[Factor, int], layout: str) -> Dims:
+def local_shape(scope: Scope, node: fx.Node, heads: Mapping[Factor, int], layout: str) -> Dims:
     """Dims of ``node`` within a group: ``heads`` are the sizes there, tokens lie in ``layout``."""
     dims = zip(scope.names.of(node), spec_dims(scope, node, layout), strict=True)
     return tuple(
