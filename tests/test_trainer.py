@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,7 @@ def over_mesh(
     options: Mapping[str, Any],
     stream: bool = False,
     whole: bool = False,
+    plan: Any = "auto",
 ) -> tuple[list[float], Any]:
     """The same with the mixin; weights sharded, or ``whole`` on every rank."""
     import transformers
@@ -133,7 +135,7 @@ def over_mesh(
             eval_dataset=module.Documents(library, 40, 5, LONGEST),
             data_collator=module.pad,
             mesh=mesh,
-            backend_options={"inner": "eager"},
+            backend_options={"inner": "eager", "plan": plan},
         )
         trainer.train()
         predicted = None
@@ -185,6 +187,50 @@ def test_data_without_a_length(pool1: RankPool, pool2: RankPool, tmp_path: Path)
     args = (str(tmp_path / "two"), (2, 1), options, True)
     for got in pool2.run(over_mesh, *args, timeout_s=200):
         assert_equal_runs(got, want)
+
+
+@pytest.mark.slow
+def test_accumulation_by_tiles(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    """Sums over the tokens of two batches, of logits that exist by tiles alone."""
+    options = {"gradient_accumulation_steps": 2}
+    plan = {"attention": "metp", "mlp": "megatron_cz", "head": "tiled"}
+    (want,) = pool1.run(plain, str(tmp_path / "plain"), options, timeout_s=100)
+    args = (str(tmp_path / "two"), (1, 2), options, False, False, plan)
+    for got in pool2.run(over_mesh, *args, timeout_s=200):
+        assert_equal_runs(got, want)
+
+
+def as_in_readme(folder: str, alone: bool) -> list[float]:
+    """README's first script of a trainer, or its equal of plain transformers."""
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = next(block for block in blocks if "transformers.Trainer" in block)
+    module, library = example(), Path(os.__file__).parent
+    with fresh_accelerate():
+        transformers.set_seed(0)
+        names = {"model": module.make_model(65), "args": arguments(folder, eval_strategy="no")}
+        names["dataset"] = module.Documents(library, 0, 16, 65)
+        if alone:
+            names["train_dataset"] = names.pop("dataset")
+            trainer = transformers.Trainer(**names)
+            trainer.train()
+            return losses(trainer.state.log_history)
+        names["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "sequence"))
+        names["model"].compile(
+            backend="paradyse", options={"inner": "eager", "mesh": names["mesh"]}
+        )
+        exec(script, names)
+        return losses(names["trainer"].state.log_history)
+
+
+@pytest.mark.slow
+def test_the_script_in_readme(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
+    (want,) = pool1.run(as_in_readme, str(tmp_path / "plain"), True, timeout_s=100)
+    assert len(want) == 8
+    for got in pool2.run(as_in_readme, str(tmp_path / "two"), False, timeout_s=200):
+        assert got == pytest.approx(want, rel=EXACT)
 
 
 @pytest.mark.slow
