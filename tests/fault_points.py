@@ -67,14 +67,19 @@ class Loop:
     """A training loop on one rank, warmed up unless ``steps`` is 0."""
 
     def __init__(
-        self, plan: str = "megatron_cz", sharded: bool = False, mesh: Any = None, steps: int = 1
+        self,
+        plan: str = "megatron_cz",
+        sharded: bool = False,
+        mesh: Any = None,
+        steps: int = 1,
+        inner: str = "eager",
     ) -> None:
         torch.manual_seed(0)
         self.model = Tiny(layers=1)
         if sharded:
             paradyse.shard(self.model, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        options = {"inner": "eager", "plan": plan, "mesh": mesh}
+        options = {"inner": inner, "plan": plan, "mesh": mesh}
         self.compiled: Any = torch.compile(self.model, backend="paradyse", options=options)
         self.ids = tokens(2, 12)
         for _ in range(steps):
@@ -103,14 +108,15 @@ def capture(place: Place) -> None:
 
 
 def compilation(place: Place) -> None:
-    loop = Loop(steps=0)
+    loop = Loop(steps=0, inner="aot_eager")
     place.lose_at(base, "compile_function", nth=2)
     loop.step()
 
 
 def forward(strategy: str, place: Place) -> None:
     loop = Loop(strategy)
-    place.lose_at(collectives, "_start", nth=2)  # the first message is the agreement's
+    # The first message is the agreement's, and whoever starts the third has seen its end.
+    place.lose_at(collectives, "_start", nth=3)
     loop.forward()
 
 

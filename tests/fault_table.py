@@ -5,20 +5,8 @@ Whoever changes a line that a fault replaces gives the fault its new text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One change of one file, and tests that are to catch it."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    """Arguments of pytest: files or ids, narrow and fast."""
-
+from fault import Fault
+from fault_levers import LEVER_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
 RANKS = "tests/strategies/test_attention_ranks.py::test_equal_to_one_rank"
@@ -31,9 +19,6 @@ RECOVER = ("tests/passes/test_recover_masks.py",)
 FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
 REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
 HEADS = "tests/strategies/test_head_parallel.py::"
-LEVERS = "tests/strategies/test_levers.py::"
-VOCABULARY = ("tests/strategies/test_vocabulary.py::test_some_losses",)
-LOOK_UP = ("tests/strategies/test_look_up.py",)
 ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
 EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
 
@@ -43,9 +28,6 @@ COLOSSAL = "paradyse/strategies/attention/colossal.py"
 ULYSSES = "paradyse/strategies/attention/ulysses.py"
 COLLECTIVES = "paradyse/distributed/collectives.py"
 TOKENS = "paradyse/distributed/tokens.py"
-SPLIT, WORDS, TABLE = (
-    f"paradyse/strategies/{name}.py" for name in ("split_losses", "vocabulary", "look_up")
-)
 
 FAULTS: tuple[Fault, ...] = (
     # kernels
@@ -247,34 +229,6 @@ FAULTS: tuple[Fault, ...] = (
         "positions = (local - local[0]) if layout == SPLIT else whole",
         ("tests/test_dropin.py::test_dropout[gpt2]",),
     ),
-    Fault(
-        "rows of every tile put at the start",
-        "paradyse/strategies/tiles.py",
-        "return apart.narrow(at, self.start, self.num_tokens)",
-        "return apart.narrow(at, 0, self.num_tokens)",
-        ("tests/strategies/test_tiles.py",),
-    ),
-    Fault(
-        "gradients of weights from the last tile alone",
-        "paradyse/strategies/tiles.py",
-        "total.add_(part)",
-        "total.copy_(part)",
-        ("tests/strategies/test_tiles.py",),
-    ),
-    Fault(
-        "dropout in a tile as in a sequence of its length",
-        "paradyse/strategies/dropout.py",
-        "digit, num = positions, seq_len",
-        "digit, num = positions, positions.shape[0]",
-        (f"{LEVERS}test_dropout_is_that_of_the_whole_sequence",),
-    ),
-    Fault(
-        "attention computed again where its output is kept",
-        "paradyse/strategies/levers.py",
-        "return replayed(op, (out.transpose(1, 2), lse), *args)",
-        "return op(*args)",
-        (f"{LEVERS}test_what_is_kept_and_what_is_computed_again",),
-    ),
     # weights
     Fault(
         "gradients of whole weights not summed over ranks",
@@ -354,13 +308,6 @@ FAULTS: tuple[Fault, ...] = (
         "return [dims[d] for d in reversed(node.args[1])]",
         ("tests/graph", *SHARDED),
     ),
-    # words shared by ranks
-    Fault("labels picked of other ranks", SPLIT, ".masked_fill(~here, 0)", "", VOCABULARY),
-    Fault("sums without maxima", SPLIT, "((tops - top).exp() * sums)", "sums", VOCABULARY),
-    Fault(
-        "first words everywhere", WORDS, "num_words).runs[axis.rank]", "num_words).runs[0]", LOOK_UP
-    ),
-    Fault("padding row with a gradient", TABLE, "here & (words != self.padding)", "here", LOOK_UP),
     # passes
     Fault(
         "not (x <= 0) taken for x >= 0",
@@ -412,70 +359,7 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/passes/test_place_tokens.py",),
     ),
     # planning
-    Fault(
-        "a lever of the plan that nothing pulls",
-        "paradyse/runtime/frame.py",
-        "if point.recomputes and torch.is_grad_enabled():",
-        "if False:",
-        ("tests/runtime/test_limited_memory.py", "tests/strategies/test_recompute.py"),
-    ),
-    Fault(
-        "an input kept that the block before makes again",
-        "paradyse/runtime/remake.py",
-        "is_input = saved.shape == shape and storage_key(saved) == mine",
-        "is_input = False",
-        ("tests/runtime/test_remake.py",),
-    ),
-    Fault(
-        "what an attention keeps while it runs again forgotten behind it",
-        "paradyse/planning/costs.py",
-        "workspace_bytes=cost.workspace_bytes + again,",
-        "workspace_bytes=cost.workspace_bytes,",
-        ("tests/planning/test_solver.py",),
-    ),
-    Fault(
-        "levers of a long sequence kept for short ones",
-        "paradyse/planning/planner.py",
-        'if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:',
-        "if False:",
-        ("tests/planning/test_points.py",),
-    ),
-    Fault(
-        "blocks chosen by counts while their workspace still matters",
-        "paradyse/planning/solver.py",
-        "if held[0] >= left + most + self.short[i]:",
-        "if True:",
-        ("tests/planning/test_solver.py",),
-    ),
-    Fault(
-        "more kept on the host than it has",
-        "paradyse/planning/solver.py",
-        "if plan is None or self.host_bytes(plan) <= self.host_limit:",
-        "if True:",
-        ("tests/planning/test_host_memory.py",),
-    ),
     # runtime
-    Fault(
-        "what is kept on the host stays on the device too",
-        "paradyse/runtime/offload.py",
-        "self._wait, self._memory = _nothing, None",
-        "self._wait = _nothing",
-        ("tests/runtime/test_offload.py",),
-    ),
-    Fault(
-        "memory of another tensor back from the host",
-        "paradyse/runtime/offload.py",
-        "at, start, size = 0, self._starts[index], self.host.page_bytes",
-        "at, start, size = 0, self._starts[0], self.host.page_bytes",
-        ("tests/runtime/test_offload.py",),
-    ),
-    Fault(
-        "pages of the host never given back",
-        "paradyse/runtime/offload.py",
-        "        self.host.give(self._pages)\n",
-        "",
-        ("tests/runtime/test_offload.py",),
-    ),
     Fault(
         "stale plan for another length",
         "paradyse/runtime/guard.py",
@@ -526,4 +410,5 @@ FAULTS: tuple[Fault, ...] = (
         "if False:\n                raise",
         ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
     ),
+    *LEVER_FAULTS,
 )

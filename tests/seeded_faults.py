@@ -3,7 +3,7 @@
     python tests/seeded_faults.py [--only NAME ...] [--out docs/seeded_faults.md]
     python tests/seeded_faults.py --check      each text to replace is found exactly once
 
-The table is ``fault_table.py``.
+The table is ``fault_table.py``, with ``fault_levers.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fault_table import FAULTS, Fault
+from fault import Fault
+from fault_table import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800

@@ -6,6 +6,8 @@ a step function, which between the lengths of a grid that doubles is off by up t
 than published:
 
 - The forest is of the logarithm of measured over polynomial: it corrects what is smooth already.
+- Bytes have no noise to average: between measurements their correction is interpolated, and beyond
+  the range it is that of the last length.
 - The polynomial is also held, weakly, to the analytic prior's growth beyond the range. Where
   constant and linear terms outweigh the quadratic one at all measured lengths, noise hides it, and
   yet it rules beyond them.
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 FOREST, POLYNOMIAL = "forest", "polynomial"
-"""What made a prediction: within the range both, beyond it the polynomial alone."""
+"""What made a prediction of a time: within the range both, beyond it the polynomial alone."""
 
 NUM_TREES, MAX_DEPTH = 50, 10
 """Of a forest, as published."""
@@ -134,6 +136,22 @@ def fit_forest(points: Sequence[At], values: Sequence[float]) -> Callable[[int, 
     return value
 
 
+def interpolate(points: Sequence[At], values: Sequence[float]) -> Callable[[int, int], float]:
+    """``values`` at ``points``, linear in the length between those of one batch, of the nearest
+    beyond; of a batch that is not among the points, as of the one nearest to it."""
+    lengths: dict[int, list[int]] = {}
+    of_batch: dict[int, list[float]] = {}
+    for (batch, seq_len), x in sorted(zip(points, values, strict=True)):
+        lengths.setdefault(batch, []).append(seq_len)
+        of_batch.setdefault(batch, []).append(x)
+
+    def value(batch: int, seq_len: int) -> float:
+        nearest = min(lengths, key=lambda b: abs(math.log(b / batch)))
+        return float(np.interp(seq_len, lengths[nearest], of_batch[nearest]))
+
+    return value
+
+
 class Curve:
     """One quantity of one strategy: measured at some points, predicted at all.
 
@@ -142,6 +160,7 @@ class Curve:
         growth: roughly how much larger the quantity is at the second point than at the first;
             None: not known.
         degrees: of the polynomial, to choose from.
+        exact: measurements are without noise, as bytes are, and the curve goes through them.
     """
 
     def __init__(
@@ -149,10 +168,11 @@ class Curve:
         measured: Mapping[At, float],
         growth: GrowthFactor | None = None,
         degrees: Sequence[int] = DEGREES,
+        exact: bool = False,
     ) -> None:
-        self.measured = measured
+        self.measured, self.exact = measured, exact
         self._polynomial = Polynomial((0.0,), 1.0)
-        self._forest: Callable[[int, int], float] = lambda batch, seq_len: 0.0
+        self._correction: Callable[[int, int], float] = lambda batch, seq_len: 0.0
         if not any(measured.values()):
             return
         points = sorted(measured)
@@ -165,7 +185,7 @@ class Curve:
             self._polynomial = fit_polynomial(points, values, guess, degrees)
         logs = self._logs(points, values)
         if max(map(abs, logs)) > NOISE_FLOOR:
-            self._forest = fit_forest(points, logs)
+            self._correction = (interpolate if exact else fit_forest)(points, logs)
 
     def _logs(self, points: Sequence[At], values: Sequence[float]) -> list[float]:
         """Logarithms of measured over polynomial."""
@@ -173,9 +193,11 @@ class Curve:
 
     def __call__(self, batch: int, seq_len: int) -> tuple[float, str]:
         """The prediction, and ``FOREST`` within the measurements or ``POLYNOMIAL`` beyond them."""
-        value = self._polynomial(batch, seq_len)
-        if self.covers(batch, seq_len):
-            return value * math.exp(self._forest(batch, seq_len)), FOREST
+        value, covered = self._polynomial(batch, seq_len), self.covers(batch, seq_len)
+        if covered or self.exact:
+            value *= math.exp(self._correction(batch, seq_len))
+        if covered:
+            return value, FOREST
         smaller = (v for (b, s), v in self.measured.items() if b <= batch and s <= seq_len)
         return max(value, max(smaller, default=0.0)), POLYNOMIAL
 

@@ -132,11 +132,15 @@ class CostModel:
 
     def head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
         """Predicted cost of ``head`` with ``levers`` for ``workload``: as measured with these, else
-        by the prior."""
+        from the measured without levers, else by the prior."""
         key = head_structure(head), levers, workload.training
         samples = self._samples(key)
         if not samples:
-            return self._prior_of_head(head, levers, workload)
+            levered = self._prior_of_head(head, levers, workload)
+            if not levers or not self._samples((key[0], "", workload.training)):
+                return levered
+            plain = self._prior_of_head(head, "", workload)
+            return with_levers(self.head(head, "", workload), plain, levered)
 
         def measurable(at: At) -> BlockCost:
             of = replace(workload, batch=at[0], seq_len=at[1])
@@ -231,8 +235,8 @@ class CostModel:
         # Embedding, head and loss are linear in the tokens.
         degrees = DEGREES if prior else DEGREES[:1]
         return [
-            Curve({p: row[i] for p, row in samples.items()}, growth, degrees)
-            for i, growth in enumerate(growths)
+            Curve({p: row[i] for p, row in samples.items()}, growth, degrees, quantity != "time_s")
+            for i, (quantity, growth) in enumerate(zip(QUANTITIES, growths, strict=True))
         ]
 
     def _over_limit(self, cost: BlockCost, key: _Key, workload: Workload) -> BlockCost:

@@ -129,12 +129,13 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
     tiles, rows = -(-work.local_len // most), workload.batch * min(work.local_len, most)
     work.num_ops += tiles * PIECE_OPS * (1 + work.back)
     narrow = work.itemsize if work.itemsize < 4 else 0
-    # logits, their logarithms or exponentials; where words are shared, the labels' gradient too
-    held = (3 if by_rows else 2) * wide + narrow
+    # logits, their logarithms or exponentials; where gradients are made with them, a gradient too
+    held = (3 if levers else 2) * wide + narrow
     work.workspace_bytes = rows * share * width * held
     work.saved_bytes = work.x_bytes
     if levers and work.back:
         work.saved_bytes += n / share * (wide - work.itemsize)
+        work.workspace_bytes += work.x_bytes  # beside its gradient, which is what is saved
     if by_rows:
         _share_words(work, tiles, rows, wide)
     _fetch_tables(work, head, levers, sharded)

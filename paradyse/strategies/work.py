@@ -181,6 +181,14 @@ class Work:
         self.num_ops += (CORE_OPS + p * RING_STEP_OPS) * (1 + back)
         self.workspace_bytes += (2 + 2 * back) * kv_bytes + merged
 
+    def keep_rows(self, weights: str, sharded: bool) -> None:
+        """Save copies of the rows that a rank takes of whole weights, which lie apart in them; some
+        lie together, and are no copies, so that this is the most. Arguments as of
+        ``fetch_weights``."""
+        if weights == "split" and not sharded and self.back:
+            block, padded = self.block, self.padded_weights / max(1, self.block.num_weight_elements)
+            self.saved_bytes += block.num_split_weight_elements * padded / self.p * self.itemsize
+
     def fetch_weights(self, weights: str, sharded: bool) -> None:
         """Messages that fetch weights and bring their gradients together: those of sharded weights
         in the dtype that they are added up in, in which metp holds them until its groups are done.

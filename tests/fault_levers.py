@@ -1,0 +1,113 @@
+"""Faults of the levers: tiles, recompute, words shared by ranks, the host (``fault_table.py``)."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+LEVERS = "tests/strategies/test_levers.py::"
+VOCABULARY = ("tests/strategies/test_vocabulary.py::test_some_losses",)
+LOOK_UP = ("tests/strategies/test_look_up.py",)
+
+SPLIT, WORDS, TABLE = (
+    f"paradyse/strategies/{name}.py" for name in ("split_losses", "vocabulary", "look_up")
+)
+
+LEVER_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "rows of every tile put at the start",
+        "paradyse/strategies/tiles.py",
+        "return apart.narrow(at, self.start, self.num_tokens)",
+        "return apart.narrow(at, 0, self.num_tokens)",
+        ("tests/strategies/test_tiles.py",),
+    ),
+    Fault(
+        "gradients of weights from the last tile alone",
+        "paradyse/strategies/tiles.py",
+        "total.add_(part)",
+        "total.copy_(part)",
+        ("tests/strategies/test_tiles.py",),
+    ),
+    Fault(
+        "dropout in a tile as in a sequence of its length",
+        "paradyse/strategies/dropout.py",
+        "digit, num = positions, seq_len",
+        "digit, num = positions, positions.shape[0]",
+        (f"{LEVERS}test_dropout_is_that_of_the_whole_sequence",),
+    ),
+    Fault(
+        "attention computed again where its output is kept",
+        "paradyse/strategies/levers.py",
+        "return replayed(op, (out.transpose(1, 2), lse), *args)",
+        "return op(*args)",
+        (f"{LEVERS}test_what_is_kept_and_what_is_computed_again",),
+    ),
+    Fault("labels picked of other ranks", SPLIT, ".masked_fill(~here, 0)", "", VOCABULARY),
+    Fault("sums without maxima", SPLIT, "((tops - top).exp() * sums)", "sums", VOCABULARY),
+    Fault(
+        "first words everywhere", WORDS, "num_words).runs[axis.rank]", "num_words).runs[0]", LOOK_UP
+    ),
+    Fault("padding row with a gradient", TABLE, "here & (words != self.padding)", "here", LOOK_UP),
+    Fault(
+        "a lever of the plan that nothing pulls",
+        "paradyse/runtime/frame.py",
+        "if point.recomputes and torch.is_grad_enabled():",
+        "if False:",
+        ("tests/runtime/test_limited_memory.py", "tests/strategies/test_recompute.py"),
+    ),
+    Fault(
+        "an input kept that the block before makes again",
+        "paradyse/runtime/remake.py",
+        "is_input = saved.shape == shape and storage_key(saved) == mine",
+        "is_input = False",
+        ("tests/runtime/test_remake.py",),
+    ),
+    Fault(
+        "what an attention keeps while it runs again forgotten behind it",
+        "paradyse/planning/costs.py",
+        "workspace_bytes=cost.workspace_bytes + again,",
+        "workspace_bytes=cost.workspace_bytes,",
+        ("tests/planning/test_solver.py",),
+    ),
+    Fault(
+        "levers of a long sequence kept for short ones",
+        "paradyse/planning/planner.py",
+        'if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:',
+        "if False:",
+        ("tests/planning/test_points.py",),
+    ),
+    Fault(
+        "blocks chosen by counts while their workspace still matters",
+        "paradyse/planning/solver.py",
+        "if held[0] >= left + most + self.short[i]:",
+        "if True:",
+        ("tests/planning/test_solver.py",),
+    ),
+    Fault(
+        "more kept on the host than it has",
+        "paradyse/planning/solver.py",
+        "if plan is None or self.host_bytes(plan) <= self.host_limit:",
+        "if True:",
+        ("tests/planning/test_host_memory.py",),
+    ),
+    Fault(
+        "what is kept on the host stays on the device too",
+        "paradyse/runtime/offload.py",
+        "self._wait, self._memory = _nothing, None",
+        "self._wait = _nothing",
+        ("tests/runtime/test_offload.py",),
+    ),
+    Fault(
+        "memory of another tensor back from the host",
+        "paradyse/runtime/offload.py",
+        "at, start, size = 0, self._starts[index], self.host.page_bytes",
+        "at, start, size = 0, self._starts[0], self.host.page_bytes",
+        ("tests/runtime/test_offload.py",),
+    ),
+    Fault(
+        "pages of the host never given back",
+        "paradyse/runtime/offload.py",
+        "        self.host.give(self._pages)\n",
+        "",
+        ("tests/runtime/test_offload.py",),
+    ),
+)
