@@ -111,7 +111,10 @@ def behind(
     is there while this one runs backward.
 
     Args:
-        before: costs of the block before.
+        before: costs of the block before, by point.
+        first: the point of the block before.
+        cost: of the block, were it behind anything else.
+        point: of the block.
         input_bytes: of the input.
     """
     if not Point.parse(first).makes_input_of(Point.parse(point)):
@@ -125,7 +128,7 @@ def behind(
 
 
 def join(first: BlockCost, second: BlockCost) -> BlockCost:
-    """The cost of two blocks, one right after the other, as of one block."""
+    """The cost of two blocks, ``second`` right after ``first``, as of one block."""
     late = second.left_bytes + first.workspace_bytes - second.saved_bytes
     return BlockCost(
         first.time_s + second.time_s,

@@ -178,7 +178,6 @@ def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) 
     work = counted(workload)
     for lever in at.levers:
         LEVER_WORK[lever](work, counted)
-    if "recompute" not in at.levers:
-        work.keep_rows(strategy.weights, sharded)
+    work.take_rows(strategy.weights, sharded, kept=not at.recomputes)
     work.fetch_weights(strategy.weights, sharded)
     return work

@@ -181,13 +181,21 @@ class Work:
         self.num_ops += (CORE_OPS + p * RING_STEP_OPS) * (1 + back)
         self.workspace_bytes += (2 + 2 * back) * kv_bytes + merged
 
-    def keep_rows(self, weights: str, sharded: bool) -> None:
-        """Save copies of the rows that a rank takes of whole weights, which lie apart in them; some
-        lie together, and are no copies, so that this is the most. Arguments as of
-        ``fetch_weights``."""
-        if weights == "split" and not sharded and self.back:
-            block, padded = self.block, self.padded_weights / max(1, self.block.num_weight_elements)
-            self.saved_bytes += block.num_split_weight_elements * padded / self.p * self.itemsize
+    def take_rows(self, weights: str, sharded: bool, kept: bool) -> None:
+        """Copies of the rows that a rank takes of whole weights, which lie apart in them. Some lie
+        together, and are no copies, so that this is the most.
+
+        Args:
+            weights: as of ``fetch_weights``.
+            sharded: as of ``fetch_weights``.
+            kept: from forward to backward; False: they are taken again.
+        """
+        if weights != "split" or sharded or not self.back:
+            return
+        padded = self.padded_weights / max(1, self.block.num_weight_elements)
+        num_bytes = self.block.num_split_weight_elements * padded / self.p * self.itemsize
+        self.saved_bytes += num_bytes * kept
+        self.workspace_bytes += num_bytes * (not kept)
 
     def fetch_weights(self, weights: str, sharded: bool) -> None:
         """Messages that fetch weights and bring their gradients together: those of sharded weights

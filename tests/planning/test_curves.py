@@ -149,3 +149,20 @@ def test_the_forests_table_answers_as_the_library_does() -> None:
         assert forest(*p) == pytest.approx(reference.predict(np.log([p]))[0], rel=1e-9)
     again = fit_forest(points, values)
     assert all(forest(*p) == again(*p) for p in points)
+
+
+def test_bytes_go_through_every_measurement() -> None:
+    def two_pieces(b: int, s: int) -> float:
+        return b * max(100.0 * s, 150.0 * s - 20_000)
+
+    measured = sample(two_pieces)
+    curve, smoothed = Curve(measured, exact=True), Curve(measured)
+    for (b, s), value in measured.items():
+        assert curve(b, s)[0] == pytest.approx(value, rel=1e-9)
+        assert curve(b, s + 1)[0] == pytest.approx(two_pieces(b, s + 1), rel=5e-3)
+        assert curve(2 * b, s)[0] == pytest.approx(2 * value, rel=0.05)
+    found, smooth = (
+        errors(lambda b, s, c=c: c(b, s)[0], two_pieces, BETWEEN) for c in (curve, smoothed)
+    )
+    assert max(found) < 0.05 and np.median(found) < 0.5 * np.median(smooth)
+    assert curve(1, 4097)[0] == pytest.approx(curve(1, 4096)[0], rel=1e-3)

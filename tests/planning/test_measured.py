@@ -18,12 +18,12 @@ from paradyse.config import parse_options
 from paradyse.planning.costs import NOTHING, BlockCost
 from paradyse.planning.curves import Curve, fit_polynomial
 from paradyse.planning.explain import explain_plan
-from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
+from paradyse.planning.measured import CostModel, dtype_name, head_structure, load_cost_model
 from paradyse.planning.planner import Planner
-from paradyse.planning.prior import gradient_sum_s, prior_cost
+from paradyse.planning.prior import gradient_sum_s, head_cost, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Header, Measurement, Profile, append
 from paradyse.strategies import canonical_strategy
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, Plan, Workload
+from paradyse.types import ATTENTION_STRATEGIES, HEAD, BlockSpec, HeadSpec, Plan, Workload
 
 RATES = replace(MACHINE, links={}, capacity_bytes=2**36)
 HEADER = Header(
@@ -275,6 +275,27 @@ def test_a_step_needs_its_floor_whatever_the_plan() -> None:
     tight = planner_on(profile_of(factors, more=[row]), memory_limit=floor - 1)
     with pytest.raises(ValueError, match="the longest sequences that would fit have 0 tokens"):
         tight.plan(work(512))
+
+
+def test_a_head_by_tiles_is_predicted_from_the_head_as_measured() -> None:
+    """In a profile without levers, logits twice as large as the prior counts are so in tiles."""
+    head = HeadSpec(1024, 32_768)
+
+    def prior(levers: str, seq_len: int) -> BlockCost:
+        return head_cost(head, levers, work(seq_len), RATES, sharded=False)
+
+    def as_measured(seq_len: int) -> Measurement:
+        c = prior("", seq_len)
+        row = Measurement(head_structure(head), HEAD, "", 1, seq_len, True, "measured")
+        held = 2 * (c.saved_bytes + c.workspace_bytes)
+        return replace(row, forward_s=c.time_s, workspace_bytes=held)
+
+    m = CostModel(profile_of({}, more=[as_measured(s) for s in LENGTHS]))
+    for s in (700, 5000):
+        found, said = m.head(head, "tiled", work(s)), prior("tiled", s)
+        assert found.saved_bytes == said.saved_bytes
+        held = 2 * (said.saved_bytes + said.workspace_bytes)
+        assert found.saved_bytes + found.workspace_bytes == pytest.approx(held, rel=0.05)
 
 
 def test_gradients_of_whole_weights_are_counted_with_the_strategy_that_sums_them() -> None:
