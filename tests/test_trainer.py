@@ -170,6 +170,7 @@ def test_predictions_and_accumulation(pool1: RankPool, pool2: RankPool, tmp_path
         assert_equal_runs(got, want)
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_ranks(pool1: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     """Batches of one sequence on two replicas are batches of two: losses weigh tokens."""
     (want,) = pool1.run(plain, str(tmp_path / "plain"), {}, timeout_s=100)

@@ -263,7 +263,7 @@ def _measurement(line: str, where: str) -> Measurement:
     }
     for name, values in legal.items():
         if getattr(m, name) not in values:
-            known = ", ".join(values) or "''"
+            known = ", ".join(v or "''" for v in values)
             raise ValueError(f"{where}: {name} is {getattr(m, name)!r}, not one of {known}; {_OUT}")
     if m.outcome == MEASURED and m.forward_s <= 0:
         raise ValueError(f"{where}: forward_s is {m.forward_s}, not a time; {_OUT}")

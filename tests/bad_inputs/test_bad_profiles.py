@@ -101,7 +101,8 @@ OTHER_RUNS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 MEASUREMENTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"kind": "head"}, "kind is 'head', not one of attention, mlp, rest"),
+    ({"kind": "tail"}, "kind is 'tail', not one of attention, mlp, head, rest"),
+    ({"kind": "head"}, "strategy is 'replicated', not one of '', tiled, vocabulary, "),
     ({"kind": ...}, "no field 'kind'"),
     ({"kind": None}, "kind is None, not str"),
     ({"outcome": "crashed"}, "outcome is 'crashed', not one of measured, over the memory limit"),

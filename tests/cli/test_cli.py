@@ -170,7 +170,7 @@ def test_profile_measures_and_goes_on(config: str, tmp_path: Path) -> None:
     setting, *rows = map(json.loads, path.read_text().splitlines())
     assert setting["num_ranks"] == 2 and setting["machine"]["matmul_flops"] > 0
     assert {(r["kind"], r["seq_len"]) for r in rows} == {
-        (kind, n) for kind in ("attention", "mlp", "rest") for n in (16, 32)
+        (kind, n) for kind in ("attention", "mlp", "head", "rest") for n in (16, 32)
     }
     with on_one_core():
         code, out = run("profile", *few, "--dtype", "float64")

@@ -71,10 +71,14 @@ def compare(family: str, sharded: bool) -> list[tuple[int, int]]:
     ("family", "nproc", "sharded"),
     [
         ("gpt2", 1, False),
-        ("gpt2", 2, True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gpt2", 2, False), ("llama", 1, False), ("llama", 2, False))
+            for case in (
+                ("gpt2", 2, True),
+                ("gpt2", 2, False),
+                ("llama", 1, False),
+                ("llama", 2, False),
+            )
         ),
         pytest.param("llama", 2, True, marks=pytest.mark.slow),
     ],
