@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,9 @@ from paradyse.strategies import base
 from paradyse.types import ATTENTION_STRATEGIES
 from paradyse.weights.unshard import Shelf
 
+SENT_S = 0.3
+"""In which small messages that have been started arrive."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -40,8 +44,9 @@ class Place:
     """Sent to this process; None: it survives."""
 
     def lose(self) -> None:
-        """Lose the rank here, if it is the one."""
+        """Lose the rank here, if it is the one; what it has started to send arrives before."""
         if self.loss is not None:
+            time.sleep(SENT_S)
             os.kill(os.getpid(), self.loss)
 
     def lose_at(self, owner: Any, name: str, nth: int = 1, after: bool = False) -> None:
@@ -115,8 +120,7 @@ def compilation(place: Place) -> None:
 
 def forward(strategy: str, place: Place) -> None:
     loop = Loop(strategy)
-    # The first message is the agreement's, and whoever starts the third has seen its end.
-    place.lose_at(collectives, "_start", nth=3)
+    place.lose_at(collectives, "_start", nth=2)  # the first message is the agreement's
     loop.forward()
 
 
