@@ -44,14 +44,13 @@ class Place:
     """Sent to this process; None: it survives."""
 
     def lose(self) -> None:
-        """Lose the rank here, if it is the one; what it has started to send arrives before."""
+        """Lose the rank here, if it is the one."""
         if self.loss is not None:
-            time.sleep(SENT_S)
             os.kill(os.getpid(), self.loss)
 
     def lose_at(self, owner: Any, name: str, nth: int = 1, after: bool = False) -> None:
         """Lose the rank, if it is the one, at its ``nth`` call of ``owner.name`` from now on:
-        before the call, or ``after`` it."""
+        before the call, or ``after`` it. At a message, what it has sent before arrives."""
         if self.loss is None:
             return
         called, calls = getattr(owner, name), itertools.count(1)
@@ -59,6 +58,7 @@ class Place:
         def hooked(*args: Any, **kwargs: Any) -> Any:
             here = next(calls) == nth
             if here and not after:
+                time.sleep(SENT_S if name == "_start" else 0)
                 self.lose()
             out = called(*args, **kwargs)
             if here and after:
@@ -342,7 +342,7 @@ POINTS: dict[str, Point] = {
     "streamed gradients": Point(streamed_gradients, _BLOCK.format("metp")),
     "gradients summed": Point(summed_gradients, f"all_reduce {_GRAPH}"),
     "gradients scattered": Point(scattered_gradients, f"reduce_scatter {_GRAPH}"),
-    "gradients averaged over replicas": Point(replicas, "of block 'data parallel'"),
+    "gradients averaged over replicas": Point(replicas, f"of block 'data parallel'|{_CONTROL}"),
     "norm of gradients": Point(norm_of_gradients, "of block 'optimizer'"),
     "optimizer": Point(optimizer_step, _CONTROL),
     "between steps": Point(between_steps, _CONTROL),

@@ -154,6 +154,7 @@ def become_rank(place: Place, point: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     code = 0
     try:

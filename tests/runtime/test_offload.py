@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import RankPool
 from models import relative, whole
 from tiny import Tiny, tokens
 from torch import Tensor
@@ -281,29 +280,6 @@ def test_exact_under_every_strategy(nproc: int, sharded: bool, inner: str, ranks
         for plan, (error, before, after) in zip(PLANS, found, strict=True):
             assert error < 1e-9, plan
             assert before > 0 and after == 0, plan
-
-
-def second_derivative() -> tuple[float, float]:
-    """Of a model on one rank: the gradient of the norm of its gradient, by eager and with blocks
-    that save on the host."""
-    torch.manual_seed(0)
-    model, ids, found = Tiny(layers=1).double(), tokens(2, 7), []
-    options = {"plan": "megatron_cz+offload", "inner": "eager"}
-    compiled = torch.compile(model, backend="paradyse", options=options)
-    with small_here():
-        for call in (model, compiled):
-            grads = torch.autograd.grad(
-                call(ids, ids), [model.head.weight, model.embed.weight], create_graph=True
-            )
-            norm = sum(g.square().sum() for g in grads)
-            found.append(torch.autograd.grad(norm, model.embed.weight)[0].norm().item())
-    return found[0], found[1]
-
-
-@pytest.mark.slow
-def test_second_derivatives_of_one_rank(pool1: RankPool) -> None:
-    ((eager, ours),) = pool1.run(second_derivative)
-    assert ours == pytest.approx(eager, rel=1e-9)
 
 
 @pytest.mark.gpu
