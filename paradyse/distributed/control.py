@@ -41,25 +41,25 @@ class WorldStore:
         Thread(target=_answer, args=(self._questions, self._answers), daemon=True).start()
         weakref.finalize(self, self._questions.put, None)
 
-    def ask(self, question: Callable[[Any], T]) -> T | None:
+    def ask(self, question: Callable[[Any], T], limit_s: float = ANSWER_S) -> T | None:
         """The answer to ``question``, which is given the store; None where it, or an earlier
-        question, has none within ``ANSWER_S``.
+        question, has none within ``limit_s``.
 
         Raises:
-            RuntimeError: the store is gone.
+            RuntimeError: the store is gone; or what the question raises.
         """
         if self._waits:
-            self._take()
+            self._take(limit_s)
         if self._waits:
             return None
         self._questions.put(partial(question, default_store()))
         self._waits = True
-        answer: T | None = self._take()
+        answer: T | None = self._take(limit_s)
         return answer
 
-    def _take(self) -> Any:
+    def _take(self, limit_s: float) -> Any:
         try:
-            answer, error = self._answers.get(timeout=ANSWER_S)
+            answer, error = self._answers.get(timeout=limit_s)
         except Empty:
             return None
         self._waits = False
@@ -73,7 +73,7 @@ def _answer(questions: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
     while (question := questions.get()) is not None:
         try:
             answers.put((question(), None))
-        except RuntimeError as e:
+        except Exception as e:
             answers.put((None, e))
 
 
@@ -126,20 +126,33 @@ def control_of(ranks: tuple[int, ...]) -> Control:
     """
     controls = resolve_axis().session.of(_Controls)
     if ranks not in controls:
-        try:
-            group = dist.new_group(
-                list(ranks),
-                timeout=collectives.timeout(),
-                backend="gloo",
-                # Names of such groups differ, and they hang, on ranks that are in more groups than
-                # others: https://github.com/pytorch/pytorch/issues/173608
-                use_local_synchronization=len(ranks) < dist.get_world_size(),
-            )
-        except RuntimeError as e:
-            world = resolve_axis(), collectives.AGREEMENT
-            raise collectives.failure("making the group", *world, e) from e
-        world_store()
+        group = _make_group(ranks)
         name = f"control:{'-'.join(map(str, ranks))}"
         axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
         controls[ranks] = Control(axis, Alarm(name))
     return controls[ranks]
+
+
+def _make_group(ranks: tuple[int, ...]) -> Any:
+    """A gloo group of ``ranks``. PyTorch makes it by the store, which never answers where the rank
+    that has it has stopped."""
+
+    def make(store: Any) -> Any:
+        return dist.new_group(
+            list(ranks),
+            timeout=limit,
+            backend="gloo",
+            # Names of such groups differ, and they hang, on ranks that are in more groups than
+            # others: https://github.com/pytorch/pytorch/issues/173608
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+
+    limit = collectives.timeout()
+    try:
+        group = world_store().ask(make, limit.total_seconds() + ANSWER_S)
+        if group is None:
+            raise RuntimeError("the store that ranks met at does not answer")
+        return group
+    except RuntimeError as e:
+        world = resolve_axis(), collectives.AGREEMENT
+        raise collectives.failure("making the group", *world, e) from e
