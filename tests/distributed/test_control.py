@@ -9,10 +9,11 @@ from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from harness import PATIENCE, RankPool
 
-from paradyse.distributed import control
+from paradyse.distributed import collectives, control
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.together import Together
 
@@ -72,3 +73,22 @@ def alarm_of_one() -> list[bool]:
 
 def test_an_alarm_rings_from_when_a_rank_rings_it_until_all_know(pool2: RankPool) -> None:
     assert pool2.run(alarm_of_one) == [[False, True, False]] * 2
+
+
+def group_that_hangs() -> tuple[str, float]:
+    """What is raised where PyTorch does not come back from making a group, and after how long."""
+    mine, fresh, start = (dist.get_rank(),), control.WorldStore(), time.monotonic()
+    with (
+        patch.object(dist, "new_group", lambda *args, **kwargs: time.sleep(20)),
+        patch.object(collectives, "timeout", lambda: timedelta(seconds=0.2)),
+        patch.object(control, "world_store", lambda: fresh),
+        pytest.raises(collectives.CollectiveError) as raised,
+    ):
+        control.control_of(mine)
+    return str(raised.value), time.monotonic() - start
+
+
+def test_a_group_that_nobody_makes_is_given_up(pool2: RankPool) -> None:
+    for text, took in pool2.run(group_that_hangs, timeout_s=20):
+        assert "making the group of block 'agreement'" in text and "does not answer" in text
+        assert took < 5 * PATIENCE
