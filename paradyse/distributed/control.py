@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
@@ -52,7 +51,7 @@ class WorldStore:
             self._take(limit_s)
         if self._waits:
             return None
-        self._questions.put(partial(question, default_store()))
+        self._questions.put((question, default_store()))
         self._waits = True
         answer: T | None = self._take(limit_s)
         return answer
@@ -69,10 +68,15 @@ class WorldStore:
 
 
 def _answer(questions: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
-    """Answer ``questions`` until one is None: each by what it gives, and by the error it raises."""
-    while (question := questions.get()) is not None:
+    """Answer ``questions`` until one is None: each by what it gives, and by the error it raises.
+    The store is asked over a connection of its own, so that nothing else, such as the end of the
+    process, waits where it does not answer."""
+    own = None
+    while (asked := questions.get()) is not None:
+        question, store = asked
         try:
-            answers.put((question(), None))
+            own = own or store.clone()
+            answers.put((question(own), None))
         except Exception as e:
             answers.put((None, e))
 
