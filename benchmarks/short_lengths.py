@@ -30,16 +30,15 @@ MOST = 1.0
 
 def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     """Seconds of every step, and the plans that ran."""
-    model = llama(args.layers, args.hidden)
-    paradyse.shard(model)
+    model, other = (paradyse.shard(llama(args.layers, args.hidden)) for _ in range(2))
     lengths = [args.longest >> i for i in range(6, -1, -2)]
     make_profile(rank, model, args, lengths, repeats=3)
     options: dict[str, Any] = {"cost_model": args.profile_path}
     free = Bounded(model, options | {"inner": args.inner, "levers": []}, args.lengths[0])
     limit = free.planner.least_bytes(free.workload(args.longest)) - 1
     options["memory_limit"] = limit
-    given = {WITH: options, WITHOUT: options | {"levers": []}}
-    contenders = {name: ours(model, AUTO, args.inner, **o) for name, o in given.items()}
+    without = ours(other, AUTO, args.inner, **options, levers=[])
+    contenders = {WITH: ours(model, AUTO, args.inner, **options), WITHOUT: without}
     contenders[WITH].check(WITH, contenders[WITHOUT], *args.lengths)
     contenders[WITH].loss(args.longest)  # under levers, which the next short length gives back
     steps = {name: c.time_s for name, c in contenders.items()}
