@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Self
 
 SUBNET = "10.213.0"
@@ -147,6 +148,15 @@ class Network:
         return ["ip", "netns", "exec", self.spaces[host], *command]
 
 
+def remove_leftovers() -> None:
+    """Remove namespaces of processes that were killed before they could."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for space in (line.split()[0] for line in listed.splitlines()):
+        made_by = re.match(r"paradyse-(\d+)(-|$)", space)
+        if made_by and not Path(f"/proc/{made_by[1]}").exists():
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+
 @contextlib.contextmanager
 def linked(num_ranks: int, rate: float | None) -> Iterator[Network | None]:
     """Inside there is a ``Network`` with a host (``host_of``) for each of ``num_ranks`` ranks,
@@ -160,6 +170,7 @@ def linked(num_ranks: int, rate: float | None) -> Iterator[Network | None]:
         return
     if why := why_not():
         raise ValueError(f"links of {format_rate(rate)}: {why}; leave the links as they are")
+    remove_leftovers()
     with Network([host_of(r) for r in range(num_ranks)], rate) as network:
         yield network
 

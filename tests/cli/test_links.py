@@ -61,6 +61,21 @@ def test_ranks_send_no_faster_than_their_links_and_leave_nothing() -> None:
 
 
 @needs_links
+def test_what_a_killed_process_left_is_removed() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    mine, left = Network(["a"]).switch, f"paradyse-{gone.pid}"
+    for space in (mine, left, f"{left}-rank0"):
+        links.ip("netns", "add", space)
+    try:
+        links.remove_leftovers()
+        spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert mine in spaces and left not in spaces
+    finally:
+        links.ip("netns", "del", mine)
+
+
+@needs_links
 def test_a_network_that_cannot_be_made_is_removed() -> None:
     network = Network(["a", "b"], rate=0)  # tc refuses
     with pytest.raises(subprocess.CalledProcessError), network:
