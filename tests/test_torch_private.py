@@ -433,7 +433,7 @@ def test_what_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 NOT_PYTORCH = {"_ActionsContainer", "_exit", "_from_config", "_train_batch_size"}
 """Of argparse, os, transformers."""
 
-OPERATORS = {"_local_scalar_dense", "_to_copy", "_unsafe_view"}
+OPERATORS = {"_foreach_zero_", "_local_scalar_dense", "_to_copy", "_unsafe_view"}
 """Of ATen, with an underscore in their names in every version."""
 
 HIDDEN = re.compile(

@@ -29,6 +29,7 @@ from paradyse.torch_private import (
 )
 from paradyse.weights import dcp
 from paradyse.weights.layout import GradientSum, ShardLayout
+from paradyse.weights.partial_gradient import PartialGradient
 from paradyse.weights.shard_comm import gather_shards
 
 aten = torch.ops.aten
@@ -181,6 +182,8 @@ class ShardedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if PartialGradient in types:
+            return NotImplemented  # it takes shards
         sharded = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
         if any(is_traced(x) for x in sharded):
             return _traced(func, args, kwargs)
