@@ -19,6 +19,7 @@ RECOVER = ("tests/passes/test_recover_masks.py",)
 FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
 REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
 NO_SYNC = "tests/weights/test_no_sync.py::"
+STEPS = "tests/weights/test_sharded_tensor.py::"
 HEADS = "tests/strategies/test_head_parallel.py::"
 ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
 EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
@@ -424,6 +425,28 @@ FAULTS: tuple[Fault, ...] = (
         "_plus(x.own, y.own), _plus(x.rest, y.rest)",
         "_plus(x.own, y.own), x.rest",
         ("tests/weights/test_partial_gradient.py",),
+    ),
+    # norms and optimizers
+    Fault(
+        "clipping takes sharded gradients one by one",
+        "paradyse/weights/sharded_tensor.py",
+        "join_foreach_types(ShardedTensor)",
+        "pass",
+        (f"{STEPS}test_gradients_are_clipped_by_one_message",),
+    ),
+    Fault(
+        "least norms joined by their maximum",
+        "paradyse/weights/norms.py",
+        "every.amin(0)",
+        "every.amax(0)",
+        ("tests/weights/test_norms.py",),
+    ),
+    Fault(
+        "a list's first layout for all of it",
+        "paradyse/weights/sharded_tensor.py",
+        "return [v if like is None else _rows_of(v, like) for v, like in zip(x, likes)]",
+        "return [v if likes[0] is None else _rows_of(v, likes[0]) for v in x]",
+        (f"{STEPS}test_five_steps",),
     ),
     # checkpoint
     Fault(
