@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import paradyse
 from paradyse.runtime.registry import captures_of
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient
 
 EXACT = 1e-12
@@ -78,11 +79,10 @@ def largest_error(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> floa
 
 def errors(plans: Sequence[Any], sharded: bool, how: Mapping[str, Any]) -> float:
     run = Run(plans, sharded, **how)
-    want = run.step(later=False)
-    run.model.zero_grad()
-    got = run.step(later=True)
+    got = run.step(later=True)  # first, so that graphs are captured beside partial gradients
     assert not run.partial()
-    return largest_error(got, want)
+    run.model.zero_grad()
+    return largest_error(got, run.step(later=False))
 
 
 WORDS = {"attention": "megatron_ts", "mlp": "metp", "head": "vocabulary"}
@@ -353,3 +353,32 @@ def test_a_model_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"give a torch.nn.Module, not list"):
         with paradyse.no_sync([]):  # type: ignore[arg-type]
             pass
+
+
+def fails_at_the_end(sharded: bool) -> tuple[str, float]:
+    """Rank 1 fails while it sends what has piled up: what this rank raises, and it goes on."""
+    run, found = Run(["megatron_cz"], sharded), ""
+    sends = GradientSync._summed
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no memory for a message")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientSync, "_summed", fail if dist.get_rank() == 1 else sends)
+        try:
+            run.step(later=True)
+        except RuntimeError as e:
+            found = f"{type(e).__name__}: {e}"
+    run.model.zero_grad()
+    want = run.step(later=False)
+    run.model.zero_grad()
+    return found, largest_error(run.step(later=True), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_fail_together_where_gradients_are_sent(sharded: bool, pool2: RankPool) -> None:
+    (other, a), (own, b) = pool2.run(fails_at_the_end, sharded, timeout_s=100)
+    assert own == "RuntimeError: no memory for a message"
+    assert "rank 1 failed in backward of training call 3" in other or "OutOfMemory" in other
+    assert max(a, b) < EXACT
