@@ -349,12 +349,6 @@ def test_plans_count_with_whole_gradients(sharded: bool, pool2: RankPool) -> Non
         assert more == 4 * numel - (0 if sharded else weights)
 
 
-def test_a_model_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"give a torch.nn.Module, not list"):
-        with paradyse.no_sync([]):  # type: ignore[arg-type]
-            pass
-
-
 def fails_at_the_end(sharded: bool) -> tuple[str, float]:
     """Rank 1 fails while it sends what has piled up: what this rank raises, and it goes on."""
     run, found = Run(["megatron_cz"], sharded), ""
