@@ -20,7 +20,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from reprlib import repr as short
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
+from paradyse.planning.corrections import along
 from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine, without
 from paradyse.planning.curves import DEGREES, MIN_POINTS, At, Curve, GrowthFactor
 from paradyse.planning.prior import gradient_sum_s, head_cost, head_sum_s, prior_cost
@@ -76,9 +77,6 @@ class CostModel:
         self.profile, self.notes = profile, tuple(notes)
         self.machine = _machine(profile)
         self.structures = frozenset(m.structure for m in profile.measurements if m.kind != REST)
-        self.floor_bytes = max((m.floor_bytes for m in profile.measurements), default=0)
-        """A training step holds this much beyond static whatever the plan: at the end of backward,
-        when gradients of replicated weights are summed."""
         self._measured: dict[_Key, dict[At, Measurement]] = {}
         self._over: dict[_Key, list[At]] = {}
         self._fitted: dict[_Key, list[Curve]] = {}
@@ -189,8 +187,26 @@ class CostModel:
         return without(cost, self._prior_of_head(head, "", workload))
 
     def floor(self, workload: Workload) -> int:
-        """Bytes that a step of ``workload`` holds beyond static, whatever the plan."""
-        return self.floor_bytes
+        """Bytes that a training step of ``workload`` holds beyond static, whatever the plan: at the
+        end of backward, when gradients of replicated weights are summed.
+
+        With whole logits it is more, but then the head has needed still more before.
+        """
+        of_rest, whole, levered = self._floors
+        tokens = workload.batch * workload.seq_len
+        of_head = [along(row, tokens) for row in levered] or [*whole.values(), 0][:1]
+        return max([int(min(of_head)), *of_rest.values()])
+
+    @cached_property
+    def _floors(self) -> tuple[dict[int, int], dict[int, int], list[dict[int, int]]]:
+        """Tokens -> bytes held at the end of backward, of the rest, of steps with whole logits, and
+        of the head under each set of levers."""
+        rows: dict[tuple[str, str], dict[int, int]] = {(REST, ""): {}, (HEAD, ""): {}}
+        for (_, levers, training), measured in self._measured.items():
+            for (batch, seq_len), m in sorted(measured.items()):
+                if training and m.kind in (REST, HEAD):
+                    rows.setdefault((m.kind, levers), {})[batch * seq_len] = m.floor_bytes
+        return rows.pop((REST, "")), rows.pop((HEAD, "")), [*rows.values()]
 
     def notes_on(self, blocks: Sequence[BlockSpec]) -> tuple[str, ...]:
         """What ``explain`` says of this profile for these ``blocks``."""

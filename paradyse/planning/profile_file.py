@@ -76,8 +76,9 @@ class Measurement:
     """The most held beyond that while the block ran, forward or backward; of ``rest``: beyond all
     that is saved, such as logits."""
     floor_bytes: int = 0
-    """Of ``rest``: held when nothing is saved any more, as gradients are summed over ranks. A step
-    needs so much at least, whatever else it saves."""
+    """Of the head, or of ``rest`` where there is none: held when nothing is saved any more, as
+    gradients are summed over ranks. A step needs so much at least, whatever else it saves; with
+    whole logits these too, where the caller has them."""
 
 
 @dataclass(frozen=True)

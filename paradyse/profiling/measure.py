@@ -344,7 +344,8 @@ class _Row:
         self.timed.append(name)
         self._note(name, "saved_bytes", memory.saved_bytes)
         self._note(name, "workspace_bytes", memory.workspace_bytes)
-        self._note(name, "floor_bytes", {-1: memory.floor_bytes})
+        heads = (i for i, of in self.steps.part_of.items() if isinstance(of, HeadSpec))
+        self._note(name, "floor_bytes", {next(heads, -1): memory.floor_bytes})
 
     def _time(self, name: str) -> float:
         """Seconds of one step, in which it notes what the parts took."""
@@ -400,7 +401,7 @@ class _Row:
         left = [gradient_bytes(b, w, self.book.header.sharded) for b in steps.blocks]
         left += [0] * (len(found) - len(left))
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
-        return max(peak_bytes(costs, _held(rest)), rest.floor_bytes)
+        return max(peak_bytes(costs, _held(rest)), *(m.floor_bytes for m in (rest, *rows)))
 
 
 def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:

@@ -277,6 +277,21 @@ def test_a_step_needs_its_floor_whatever_the_plan() -> None:
         tight.plan(work(512))
 
 
+def test_whole_logits_are_no_floor_of_plans_without_them() -> None:
+    """The caller has them to the end; a step by tiles needs no more than it held itself."""
+
+    def floor(levers: str, seq_len: int, held: int) -> Measurement:
+        return Measurement("head", HEAD, levers, 1, seq_len, True, "measured", floor_bytes=held)
+
+    whole = [floor("", s, 1000 + 100 * s) for s in (64, 512)]
+    m = CostModel(profile_of({}, more=whole))
+    assert m.floor(work(32)) == m.floor(work(4096)) == 1000 + 100 * 64
+    tiled = [floor("tiled", s, 1000 + s) for s in (64, 512)]
+    m = CostModel(profile_of({}, more=[*whole, *tiled]))
+    assert [m.floor(work(s)) for s in (32, 64, 256, 4096)] == [1064, 1064, 1256, 5096]
+    assert m.floor(replace(work(256), batch=2)) == 1512
+
+
 def test_a_head_by_tiles_is_predicted_from_the_head_as_measured() -> None:
     """In a profile without levers, logits twice as large as the prior counts are so in tiles."""
     head = HeadSpec(1024, 32_768)
