@@ -92,15 +92,15 @@ LEVER_FAULTS: tuple[Fault, ...] = (
     Fault(
         "what is kept on the host stays on the device too",
         "paradyse/runtime/offload.py",
-        "self._wait, self._memory = _nothing, None",
-        "self._wait = _nothing",
+        "self._wait, self._memory = nothing, None",
+        "self._wait = nothing",
         ("tests/runtime/test_offload.py",),
     ),
     Fault(
         "memory of another tensor back from the host",
         "paradyse/runtime/offload.py",
-        "at, start, size = 0, self._starts[index], self.host.page_bytes",
-        "at, start, size = 0, self._starts[0], self.host.page_bytes",
+        "return self.host.places(self._pages, self._starts[index], memory)",
+        "return self.host.places(self._pages, self._starts[0], memory)",
         ("tests/runtime/test_offload.py",),
     ),
     Fault(
