@@ -178,7 +178,7 @@ class HostRows:
             rows: [n, *shape] on the device, of any dtype, in the order of ``runs``.
         """
         rows = rows.to(self.dtype).contiguous()
-        self._settle()  # so that of each only two are on the device: this and the one before it
+        self.settle()  # so that of each only two are on the device: this and the one before it
         wait = self.host.copy((page, part) for part, page in self._pairs(runs, rows))
         self._writing = rows, wait
 
@@ -203,10 +203,11 @@ class HostRows:
             yield from self.host.places(self._pages, start * self.row_bytes, part)
             at += size
 
-    def _settle(self) -> None:
-        self._writing[1]()
+    def settle(self) -> None:
+        """Keep nothing on the device of what is on its way here."""
+        self._writing[1]()  # else what is copied could be written meanwhile
         self._writing = (None, nothing)
 
     def __del__(self) -> None:
-        self._settle()  # else what is copied could be written meanwhile
+        self.settle()
         self.host.give(self._pages)
