@@ -35,7 +35,6 @@ from paradyse.strategies.base import (
     StepContext,
     attended_by,
     gradients,
-    spec_dims,
 )
 from paradyse.strategies.host_memory import HostRows
 from paradyse.strategies.local import LocalPiece
@@ -147,15 +146,12 @@ class ChunkedVariant:
         qkv = self.attention.qkv
         before = make_piece(piece.name, live_nodes(piece.nodes, qkv), qkv)
         others = [n for n in piece.nodes if n not in (variant.attention, attended)]
-        nodes = [n for n in live_nodes(others, piece.outputs) if n in others]
-        behind = make_piece(piece.name, nodes, piece.outputs)
+        behind = make_piece(piece.name, live_nodes(others, piece.outputs), piece.outputs)
         self.before = _Side(variant, "before attention", before, None)
         self.behind = _Side(variant, "behind attention", behind, attended)
         """What both need is computed in both."""
         bias = self.attention.bias
         self.bias_at = variant.order.index(bias) if isinstance(bias, fx.Node) else None
-        dims = spec_dims(self.scope, attended, variant.layout)
-        assert len(dims) == 4, dims
 
     def __call__(self, step: StepContext) -> Any:
         tensors = self.variant.tensors(step)
@@ -292,7 +288,7 @@ class ChunkedVariant:
             d_bias = torch.zeros_like(bias) if d_bias is None else d_bias
             if call.own.axis.size > 1:
                 d_bias = collectives.all_reduce(d_bias, call.own.axis, call.own.block_id)
-            found[self.bias_at] = d_bias
+            found[self.bias_at] = _sum(found[self.bias_at], d_bias)
         returning = call.fetched(*grads, dtype=kept.q.dtype)
 
         def down(piece: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,8 +337,12 @@ class ChunkedVariant:
 
         grads = over_tiles(call.tiles, run, given, dims)
         for i, grad in zip(where, grads, strict=True):
-            known = found[i]
-            found[i] = grad if known is None else known if grad is None else known + grad
+            found[i] = _sum(found[i], grad)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be None for nothing."""
+    return b if a is None else a if b is None else a + b
 
 
 class _Chunked(torch.autograd.Function):

@@ -82,15 +82,15 @@ class _Pairs:
     def __init__(
         self, q: HostRows, k: HostRows, v: HostRows, chunks: Runs, spec: AttentionSpec
     ) -> None:
-        self._kv = k, v
         seen: list[list[Run]] = [[] for _ in chunks]
         if q.shape[1]:  # else the rank has no head
             seen = [[keys for keys in chunks if may_see(spec, own, keys)] for own in chunks]
         self.seen = list(zip(chunks, seen, strict=True))
-        self._coming = one_ahead(partial(self._read, run) for _, runs in self.seen for run in runs)
 
-    def _read(self, run: Run) -> list[Fetched]:
-        return [rows.read((run,)) for rows in self._kv]
+        def read(run: Run) -> list[Fetched]:
+            return [k.read((run,)), v.read((run,))]
+
+        self._coming = one_ahead(partial(read, run) for runs in seen for run in runs)
 
     def next_keys(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the next pair, [B, hk, n, D] each."""
