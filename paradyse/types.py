@@ -42,7 +42,9 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("offload",),
         ("recompute", "offload"),
         ("selective", "offload"),
+        ("recompute", "chunked"),
         ("chunked", "offload"),
+        ("recompute", "chunked", "offload"),
     ),
     "mlp": (
         (),
@@ -57,7 +59,8 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     HEAD: ((), ("tiled",), (VOCABULARY,), ("tiled", VOCABULARY)),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
-says anew what is kept for backward, but for ``offload``, which says where."""
+says anew what is kept for backward, but for ``offload``, which says where, and for ``recompute``
+with ``chunked``: what that keeps on the host is there while the block runs, and made again."""
 
 
 KEEPING_INPUT = (("selective",), ("tiled",))

@@ -44,7 +44,6 @@ from paradyse.strategies.tiles import (
     mixes_tokens,
     over_tiles,
 )
-from paradyse.torch_private import keeps_graph
 
 
 def unchunkable(scope: Scope, block: Any) -> str:
@@ -345,6 +344,15 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
+def _carry(kept: Kept) -> Tensor:
+    """An empty tensor whose memory has ``kept``: this lasts as long as what autograd saves, and
+    goes with it where a block that runs again in backward saves nothing the first time."""
+    carrier = torch.empty(0)
+    memory: Any = carrier.untyped_storage()
+    memory.kept = kept
+    return carrier
+
+
 class _Chunked(torch.autograd.Function):
     """A block in chunks, without autograd inside."""
 
@@ -359,17 +367,14 @@ class _Chunked(torch.autograd.Function):
     ) -> Any:
         outputs, kept = block.run_forward(sizes, common, tensors, needs)
         ctx.of = block, sizes, common, needs
-        ctx.kept = kept if any(needs) else None
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, _carry(kept))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        (block, sizes, common, needs), tensors = ctx.of, ctx.saved_tensors
-        kept = ctx.kept
-        if not keeps_graph():
-            ctx.kept = None  # the host has room again, though the graph may last
+        (block, sizes, common, needs), (*tensors, carrier) = ctx.of, ctx.saved_tensors
+        kept = carrier.untyped_storage().kept
         with torch.autocast(cotangents[0].device.type, enabled=False):  # casts are in the graph
             grads = block.run_backward(sizes, common, tensors, kept, cotangents, needs)
         return None, None, None, None, *grads

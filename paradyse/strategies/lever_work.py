@@ -52,6 +52,7 @@ def recompute(work: Work, counted: Counted) -> None:
     if work.back:
         work.repeat(counted(replace(work.workload, training=False)))
         work.keep_only(work.x_bytes)
+        work.runs_again = 1
 
 
 def selective(work: Work, counted: Counted) -> None:
@@ -77,27 +78,26 @@ def chunked(work: Work, counted: Counted) -> None:
     """Change ``work``: as ``tiled`` before attention and behind it. What attention reads and gives
     is kept on the host, and comes from there: queries once, keys and values for each chunk of
     queries that sees them, in backward with their gradients, which are summed in float32 and go
-    back each time.
+    back each time. What is on the host while the block runs, and no longer, is not counted there.
     """
     most = chunk_tokens(work.workload.batch)
     tile, tiles = _in_tiles(work, counted, most), num_tiles(work, most)
     pairs = count_chunk_pairs(work.block.mask, tiles, most * work.p)
     wide = max(4, work.itemsize) / work.itemsize
     q, kv, lse = _own_heads_bytes(work)
-    visits = pairs / tiles * kv
-    work.copy(
-        forward=2 * q + kv + lse + 2 * q + visits,
-        # of queries d_out and dq both ways, what forward left, its output for what lies behind
-        backward=work.back * (7 * q + lse + (1 + 2 * wide) * visits),
-    )
-    work.moved_bytes += 3 * wide * (pairs / tiles * q * (1 + work.back) + visits * work.back)
-    work.num_ops += (pairs * PAIR_OPS + (tiles - 1) * EXCHANGE_OPS) * (1 + work.back)
+    visits, passes = pairs / tiles * kv, 1 + work.back + work.runs_again
+    forward = 4 * q + kv + lse + visits
+    # of queries d_out and dq both ways, what forward left, its output for what lies behind
+    backward = work.back * (7 * q + lse + (1 + 2 * wide) * visits)
+    work.copy(forward, backward + work.runs_again * forward)
+    work.moved_bytes += 3 * wide * (pairs / tiles * q * passes + visits * work.back)
+    work.num_ops += (pairs * PAIR_OPS + (tiles - 1) * EXCHANGE_OPS) * passes
     chunk_q, chunk_kv, _ = _own_heads_bytes(tile)
     of_pair = (2 + 2 * wide) * chunk_q + 2 * chunk_kv
     if work.back:
         of_pair = (4 + wide) * chunk_q + (3 + 2 * wide) * chunk_kv
     work.workspace_bytes += max(tile.saved_bytes + tile.workspace_bytes, of_pair)
-    if work.back:
+    if work.back and not work.runs_again:
         work.host_bytes += 2 * q + kv + lse
 
 

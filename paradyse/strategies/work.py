@@ -78,6 +78,8 @@ class Work:
         self.itemsize = workload.dtype.itemsize
         self.back = int(workload.training)
         """1 when there is a backward pass."""
+        self.runs_again = 0
+        """1 when backward begins with the forward."""
         self.local_len = TokenLayout(self.p, workload.seq_len).local_len
         """Tokens that a rank holds of one sequence, padding included."""
         self.tokens = workload.batch * self.local_len

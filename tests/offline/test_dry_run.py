@@ -245,7 +245,7 @@ def test_chunks_are_predicted_by_two_of_them() -> None:
         real = dry._run_alone(program, step, point, 2 * local)
     held = max(a + b for a, b in zip(real.timeline, real.in_tile, strict=True))
     assert saved == real.saved_bytes == 4 * local * 64  # the block's input
-    assert held - saved == pytest.approx(workspace, rel=0.02)
+    assert held - saved == pytest.approx(workspace, rel=0.06)
 
 
 def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:

@@ -167,8 +167,12 @@ def test_chunks_need_a_chunk_whatever_the_length(p: int) -> None:
     plain = prior_cost(block, Point.parse(point).strategy, work(2**20, b=1, p=p), FREE)
     assert beyond[0] == beyond[1] < plain.workspace_bytes
     lse = 2**20 // p * 8 * 4
-    qkv_and_out = x_bytes * (1 + 2 / 4 + 1)  # two of eight heads are of keys, and of values
+    own_kv = 2 if p == 1 else 4  # a KV head for each rank
+    qkv_and_out = x_bytes * (2 + 2 * own_kv / 8)
     assert costs[0].host_bytes == qkv_and_out + lse
+    again = prior_cost(block, point.replace("+", "+recompute+"), work(2**20, b=1, p=p), FREE)
+    assert (again.saved_bytes, again.host_bytes) == (x_bytes, 0)
+    assert again.workspace_bytes == costs[0].workspace_bytes and again.time_s > costs[0].time_s
 
 
 def test_keys_are_fetched_for_every_chunk_of_queries_that_sees_them() -> None:

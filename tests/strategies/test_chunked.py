@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ Ranks = Callable[[int], RankPool]
 
 CHUNKED = {"attention": "ulysses_z+chunked", "mlp": "ulysses_z+tiled"}
 MOVED = {kind: f"{point}+offload" for kind, point in CHUNKED.items()}
+AGAIN = {"attention": "ulysses_z+recompute+chunked+offload", "mlp": "ulysses_z+selective"}
 ALONE = {"attention": "ulysses_z+chunked", "mlp": "megatron_ts"}
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -88,7 +90,7 @@ def compare(
     with few_tokens():
         check(run_step(compiled, model, batch), want, dtype, "first")
         kinds = [b.kind for b in blocks_of(compiled)]
-        for plan in (CHUNKED, "ulysses_z", MOVED, ALONE):
+        for plan in (CHUNKED, AGAIN, MOVED, ALONE):
             current[0] = plan if isinstance(plan, str) else Plan(tuple(plan[k] for k in kinds))
             check(run_step(compiled, model, batch), want, dtype, f"{plan}")
             assert pages_used() == 0
@@ -252,6 +254,12 @@ def kept_and_given_back() -> None:
             assert pages_used() == kept * again
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
+        current[0] = {kind: point.removesuffix("+offload") for kind, point in AGAIN.items()}
+        loss = compiled(ids, ids)
+        assert pages_used() == 0  # nothing stays that is made again
+        loss.backward()
+        assert pages_used() == 0
+        current[0] = CHUNKED
         del loss
         loss = compiled(ids, ids)
         grads = torch.autograd.grad(loss, weights, create_graph=True)
@@ -286,6 +294,8 @@ def failing() -> None:
             pytest.raises(ArithmeticError),
         ):
             loss.backward()
+        del loss
+        gc.collect()
         assert pages_used() == 0
 
 
