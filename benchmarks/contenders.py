@@ -46,6 +46,13 @@ def model_of(args: Namespace) -> Any:
     return llama(args.layers, args.hidden)
 
 
+def at_rest(model: Any, sharded: bool) -> Any:
+    """``model``, its weights sharded over all ranks if they are to be."""
+    if sharded:
+        paradyse.shard(model)
+    return model
+
+
 def make_profile(
     rank: Rank, model: Any, args: Namespace, lengths: list[int], **options: Any
 ) -> None:
@@ -91,7 +98,9 @@ class Contender:
         return taken / count
 
     def gradients(self) -> dict[str, Tensor]:
-        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        """Of each parameter, whole; of sharded ones on all ranks together."""
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        return {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in grads.items()}
 
     def check(self, name: str, reference: Contender, *lengths: int) -> None:
         """Exits where the loss or a gradient at one of the lengths is not the reference's."""

@@ -10,7 +10,7 @@ The same steps run once more in processes that may map no more memory than the l
 weights and moments (RLIMIT_AS, so Linux only), and a tenth for what lies between allocations.
 
 Tiles have --tile tokens of a rank, fewer than usual, so that there are several at lengths that two
-cores can bear.
+cores can bear; and tensors from 16 KiB on move to the host, as far longer sequences' would.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.planning.explain import short_key
 from paradyse.planning.planner import format_bytes
+from paradyse.runtime import offload
 from paradyse.strategies import head, tiles
 from paradyse.types import LEVERS, Point
 
@@ -55,7 +56,11 @@ off, at most."""
 def small_tiles(tokens: int) -> Iterator[None]:
     """Inside, tiles have so many ``tokens`` of a rank."""
     constants = {"TILE_TOKENS": tokens, "MIN_TILE_TOKENS": tokens}
-    with patch.multiple(tiles, **constants), patch.multiple(head, TILE_TOKENS=tokens):
+    with (
+        patch.multiple(tiles, **constants),
+        patch.multiple(head, TILE_TOKENS=tokens),
+        patch.object(offload, "MIN_BYTES", 1 << 14),
+    ):
         yield
 
 

@@ -2,11 +2,13 @@
 
     python benchmarks/regret.py --profile profile.jsonl   # 7 minutes on two cores
     python benchmarks/regret.py                           # 2 minutes more: it is made first
+    python benchmarks/regret.py --learn 200 --sharded --like a100-nvlink   # no profile; slow links
 
 Three traces: the two published distributions of lengths, scaled so that the longest sequence has
 --longest tokens, and the files of the demo's corpus, up to as many. Lengths are rounded up to a
 grid. At each length of the grid every static strategy, a few mixed plans and ``auto``, which has
-the profile, take turns; a trace takes the sum over its sequences of the medians at their lengths.
+the profile, or has run --learn steps without one, take turns; a trace takes the sum over its
+sequences of the medians at their lengths.
 
 The oracle takes the best measured plan at each length. A minimum over noisy medians is too low, so
 the same is done fairly: the plan that is best by every other run, timed by the remaining ones, and
@@ -15,6 +17,7 @@ the other way round. How far that is above the oracle is noise, which no choice 
 
 import math
 import os
+import random
 import sys
 import tempfile
 import time
@@ -27,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import AUTO, Contender, make_profile, model_of, ours, plans_of
+from contenders import AUTO, Contender, at_rest, make_profile, model_of, ours, plans_of
 from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.corpus import draw_files
@@ -41,6 +44,8 @@ OPTIONS["model"] = {"help": "config.json; default: a Llama of --hidden"}
 OPTIONS["longest"] = {"type": int, "default": 4096, "help": "tokens"}
 OPTIONS["count"] = {"type": int, "default": 500, "help": "sequences of a trace"}
 OPTIONS["seconds"] = {"type": float, "default": 300, "help": "of measuring"}
+OPTIONS["sharded"] = {"action": "store_true", "help": "weights 1/p on each rank"}
+OPTIONS["learn"] = {"type": int, "default": 0, "help": "no profile, but so many steps before"}
 QUICK = {"layers": 1, "hidden": 64, "longest": 128, "seconds": 1, "inner": "eager"}
 
 MIXED = ("megatron_ts/megatron_cz", "megatron_cz/megatron_ts", "ulysses_z/megatron_ts")
@@ -68,13 +73,18 @@ def draw_traces(count: int, longest: int) -> dict[str, Counter[int]]:
 
 def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     """Seconds of every step, the plans of auto, and who was left out."""
-    if not args.profile:
+
+    def model() -> Any:
+        return at_rest(model_of(args), args.sharded)
+
+    if not args.profile and not args.learn:
         points = sorted({args.lengths[i * (len(args.lengths) - 1) // 5] for i in range(6)})
-        make_profile(rank, model_of(args), args, points, repeats=3)
+        make_profile(rank, model(), args, points, repeats=3)
+    options = {} if args.learn else {"cost_model": args.profile_path}
     plans: dict[str, Any] = {s: s for s in ATTENTION_STRATEGIES}
     plans |= {t: dict(zip(("attention", "mlp"), t.split("/"), strict=True)) for t in MIXED}
-    made = {name: ours(model_of(args), plan, args.inner) for name, plan in plans.items()}
-    made[AUTO] = ours(model_of(args), AUTO, args.inner, cost_model=args.profile_path)
+    made = {name: ours(model(), plan, args.inner) for name, plan in plans.items()}
+    made[AUTO] = ours(model(), AUTO, args.inner, **options)
     reference, left_out, lengths = Contender(model_of(args)), {}, args.lengths
     for name in list(made):
         try:
@@ -83,6 +93,8 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
         except ValueError as e:  # on every rank alike: it cannot compute some block
             left_out[name] = str(e)
             del made[name]
+    for n in args.learned:
+        made[AUTO].step(made[AUTO].tokens(n))
     often = []
     for n in lengths:  # all are warmed up
         step_s = min([contender.time_s(n) for contender in made.values()])
@@ -168,18 +180,25 @@ def report_trace(
 
 @benchmark(QUICK, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> None:
+    bench.name += "_sharded" * args.sharded + "_learned" * bool(args.learn)
     if args.profile and not Path(args.profile).exists():
         sys.exit(f"no profile {args.profile}; leave --profile out to have one made")
     traces = draw_traces(args.count, args.longest)
     args.lengths = sorted({s for trace in traces.values() for s in trace})
+    args.learned = [*traces["demo's text"].elements()]
+    random.Random(0).shuffle(args.learned)
+    del args.learned[args.learn :]
     with tempfile.TemporaryDirectory() as folder:
         args.profile_path = os.path.abspath(args.profile or f"{folder}/profile.jsonl")
         result = bench.on_ranks(measure)
+    knows = f"a profile made {'before' if args.profile else 'at the start'}"
+    if args.learn:
+        knows = f"no profile and ran {args.learn} steps of the demo's text before"
     what = f"{args.model}, " if args.model else f"Llama of hidden {args.hidden}, "
     bench.add(
         f"{what}{args.layers} layers, {bench.ranks}; medians of {result['runs']} interleaved runs, "
         "of several steps where short, the slower rank.",
-        f"`auto` has {'a profile made before' if args.profile else 'a profile made at the start'}. "
+        f"`auto` has {knows}. Weights {'sharded' if args.sharded else 'whole on every rank'}. "
         f"Lengths rounded up to a grid of {STEPS_PER_DOUBLING} steps a doubling.",
         "attention/mlp are mixed plans. The oracle takes the best of all plans at each length; "
         "timed again: chosen by half of the runs, timed by the other half.",

@@ -12,12 +12,14 @@ import os
 import pkgutil
 import platform
 import shlex
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +29,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.cli.launch import Rank, RanksFailed, Setting, choose_links, run_ranks
+from paradyse.cli.links import parse_rate
 from paradyse.cli.models import whole_graphs
 from paradyse.planning.machine import describe_device
 
@@ -41,6 +44,11 @@ OPTIONS: dict[str, Any] = {
     "out": {"type": Path, "metavar": "FOLDER", "help": WHERE},
 }
 """Of every benchmark."""
+LINKS: dict[str, Any] = {
+    "link": {"type": parse_rate, "metavar": "RATE", "help": "what a rank may send, as 800mbit"},
+    "like": {"metavar": "NAME", "help": "links in the ratio of a100-nvlink, h100-ib, ..."},
+}
+"""Of benchmarks on ranks; such a report is a file of its own, named after both."""
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -208,6 +216,8 @@ class Benchmark(Report):
         self, name: str, doc: str | None, quick: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         super().__init__(name)
+        if "ranks" in options:
+            options |= LINKS
         parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -226,6 +236,16 @@ class Benchmark(Report):
         elif not self.args.out:
             self.args.out = RESULTS
 
+    @cached_property
+    def rate(self) -> float | None:
+        """Bits per second that each rank may send; the report tells of it."""
+        if not (self.args.link or self.args.like):
+            return None
+        rate, words = choose_links(argparse.Namespace(**vars(self.args), usual=""), "cpu")
+        self.name += "_links"
+        self.add(words[0].upper() + words[1:], "")
+        return rate
+
     @property
     def num_ranks(self) -> str:
         return "two" if self.args.ranks == 2 else str(self.args.ranks)
@@ -239,7 +259,8 @@ class Benchmark(Report):
         """What rank 0 of ``--ranks`` returns of ``measure(rank, args)``, a function of a module of
         this folder. The lines that it reports are shown."""
         target = f"{Path(measure.__code__.co_filename).stem}:{measure.__name__}"
-        setting = Setting(timeout_s=7200, silence_s=1800, env={"PYTHONPATH": str(FOLDER)})
+        env = {"PYTHONPATH": str(FOLDER)}
+        setting = Setting(timeout_s=7200, silence_s=1800, env=env, rate=self.rate)
         how = {"target": target, "args": self.args}, setting, lambda _, line: log(line)
         try:
             return run_ranks("runner:run_target", self.args.ranks, *how)[0]
@@ -273,6 +294,8 @@ def benchmark(
     def decorate(main: Main) -> Callable[[], int]:
         def command() -> int:
             name = Path(main.__code__.co_filename).stem
+            # so that what ranks need of the system, such as links, is given back
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
             bench = Benchmark(name, main.__globals__["__doc__"], quick, **options)
             return bench.finish(main(bench, bench.args))
 

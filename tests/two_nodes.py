@@ -29,18 +29,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Self
 
 from harness import LOG_TAIL, PATIENCE
 from node_training import EVERY, Loss, Training, losses_of, model_and_optimizer
 from scripts import TESTS, Report, options_of
 
+from paradyse.cli.links import Network, ip
 from paradyse.distributed.collectives import TIMEOUT_VARIABLE
 
 NOT_ALLOWED = 77
 """Exit status where namespaces may not be made, as of automake's skipped tests."""
-HOSTS = {"first-node": "10.213.0.1", "second-node": "10.213.0.2"}
-FIRST, SECOND = HOSTS
+HOSTS = FIRST, SECOND = "first-node", "second-node"
 PORT = 29400
 STEPS, DIES_AFTER = 40, 2 * EVERY + 1
 TOLERANCE = 1e-4
@@ -65,60 +64,32 @@ class Wrong(AssertionError):
     """What a scenario found that should not be."""
 
 
-def ip(*words: str) -> None:
-    """Run iproute2's ``ip``."""
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-class Network:
-    """Two hosts in namespaces, joined by a bridge in a third one. All are gone at the end."""
+class Hosts(Network):
+    """Two hosts with names of their own."""
 
     def __init__(self) -> None:
-        self.switch = f"paradyse-{os.getpid()}"
-        self.spaces = {host: f"{self.switch}-{host}" for host in HOSTS}
+        super().__init__(HOSTS)
 
-    def __enter__(self) -> Self:
-        try:
-            self._make()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def _make(self) -> None:
-        ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self.switch, "link", "set", "bridge", "up")
-        for (host, space), address in zip(self.spaces.items(), HOSTS.values(), strict=True):
-            ip("netns", "add", space)
-            ends = ("eth0", "netns", space, "type", "veth", "peer", "name", host)
-            ip("link", "add", *ends, "netns", self.switch)
-            ip("-n", self.switch, "link", "set", host, "master", "bridge", "up")
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                ip("-n", space, "link", "set", link, "up")
+    def make(self) -> None:
+        """Make them, each with a file of hosts."""
+        super().make()
+        for space in self.spaces.values():
             self._files(space).mkdir(parents=True)
-        self.write_hosts(HOSTS)
+        self.write_hosts(self.addresses)
 
     def write_hosts(self, own: Mapping[str, str]) -> None:
         """Have every host know itself by its address in ``own``, and the other by its address in
         the network."""
         for host, space in self.spaces.items():
-            known = {"localhost": "127.0.0.1", **HOSTS, host: own[host]}
+            known = {"localhost": "127.0.0.1", **self.addresses, host: own[host]}
             lines = [f"{address} {name}\n" for name, address in known.items()]
             # what lies there is mounted over /etc by ip netns exec
             (self._files(space) / "hosts").write_text("".join(lines))
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """End what runs in the namespaces, and remove them."""
+        """Remove them."""
+        super().close()
         for space in (*self.spaces.values(), self.switch):
-            for pid in self.pids(space):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", space], capture_output=True)
             shutil.rmtree(self._files(space), ignore_errors=True)
         with contextlib.suppress(OSError):  # others keep files there
             self._files("").rmdir()
@@ -127,34 +98,25 @@ class Network:
     def _files(space: str) -> Path:
         return Path("/etc/netns") / space
 
-    @staticmethod
-    def pids(space: str) -> list[int]:
-        """The processes in a namespace."""
-        found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
-        return [int(line) for line in found.stdout.split()]
-
     def command(self, host: str, *command: str) -> list[str]:
         """``command`` as run on ``host``, under its name."""
         named = f'hostname {host} && exec "$@"'
-        inside = ["unshare", "--uts", "sh", "-c", named, "sh", *command]
-        return ["ip", "netns", "exec", self.spaces[host], *inside]
+        return super().command(host, "unshare", "--uts", "sh", "-c", named, "sh", *command)
 
     def kill(self, host: str) -> None:
         """All processes of ``host`` are gone at once."""
-        for pid in self.pids(self.spaces[host]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.end(self.spaces[host])
 
     def cut_off(self, host: str) -> None:
         """Nothing reaches ``host`` any more, and nothing comes from it."""
-        ip("-n", self.switch, "link", "set", host, "down")
+        ip("-n", self.switch, "link", "set", self.ports[host], "down")
 
 
 @dataclass
 class Nodes:
     """One training on both nodes."""
 
-    network: Network
+    network: Hosts
     training: Training
     nnodes: str = "2"
     max_restarts: int = 0
@@ -257,7 +219,7 @@ def death(make: Callable[..., Nodes], dies: str, how: str) -> str:
     nodes.wait_for_step(DIES_AFTER)
     getattr(nodes.network, how)(dies)
     start = time.monotonic()
-    (other,) = HOSTS.keys() - {dies}
+    (other,) = {*HOSTS} - {dies}
     code = nodes.ended(other, BOUND_S)
     took, says = time.monotonic() - start, "CollectiveError: rank" in nodes.logs()
     # Without the rendezvous torchrun may end its ranks before they notice.
@@ -301,14 +263,14 @@ SCENARIOS: dict[str, Callable[[Callable[..., Nodes]], str]] = {
 @contextlib.contextmanager
 def fresh_nodes() -> Iterator[Callable[..., Nodes]]:
     """Makes ``Nodes`` in a network and a folder of their own, from the fields of ``Training``."""
-    with Network() as network, tempfile.TemporaryDirectory(prefix="paradyse-nodes-") as folder:
+    with Hosts() as network, tempfile.TemporaryDirectory(prefix="paradyse-nodes-") as folder:
         yield lambda group, **how: Nodes(network, Training(folder, group, STEPS), **how)
 
 
 def not_allowed() -> str:
     """Why no network can be made here; empty if one can."""
     try:
-        with Network() as network:
+        with Hosts() as network:
             for host in HOSTS:
                 subprocess.run(network.command(host, "true"), check=True, capture_output=True)
     except FileNotFoundError as e:

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from paradyse.cli import links
+
 DEVICES = ("auto", "cpu", "cuda")
 """What ``choose_device`` may be asked for."""
 RANKS_PER_CORE = 4
@@ -91,6 +93,8 @@ class Setting:
     verbose: bool = False
     """Rank 0 writes to this process's standard error, for logs; else to a file."""
     env: Mapping[str, str] = field(default_factory=dict)
+    rate: float | None = None
+    """Bits per second that each rank may send, by ``links``; None: what the machine does."""
 
 
 def num_cores() -> int:
@@ -145,13 +149,17 @@ def run_ranks(
         on_report: called here with (rank, value) for everything that a rank sends.
     Raises:
         RanksFailed: a rank raised or died, or the time-outs of ``setting`` passed.
-        ValueError: a rank was given what this package refuses, in its words.
+        ValueError: a rank was given what this package refuses, in its words; links of the rate of
+            ``setting`` cannot be made.
     """
-    with tempfile.TemporaryDirectory(prefix="paradyse-ranks-") as folder:
+    with (
+        links.linked(num_ranks, setting.rate) as network,
+        tempfile.TemporaryDirectory(prefix="paradyse-ranks-") as folder,
+    ):
         ranks: list[_Process] = []
         try:
             for r in range(num_ranks):
-                ranks.append(_start(r, num_ranks, Path(folder), setting))
+                ranks.append(_start(r, num_ranks, Path(folder), setting, network))
             for rank in ranks:
                 with contextlib.suppress(OSError):  # it has died: reading says so
                     rank.pipe.send((target, dict(arguments)))
@@ -168,6 +176,7 @@ def run_as_asked(
     on_report: Callable[[Any], None] | None = None,
     num_ranks: int | None = None,
     silence_s: float = Setting.silence_s,
+    rate: float | None = None,
 ) -> list[Any]:
     """``run_ranks`` of ``target`` and ``arguments`` as the command line asks; it raises what that,
     ``choose_device`` and ``collectives.timeout`` raise.
@@ -177,15 +186,49 @@ def run_as_asked(
         on_report: called with everything that a rank sends.
         num_ranks: other than ``args.ranks``.
         silence_s: for any rank to report anything.
+        rate: of ``Setting``.
     """
     from paradyse.distributed import collectives
 
     collectives.timeout()
     device = choose_device(args.device, args.ranks)
-    setting = Setting(device, args.timeout, silence_s, args.verbose)
+    setting = Setting(device, args.timeout, silence_s, args.verbose, rate=rate)
     hear = on_report or (lambda value: None)
     return run_ranks(
         target, num_ranks or args.ranks, arguments, setting, lambda rank, value: hear(value)
+    )
+
+
+def choose_links(args: argparse.Namespace, device: str) -> tuple[float | None, str]:
+    """Bits per second that each rank may send, None for no limit, and a line that tells of it.
+
+    Args:
+        args: with ``ranks``; ``link`` in bits per second, ``like`` as ``flops_per_byte`` takes it,
+            None where not given; ``usual``, a default for ``like`` where links can be limited.
+        device: of the ranks.
+    Raises:
+        ValueError: links cannot be limited, yet are to be; an unknown name.
+    """
+    from paradyse.offline.devices import flops_per_byte
+
+    if args.ranks == 1:
+        return None, "no links"
+    why = links.why_not() if device == "cpu" else "these are GPUs"
+    like = args.like or ("" if args.link or why else args.usual)
+    if why and (args.link or args.like):
+        flag = f"--like {like}" if like else f"--link {links.format_rate(args.link)}"
+        raise ValueError(f"{flag}: links cannot be limited here: {why}; leave it out")
+    if args.link:
+        return args.link, f"links: {links.format_rate(args.link)} each"
+    if not like:
+        cheap = "; where they are slow, plans differ more" if device == "cpu" else ""
+        return None, f"links: as they are{f' ({why}{cheap})' if args.usual and why else ''}"
+    ratio = flops_per_byte(like)
+    (flops, *_) = run_ranks("paradyse.cli.rank_jobs:matmul_flops", args.ranks, {}, Setting(device))
+    rate = 8 * flops / ratio
+    return rate, (
+        f"links: {links.format_rate(rate)} each, so that ranks of {flops / 1e9:.0f} Gflop/s have "
+        f"the {ratio:,.0f} operations per byte sent of {like}"
     )
 
 
@@ -203,7 +246,9 @@ def environment(rank: int, size: int, setting: Setting) -> dict[str, str]:
     share = str(max(1, num_cores() // size))
     env.setdefault("OMP_NUM_THREADS", share)
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", share)
-    if sys.platform == "linux":  # ranks are local: the host's name need not resolve
+    if setting.rate is not None and size > 1:
+        env["GLOO_SOCKET_IFNAME"] = links.INTERFACE
+    elif sys.platform == "linux":  # ranks are local: the host's name need not resolve
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.update(setting.env)
     # Whatever lies in the current folder is not this program's to import, nor its children's.
@@ -211,14 +256,19 @@ def environment(rank: int, size: int, setting: Setting) -> dict[str, str]:
     return env
 
 
-def _start(rank: int, size: int, folder: Path, setting: Setting) -> _Process:
+def _start(
+    rank: int, size: int, folder: Path, setting: Setting, network: links.Network | None
+) -> _Process:
     mine, theirs = multiprocessing.connection.Pipe()
     log = folder / f"{rank}.log"
     command = [sys.executable, "-m", "paradyse.cli.launch", str(theirs.fileno()), setting.device]
+    command.append(str(folder / "store"))
+    if network is not None:
+        command = network.command(links.host_of(rank), *command)
     with open(log, "wb") as file:
         visible = setting.verbose and rank == 0
         process = subprocess.Popen(
-            [*command, str(folder / "store")],
+            command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=None if visible else file,

@@ -18,6 +18,7 @@ from typing import Any
 
 from paradyse.cli import launch
 from paradyse.cli.corpus import MIN_TOKENS
+from paradyse.cli.links import parse_rate
 
 INNER = ("inductor", "aot_eager", "eager")
 DTYPES = ("float32", "float64", "bfloat16")
@@ -136,6 +137,28 @@ def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> Non
     _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
 
 
+def _add_links(parser: argparse.ArgumentParser, usual: str = "") -> None:
+    group = parser.add_argument_group(
+        "links between CPU ranks, limited through network namespaces (iproute2; needs root)"
+    )
+    only = group.add_mutually_exclusive_group()
+    text = "bits per second that each rank may send, such as 800mbit"
+    _flag(only, "--link", text, type=_rate, metavar="RATE")
+    text = "the ratio of arithmetic to links of a100-nvlink, h100-ib, ... "
+    text += f"(default: {usual} where links can be limited)" if usual else "(default: no limit)"
+    _flag(only, "--like", text, metavar="NAME")
+    parser.set_defaults(usual=usual)
+    text = "at rest 1/p on each rank, or whole"
+    _flag(parser, "--weights", text, "sharded", choices=("sharded", "replicated"))
+
+
+def _rate(text: str) -> float:
+    try:
+        return parse_rate(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
 def _add_inner(parser: argparse.ArgumentParser, default: str) -> None:
     _flag(parser, "--inner", "compiler of the pieces", default, choices=INNER)
 
@@ -197,6 +220,9 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     _count(parser, "--per-range", "files replayed of each range of lengths", 2)
     # A wide MLP: its weights' gradients are what short sequences pay for, as in larger models.
     _add_llama(parser, 2, wide=8)
+    text = "write demo.html, demo.csv and, with matplotlib, demo.png here"
+    _flag(parser, "--out", text, "paradyse-demo", metavar="FOLDER")
+    _add_links(parser, usual="a100-nvlink")
     _add_running(parser)
 
 
@@ -269,6 +295,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--out", text, metavar="FOLDER")
     _add_inner(parser, "inductor")
     _add_llama(parser, 4)
+    _add_links(parser)
     _add_running(parser)
 
 

@@ -24,7 +24,9 @@ from paradyse.cli.corpus import TextFile
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
 from paradyse.cli.replay import Phase, batch_of, block_kinds, describe_plan, replay, wait_for_all
+from paradyse.distributed.axis import resolve_axis
 from paradyse.planning.explain import PlanReport, VerifyReport
+from paradyse.planning.machine import measure_machine
 from paradyse.planning.profile_file import Profile
 
 REPLAY_S = 60.0
@@ -83,12 +85,22 @@ class _Training:
 
     Args:
         options: of the backend; None: the model runs eagerly.
+        sharded: weights at rest 1/p on each rank.
     """
 
     def __init__(
-        self, rank: Rank, size: LlamaSize, seed: int, options: Mapping[str, Any] | None
+        self,
+        rank: Rank,
+        size: LlamaSize,
+        seed: int,
+        options: Mapping[str, Any] | None,
+        sharded: bool = False,
     ) -> None:
         self.rank, self.model = rank, integrations.make_llama(size, seed).to(rank.device)
+        if sharded and rank.size > 1:
+            import paradyse
+
+            paradyse.shard(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
         self.run: torch.nn.Module = self.model
         if options is not None:
@@ -118,18 +130,20 @@ def train(
     replay_at: Sequence[int] = (),
     rounds: int = 0,
     strategies: Sequence[str] = (),
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Trains on ``files``, one a step, with the plan left to the backend; then replays some.
 
     Args:
         replay_at: indices of files to run again under each of ``strategies`` and the plans that
             training used, ``rounds`` times, interleaved.
+        sharded: weights at rest 1/p on each rank.
     Returns:
         Peak bytes of this rank, and its counters.
     """
     import paradyse
 
-    training = _Training(rank, size, seed, options)
+    training = _Training(rank, size, seed, options, sharded)
     compiled = training.run
     highest = 0
     plans: list[str] = []
@@ -228,6 +242,13 @@ def profile(
     with integrations.whole_graphs():
         found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
     return found
+
+
+def matmul_flops(rank: Rank) -> float:
+    """Operations per second of a matmul in float32 on the slowest rank, all of them at work;
+    ``rank`` is one of them."""
+    machine = measure_machine(resolve_axis(), device=torch.device(rank.device))
+    return machine.matmul_flops
 
 
 def sum_of_ranks(rank: Rank) -> float:

@@ -268,11 +268,16 @@ def bench(
     options: Mapping[str, Any],
     rounds: int,
     strategies: Sequence[str],
+    sharded: bool = False,
 ) -> None:
     """Replays ``lengths`` with random tokens, and watches memory; nothing is trained. The model is
-    of ``size``, its weights fixed by ``seed``.
+    of ``size``, its weights fixed by ``seed``, 1/p of them on each rank where they are ``sharded``.
     """
+    import paradyse
+
     model = integrations.make_llama(size, seed).to(rank.device)
+    if sharded and rank.size > 1:
+        paradyse.shard(model)
     texts = [torch.randint(size.vocabulary, (1, n)) for n in lengths]
     trace = [(i, batch_of(ids, rank.device), "") for i, ids in enumerate(texts)]
     with integrations.whole_graphs():

@@ -174,6 +174,31 @@ def read_cluster(name: str) -> Cluster:
     return Cluster(devices, _fill(Network, vars(base), changed, str(file)))
 
 
+LINKS = ("nvlink", "ib")
+"""Of a device, inside a node and between nodes, as ``flops_per_byte`` names them."""
+
+
+def flops_per_byte(name: str) -> float:
+    """Operations of a device, in bfloat16 at its peak, for each byte that it sends in that time:
+    what decides whether messages or work take longer.
+
+    Args:
+        name: a device, or its generation, and one of ``LINKS``: ``a100-nvlink``, ``h100-80gb-ib``.
+    Raises:
+        ValueError: the name is unknown.
+    """
+    asked, _, link = name.lower().rpartition("-")
+    device = next((d for d in DEVICES.values() if asked in (d.name, d.name.split("-")[0])), None)
+    if device is None or link not in LINKS:
+        known = dict.fromkeys(d.split("-")[0] for d in DEVICES)
+        names = ", ".join(f"{d}-{link}" for d in known for link in LINKS)
+        raise ValueError(f"unknown device and link {name!r:.40}: give one of {names}")
+    network = NETWORKS.get(device.name, Network())
+    between = network.node_bandwidth / network.gpus_per_node
+    bandwidth = device.link_bandwidth if link == LINKS[0] else between
+    return device.matmul_flops[torch.bfloat16] / bandwidth
+
+
 def _device(given: Mapping[str, Any], file: str) -> Device:
     changed = dict(given)
     base = changed.pop("base", None)

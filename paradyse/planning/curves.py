@@ -6,8 +6,10 @@ a step function, which between the lengths of a grid that doubles is off by up t
 than published:
 
 - The forest is of the logarithm of measured over polynomial: it corrects what is smooth already.
-- Bytes have no noise to average: between measurements their correction is interpolated, and beyond
-  the range it is that of the last length.
+- Bytes have no noise to average: between measurements their correction is interpolated. Beyond the
+  range no polynomial through all of them helps, as short lengths obey other laws: a sequence of one
+  tile, a tensor too small to be moved. The last measurements say which law holds (``last_law``),
+  or, where they show none, the prior's growth does.
 - The polynomial is also held, weakly, to the analytic prior's growth beyond the range. Where
   constant and linear terms outweigh the quadratic one at all measured lengths, noise hides it, and
   yet it rules beyond them.
@@ -152,6 +154,72 @@ def interpolate(points: Sequence[At], values: Sequence[float]) -> Callable[[int,
     return value
 
 
+def last_law(
+    lengths: Sequence[int], values: Sequence[float], most: int
+) -> tuple[float, float, float] | None:
+    """Constant, linear and square coefficient of the straight line through the last two of
+    ``values``, or else of the parabola through the last three, where the value before those lies on
+    it too; None: on neither.
+
+    Args:
+        lengths: rising.
+        values: one per length, without noise.
+        most: the highest degree that may be.
+    """
+    if len(lengths) < 3:
+        return None
+    (*others, a, b, c), (*_, u, v, w) = lengths, values
+    slopes = (v - u) / (b - a), (w - v) / (c - b)
+    bend = (slopes[1] - slopes[0]) / (c - a)
+    if slopes[1] < 0 or most < 1:
+        return None
+    if abs(w + slopes[1] * (a - c) - u) <= NOISE_FLOOR * u:
+        return w - slopes[1] * c, slopes[1], 0.0
+    if not others or bend < 0 or most < 2:
+        return None
+    law = w - slopes[1] * c + bend * c * b, slopes[1] - bend * (b + c), bend
+    before, known = others[-1], values[-4]
+    held = abs(law[0] + law[1] * before + law[2] * before**2 - known) <= NOISE_FLOOR * known
+    return law if held else None
+
+
+class Beyond:
+    """Bytes beyond all that was measured, by the last measurements of the nearest batch.
+
+    Args:
+        measured: as of ``Curve``, not all 0.
+        growth: as of ``Curve``.
+        most: the highest degree that a law may have.
+    """
+
+    def __init__(
+        self, measured: Mapping[At, float], growth: GrowthFactor | None, most: int
+    ) -> None:
+        self._measured, self._growth = measured, growth
+        self._lengths: dict[int, list[int]] = {}
+        for batch, seq_len in sorted(measured):
+            self._lengths.setdefault(batch, []).append(seq_len)
+        self._laws = {
+            b: last_law(lengths, [measured[b, s] for s in lengths], most)
+            for b, lengths in self._lengths.items()
+        }
+
+    def __call__(self, batch: int, seq_len: int) -> float | None:
+        """Bytes there; None where nothing says how they grow, or where tokens and length are no
+        more than some that were measured."""
+        nearest = min(self._lengths, key=lambda b: abs(math.log(b / batch)))
+        last = nearest, self._lengths[nearest][-1]
+        if seq_len <= last[1] and batch * seq_len <= last[0] * last[1]:
+            return None
+        law = self._laws[nearest]
+        if law is not None:
+            constant, linear, square = law
+            return constant + batch / nearest * (linear * seq_len + square * seq_len**2)
+        if self._growth is None:
+            return None
+        return self._measured[last] * self._growth(last, (batch, seq_len))
+
+
 class Curve:
     """One quantity of one strategy: measured at some points, predicted at all.
 
@@ -172,6 +240,7 @@ class Curve:
     ) -> None:
         self.measured, self.exact = measured, exact
         self._polynomial = Polynomial((0.0,), 1.0)
+        self._beyond: Callable[[int, int], float | None] = lambda batch, seq_len: None
         self._correction: Callable[[int, int], float] = lambda batch, seq_len: 0.0
         if not any(measured.values()):
             return
@@ -183,6 +252,8 @@ class Curve:
             beyond = batch, GUESS_REACH * seq_len
             guess = beyond, max(measured[longest], 1e-9) * growth(longest, beyond)
             self._polynomial = fit_polynomial(points, values, guess, degrees)
+        if exact:
+            self._beyond = Beyond(measured, growth, max(degrees))
         logs = self._logs(points, values)
         if max(map(abs, logs)) > NOISE_FLOOR:
             self._correction = (interpolate if exact else fit_forest)(points, logs)
@@ -198,6 +269,8 @@ class Curve:
             value *= math.exp(self._correction(batch, seq_len))
         if covered:
             return value, FOREST
+        further = self._beyond(batch, seq_len)
+        value = value if further is None else further
         smaller = (v for (b, s), v in self.measured.items() if b <= batch and s <= seq_len)
         return max(value, max(smaller, default=0.0)), POLYNOMIAL
 

@@ -17,11 +17,12 @@ from rich.console import Console
 
 from paradyse.cli import main as cli
 from paradyse.cli.commands import demo, doctor
-from paradyse.cli.commands.demo import Record, pick_files
+from paradyse.cli.commands.demo import pick_files
 from paradyse.cli.corpus import TextFile, length_ranges
 from paradyse.cli.launch import ALLOCATOR_VARIABLES, num_cores
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import Phase, describe_plan
+from paradyse.cli.results import Record
 from paradyse.cli.screen import Screen
 from paradyse.types import ATTENTION_STRATEGIES
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
+from paradyse.offline.devices import (
+    DEVICES,
+    Cluster,
+    Network,
+    flops_per_byte,
+    machine_of,
+    read_cluster,
+)
 from paradyse.planning.costs import COLLECTIVES
 
 A100 = DEVICES["a100-80gb"]
@@ -74,6 +81,25 @@ def test_a_cluster_is_read_from_a_file(suffix: str, tmp_path: Path) -> None:
     cluster = read_cluster(str(file))
     assert cluster.devices[0] == A100 and cluster.devices[1].matmul_share == 0.5
     assert cluster.network == Network(gpus_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        ("a100-nvlink", 312e12 / 300e9),
+        ("A100-80gb-ib", 312e12 / 25e9),
+        ("h100-ib", 989e12 / 50e9),
+        ("h200-141gb-nvlink", 989e12 / 450e9),
+    ],
+)
+def test_operations_per_byte_sent(name: str, ratio: float) -> None:
+    assert flops_per_byte(name) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("name", ["", "a100", "nvlink", "a100-pcie", "b200-nvlink"])
+def test_unknown_links_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="give one of a100-nvlink, a100-ib, h100-nvlink"):
+        flops_per_byte(name)
 
 
 def test_unknown_names_and_dtypes_are_refused() -> None:

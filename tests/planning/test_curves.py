@@ -166,3 +166,31 @@ def test_bytes_go_through_every_measurement() -> None:
     )
     assert max(found) < 0.05 and np.median(found) < 0.5 * np.median(smooth)
     assert curve(1, 4097)[0] == pytest.approx(curve(1, 4096)[0], rel=1e-3)
+
+
+def one_tile(b: int, s: int) -> float:
+    return min(b * 500.0 * s, 100_000.0) + b * 7.0 * s
+
+
+def two_tensors(b: int, s: int) -> float:
+    return law(1000, 30, 0)(b, s) if s < 300 else law(9000, 50, 0.02)(b, s)
+
+
+def moved_when_large(b: int, s: int) -> float:
+    return b * s * sum(n for n in (90.0, 40.0, 10.0) if n * b * s > 35_000)
+
+
+@pytest.mark.parametrize("f", [one_tile, two_tensors, moved_when_large])
+def test_bytes_beyond_follow_the_law_of_the_last_measurements(f: Law) -> None:
+    """What short lengths obey is over; where no law holds yet, the prior says how bytes grow."""
+    measured = sample(f)
+    curve = Curve(measured, lambda a, b: b[0] * b[1] / (a[0] * a[1]), exact=True)
+    for p in ((1, 5000), (1, 65_536), (3, 8192), (5, 2048)):
+        assert curve(*p) == (pytest.approx(f(*p), rel=1e-6), POLYNOMIAL), p
+
+
+def test_bytes_without_a_law_nor_a_prior_follow_the_polynomial() -> None:
+    measured = sample(moved_when_large)
+    curve = Curve(measured, degrees=(1,), exact=True)
+    values = [curve(1, s)[0] for s in (4096, 8192, 65_536)]
+    assert all(value > 0 for value in values) and values == sorted(values)

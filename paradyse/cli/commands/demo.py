@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,54 +19,16 @@ from rich.console import Console
 from paradyse.cli import launch
 from paradyse.cli.corpus import TextFile, draw_files, length_ranges
 from paradyse.cli.models import LlamaSize, require_transformers
+from paradyse.cli.outputs import check_folder
 from paradyse.cli.rank_jobs import StepDone
-from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
+from paradyse.cli.replay import AUTO
+from paradyse.cli.results import Record, Results, choice_times
 from paradyse.cli.screen import Screen, make_console, show_table
-from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
 from paradyse.types import ATTENTION_STRATEGIES
 
 TOLERANCE = 1e-4
 """Of a loss, relative, in float32: sums over ranks are rounded in another order."""
-
-
-@dataclass
-class Record:
-    """What the ranks have reported."""
-
-    steps: list[StepDone] = field(default_factory=list)
-    replayed: list[Replayed] = field(default_factory=list)
-    infeasible: list[Infeasible] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
-    planned: list[Planned] = field(default_factory=list)
-
-    def hear(self, screen: Screen, value: Any) -> None:
-        """Keeps a ``value`` that a rank sends, and shows it on ``screen``."""
-        if isinstance(value, Phase):
-            screen.phase(value.text, value.steps)
-            return
-        lists = self.steps, self.replayed, self.infeasible, self.held, self.planned
-        kinds = StepDone, Replayed, Infeasible, Held, Planned
-        known: dict[type, list[Any]] = dict(zip(kinds, lists, strict=True))
-        known[type(value)].append(value)
-        if isinstance(value, StepDone):
-            screen.step(value)
-        elif isinstance(value, Replayed | Held):
-            screen.tick()
-
-    def num_rounds(self) -> int:
-        """How often every file was replayed under every choice."""
-        return min(Counter((r.choice, r.index) for r in self.replayed).values(), default=0)
-
-    def choices(self) -> list[str]:
-        """What was replayed, ``auto`` first."""
-        return list(dict.fromkeys(r.choice for r in self.replayed))
-
-    def median_s(self, choice: str, index: int) -> float:
-        """Seconds of file ``index`` under ``choice``, which has been replayed."""
-        return statistics.median(
-            r.time_s for r in self.replayed if (r.choice, r.index) == (choice, index)
-        )
 
 
 def llama_size(args: argparse.Namespace, max_tokens: int) -> LlamaSize:
@@ -104,12 +65,15 @@ def run_demo(args: argparse.Namespace) -> int:
     ranges = length_ranges(args.cap)
     strategies = ATTENTION_STRATEGIES if args.ranks > 1 else ()
     picked = pick_files(files, ranges, args.per_range)
+    check_folder("--out", args.out)
+    rate, links = launch.choose_links(args, device)
     where = "GPUs, NCCL" if device == "cuda" else f"CPUs, gloo, {launch.num_cores()} cores"
     lengths = sorted(f.num_tokens for f in files)
     console.print(
         f"HuggingFace {size}\n"
-        f"{args.ranks} rank{'s' * (args.ranks > 1)} on {where}; plan: {args.plan}; "
-        f"inner compiler: {args.inner}\n"
+        f"{args.ranks} rank{'s' * (args.ranks > 1)} on {where}, weights {args.weights}; plan: "
+        f"{args.plan}; inner compiler: {args.inner}\n"
+        f"{links}\n"
         f"{len(files)} files of {args.text or 'the Python standard library'}, bytes as tokens: "
         f"{lengths[0]} to {lengths[-1]}, median {lengths[len(lengths) // 2]}",
     )
@@ -128,8 +92,10 @@ def run_demo(args: argparse.Namespace) -> int:
                 "replay_at": picked,
                 "rounds": args.rounds if strategies else 0,
                 "strategies": strategies,
+                "sharded": args.weights == "sharded",
             },
             lambda value: record.hear(screen, value),
+            rate=rate,
         )
         alone: list[StepDone] = []
 
@@ -141,6 +107,10 @@ def run_demo(args: argparse.Namespace) -> int:
         given = {"size": size, "files": files, "seed": args.seed}
         launch.run_as_asked(args, "paradyse.cli.rank_jobs:train_alone", given, hear_alone, 1)
     _summarize(console, args, ranges, record, results)
+    if record.replayed:
+        title = f"{size}; {args.ranks} ranks, weights {args.weights}; {links}"
+        for line in Results(record).write(Path(args.out), "demo", title):
+            console.print(line)
     ok = _check_losses(console, args, record.steps, alone)
     console.print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if ok else 1
@@ -189,16 +159,6 @@ def _summarize(
         f"{format_bytes(sum(stats.bytes_per_collective.values()))} sent by rank 0; "
         f"peak memory by rank: {peaks}",
     )
-
-
-def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
-    """Of ``record``: time of the files ``at`` under auto; under each of ``choices``, times that."""
-    if not at:
-        return ("-",) * (1 + len(choices))
-    totals = {c: sum(record.median_s(c, i) for i in at) for c in (AUTO, *choices)}
-    best = min(totals.values())
-    cells = [format_seconds(totals[AUTO]), *(f"{totals[c] / totals[AUTO]:.2f}x" for c in choices)]
-    return tuple(c + ("*" if t == best else "") for c, t in zip(cells, totals.values()))
 
 
 def _check_losses(
