@@ -121,7 +121,7 @@ LEVER_FAULTS: tuple[Fault, ...] = (
         IN_CHUNKS,
     ),
     Fault(
-        "chunks that a window reaches passed over",
+        "chunks in a window not fetched",
         CHUNKS,
         "k1 < q0 - spec.left",
         "k1 < q0",
