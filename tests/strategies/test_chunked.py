@@ -107,7 +107,7 @@ def compare(
         pytest.param(1, "bert", {"shape": (1, 9)}, marks=SLOW),
         pytest.param(2, "bert", {"how": "right", "shape": (3, 11)}, marks=SLOW),
         pytest.param(2, "gpt2", {"checkpointing": True, "sharded": True}, marks=SLOW),
-        pytest.param(2, "gemma3", {"how": "left", "shape": (2, 19)}, marks=SLOW),
+        pytest.param(2, "qwen3", {"how": "left", "shape": (2, 19)}, marks=SLOW),
         pytest.param(
             2, "gpt2", {"sharded": True, "inner": "inductor", "dtype": torch.float32}, marks=SLOW
         ),
