@@ -3,9 +3,10 @@
     python benchmarks/longest.py            # ten minutes on two cores
 
 A Llama with a vocabulary of 32,768, in one process and on two ranks, weights sharded. The limit is
-what --length tokens need without levers. A profile is made first, without a limit; then the planner
-says how far it gets without levers, with each alone and with all, and steps of these lengths are
-measured: weights, gradients and two moments of an optimizer, and the most that is held beyond them.
+what --length tokens need without levers. A profile of up to --longest tokens is made first, without
+a limit (whole logits take 11 GB then); then the planner says how far it gets without levers, with
+each alone and with all, and steps of these lengths are measured: weights, gradients and two moments
+of an optimizer, and the most that is held beyond them.
 The same steps run once more in processes that may map no more memory than the limit leaves beyond
 weights and moments (RLIMIT_AS, so Linux only), and a tenth for what lies between allocations.
 
@@ -38,7 +39,7 @@ from paradyse.strategies import head, tiles
 from paradyse.types import LEVERS, Point
 
 OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 128, "vocabulary": 32768, "length": 512}
-OPTIONS |= {"longest": 2048, "tile": 128, "ranks": (1, 2), "inner": "eager"}
+OPTIONS |= {"longest": 8192, "tile": 128, "ranks": (1, 2), "inner": "eager"}
 OPTIONS["strategies"] = ("megatron_ts", "megatron_cz", "metp")
 QUICK = {"hidden": 64, "layers": 1, "vocabulary": 512, "length": 128, "longest": 256, "tile": 16}
 

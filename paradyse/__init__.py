@@ -17,6 +17,7 @@ del _here
 _API = {
     "shard": "paradyse.weights.shard",
     "full_state_dict": "paradyse.weights.shard",
+    "no_sync": "paradyse.weights.no_sync",
     "save_checkpoint": "paradyse.checkpoint.save",
     "load_checkpoint": "paradyse.checkpoint.save",
     "load_safetensors": "paradyse.checkpoint.load_safetensors",

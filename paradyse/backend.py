@@ -24,6 +24,7 @@ from paradyse.distributed.checksums import BatchChecksum, checksum
 from paradyse.distributed.facts import (
     GRADIENTS,
     INPUTS,
+    NO_SYNC,
     OPTIMIZERS,
     PROFILE,
     PROGRAM,
@@ -54,6 +55,7 @@ from paradyse.strategies.base import WHOLE, VariantCache
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
 from paradyse.types import HEAD, Plan, Point
+from paradyse.weights.no_sync import AT_ONCE, gradients_are
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
 
@@ -331,7 +333,7 @@ class _Graph:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
             call = self.capture.agree(args, self._facts(sizes))
         guard = self.choice.guard
-        shape = sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled()
+        shape = self._shape(sizes)
         if call is None:
             return self._run(args, sizes, guard(*shape))
         call.out_of_memory = partial(self.choice.ran_out, guard.workload(*shape))
@@ -360,8 +362,17 @@ class _Graph:
         feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:
             return make_frame(self.program, args, constants).run()
-        workload = self.choice.guard.workload(sizes.get("B", 1), sizes[WHOLE], training)
+        workload = self.choice.guard.workload(*self._shape(sizes))
         return feedback.run(self.program, args, constants, workload, make_frame)
+
+    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool]:
+        """What the guard asks of a call."""
+        keeps_gradients = self._gradients() != AT_ONCE
+        return sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
+
+    def _gradients(self) -> str:
+        weights = (w for w in (p() for p in self.capture.parameters) if w is not None)
+        return gradients_are(self.axis, weights) if torch.is_grad_enabled() else AT_ONCE
 
     def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan)
@@ -394,6 +405,7 @@ class _Graph:
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
             **self._program_facts,
+            NO_SYNC: self._gradients(),
             OPTIMIZERS: self.choice.optimizers.count,
             RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
             PROFILE: profile.profile.checksum if first and profile else 0,

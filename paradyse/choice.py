@@ -40,6 +40,7 @@ from paradyse.types import (
     Point,
     Workload,
 )
+from paradyse.weights.no_sync import bytes_kept
 from paradyse.weights.optimizer_state import OptimizersSeen
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -96,7 +97,8 @@ class Choice:
         self._rates: Machine | None = None
         self.optimizers = OptimizersSeen(weights)
         static = self.optimizers.static_bytes()
-        known = self._machine, static, self.sharded, self.cost_model, head
+        kept = bytes_kept(weights, axis)
+        known = self._machine, static, self.sharded, self.cost_model, head, kept
         self.planner = Planner(options, self.blocks, axis.size, *known)
         reduce_dtype = shards[0].reduce_dtype if shards else None
         masks = describe_masks(self.blocks)

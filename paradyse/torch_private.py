@@ -164,6 +164,21 @@ def is_allocation(event: Any) -> bool:
     return bool(event.tag == torch._C._profiler._EventType.Allocation)
 
 
+# Optimizers
+
+
+def join_foreach_types(kind: type[Tensor]) -> None:
+    """Have optimizers and ``clip_grad_norm_`` take tensors of ``kind`` in lists wherever they take
+    plain ones so, as PyTorch's own DTensor does; one by one in versions without such lists."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        kinds = getattr(module, "_foreach_supported_types", None)
+        if isinstance(kinds, list) and kind not in kinds:
+            kinds.append(kind)
+
+
 # Modules
 
 

@@ -23,6 +23,7 @@ from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.runtime.registry import captures_of
 from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
+from paradyse.weights.no_sync import no_sync
 from paradyse.weights.shard import full_state_dict
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -51,7 +52,8 @@ class TrainerMixin(_Trainer):
     The model is compiled in place (``nn.Module.compile``), unless it is compiled already.
     ``per_device_train_batch_size`` is the batch of one sequence group. Losses, evaluation and
     checkpoints are those of one process per replica; model files are whole and load in plain
-    transformers, at any number of ranks.
+    transformers, at any number of ranks. Of ``gradient_accumulation_steps`` calls all but the last
+    run inside ``paradyse.no_sync``, unless accelerate is told to ``sync_each_batch``.
 
     Args:
         mesh: as the option of the backend; it must hold every rank. None: one sequence group.
@@ -195,6 +197,10 @@ def _over_replicas(cls: type, sequence: Axis, replicas: Axis) -> type:
             # As for evaluation: autocast, but no DistributedDataParallel.
             kwargs["evaluation_mode"] = True
             return super().prepare_model(model, device_placement, **kwargs)
+
+        def no_sync(self, model: Any) -> Any:
+            # For DistributedDataParallel accelerate asks the model for its own.
+            return no_sync(model)
 
         def gather(self, tensor: Any) -> Any:
             from accelerate.utils import recursively_apply

@@ -253,6 +253,8 @@ class Workload:
     """The kinds of masks in the graph, as text."""
     reduce_dtype: torch.dtype | None = None
     """In which gradients of sharded weights are added up over ranks; None: ``dtype``."""
+    keeps_gradients: bool = False
+    """Gradients of whole weights lie here, of this call or earlier ones (``paradyse.no_sync``)."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ WHOLE = ("tests/test_exactness.py::test_two_ranks[llama_odd]",)
 RECOVER = ("tests/passes/test_recover_masks.py",)
 FOLD = ("tests/passes/test_fold_attention.py::test_equal",)
 REPLICAS = ("tests/distributed/test_replicas.py::test_one_of_the_axes_has_one_rank",)
+NO_SYNC = "tests/weights/test_no_sync.py::"
+STEPS = "tests/weights/test_sharded_tensor.py::"
 HEADS = "tests/strategies/test_head_parallel.py::"
 ROWS = (f"{HEADS}test_rows_are_taken_and_put_back",)
 EXCHANGE = ("tests/kernels/test_head_exchange.py", *SIZES)
@@ -363,8 +365,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "stale plan for another length",
         "paradyse/runtime/guard.py",
-        "key = (batch, seq_len, training)",
-        "key = (batch, training)",
+        "key = (batch, seq_len, training, keeps_gradients)",
+        "key = (batch, training, keeps_gradients)",
         ("tests/runtime/test_guard.py", "tests/test_dropin.py::test_dynamic"),
     ),
     Fault(
@@ -394,6 +396,57 @@ FAULTS: tuple[Fault, ...] = (
         "sum(storage_bytes(ref) for ref in alive)",
         "sum(n for key, (_, n) in self.found.items() if key not in set(but))",
         ("tests/profiling/test_online.py::test_emptied_memory_does_not_count",),
+    ),
+    # gradients kept back
+    Fault(
+        "gradients that were there before are dropped",
+        "paradyse/weights/no_sync.py",
+        "w.grad = rest_part(w, w.grad)",
+        "w.grad = None",
+        (f"{NO_SYNC}test_cleared_gradients_are_gone_and_others_stay",),
+    ),
+    Fault(
+        "an optimizer steps with a rank's part",
+        "paradyse/weights/no_sync.py",
+        'if any(isinstance(w.grad, PartialGradient) for w in group["params"]):',
+        "if False:",
+        (f"{NO_SYNC}test_partial_gradients_are_not_used",),
+    ),
+    Fault(
+        "gradients sent of a model that is inside",
+        "paradyse/weights/no_sync.py",
+        "for w in kept.waiting() if w not in _INSIDE]",
+        "for w in kept.waiting()]",
+        (f"{NO_SYNC}test_any_backward_over_the_ranks_sends",),
+    ),
+    Fault(
+        "of what needs no sum over ranks one call's alone",
+        "paradyse/weights/partial_gradient.py",
+        "_plus(x.own, y.own), _plus(x.rest, y.rest)",
+        "_plus(x.own, y.own), x.rest",
+        ("tests/weights/test_partial_gradient.py",),
+    ),
+    # norms and optimizers
+    Fault(
+        "clipping takes sharded gradients one by one",
+        "paradyse/weights/sharded_tensor.py",
+        "join_foreach_types(ShardedTensor)",
+        "pass",
+        (f"{STEPS}test_gradients_are_clipped_by_one_message",),
+    ),
+    Fault(
+        "least norms joined by their maximum",
+        "paradyse/weights/norms.py",
+        "every.amin(0)",
+        "every.amax(0)",
+        ("tests/weights/test_norms.py",),
+    ),
+    Fault(
+        "a list's first layout for all of it",
+        "paradyse/weights/sharded_tensor.py",
+        "return [v if like is None else _rows_of(v, like) for v, like in zip(x, likes)]",
+        "return [v if likes[0] is None else _rows_of(v, likes[0]) for v in x]",
+        (f"{STEPS}test_five_steps",),
     ),
     # checkpoint
     Fault(

@@ -6,10 +6,8 @@ the one module to mend.
 
 from __future__ import annotations
 
-import ast
 import gc
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch.utils.flop_counter import flop_registry
 from paradyse import torch_private as private
 
 aten = torch.ops.aten
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @torch.library.custom_op("paradyse_tests::doubled", mutates_args=())
@@ -374,6 +371,21 @@ def check_is_allocation() -> None:
 check_profiled_events = check_is_allocation
 
 
+def check_join_foreach_types() -> None:
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    lists: list[Any] = [m._foreach_supported_types for m in (optimizer, _foreach_utils)]
+    assert all(type(x) is list and Tensor in x for x in lists)
+    try:
+        for _ in range(2):
+            private.join_foreach_types(Wrapper)
+        assert [x.count(Wrapper) for x in lists] == [1, 1]
+    finally:
+        for x in lists:
+            x.remove(Wrapper)
+
+
 def check_parameters_of() -> None:
     module = nn.BatchNorm1d(3)
     module.register_buffer("passing", torch.ones(1), persistent=False)
@@ -428,70 +440,3 @@ def test_what_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         private.make_fx  # noqa: B018
     monkeypatch.setitem(private.PLACES, "cpu_flash", "torch:ops.aten._gone")
     assert private.cpu_flash is None
-
-
-NOT_PYTORCH = {"_ActionsContainer", "_exit", "_from_config", "_train_batch_size"}
-"""Of argparse, os, transformers."""
-
-OPERATORS = {"_local_scalar_dense", "_to_copy", "_unsafe_view"}
-"""Of ATen, with an underscore in their names in every version."""
-
-HIDDEN = re.compile(
-    r"(torch|triton)\b.*(\._|\.experimental\b)|torch\.(fx\.traceback|multiprocessing\.reductions)\b"
-)
-
-
-def names_of_ours(trees: list[ast.Module]) -> set[str]:
-    """Everything that the source defines or assigns."""
-    found = set()
-    for node in (n for tree in trees for n in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found | NOT_PYTORCH | OPERATORS
-
-
-def private_reaches(tree: ast.Module, ours: set[str]) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from ((node.lineno, name) for name in found if HIDDEN.match(name))
-        elif isinstance(node, ast.Import):
-            yield from ((node.lineno, a.name) for a in node.names if HIDDEN.match(a.name))
-        elif isinstance(node, ast.Attribute):
-            hidden = node.attr.startswith("_") and not node.attr.startswith("__")
-            if hidden and node.attr not in ours:
-                yield node.lineno, ast.unparse(node)
-
-
-def test_nothing_else_reaches_for_what_is_private() -> None:
-    files = [
-        f for folder in ("paradyse", "passes", "kernels") for f in (ROOT / folder).rglob("*.py")
-    ]
-    trees = {f: ast.parse(f.read_text()) for f in files if f.name != "torch_private.py"}
-    ours = names_of_ours(list(trees.values()))
-    found = [
-        f"{f.relative_to(ROOT)}:{line}: {name}"
-        for f, tree in trees.items()
-        for line, name in private_reaches(tree, ours)
-    ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from torch._guards import tracing",
-        "from torch.utils import _pytree as pytree",
-        "import torch._dynamo",
-        "from torch.fx.experimental.proxy_tensor import make_fx",
-        "torch._C.f()",
-        "op._schema",
-        "triton.runtime._x",
-    ],
-)
-def test_the_check_sees_what_is_private(source: str) -> None:
-    assert list(private_reaches(ast.parse(source), set()))

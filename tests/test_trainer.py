@@ -201,6 +201,34 @@ def test_accumulation_by_tiles(pool1: RankPool, pool2: RankPool, tmp_path: Path)
         assert_equal_runs(got, want)
 
 
+def accumulated(folder: str, each: bool) -> tuple[list[str], list[float]]:
+    """What became of the gradients of each call, and losses and norms."""
+    from paradyse.weights.no_sync import GradientSync
+
+    states: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        begin = GradientSync.begin
+
+        def note(self: Any) -> str:
+            states.append(begin(self).split(" with ")[0])
+            return states[-1]
+
+        patch.setattr(GradientSync, "begin", note)
+        how = {"gradient_accumulation_kwargs": {"sync_each_batch": each}}
+        options = {"gradient_accumulation_steps": 3, "max_steps": 2, "accelerator_config": how}
+        options |= {"eval_strategy": "no"}
+        return states, over_mesh(folder, (1, 2), options, plan="megatron_cz")[0]
+
+
+def test_gradients_are_sent_once_a_step(pool2: RankPool, tmp_path: Path) -> None:
+    at_once = pool2.run(accumulated, str(tmp_path / "each"), True, timeout_s=200)
+    later = pool2.run(accumulated, str(tmp_path / "once"), False, timeout_s=200)
+    for (each, want), (once, got) in zip(at_once, later, strict=True):
+        assert set(each) == {"sent at once"} and len(each) >= len(once) >= 4
+        assert once[:3] == ["kept back", "kept back", "sent"] and len(got) == 4
+        assert got == pytest.approx(want, rel=EXACT)
+
+
 def as_in_readme(folder: str, alone: bool) -> list[float]:
     """README's first script of a trainer, or its equal of plain transformers."""
     import transformers

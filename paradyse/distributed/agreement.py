@@ -331,10 +331,12 @@ class Call:
         finally:
             self.at = None
 
-    def backward(self, output: str) -> None:
-        """Gradients reach ``output``: all ranks come to the end of this backward, or none. Where
-        another one does something else, all raise before the first message."""
-        self.agreement.tell(f"runs backward of {self.name} from {output}", {}, self.trains)
+    def backward(self, output: str, common: Mapping[str, Any]) -> None:
+        """Gradients reach ``output``, with what ranks have in ``common``: all come to the end of
+        this backward, or none. Where one does something else, all raise before the first message.
+        """
+        doing = f"runs backward of {self.name} from {output}"
+        self.agreement.tell(doing, {}, self.trains, common)
         self.agreement.watch_backward(self)
 
     def read(self, output: str, compute: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ INPUTS = "the inputs given"
 OPTIMIZERS = "how many of the model's optimizers have stepped"
 PROGRAM = "the program (checksum)"
 REDUCE_DTYPE = "reduce_dtype"
+NO_SYNC = "what becomes of gradients"
 """What errors call the facts."""
 
 WAYS_OUT = {
@@ -33,6 +34,7 @@ WAYS_OUT = {
     PROGRAM: "the model must be in the same state on every rank: training or evaluation, autocast, "
     "gradient checkpointing, what is trained",
     REDUCE_DTYPE: "give paradyse.shard one reduce_dtype on every rank",
+    NO_SYNC: "enter paradyse.no_sync, and clear gradients, on every rank alike",
     PLAN: "a function given as option 'plan' must give equal answers on all ranks",
 }
 SAME_BATCH = (

@@ -83,6 +83,8 @@ class Planner:
     """Predicts from measurements; None: the analytic prior."""
     head: HeadSpec | None = None
     """None: the graph has none that could be computed otherwise."""
+    kept_bytes: int = 0
+    """What workloads that keep gradients need besides ``static_bytes``."""
 
     def __post_init__(self) -> None:
         by_function = callable(self.options.plan)
@@ -156,6 +158,9 @@ class Planner:
         self.static_bytes = max(static_bytes, self._corrections.constant(STATIC))
         self._settled.clear()
         self._planned.cache_clear()
+
+    def _static(self, workload: Workload) -> int:
+        return self.static_bytes + self.kept_bytes * workload.keeps_gradients
 
     def costs(self, workload: Workload) -> Costs:
         """Expected cost of every point of every block, and last of the head: predicted, and
@@ -437,7 +442,7 @@ class Planner:
             self._offered(asked, workload),
             self.costs(workload),
             self.rest(workload),
-            self.static_bytes,
+            self._static(workload),
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
             margin,
             self.machine(workload.dtype).communicator_bytes,
@@ -451,7 +456,7 @@ class Planner:
         longest = self.longest(workload, workload.seq_len, asked)
         text = (
             f"no plan fits for {describe_workload(workload)}: the smallest needs "
-            f"{format_bytes(need)} a rank, {format_bytes(self.static_bytes)} of "
+            f"{format_bytes(need)} a rank, {format_bytes(self._static(workload))} of "
             "them weights, gradients and optimizer state; the longest sequences that would fit "
             f"have {longest} tokens"
         )

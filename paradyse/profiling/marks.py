@@ -27,6 +27,7 @@ from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved, storages
 from paradyse.torch_private import is_allocation, profiled_events
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.shard_comm import Messages
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Shards, Shelf
@@ -240,7 +241,7 @@ class WatchedFrame(Frame):
     def __init__(self, watch: Watch, *args: Any) -> None:
         super().__init__(*args)
         self.watch = watch
-        self.shelf = _WatchedShelf(watch, self.shelf.ahead)
+        self.shelf = _WatchedShelf(watch, self.shelf.ahead, self.sync)
         self._ran: int | None = None
 
     def run_step(self, step: Step, strategy: str) -> None:
@@ -295,8 +296,8 @@ class _MarkGradient(torch.autograd.Function):
 class _WatchedShelf(Shelf):
     """A shelf that marks when weights are fetched ahead, and when they are taken."""
 
-    def __init__(self, watch: Watch, ahead: bool) -> None:
-        super().__init__(ahead)
+    def __init__(self, watch: Watch, ahead: bool, sync: GradientSync) -> None:
+        super().__init__(ahead, sync)
         self._watch = watch
 
     def fetch(self, shards: Shards, block_id: int) -> None:

@@ -358,7 +358,7 @@ class Feedback:
         found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
         found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
         found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
-        if isinstance(probe, DeviceMemory):
+        if isinstance(probe, DeviceMemory) and not record.workload.keeps_gradients:
             found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
         return found
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, current_call
+from paradyse.distributed.facts import NO_SYNC
 from paradyse.distributed.tokens import (
     GatherTokens,
     ReduceGrad,
@@ -37,6 +38,7 @@ from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
 from paradyse.weights.gradients import AverageGradients, SumGradients
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
 
@@ -67,7 +69,11 @@ class Frame:
         self.seeds: Sequence[Tensor] = [constants.no_seed] * n
         if program.schedule.has_dropout:
             self.seeds = torch.randint(2**62, (n,)).to(program.device).unbind(0)
-        self.shelf = Shelf(self.axis.session.of(LookAhead).on)
+        pairs = zip(program.placeholders, args, strict=True)
+        weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
+        between = program.schedule.between_id
+        self.sync = GradientSync(weights, self.axis, program.replicas, between)
+        self.shelf = Shelf(self.axis.session.of(LookAhead).on, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._summed: Mapping[fx.Node, Tensor] = {}
@@ -191,6 +197,7 @@ class Frame:
             partial(self.get, step) if step.split else lambda n, _: self.replicated(n),
             self.raw,
             partial(self.weights, step, wholes),
+            self.sync,
         )
 
     # ---- values
@@ -307,8 +314,7 @@ class Frame:
         }
         if not held:
             return {}
-        where = (self.axis, self.program.replicas, list(held.values()))
-        out = SumGradients.apply(*where, *(self.env[n] for n in held))
+        out = SumGradients.apply(self.sync, list(held.values()), *(self.env[n] for n in held))
         return dict(zip(held, out, strict=True))
 
     def _join_replicas(self, position: int) -> None:
@@ -327,7 +333,7 @@ class Frame:
             and self.env[n].requires_grad
         ]
         if nodes:
-            out = AverageGradients.apply(program.replicas, *(self.env[n] for n in nodes))
+            out = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
             self.env.update(zip(nodes, out, strict=True))
             self._joined.update(nodes)
 
@@ -343,7 +349,7 @@ class Frame:
             if isinstance(x, ShardedTensor):
                 return gather([x], step.block_id, True, self.shelf)[0][0]
             summed = x.requires_grad and self.axis.size > 1
-            return ReduceGrad.apply(x, self.axis, step.block_id) if summed else x
+            return SumGradients.apply(self.sync, [step.block_id], x)[0] if summed else x
 
         def compute(*given: Any) -> Tensor:
             values = dict(zip(body.inputs, given, strict=False))
@@ -400,7 +406,7 @@ class Frame:
         value = self._output(node)
         split = self.axis.size > 1 or self.program.replicas.size > 1
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            value.register_hook(partial(_begin_backward, self.call, node.name))
+            value.register_hook(partial(_begin_backward, self.call, self.sync, node.name))
         return value
 
     def _output(self, node: fx.Node) -> Any:
@@ -422,7 +428,7 @@ class Frame:
         return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
 
 
-def _begin_backward(call: Call | None, output: str, grad: Tensor) -> None:
+def _begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Tensor) -> None:
     """A hook: ``grad`` is the gradient of the output ``output`` of ``call``."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
@@ -431,8 +437,9 @@ def _begin_backward(call: Call | None, output: str, grad: Tensor) -> None:
             "or compute what needs it, such as a gradient penalty, with a copy of the model that "
             "is neither compiled nor sharded"
         )
+    gradients = {NO_SYNC: sync.begin()}
     if call is not None:
-        call.backward(output)
+        call.backward(output, gradients)
 
 
 MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]

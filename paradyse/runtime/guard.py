@@ -20,26 +20,37 @@ class Guard:
 
     def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, like: Workload):
         self._plan, self._fixed, self._like = plan, fixed, like
-        self._known: Recent[tuple[int, int, bool], Plan] = Recent()
+        self._known: Recent[tuple[int, int, bool, bool], Plan] = Recent()
         self.num_switches = 0
         self.plan_of: Recent[int, str] = Recent()
         """Length -> key of its latest plan."""
         self._last: Plan | None = None
 
-    def workload(self, batch: int, seq_len: int, training: bool) -> Workload:
-        """``batch`` sequences of ``seq_len`` tokens; ``training``: with gradients."""
-        return replace(self._like, batch=batch, seq_len=seq_len, training=training)
+    def workload(
+        self, batch: int, seq_len: int, training: bool, keeps_gradients: bool = False
+    ) -> Workload:
+        """``batch`` sequences of ``seq_len`` tokens; ``training``: with gradients, which are as
+        ``keeps_gradients`` says."""
+        return replace(
+            self._like,
+            batch=batch,
+            seq_len=seq_len,
+            training=training,
+            keeps_gradients=keeps_gradients,
+        )
 
     def forget(self) -> None:
         """Ask for every plan anew."""
         self._known.clear()
 
-    def __call__(self, batch: int, seq_len: int, training: bool) -> Plan:
-        """The plan of this workload, asked for anew only if it may change."""
-        key = (batch, seq_len, training)
+    def __call__(
+        self, batch: int, seq_len: int, training: bool, keeps_gradients: bool = False
+    ) -> Plan:
+        """The plan of the ``workload`` of these, asked for anew only if it may change."""
+        key = (batch, seq_len, training, keeps_gradients)
         plan = self._known.get(key) if self._fixed else None
         if plan is None:
-            plan = self._plan(self.workload(batch, seq_len, training))
+            plan = self._plan(self.workload(batch, seq_len, training, keeps_gradients))
             if self._fixed:
                 self._known[key] = plan
             self.plan_of[seq_len] = plan.key

@@ -22,6 +22,7 @@ from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_funct
 from paradyse.graph.subgraph import Labels, Piece, is_weight, structure
 from paradyse.strategies.work import Work
 from paradyse.torch_private import disable_current_modes
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.slices import Form
 
 SPLIT, WHOLE = "s", "S"
@@ -57,6 +58,8 @@ class StepContext:
     """A weight as it is given to the graph: whole, or sharded."""
     weights: Callable[[Uses], tuple[Tensor, ...]]
     """Weights, each whole or as the rows of the rank's group."""
+    sync: GradientSync
+    """Whether backward sends the gradients of weights."""
 
 
 @dataclass

@@ -48,6 +48,7 @@ from paradyse.strategies.groups.model import Projection, Unsplittable, Weight, u
 from paradyse.strategies.local import KEYS_GO_ROUND, LocalPiece
 from paradyse.strategies.weight_stream import GroupTensors, sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import fits
 
@@ -74,6 +75,7 @@ class _Call:
     common: tuple[Tensor, ...]
     masks: tuple[Tensor | None, ...]
     """Key padding, document ids and bias, whole."""
+    sync: GradientSync
 
 
 class _Stage:
@@ -197,7 +199,7 @@ class MetpVariant:
                 env[node] = values.get(node, SPLIT)
         self.pre(values, env)
         masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in self.masks)
-        call = _Call(values.sizes, values.common, masks)
+        call = _Call(values.sizes, values.common, masks, values.sync)
         sources = [*self.local, *(w.node for w in self.weights)]
         tensors = [env[n] for n in sources]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -335,7 +337,8 @@ class MetpVariant:
 
     def _taken(self, call: _Call, tensors: Sequence[Tensor]) -> GroupTensors:
         at = int(call.common[3][1])
-        return GroupTensors(tensors, self.forms, self.used, at, self.casts)
+        how = self.casts, call.sync.later
+        return GroupTensors(tensors, self.forms, self.used, at, *how)
 
 
 class _Stream(torch.autograd.Function):

@@ -7,13 +7,14 @@ way in backward. At most two groups' weights are here at once besides the rank's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.weights.partial_gradient import kept_dtype, own_part
 from paradyse.weights.shard_comm import by_dtype, split_rows
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form
@@ -28,6 +29,7 @@ class GroupTensors:
         groups: those with something to compute, in order.
         block_id: what messages are booked to.
         casts: the smaller dtype that groups cast each tensor to before they read it, if any.
+        later: keep gradients of streamed weights on this rank, whole, instead of sending them.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class GroupTensors:
         groups: Sequence[int],
         block_id: int,
         casts: Sequence[torch.dtype | None],
+        later: bool = False,
     ):
+        self.later = later
         self.tensors, self.forms, self.groups, self.block_id = tensors, forms, groups, block_id
         self.shards: dict[int, ShardedTensor | CastShard] = {
             i: t if cast is None else CastShard(t, cast)
@@ -53,6 +57,8 @@ class GroupTensors:
         self._streamed: dict[int, Tensor] = {}
         """Index of a sharded weight -> the present group's gradient."""
         self._totals: list[Tensor | None] = [None] * len(tensors)
+        self._kept: dict[int, Tensor] = {}
+        """Index of a sharded weight -> its whole gradient, of the groups that are done."""
 
     def take(self, group: int, needs: Sequence[bool]) -> list[Tensor]:
         """The part of ``group`` of every tensor, detached; those of ``needs`` require gradients."""
@@ -87,8 +93,11 @@ class GroupTensors:
                 total.add_(grad)
 
     def send(self, group: int) -> None:
-        """Start summing the gradients of streamed weights at the rank that holds ``group``."""
+        """Start summing the gradients of streamed weights at the rank that holds ``group``, or keep
+        them."""
         grads, self._streamed = self._streamed, {}
+        if self.later:
+            return self._keep(group, grads)
         for message in self.messages:
             index = [i for i in message if i in grads]
             if not index:
@@ -98,6 +107,15 @@ class GroupTensors:
             summands = torch.cat(parts).to(like.reduce_dtype)
             pending = collectives.reduce_to(summands, like.placement.axis, group, self.block_id)
             self._leaving.append((group, index, pending))
+
+    def _keep(self, group: int, grads: Mapping[int, Tensor]) -> None:
+        for i, grad in grads.items():
+            like = at_rest(self.shards[i])
+            if i not in self._kept:
+                shape, dtype = like.shape, kept_dtype(like)
+                self._kept[i] = torch.zeros(shape, dtype=dtype, device=like.used_on)
+            rows = _real_rows(grad, self.forms[i], group)
+            like.placement.put(self._kept[i], group, rows)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradient of each tensor, when all groups are done."""
@@ -113,6 +131,8 @@ class GroupTensors:
                 elif out[i] is None and like.placement.axis.rank not in self.groups:
                     empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
                     out[i] = like.with_rows(empty)
+        for i, whole in self._kept.items():
+            out[i] = own_part(at_rest(self.shards[i]), whole)
         return out
 
     def _rows(self, group: int) -> dict[int, Tensor]:

@@ -29,6 +29,33 @@ def by_dtype(
     return list(found.values())
 
 
+BUCKET_BYTES = 64 * 2**20
+"""A message of gradients holds about this much: it bounds the copy that a message needs."""
+
+
+def in_buckets(sizes: Sequence[int], kinds: Sequence[Any]) -> list[list[int]]:
+    """Indices of gradients that share a message: of one kind, and ``BUCKET_BYTES`` together or one
+    that is larger.
+
+    Args:
+        sizes: bytes of each.
+        kinds: of each, what those of one message have in common.
+    """
+    alike: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(i)
+    buckets: list[list[int]] = []
+    for indices in alike.values():
+        room = 0
+        for i in indices:
+            if sizes[i] > room:
+                buckets.append([])
+                room = BUCKET_BYTES
+            buckets[-1].append(i)
+            room -= sizes[i]
+    return buckets
+
+
 def split_rows(flat: Tensor, shards: Sequence[Shard], rank: int) -> list[Tensor]:
     """Views of a message's part for one rank, a tensor each.
 

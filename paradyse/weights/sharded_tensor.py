@@ -9,9 +9,9 @@ are; at run time the backend takes the rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,15 @@ from paradyse.distributed.collectives import OPTIMIZER
 from paradyse.distributed.replicas import average
 from paradyse.torch_private import (
     disabled_torch_function,
+    join_foreach_types,
     make_wrapper_subclass,
     schema_of,
-    tree_leaves,
     tree_map_only,
 )
 from paradyse.weights import dcp
 from paradyse.weights.layout import GradientSum, ShardLayout
+from paradyse.weights.norms import joined_norms, local_norms
+from paradyse.weights.partial_gradient import PartialGradient
 from paradyse.weights.shard_comm import gather_shards
 
 aten = torch.ops.aten
@@ -181,17 +183,27 @@ class ShardedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sharded = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
-        if any(is_traced(x) for x in sharded):
+        if PartialGradient in types:
+            return NotImplemented  # it takes shards
+        sharded = [x for x in _flat(args, kwargs) if isinstance(x, ShardedTensor)]
+        if any(map(is_traced, sharded)):
             return _traced(func, args, kwargs)
         handler = _REDUCTIONS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
         if func == aten.copy_.default and not isinstance(args[0], ShardedTensor):
             raise _refused(func, args[1])
-        if func in _LIKE or torch.Tag.pointwise in func.tags or _on_lists(func):
-            return _on_rows(func, args, kwargs)
-        raise _refused(func, sharded[0])
+        kind = _kind_of(func)
+        if not kind.on_rows:
+            raise _refused(func, sharded[0])
+        if func in _SIZED:
+            return _sized(func, args, kwargs)
+        if kind.on_lists:
+            return _on_lists(func, kind.writes, args, kwargs)
+        return _on_rows(func, kind.writes, sharded[0], args, kwargs)
+
+
+join_foreach_types(ShardedTensor)
 
 
 class _Whole(torch.autograd.Function):
@@ -324,55 +336,87 @@ _LIKE = {
 """Operators that treat elements alike, besides those tagged pointwise."""
 
 
-def _on_lists(func: Any) -> bool:
-    name = func.name()
-    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+class _Kind(NamedTuple):
+    """How an operator treats sharded tensors."""
+
+    on_rows: bool
+    """It runs on the rows; else it is refused."""
+    on_lists: bool
+    """It takes lists of tensors, each tensor for itself."""
+    writes: bool
+    """It returns what it was given."""
 
 
-def _on_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an elementwise ``func`` on the rows."""
-    if func in _SIZED:
-        like, size = args[0], tuple(args[1])
-        if size != tuple(like.shape):
-            raise _refused(func, like)
-        options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
-        return _wrap(_SIZED[func](like.local, **options), like)
-    lists = [a for a in args if isinstance(a, list | tuple)] if _on_lists(func) else []
-    num = len(lists[0]) if lists else None
-    tensors = zip(*(a for a in lists if len(a) == num), strict=True) if lists else [(args, kwargs)]
-    likes = [_first(each) for each in tensors]
+@cache
+def _kind_of(func: Any) -> _Kind:
+    on_lists = func.name().startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+    on_rows = on_lists or func in _LIKE or torch.Tag.pointwise in func.tags
+    return _Kind(on_rows, on_lists, schema_of(func).is_mutable)
+
+
+def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """All arguments of an operator, those in lists one by one."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, list | tuple):
+            yield from x
+        else:
+            yield x
+
+
+def _sized(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A new tensor like a sharded one."""
+    like, size = args[0], tuple(args[1])
+    if size != tuple(like.shape):
+        raise _refused(func, like)
+    options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
+    return like.with_rows(_SIZED[func](like.local, **options))
+
+
+def _on_rows(func: Any, writes: bool, like: ShardedTensor, args: Any, kwargs: Any) -> Any:
+    """Run an elementwise ``func`` on the rows, where ``like`` has them."""
+    own = {k: _rows_of(v, like) for k, v in kwargs.items()} if kwargs else kwargs
+    out = func(*[_rows_of(x, like) for x in args], **own)
+    if writes:
+        return kwargs.get("out", args[0])
+    if isinstance(out, list | tuple):
+        return [like.with_rows(x) for x in out]
+    return like.with_rows(out)
+
+
+def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
+    """Run ``func``, which treats each place of its lists by itself, on the rows."""
+    lists = [x for x in args if isinstance(x, list | tuple)]
+    num = len(lists[0])
+    together = zip(*(x for x in lists if len(x) == num), strict=True)
+    likes = [next((x for x in at if isinstance(x, ShardedTensor)), None) for at in together]
 
     def rows(x: Any) -> Any:
         if isinstance(x, list | tuple) and len(x) == num:
-            return [_rows_of(v, like) for v, like in zip(x, likes, strict=True)]
-        return _rows_of(x, likes[0])
+            return [v if like is None else _rows_of(v, like) for v, like in zip(x, likes)]
+        return x
 
     out = func(*map(rows, args), **{k: rows(v) for k, v in kwargs.items()})
     if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
-        like = next(x for x in likes if x is not None)
-        compare(like.placement.axis, "looks for infinite gradients")
-        args[1].copy_(_every(args[1], like).amax(0))
-    if schema_of(func).is_mutable:
-        return kwargs.get("out", args[0]) if num is None else out
-    if isinstance(out, list | tuple):
-        return [_wrap(o, like) for o, like in zip(out, likes, strict=True)]
-    return _wrap(out, likes[0])
+        first = next(x for x in likes if x is not None)
+        compare(first.placement.axis, "looks for infinite gradients")
+        args[1].copy_(_every(args[1], first).amax(0))
+    if writes:
+        return out
+    return [x if like is None else like.with_rows(x) for x, like in zip(out, likes, strict=True)]
 
 
-def _first(values: Any) -> ShardedTensor | None:
-    return next((x for x in tree_leaves(values) if isinstance(x, ShardedTensor)), None)
-
-
-def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
+def _rows_of(x: Any, like: ShardedTensor) -> Any:
     """The part of ``x`` that meets the rows of ``like``; values without rows as they are."""
-    if not isinstance(x, Tensor) or like is None:
-        return x
     if isinstance(x, ShardedTensor):
+        if x.placement is like.placement:
+            return x.local
         if x.placement != like.placement and isinstance(x, torch.nn.Parameter):
             # a model's weight stays where its blocks want it, whatever it is averaged with
             return like.placement.take(x.detach().full_tensor(), like.placement.axis.rank)
         relayout(x, like.placement)
         return x.local
+    if not isinstance(x, Tensor):
+        return x
     if x.numel() == 1 and x.ndim <= 1:
         return x
     if x.shape == like.shape:
@@ -381,10 +425,6 @@ def _rows_of(x: Any, like: ShardedTensor | None) -> Any:
         f"a tensor of shape {list(x.shape)} meets a sharded one of shape {list(like.shape)}: "
         "only numbers and tensors of the whole shape can; call .full_tensor() first"
     )
-
-
-def _wrap(rows: Any, like: ShardedTensor | None) -> Any:
-    return rows if like is None or not isinstance(rows, Tensor) else like.with_rows(rows)
 
 
 # Reductions
@@ -401,19 +441,15 @@ def _vector_norm(
 def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
     """Norms of whole tensors, one message for all that are sharded."""
     ord = float(ord)
-    local = [rows_here(x) for x in tensors]
-    norms = [
-        torch.linalg.vector_norm(x, ord, dtype=dtype) if x.numel() else x.new_zeros((), dtype=dtype)
-        for x in local
-    ]
     shards = [i for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)]
-    like = tensors[shards[0]]
+    like, dtypes = tensors[shards[0]], [dtype or x.dtype for x in tensors]
+    exact = torch.promote_types(dtypes[0], torch.float32)  # rounded once, as of one tensor
+    norms = local_norms([rows_here(x) for x in tensors], ord, exact)
     compare(like.placement.axis, "computes norms of sharded tensors")
     every = _every(torch.stack([norms[i] for i in shards]), like)
-    total = every.amax(0) if math.isinf(ord) else torch.linalg.vector_norm(every, ord, dim=0)
-    for i, norm in zip(shards, total.unbind(0), strict=True):
+    for i, norm in zip(shards, joined_norms(every, ord).unbind(0), strict=True):
         norms[i] = norm
-    return norms
+    return [norm.to(dtype) for norm, dtype in zip(norms, dtypes, strict=True)]
 
 
 def _sum(x: ShardedTensor, *, dtype: Any = None) -> Tensor:

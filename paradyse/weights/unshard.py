@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from paradyse.torch_private import is_traceable_wrapper_subclass
+from paradyse.weights.no_sync import GradientSync
+from paradyse.weights.partial_gradient import own_part
 from paradyse.weights.shard_comm import Messages, gather_shards, scatter_gradients, start_gather
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form, Rows
@@ -37,10 +39,11 @@ class Shelf:
 
     Args:
         ahead: let weights be fetched before they are asked for.
+        sync: of the call; None: gradients are sent as they come.
     """
 
-    def __init__(self, ahead: bool) -> None:
-        self.ahead = ahead
+    def __init__(self, ahead: bool, sync: GradientSync | None = None) -> None:
+        self.ahead, self.sync = ahead, sync or GradientSync()
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
         """Gathered weights in the order of forward; backward fetches the last ones first."""
@@ -152,7 +155,8 @@ class _FillInBackward(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to whole weights; backward scatters the sum of the gradients."""
+    """Shards to whole weights; backward scatters the sum of the gradients, or keeps the rank's
+    summand."""
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, *shards: Tensor) -> Any:
@@ -171,6 +175,10 @@ class _Gather(torch.autograd.Function):
         out: list[Tensor | None] = [None] * len(grads)
         like = [gathered.shards[i] for i in found]
         given = [grads[i] for i in found]
+        if gathered.summed and gathered.shelf.sync.later:
+            for i, shard in zip(found, like, strict=True):
+                out[i] = own_part(at_rest(shard), grads[i])
+            return None, *out
         if gathered.summed:
             mine = scatter_gradients(given, like, gathered.block_id)
         else:

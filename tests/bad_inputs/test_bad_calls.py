@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
         "options ['plan']: every strategy is verified as the plan; leave it out",
     ),
     "verify with an unknown option": (lambda f: verify({"plans": 1}), "unknown option 'plans'"),
-    # shard, full_state_dict
+    # shard, full_state_dict, no_sync
     "shard what is no model": (lambda f: paradyse.shard(3), f"{MODULE} int"),
     "shard quantized weights": (
         lambda f: paradyse.shard(quantized()),
@@ -163,6 +163,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
         "mesh: give a torch DeviceMesh or None, not int 4",
     ),
     "the state of what is no model": (lambda f: paradyse.full_state_dict({}), f"{MODULE} dict"),
+    "gradients of no model": (lambda f: paradyse.no_sync({}).__enter__(), f"{MODULE} dict"),
     # data
     "replicas of a shape": (
         lambda f: paradyse.replica_of((2, 2)),

@@ -139,18 +139,18 @@ def test_training(sharded: bool, inner: str, pool4: RankPool) -> None:
         assert together == pytest.approx(alone, rel=2e-7)
 
 
-def user_loss(shape: Sequence[int]) -> None:
+def user_loss(shape: Sequence[int], head: str = "") -> None:
     """A loss outside the graph: the mean over replicas of their losses, as DDP has it."""
     mesh = make_mesh(shape)
     replica, num_replicas = mesh.get_local_rank(0), shape[0]
     reference, model = make_model("llama"), make_model("llama")
-    options = {"mesh": mesh, "inner": "eager"}
+    plan = {"attention": "ulysses_z", "mlp": "ulysses_z", "head": head}
+    options = {"mesh": mesh, "inner": "eager", "plan": plan}
     run = torch.compile(model, backend="paradyse", options=options)
-    batches = batches_of(num_replicas, 11)
+    batches = [b if head else {"input_ids": b["input_ids"]} for b in batches_of(num_replicas, 11)]
     for batch in batches:
-        out = reference(input_ids=batch["input_ids"])
-        (out.logits.square().mean() / num_replicas).backward()
-    run(input_ids=batches[replica]["input_ids"]).logits.square().mean().backward()
+        (reference(**batch).logits.square().mean() / num_replicas).backward()
+    run(**batches[replica]).logits.square().mean().backward()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert relative(p.grad, q.grad) < 1e-5, name
@@ -158,6 +158,12 @@ def user_loss(shape: Sequence[int]) -> None:
 
 def test_loss_outside_the_graph(pool4: RankPool) -> None:
     pool4.run(user_loss, (2, 2), timeout_s=100)
+
+
+@pytest.mark.slow
+def test_logits_of_a_head_by_tiles(pool4: RankPool) -> None:
+    """They are computed where they are read, from the head's weight."""
+    pool4.run(user_loss, (2, 2), "tiled", timeout_s=100)
 
 
 def differ() -> None:

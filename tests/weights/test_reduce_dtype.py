@@ -21,6 +21,7 @@ from paradyse.distributed.axis import SINGLE, resolve_axis
 from paradyse.strategies.weight_stream import GroupTensors
 from paradyse.weights.gradients import AverageGradients
 from paradyse.weights.layout import GradientSum, even_layout
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.shard_comm import scatter_gradients
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
 from paradyse.weights.slices import Rows
@@ -77,7 +78,7 @@ def averaged(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
     axis = resolve_axis()
     layout, sums = even_layout(SINGLE, SHAPE[0]), GradientSum(reduce_dtype, axis)
     weight = nn.Parameter(ShardedTensor(torch.zeros(SHAPE, dtype=dtype), layout, SHAPE, sums=sums))
-    (joined,) = AverageGradients.apply(axis, weight)
+    (joined,) = AverageGradients.apply(GradientSync(replicas=axis), weight)
     joined.backward(joined.with_rows(drawn(axis.rank).to(dtype)))
     return weight.grad.local * axis.size
 

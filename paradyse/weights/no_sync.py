@@ -1,0 +1,227 @@
+"""``paradyse.no_sync``: backwards that send no gradients of weights, until one sends them all.
+
+With k calls before a step, gradients cross ranks once instead of k times, as with the ``no_sync``
+of DistributedDataParallel and ``set_requires_gradient_sync`` of FSDP2. Until then each rank holds a
+whole ``PartialGradient`` of every weight of which it computes a part. The first backward outside
+keeps its own gradients in the same way, and sends what has piled up when it ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import SINGLE, Axis
+from paradyse.distributed.replicas import average
+from paradyse.torch_private import at_end_of_backward
+from paradyse.weights.partial_gradient import NOT_SUMMED, PartialGradient, kept_dtype, rest_part
+from paradyse.weights.shard import check_module
+from paradyse.weights.shard_comm import in_buckets, scatter_gradients
+from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_for_use, rows_here
+
+AT_ONCE = "sent at once"
+"""What ranks tell each other of gradients, where none are kept back."""
+
+_INSIDE = WeakTensorKeyDictionary()
+"""The registry of weights whose models are inside ``no_sync`` -> how often."""
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward sends no gradients of the weights of ``model``; the first one outside sends
+    those that have piled up with its own, and leaves ``.grad`` as without this:
+
+        with paradyse.no_sync(model):
+            for batch in batches[:-1]:
+                model(**batch).loss.backward()
+        model(**batches[-1]).loss.backward()
+        optimizer.step()
+
+    Enter it on every rank alike. Until the last backward a rank holds its part of the gradient of
+    each whole weight, added up over calls in 32 bits where weights have 16: sharded weights take
+    the memory of whole ones, which plans are chosen with. Such a ``.grad`` raises when an optimizer
+    or ``clip_grad_norm_`` would use it; ``zero_grad()`` drops it.
+
+    Args:
+        model: compiled or not; where a graph reads weights of other models too, their gradients
+            are kept back as well. With one rank there is nothing to keep back.
+    Raises:
+        ValueError: ``model`` is no module.
+    """
+    check_module(model)
+    weights = list(model.parameters())
+    for w in weights:
+        _INSIDE[w] = _INSIDE.get(w, 0) + 1
+    try:
+        yield
+    finally:
+        for w in weights:
+            _INSIDE[w] -= 1
+            if not _INSIDE[w]:
+                del _INSIDE[w]
+
+
+class _Kept:
+    """Weights of one axis whose gradients are kept back, or were."""
+
+    def __init__(self) -> None:
+        self.replicas = WeakTensorKeyDictionary()
+        """Weight -> the data-parallel axis, in an order that ranks share."""
+        self._hook: Any = None
+
+    def add(self, weight: Tensor, replicas: Axis) -> None:
+        """Have the gradient of ``weight``, averaged over ``replicas``, sent later."""
+        self.replicas[weight] = replicas
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_refuse_to_step)
+            weakref.finalize(self, self._hook.remove)
+
+    def waiting(self) -> list[Any]:
+        """Those whose gradients are partial."""
+        return [w for w in self.replicas if isinstance(w.grad, PartialGradient)]
+
+    def remove(self, weights: Sequence[Tensor]) -> None:
+        """``weights`` have their gradients."""
+        for w in weights:
+            del self.replicas[w]
+        if not self.waiting() and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _refuse_to_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook of all optimizers, before any weight has changed."""
+    for group in optimizer.param_groups:
+        if any(isinstance(w.grad, PartialGradient) for w in group["params"]):
+            raise RuntimeError(f"{type(optimizer).__name__} cannot step: {NOT_SUMMED}")
+
+
+def gradients_are(axis: Axis, weights: Iterable[Tensor]) -> str:
+    """How a call with ``weights`` over ``axis`` leaves gradients, as ranks tell each other:
+    ``AT_ONCE``, or kept back or sent with those of earlier calls, and how many these are."""
+    kept = axis.session.of(_Kept)
+    if not _INSIDE and not kept.replicas:
+        return AT_ONCE
+    inside = any(w in _INSIDE for w in weights)
+    num = sum(w.grad.num_parts for w in kept.waiting())
+    if not inside and not num:
+        return AT_ONCE
+    return f"{'kept back' if inside else 'sent'} with {num} of earlier calls"
+
+
+class GradientSync:
+    """How the gradients of one call's weights come together: as its backward computes them, or
+    later.
+
+    Args:
+        weights: of the call.
+        axis: the sequence axis, over which parts are summed.
+        replicas: the data-parallel axis, over which gradients are averaged.
+        block_id: what messages at the end of a backward are booked to.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor] = (),
+        axis: Axis = SINGLE,
+        replicas: Axis = SINGLE,
+        block_id: int = collectives.OPTIMIZER,
+    ) -> None:
+        self.weights = [w for w in weights if w.requires_grad and w.is_leaf]
+        self.axis, self.replicas, self.block_id = axis, replicas, block_id
+        self.later = False
+        """Whether the backward under way keeps the gradients."""
+
+    def begin(self) -> str:
+        """From within a backward, before it computes gradients of weights: what ``gradients_are``
+        then."""
+        state, kept = gradients_are(self.axis, self.weights), self.axis.session.of(_Kept)
+        self.later = state != AT_ONCE
+        if not self.later:
+            return state
+        for w in self.weights:
+            kept.add(w, self.replicas)
+            if w.grad is not None and not isinstance(w.grad, PartialGradient):
+                w.grad = rest_part(w, w.grad)
+        at_end_of_backward(self._send)
+        return state
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Send what is kept back of weights that are outside ``no_sync``, of other calls too."""
+        kept = self.axis.session.of(_Kept)
+        ready = [w for w in kept.waiting() if w not in _INSIDE]
+        kinds = [
+            (kept.replicas[w], type(w), w.dtype, _sum_dtype(w), w.grad.own is None) for w in ready
+        ]
+        sizes = [w.numel() * kept_dtype(w).itemsize for w in ready]
+        for index in in_buckets(sizes, kinds):
+            self._send_bucket([ready[i] for i in index], kinds[index[0]][0])
+        kept.remove(ready)
+
+    def _send_bucket(self, weights: Sequence[Any], replicas: Axis) -> None:
+        """Give ``weights``, which are alike, their gradients."""
+        parts: list[PartialGradient] = [w.grad for w in weights]
+        totals = [
+            _with_rest(w, part.rest, summed).to(w.dtype)
+            for w, part, summed in zip(weights, parts, self._summed(weights, parts), strict=True)
+        ]
+        if replicas.size > 1:
+            flat = torch.cat([x.reshape(-1) for x in totals])
+            joined = average(flat, replicas, _sum_dtype(weights[0]))
+            totals = _unflatten(joined, totals)
+        for w, total in zip(weights, totals, strict=True):
+            w.grad = w.detach().with_rows(total) if isinstance(w, ShardedTensor) else total
+
+    def _summed(
+        self, weights: Sequence[Any], parts: Sequence[PartialGradient]
+    ) -> Sequence[Tensor | None]:
+        """What this rank is to hold of the sums of what ranks computed apart."""
+        own = [part.own for part in parts if part.own is not None]
+        if not own:
+            return [None] * len(parts)
+        if isinstance(weights[0], ShardedTensor):
+            return scatter_gradients(own, weights, self.block_id)
+        flat = torch.cat([x.reshape(-1) for x in own]).to(weights[0].dtype)
+        if self.axis.size > 1:
+            collectives.all_reduce_in_place(flat, self.axis, {self.block_id: flat.nbytes})
+        return _unflatten(flat, own)
+
+
+def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([x.numel() for x in like])
+    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _with_rest(weight: Tensor, rest: Tensor | None, summed: Tensor | None) -> Tensor:
+    """What this rank holds of the gradient of ``weight``, before replicas are averaged."""
+    if rest is None:
+        return torch.zeros_like(rows_here(weight)) if summed is None else summed
+    if isinstance(rest, ShardedTensor) and isinstance(weight, ShardedTensor):
+        relayout(rest, weight.placement)
+    rows = rows_for_use(rest)
+    return rows if summed is None else rows + summed
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    """In which gradients of ``weight`` are added up over ranks and averaged over replicas."""
+    return weight.reduce_dtype if isinstance(weight, ShardedTensor) else weight.dtype
+
+
+def bytes_kept(weights: Sequence[Tensor], axis: Axis) -> int:
+    """Bytes on this rank that gradients of ``weights`` take while they are kept back over several
+    ranks of ``axis``, beyond those of the gradients themselves."""
+    if axis.size == 1:
+        return 0
+    trained = [w for w in weights if w.requires_grad]
+    parts = sum(w.numel() * kept_dtype(w).itemsize for w in trained)
+    return parts - sum(w.nbytes for w in trained if not isinstance(w, ShardedTensor))
