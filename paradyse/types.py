@@ -17,14 +17,18 @@ REPLICATED = "replicated"
 VOCABULARY = "vocabulary"
 """The lever of the head under which ranks share the words."""
 
-LEVERS = ("recompute", "selective", "tiled", VOCABULARY, "offload")
+LEVERS = ("recompute", "selective", "tiled", "chunked", VOCABULARY, "offload")
 """Ways to trade time for memory, in the order in which a point lists them.
 
 ``recompute`` keeps a block's input alone and computes the block again in backward; ``selective``
 also keeps what attention made; ``tiled`` computes chunks of tokens one after the other, each again
-in its backward; ``vocabulary``: each rank multiplies the rows of the head that it holds, and looks
-up those of the embedding; ``offload``: what a block keeps under its other levers lies on the host
-until its backward."""
+in its backward; ``chunked`` does so around an attention whose queries, keys, values and output lie
+on the host, and which fetches them by chunks; ``vocabulary``: each rank multiplies the rows of the
+head that it holds, and looks up those of the embedding; ``offload``: what a block keeps under its
+other levers lies on the host until its backward."""
+
+ON_HOST = ("chunked", "offload")
+"""Levers under which something lies on the host until the block's backward."""
 
 HEAD = "head"
 """Kind of the last linear with the loss, beside the kinds of blocks."""
@@ -34,9 +38,13 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         (),
         ("recompute",),
         ("selective",),
+        ("chunked",),
         ("offload",),
         ("recompute", "offload"),
         ("selective", "offload"),
+        ("recompute", "chunked"),
+        ("chunked", "offload"),
+        ("recompute", "chunked", "offload"),
     ),
     "mlp": (
         (),
@@ -51,7 +59,8 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     HEAD: ((), ("tiled",), (VOCABULARY,), ("tiled", VOCABULARY)),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
-says anew what is kept for backward, but for ``offload``, which says where."""
+says anew what is kept for backward, but for ``offload``, which says where, and for ``recompute``
+with ``chunked``: what that keeps on the host is there while the block runs, and made again."""
 
 
 KEEPING_INPUT = (("selective",), ("tiled",))
@@ -128,6 +137,11 @@ class Point:
         return "offload" in self.levers
 
     @property
+    def uses_host(self) -> bool:
+        """Whether something of the block lies on the host until its backward."""
+        return any(v in ON_HOST for v in self.levers)
+
+    @property
     def variant(self) -> str:
         """The text of what computes the block, in forward and where it runs again."""
         return str(self._without("recompute", "offload"))
@@ -141,9 +155,9 @@ class Point:
         return replace(self, levers=tuple(v for v in self.levers if v not in levers))
 
     def on_demand(self) -> Point:
-        """The point where the user demands that nothing inside is kept for backward: chunks keep
-        the block's input alone, whatever else they do; all others are computed again."""
-        if "tiled" in self.levers:
+        """The point where the user demands that nothing inside is kept for backward: tiles and
+        chunks keep the block's input alone on the device; all others are computed again."""
+        if "tiled" in self.levers or "chunked" in self.levers:
             return self
         return replace(self, levers=("recompute", *(v for v in self.levers if v == "offload")))
 

@@ -8,6 +8,9 @@ LEVERS = "tests/strategies/test_levers.py::"
 VOCABULARY = ("tests/strategies/test_vocabulary.py::test_some_losses",)
 LOOK_UP = ("tests/strategies/test_look_up.py",)
 
+CHUNKS = "paradyse/strategies/attention/in_chunks.py"
+IN_CHUNKS = ("tests/strategies/test_in_chunks.py",)
+
 SPLIT, WORDS, TABLE = (
     f"paradyse/strategies/{name}.py" for name in ("split_losses", "vocabulary", "look_up")
 )
@@ -92,15 +95,15 @@ LEVER_FAULTS: tuple[Fault, ...] = (
     Fault(
         "what is kept on the host stays on the device too",
         "paradyse/runtime/offload.py",
-        "self._wait, self._memory = _nothing, None",
-        "self._wait = _nothing",
+        "self._wait, self._memory = nothing, None",
+        "self._wait = nothing",
         ("tests/runtime/test_offload.py",),
     ),
     Fault(
         "memory of another tensor back from the host",
         "paradyse/runtime/offload.py",
-        "at, start, size = 0, self._starts[index], self.host.page_bytes",
-        "at, start, size = 0, self._starts[0], self.host.page_bytes",
+        "return self.host.places(self._pages, self._starts[index], memory)",
+        "return self.host.places(self._pages, self._starts[0], memory)",
         ("tests/runtime/test_offload.py",),
     ),
     Fault(
@@ -109,5 +112,35 @@ LEVER_FAULTS: tuple[Fault, ...] = (
         "        self.host.give(self._pages)\n",
         "",
         ("tests/runtime/test_offload.py",),
+    ),
+    Fault(
+        "gradients of keys from the last chunk of queries alone",
+        CHUNKS,
+        "former[i].get().add_(rows) if former else rows",
+        "rows",
+        IN_CHUNKS,
+    ),
+    Fault(
+        "chunks in a window not fetched",
+        CHUNKS,
+        "k1 < q0 - spec.left",
+        "k1 < q0",
+        IN_CHUNKS,
+    ),
+    Fault(
+        "second halves of a tile in the order of ranks",
+        "paradyse/strategies/attention/chunked_call.py",
+        "for r in reversed(range(p))]",
+        "for r in range(p)]",
+        ("tests/strategies/test_chunked.py::test_dropout_is_that_of_the_whole_sequence",),
+    ),
+    Fault(
+        "rows on the host as long as the graph",
+        "paradyse/strategies/chunked.py",
+        "ctx.save_for_backward(*tensors, _carry(kept))",
+        "ctx.kept = kept; ctx.save_for_backward(*tensors, _carry(kept))",
+        (
+            "tests/strategies/test_chunked.py::test_the_host_keeps_what_backward_needs_and_nothing_after_it",
+        ),
     ),
 )

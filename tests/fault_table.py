@@ -197,7 +197,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ulysses: bias of the first rank's heads",
         ULYSSES,
-        "self.slots.head_ids(self.rank)",
+        "self.slots.head_ids(self.axis.rank)",
         "self.slots.head_ids(0)",
         MASKS,
     ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
+from paradyse.strategies.host_memory import HostMemories, HostMemory, Pairs, Wait, nothing
 from paradyse.strategies.tiles import cut_into
 from paradyse.torch_private import FakeTensorMode
 from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Point
@@ -291,6 +292,32 @@ def _has_gradient(node: fx.Node) -> bool:
     return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
+class _NoHost(HostMemory):
+    """Host memory of a rank that does not exist: nothing is copied, and its pages take nothing of
+    what is counted."""
+
+    def make(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def copy(self) -> Callable[[Pairs], Wait]:
+        return lambda pairs: nothing
+
+
+@contextlib.contextmanager
+def _no_host(axis: Axis) -> Iterator[None]:
+    """Inside, what goes to the host of this rank of ``axis`` is gone."""
+    memories = axis.session.of(HostMemories)
+    before = memories.pop(_CPU, None)
+    memories[_CPU] = _NoHost(_CPU)
+    try:
+        yield
+    finally:
+        del memories[_CPU]
+        if before is not None:
+            memories[_CPU] = before
+
+
 class _Alone(Frame):
     """A frame in which one step runs by itself: its inputs and weights are there when it begins."""
 
@@ -375,6 +402,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
         stack.callback(position_intervals.cache_clear)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(cut_into(TILES))
+        stack.enter_context(_no_host(program.axis))
         constants = program.make_constants(sizes)
         timeline, saved = Timeline(bodies(program.axis)), Saved()
         frame = _Alone(program, constants, step, timeline)

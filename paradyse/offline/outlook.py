@@ -21,7 +21,7 @@ from paradyse.planning.planner import Planner
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.head import TILE_TOKENS as HEAD_TILE_TOKENS
-from paradyse.strategies.tiles import tile_tokens
+from paradyse.strategies.tiles import chunk_tokens, tile_tokens
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     LEVERS,
@@ -58,13 +58,19 @@ class PaperCosts:
 
     def cost(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
         """Of ``block`` under ``point`` for ``workload``."""
+        at, batch = Point.parse(point), workload.batch
         prior = prior_cost(block, point, workload, self.machine, self.sharded)
-        saved, workspace = self._held(self.run.block(block, point), workload)
-        if Point.parse(point).offloads:  # as ``lever_work.offload`` has it
-            return replace(
-                prior, saved_bytes=0, workspace_bytes=workspace + 2 * saved, host_bytes=saved
-            )
-        return replace(prior, saved_bytes=saved, workspace_bytes=workspace)
+        tile = batch * chunk_tokens(batch) if "chunked" in at.levers else 0
+        saved, workspace = self._held(self.run.block(block, point), workload, tile)
+        if not at.offloads:
+            return replace(prior, saved_bytes=saved, workspace_bytes=workspace)
+        here = prior_cost(block, at.on_device, workload, self.machine, self.sharded)
+        return replace(  # as ``lever_work.offload`` has it
+            prior,
+            saved_bytes=0,
+            workspace_bytes=workspace + 2 * saved,
+            host_bytes=here.host_bytes + saved,
+        )
 
     def rest(
         self,

@@ -107,8 +107,8 @@ def behind(
 ) -> BlockCost:
     """``cost`` of a block under ``point``, right behind a block under ``first``.
 
-    If that makes the input again, the input is not kept; what the block before keeps without levers
-    is there while this one runs backward.
+    If that makes the input again, the input is not kept; what the block before keeps where it
+    does not run again is there while this one runs backward.
 
     Args:
         before: costs of the block before, by point.
@@ -119,7 +119,7 @@ def behind(
     """
     if not Point.parse(first).makes_input_of(Point.parse(point)):
         return cost
-    again = before[Point.parse(first).strategy].saved_bytes
+    again = before[Point.parse(first).variant].saved_bytes
     return replace(
         cost,
         saved_bytes=max(0, cost.saved_bytes - input_bytes),

@@ -22,6 +22,7 @@ from paradyse.types import (
     HEAD,
     LEVER_SETS,
     LEVERS,
+    ON_HOST,
     REPLICATED,
     BlockSpec,
     Plan,
@@ -250,7 +251,7 @@ def _shown(planner: Planner, block: BlockSpec, chosen: str, workload: Workload) 
     """Every strategy, and the chosen one with every set of levers that is allowed."""
     allowed = set(planner.options.levers)
     if planner.machine(workload.dtype).host_bandwidth is None:
-        allowed.discard("offload")
+        allowed.difference_update(ON_HOST)
     points = block.points((Point.parse(chosen).strategy,))
     texts = [
         *_strategies(planner),
@@ -314,14 +315,16 @@ def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]
             f"{format_seconds(less_s)} instead of {format_seconds(time_s)} a step, and a peak of "
             f"{format_bytes(more)} instead of {format_bytes(peak)}"
         )
-        if lever == "offload":
-            held, host = map(format_bytes, held_on_host(planner, workload, plan))
-            lines.append(f"on the host: {held} of {host}")
-    if "offload" in planner.options.levers and machine.host_bandwidth is None:
-        lines.append(
-            "lever offload by name alone: no link to another memory is known (the device's is the "
+    if any(Point.parse(s).uses_host for s in plan.strategies):
+        held, host = map(format_bytes, held_on_host(planner, workload, plan))
+        lines.append(f"on the host: {held} of {host}")
+    if machine.host_bandwidth is None:
+        lines += [
+            f"lever {lever} by name alone: no link to another memory is known (the device's is the "
             "host's, or the profile is older than what measures it)"
-        )
+            for lever in ON_HOST
+            if lever in planner.options.levers
+        ]
     return tuple(lines)
 
 

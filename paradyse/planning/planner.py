@@ -28,7 +28,7 @@ from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices
 from paradyse.planning.time_ratios import Key
 from paradyse.strategies import canonical_strategy
-from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
+from paradyse.types import HEAD, ON_HOST, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Costs = tuple[Mapping[str, BlockCost], ...]
 """Per block the cost of every point that can compute it; each is computed when it is asked for."""
 
-NO_BACKWARD = ("tiled", "vocabulary")
+NO_BACKWARD = ("tiled", "chunked", "vocabulary")
 """Levers that save memory also where there is no backward."""
 
 
@@ -422,8 +422,9 @@ class Planner:
     def _offered(self, asked: Plan, workload: Workload) -> list[tuple[str, ...]]:
         """For every block, and last for the head, what ``asked`` allows."""
         free = self._free(workload.training)
-        if "offload" in self.options.levers and self.machine(workload.dtype).host_bandwidth is None:
-            free = [tuple(p for p in points if not Point.parse(p).offloads) for points in free]
+        levers = self.options.levers
+        if set(ON_HOST) & set(levers) and self.machine(workload.dtype).host_bandwidth is None:
+            free = [tuple(p for p in points if not Point.parse(p).uses_host) for points in free]
         offered = [
             points if name == AUTO else (name,)
             for points, name in zip(self._per_block(free), asked.strategies)

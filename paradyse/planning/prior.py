@@ -44,9 +44,9 @@ def seconds(work: Work, machine: Machine) -> float:
 
 def _copies_s(work: Work, machine: Machine, block_s: float) -> float:
     """Seconds beyond ``block_s`` in which copies to the host, and back, are waited for."""
-    copy_s = work.host_bytes / (machine.host_bandwidth or machine.memory_bandwidth)
-    shares = FORWARD_SHARE, 1 - FORWARD_SHARE
-    return sum(max(0.0, copy_s - share * block_s) for share in shares)
+    bandwidth = machine.host_bandwidth or machine.memory_bandwidth
+    shares = zip(work.copied_bytes, (FORWARD_SHARE, 1 - FORWARD_SHARE), strict=True)
+    return sum(max(0.0, num_bytes / bandwidth - share * block_s) for num_bytes, share in shares)
 
 
 def prior_cost(

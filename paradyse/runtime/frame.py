@@ -27,13 +27,14 @@ from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step, input_of
 from paradyse.runtime.deferred import DeferredTensor, defer
-from paradyse.runtime.offload import HostMemories, Inputs, SavedBlock, SavedByCall
+from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.remake import not_kept, remade
 from paradyse.runtime.saved_memory import storages
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
+from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
 from paradyse.weights.gradients import AverageGradients, SumGradients

@@ -2,9 +2,7 @@
 
 Everything that autograd saves of a block goes to pages of host memory as soon as it is saved, and
 is gone from the device when the next block has run. It comes back while backward is one block
-behind it, as activations do in ZeRO-Infinity (arXiv 2104.07857, section 5.1.2). On CUDA pages are
-pinned and copied by a stream of their own; elsewhere they are plain memory, copied at once, which
-spares nothing there but does the same.
+behind it, as activations do in ZeRO-Infinity (arXiv 2104.07857, section 5.1.2).
 
 A tensor goes with the whole memory that it is a view of, once per block. Weights, tables that other
 blocks read too, and small pieces of memory stay.
@@ -13,104 +11,23 @@ blocks read too, and small pieces of memory stay.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from paradyse.strategies.host_memory import HostMemory, Wait, nothing
 from paradyse.torch_private import is_traceable_wrapper_subclass, storage_key
 
 MIN_BYTES = 1 << 20
 """Memory of fewer bytes stays on the device. At 25 GB/s, of PCIe 4.0, this takes 40 us, no more
 than Python takes to start the copy; and a block saves few such pieces."""
 
-PAGE_BYTES = 1 << 25
-"""Of a page of host memory. PyTorch's allocator gives pinned memory in powers of two; a block
-leaves half of its last page empty, on average."""
-
 ALIGNMENT = 512
 """What the device's allocator rounds sizes up to; so no copy begins at an odd address."""
-
-Pairs = Iterable[tuple[Tensor, Tensor]]
-"""What is copied to, and what is copied: uint8 [n], each on the device or on the host."""
-
-Wait = Callable[[], None]
-"""Has the present stream wait for copies."""
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
-def copy_now(pairs: Pairs) -> Wait:
-    """Copy ``pairs``, where device and host are the same memory."""
-    for to, of in pairs:
-        to.copy_(of)
-    return _nothing
-
-
-class SideStream:
-    """Copies between the host and a CUDA ``device`` beside what runs on it, in their order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
-
-    def __call__(self, pairs: Pairs) -> Wait:
-        """Start copying ``pairs``, behind what the present stream has been given so far."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            for to, of in pairs:
-                to.copy_(of, non_blocking=True)
-            done = self.stream.record_event()
-        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
-
-
-class HostMemory:
-    """Pages of host memory for the copies of one ``device``: never more than were in use at once.
-
-    Pages that are given back while they are still read may be taken at once: what is copied to them
-    then comes later in the same stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.page_bytes = device, PAGE_BYTES
-        self.num_made = 0
-        """Pages there are."""
-        self._free: list[Tensor] = []
-
-    @cached_property
-    def copy(self) -> Callable[[Pairs], Wait]:
-        """Starts copies."""
-        return SideStream(self.device) if self.device.type == "cuda" else copy_now
-
-    @property
-    def num_used(self) -> int:
-        """Pages in use."""
-        return self.num_made - len(self._free)
-
-    def take(self) -> Tensor:
-        """A page, uint8 [page_bytes]."""
-        if self._free:
-            return self._free.pop()
-        self.num_made += 1
-        pinned = self.device.type == "cuda"
-        return torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=pinned)
-
-    def give(self, pages: Iterable[Tensor]) -> None:
-        """Take ``pages`` back."""
-        self._free.extend(pages)
-
-
-class HostMemories(dict[torch.device, HostMemory]):
-    """Of each device that ranks of an axis compute on in this process."""
-
-    def __missing__(self, device: torch.device) -> HostMemory:
-        made = self[device] = HostMemory(device)
-        return made
 
 
 @dataclass(frozen=True)
@@ -155,7 +72,7 @@ class SavedBlock:
         self._pages: list[Tensor] = []
         self._memory: list[Tensor] | None = []
         """Each piece of memory, uint8 [bytes]; None while it is on the host alone."""
-        self._wait: Wait = _nothing
+        self._wait: Wait = nothing
         """For the copies that were started last."""
 
     @property
@@ -196,12 +113,7 @@ class SavedBlock:
 
     def _parts(self, index: int, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Parts of ``memory``, the piece at ``index``, each with its part of a page."""
-        at, start, size = 0, self._starts[index], self.host.page_bytes
-        while at < memory.numel():
-            page, offset = divmod(start + at, size)
-            n = min(size - offset, memory.numel() - at)
-            yield memory[at : at + n], self._pages[page][offset : offset + n]
-            at += n
+        return self.host.places(self._pages, self._starts[index], memory)
 
     def close(self) -> None:
         """The block's forward is over: memory may have the identity of some that is gone."""
@@ -210,7 +122,7 @@ class SavedBlock:
     def leave(self) -> None:
         """Keep it on the host alone."""
         self._wait()  # else what is copied could be written meanwhile
-        self._wait, self._memory = _nothing, None
+        self._wait, self._memory = nothing, None
 
     def fetch(self) -> None:
         """Start bringing it back to the device."""
@@ -226,7 +138,7 @@ class SavedBlock:
         self.fetch()
         assert self._memory is not None
         self._wait()
-        self._wait = _nothing
+        self._wait = nothing
         after, before = (None if r is None else r() for r in (self._after, self._before))
         if after is not None:  # its graph is kept for another backward
             after.leave()

@@ -13,13 +13,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from paradyse.strategies.head import head_tile_tokens
-from paradyse.strategies.tiles import tile_tokens
-from paradyse.strategies.work import GATHER_OPS, PIECE_OPS, Work
+from paradyse.strategies.tiles import chunk_tokens, tile_tokens
+from paradyse.strategies.work import (
+    EXCHANGE_OPS,
+    GATHER_OPS,
+    PIECE_OPS,
+    Work,
+    count_chunk_pairs,
+)
 from paradyse.types import HEAD, VOCABULARY, BlockSpec, HeadSpec, Workload
 
 MOVE_OPS = 300
 """Python time of what autograd's hooks do for a block, and of starting its copies, in launches of a
 small operator: an estimate, not measured."""
+
+PAIR_OPS = 60
+"""The same of a pair of chunks: fetching keys, attention, merging, and copies of sums in backward.
+
+Thread time (``time.thread_time``) of a pair of 8 tokens each, beyond one chunk of all: 140 us
+forward, 165 us backward; a small add takes 2.6 us."""
 
 Counted = Callable[[Workload], Work]
 
@@ -27,9 +39,10 @@ LABEL_BYTES = 8
 """Of the number of a word."""
 
 
-def num_tiles(work: Work) -> int:
-    """How many tiles the rank's tokens make in ``work``."""
-    return -(-work.local_len // tile_tokens(work.workload.batch))
+def num_tiles(work: Work, most: int | None = None) -> int:
+    """How many tiles the rank's tokens make in ``work``; of ``most`` tokens of a sequence, by
+    default ``tile_tokens``."""
+    return -(-work.local_len // (most or tile_tokens(work.workload.batch)))
 
 
 def recompute(work: Work, counted: Counted) -> None:
@@ -39,6 +52,7 @@ def recompute(work: Work, counted: Counted) -> None:
     if work.back:
         work.repeat(counted(replace(work.workload, training=False)))
         work.keep_only(work.x_bytes)
+        work.runs_again = 1
 
 
 def selective(work: Work, counted: Counted) -> None:
@@ -56,18 +70,35 @@ def tiled(work: Work, counted: Counted) -> None:
     of their own. One tile's values exist at a time, the gradients of input and output whole, and
     those of 16-bit weights are summed in float32.
     """
-    w, tiles = work.workload, num_tiles(work)
-    tile = counted(replace(w, seq_len=min(w.seq_len, tile_tokens(w.batch) * work.p)))
+    tile = _in_tiles(work, counted, tile_tokens(work.workload.batch))
+    work.workspace_bytes += tile.saved_bytes + tile.workspace_bytes
+
+
+def chunked(work: Work, counted: Counted) -> None:
+    """Change ``work``: as ``tiled`` before attention and behind it. What attention reads and gives
+    is kept on the host, and comes from there: queries once, keys and values for each chunk of
+    queries that sees them, in backward with their gradients, which are summed in float32 and go
+    back each time. What is on the host while the block runs, and no longer, is not counted there.
+    """
+    most = chunk_tokens(work.workload.batch)
+    tile, tiles = _in_tiles(work, counted, most), num_tiles(work, most)
+    pairs = count_chunk_pairs(work.block.mask, tiles, most * work.p)
+    wide = max(4, work.itemsize) / work.itemsize
+    q, kv, lse = _own_heads_bytes(work)
+    visits, passes = pairs / tiles * kv, 1 + work.back + work.runs_again
+    forward = 4 * q + kv + lse + visits
+    # of queries d_out and dq both ways, what forward left, its output for what lies behind
+    backward = work.back * (7 * q + lse + (1 + 2 * wide) * visits)
+    work.copy(forward, backward + work.runs_again * forward)
+    work.moved_bytes += 3 * wide * (pairs / tiles * q * passes + visits * work.back)
+    work.num_ops += (pairs * PAIR_OPS + (tiles - 1) * EXCHANGE_OPS) * passes
+    chunk_q, chunk_kv, _ = _own_heads_bytes(tile)
+    of_pair = (2 + 2 * wide) * chunk_q + 2 * chunk_kv
     if work.back:
-        _repeat_first_part(work, counted)
-    for collective in work.messages:
-        work.messages[collective] *= tiles
-    work.num_ops += (tiles - 1) * PIECE_OPS * (1 + work.back)
-    work.saved_bytes = work.x_bytes
-    work.workspace_bytes = tile.saved_bytes + tile.workspace_bytes
-    work.workspace_bytes += (1 + work.back) * work.x_bytes
-    if work.back:
-        work.workspace_bytes += work.block.num_weight_elements * max(0, 4 - work.itemsize)
+        of_pair = (4 + wide) * chunk_q + (3 + 2 * wide) * chunk_kv
+    work.workspace_bytes += max(tile.saved_bytes + tile.workspace_bytes, of_pair)
+    if work.back and not work.runs_again:
+        work.host_bytes += 2 * q + kv + lse
 
 
 def offload(work: Work, counted: Counted) -> None:
@@ -77,10 +108,37 @@ def offload(work: Work, counted: Counted) -> None:
     """
     if work.back:
         moved, work.saved_bytes = work.saved_bytes, 0.0
-        work.host_bytes = moved
+        work.host_bytes += moved
         work.workspace_bytes += 2 * moved
-        work.moved_bytes += 2 * moved
+        work.copy(forward=moved, backward=moved)
         work.num_ops += MOVE_OPS
+
+
+def _in_tiles(work: Work, counted: Counted, most: int) -> Work:
+    """Change ``work``: over tiles of at most so many tokens of a sequence, which are computed again
+    in backward; the workspace has no tile's values yet.
+
+    Returns:
+        the work of one tile.
+    """
+    w, tiles = work.workload, num_tiles(work, most)
+    if work.back:
+        _repeat_first_part(work, counted)
+    for collective in work.messages:
+        work.messages[collective] *= tiles
+    work.num_ops += (tiles - 1) * PIECE_OPS * (1 + work.back)
+    work.saved_bytes = work.x_bytes
+    work.workspace_bytes = (1 + work.back) * work.x_bytes
+    if work.back:
+        work.workspace_bytes += work.block.num_weight_elements * max(0, 4 - work.itemsize)
+    return counted(replace(w, seq_len=min(w.seq_len, most * work.p)))
+
+
+def _own_heads_bytes(work: Work) -> tuple[float, float, float]:
+    """Bytes of the queries of a rank's own heads over the whole sequence of ``work``, which are
+    those of attention's output too, of their keys and values, and of their log-sum-exps."""
+    q, kv = (work.heads_bytes(n * work.p) for n in (work.own_heads, 2 * work.own_kv))
+    return q, kv, q / work.itemsize / work.block.head_dim * max(4, work.itemsize)
 
 
 def _repeat_first_part(work: Work, counted: Counted) -> None:
@@ -98,6 +156,7 @@ LEVER_WORK: Mapping[str, Callable[[Work, Counted], None]] = {
     "recompute": recompute,
     "selective": selective,
     "tiled": tiled,
+    "chunked": chunked,
     "offload": offload,
 }
 """By lever of a block, in the order of ``LEVERS``."""

@@ -28,6 +28,7 @@ from paradyse.strategies.base import (
     Strategy,
     gradients,
 )
+from paradyse.strategies.chunked import ChunkedVariant, unchunkable
 from paradyse.strategies.tiles import Tile, all_tokens, make_tiles, over_tiles, untileable
 from paradyse.torch_private import tree_leaves
 
@@ -189,6 +190,8 @@ class _Levered(torch.autograd.Function):
 
 def with_levers(variant: Any, levers: Collection[str]) -> Any:
     """``variant`` under those of ``levers`` that change what is kept of its inside."""
+    if "chunked" in levers:
+        return ChunkedVariant(variant)
     if not {"selective", "tiled"} & set(levers):
         return variant
     return LeveredVariant(variant, "tiled" in levers)
@@ -204,5 +207,5 @@ def lever_reasons(scope: Scope, block: Any, strategies: Mapping[str, Strategy]) 
     reasons = {
         f"{name}+{lever}": why for name, s in strategies.items() for lever, why in s.without.items()
     }
-    untiled = untileable(scope, block)
-    return reasons | ({"tiled": untiled} if untiled else {})
+    whole = {"tiled": untileable(scope, block), "chunked": unchunkable(scope, block)}
+    return reasons | {lever: why for lever, why in whole.items() if why}

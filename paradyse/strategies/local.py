@@ -42,6 +42,11 @@ from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
 _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "colossal"}
 """How attention crosses ranks under each strategy."""
 
+KEYS_GO_ROUND = (
+    "keys and values go round the ranks; each has all of its heads' under ulysses_z alone"
+)
+"""Why a strategy cannot fetch them from the host by chunks."""
+
 
 def attention_override(
     scope: Scope, strategy: str, common: Sequence[Tensor], apply: Apply
@@ -194,10 +199,10 @@ def _strategy(
     return Strategy(name, build, count, mlp_of="megatron_cz", without=without or {})
 
 
-MEGATRON_CZ = _strategy("megatron_cz", _count_ring)
+MEGATRON_CZ = _strategy("megatron_cz", _count_ring, {"chunked": KEYS_GO_ROUND})
 ULYSSES_Z = _strategy(
     "ulysses_z",
     _count_exchange,
     {"selective": "ulysses keeps the queries, keys and values that it has exchanged"},
 )
-COLOSSAL_Z = _strategy("colossal_z", _count_scores)
+COLOSSAL_Z = _strategy("colossal_z", _count_scores, {"chunked": KEYS_GO_ROUND})

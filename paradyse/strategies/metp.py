@@ -45,7 +45,7 @@ from paradyse.strategies.groups.evaluate import (
     part,
 )
 from paradyse.strategies.groups.model import Projection, Unsplittable, Weight, up_weights
-from paradyse.strategies.local import LocalPiece
+from paradyse.strategies.local import KEYS_GO_ROUND, LocalPiece
 from paradyse.strategies.weight_stream import GroupTensors, sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.weights.no_sync import GradientSync
@@ -395,5 +395,6 @@ METP = Strategy(
         "selective": "metp keeps no more than the block's input and what attention gave",
         "tiled": "metp computes an MLP by groups of columns; its weights would go round once more "
         "for every tile",
+        "chunked": KEYS_GO_ROUND,
     },
 )

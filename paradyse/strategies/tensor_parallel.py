@@ -178,4 +178,10 @@ def _count(work: Work) -> None:
         work.num_ops += CORE_OPS * passes
 
 
-MEGATRON_TS = Strategy("megatron_ts", TensorParallelVariant, _count, weights="split")
+MEGATRON_TS = Strategy(
+    "megatron_ts",
+    TensorParallelVariant,
+    _count,
+    weights="split",
+    without={"chunked": "megatron_ts gathers all tokens before it projects any"},
+)

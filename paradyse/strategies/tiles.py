@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from paradyse.distributed.axis import Axis, local_positions
 from paradyse.distributed.tokens import natural_order
@@ -26,6 +26,13 @@ from paradyse.strategies.weight_stream import sum_dtype
 TILE_TOKENS, MIN_TILE_TOKENS = 4096, 1024
 """Tokens of all sequences of a batch in one tile, and the fewest of one sequence: fewer leave the
 matmuls too small (arXiv 2407.15892)."""
+
+CHUNK_TOKENS = 16384
+"""Tokens of a rank in one tile where attention goes in chunks too. A chunk of keys and values of
+one head, 128 wide in 16 bits, comes at 25 GB/s (PCIe 4.0) in 0.3 ms on one rank; a query head takes
+0.7 ms for its part of a chunk of so many queries at 2e14 operations/s, and on more ranks longer, as
+chunks are longer there. FPDT's sequences of 64K tokens on four ranks are as long (arXiv 2408.16978,
+section 5)."""
 
 
 _num_tiles: ContextVar[int] = ContextVar("num_tiles", default=0)
@@ -45,6 +52,16 @@ def cut_into(num_tiles: int) -> Iterator[None]:
         _num_tiles.reset(token)
 
 
+@contextmanager
+def computing_a_tile(of_several: bool) -> Iterator[None]:
+    """Inside, this thread computes a tile; ``of_several``: not the only one of its step."""
+    token = _inside.set(of_several)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
 def inside_a_tile() -> bool:
     """Whether this thread computes one of several tiles: what is made now is as large as that, or
     as a weight."""
@@ -54,6 +71,11 @@ def inside_a_tile() -> bool:
 def tile_tokens(batch: int) -> int:
     """Most tokens of one sequence in a tile, of ``batch`` sequences."""
     return max(TILE_TOKENS // batch, MIN_TILE_TOKENS)
+
+
+def chunk_tokens(batch: int) -> int:
+    """Most tokens of one sequence that a rank has in a chunk, of ``batch`` sequences."""
+    return max(CHUNK_TOKENS // batch, MIN_TILE_TOKENS)
 
 
 def tile_lengths(num_tokens: int, batch: int, most: int | None = None) -> list[int]:
@@ -107,12 +129,11 @@ class Tile:
         letter = token_letter(dims)
         if not letter:
             total.add_(part)
-            return
-        apart, at = _tokens_apart(total, dims, letter, self.block_sizes)
-        if letter == self._own:
-            rows = self._narrow(apart, at)
+        elif letter == self._own:
+            rows = self.rows_of(total, dims)
             rows.copy_(part.reshape(rows.shape))
         else:
+            apart, at = _tokens_apart(total, dims, letter, self.block_sizes)
             shape = [*apart.shape[:at], self.sizes[letter], *apart.shape[at + 1 :]]
             apart.index_add_(at, self._all, part.reshape(shape).to(apart.dtype))
 
@@ -121,9 +142,18 @@ class Tile:
         have 32 bits.
         """
         shape = [dim_size(d, self.block_sizes) for d in dims]
-        if token_letter(dims) == self._own:
+        if self.is_of_rank(dims):
             return part.new_empty(shape)
         return part.new_zeros(shape, dtype=sum_dtype(part))
+
+    def is_of_rank(self, dims: Dims) -> bool:
+        """Whether what has ``dims`` has a row for each of the rank's tokens."""
+        return token_letter(dims) == self._own
+
+    def rows_of(self, total: Tensor, dims: Dims) -> Tensor:
+        """A view of the tile's rows of the contiguous ``total``, of ``dims`` with the rank's
+        tokens; these have a dim of their own."""
+        return self._narrow(*_tokens_apart(total, dims, self._own, self.block_sizes))
 
     @property
     def _all(self) -> Tensor:
@@ -183,11 +213,8 @@ def over_tiles(
     """
 
     def run(tile: Tile) -> Sequence[Tensor | None]:
-        token = _inside.set(len(tiles) > 1)
-        try:
+        with computing_a_tile(of_several=len(tiles) > 1):
             return piece(tile.sizes, tile.common, [tile.cut(x, d) for x, d in given])
-        finally:
-            _inside.reset(token)
 
     if len(tiles) == 1:
         return list(run(tiles[0]))
@@ -210,14 +237,19 @@ def untileable(scope: Scope, block: Any) -> str:
     """Why the tokens of ``block``, of the capture of ``scope``, cannot be computed apart; "" if
     they can.
     """
-    if block.attention is not None:
-        return "attention mixes tokens"
-    inside = set(block.nodes)
-    read = [a for n in block.nodes for a in n.all_input_nodes if a not in inside]
+    return "attention mixes tokens" if block.attention else mixes_tokens(scope, block.nodes)
+
+
+def mixes_tokens(scope: Scope, nodes: Sequence[fx.Node]) -> str:
+    """Why ``nodes``, of the capture of ``scope``, cannot be computed for some tokens apart from the
+    others; "" if they can.
+    """
+    inside = set(nodes)
+    read = [a for n in nodes for a in n.all_input_nodes if a not in inside]
     for node in filter(is_tensor, read):
         if any(f.origin()[0] is scope.seq and f.origin()[1] for f in factors_of(scope, node)):
             return f"it reads {node}, which has another number of tokens"
-    for node in block.nodes:
+    for node in nodes:
         leaves = any(user not in inside for user in node.users)
         if leaves and scope.seq not in factors_of(scope, node):
             return f"it gives {node}, which is not of single tokens"

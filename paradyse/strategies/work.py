@@ -9,6 +9,7 @@ windows, padding of the sequence and of the heads.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from paradyse.distributed.axis import TokenLayout
 from paradyse.strategies.groups.heads import deal_heads
@@ -48,6 +49,21 @@ def count_visible_pairs(mask: MaskSpec | None, seq_len: int) -> int:
     return seq_len // chunk * stretch(chunk) + stretch(seq_len % chunk)
 
 
+def count_chunk_pairs(mask: MaskSpec | None, num_chunks: int, length: int) -> int:
+    """Pairs of chunks of ``length`` tokens, of ``num_chunks`` in all, of which one may see the
+    other under ``mask``; None is all.
+    """
+    if mask is None:
+        return num_chunks**2
+
+    def in_chunks(reach: int | None) -> int | None:
+        return None if reach is None else -(-reach // length)
+
+    left, right, chunk = map(in_chunks, (mask.left, mask.right, mask.chunk))
+    whole = replace(mask, left=left, right=right, chunk=chunk)
+    return count_visible_pairs(whole, num_chunks)
+
+
 class Work:
     """Operations, bytes and messages of one block on one rank, forward and, when training,
     backward; and the shapes that they are counted from.
@@ -62,6 +78,8 @@ class Work:
         self.itemsize = workload.dtype.itemsize
         self.back = int(workload.training)
         """1 when there is a backward pass."""
+        self.runs_again = 0
+        """1 when backward begins with the forward."""
         self.local_len = TokenLayout(self.p, workload.seq_len).local_len
         """Tokens that a rank holds of one sequence, padding included."""
         self.tokens = workload.batch * self.local_len
@@ -100,7 +118,9 @@ class Work:
         self.saved_bytes = self.workspace_bytes = 0.0
         """Bytes held from the block's forward to its backward, and those only while it runs."""
         self.host_bytes = 0.0
-        """Bytes that go to the host after the block's forward, and come back for its backward."""
+        """Bytes held on the host from the block's forward to its backward."""
+        self.copied_bytes = 0.0, 0.0
+        """Bytes that go between device and host, either way: in forward, and in backward."""
         self.attended_bytes = 0.0
         """Of what is saved, attention's output and what its backward reads beside q, k and v."""
 
@@ -138,6 +158,12 @@ class Work:
         """
         self.flops += 2 * tokens * weights * passes
         self.moved_bytes += (weights + tokens * in_out) * self.itemsize * passes
+
+    def copy(self, forward: float, backward: float) -> None:
+        """Copy so many bytes between device and host in ``forward`` and in ``backward``."""
+        before = self.copied_bytes
+        self.copied_bytes = before[0] + forward, before[1] + backward
+        self.moved_bytes += forward + backward
 
     def repeat(self, forward: Work) -> None:
         """Do ``forward`` once more."""

@@ -233,6 +233,34 @@ def test_the_host_takes_what_blocks_keep(llama8: DryRun) -> None:
     assert there.workspace_bytes == here.workspace_bytes + 2 * here.saved_bytes
 
 
+def test_chunks_are_predicted_by_two_of_them() -> None:
+    """What a step in six chunks holds at another length, from steps in two of a few tokens."""
+    model, batch = meta_model("llama")
+    point, local, num_chunks = "ulysses_z+chunked", 240, 6
+    with whole_graphs(), fake_world(2) as axis, pytest.MonkeyPatch.context() as patch:
+        program = capture_program(model, batch, axis)
+        step = program.block_steps[0]
+        saved, workspace = measure_step(program, step, point).at(local, local // num_chunks)
+        patch.setattr(dry, "TILES", num_chunks)
+        real = dry._run_alone(program, step, point, 2 * local)
+    held = max(a + b for a, b in zip(real.timeline, real.in_tile, strict=True))
+    assert saved == real.saved_bytes == 4 * local * 64  # the block's input
+    assert held - saved == pytest.approx(workspace, rel=0.06)
+
+
+def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:
+    machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
+
+    def outlook(*levers: str) -> Outlook:
+        levers = (*levers, "tiled", "vocabulary", "offload")
+        return look_ahead(llama8, machine, [], torch.float32, memory_limit=2**30, levers=levers)
+
+    with_chunks, without = outlook("recompute", "chunked"), outlook("recompute")
+    assert with_chunks.longest[MIXTURE] > 1.1 * without.longest[MIXTURE]
+    reach = with_chunks.reaches[MIXTURE].longest
+    assert reach is not None and any("chunked" in point for point in reach.plan.strategies)
+
+
 class Links(HTMLParser):
     """Checks that tags close, and collects what a page asks for outside itself."""
 

@@ -8,8 +8,9 @@ import pytest
 from test_costs import GPU, attention, mlp, work
 
 from paradyse.planning.prior import head_cost, prior_cost
-from paradyse.strategies import STRATEGIES
-from paradyse.types import HeadSpec
+from paradyse.strategies import STRATEGIES, count_work
+from paradyse.strategies.tiles import CHUNK_TOKENS
+from paradyse.types import HeadSpec, MaskSpec, Point
 
 LONG = work(131_072, b=1)
 X_BYTES = 131_072 // 4 * 256 * 2
@@ -154,3 +155,62 @@ def test_copies_hide_behind_the_block_as_far_as_they_can() -> None:
     read_and_written = 2 * plain.saved_bytes / FREE.memory_bandwidth
     assert fast.time_s == pytest.approx(plain.time_s + read_and_written)
     assert slow.time_s == pytest.approx(2 * plain.saved_bytes / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("p", [1, 4])
+def test_chunks_need_a_chunk_whatever_the_length(p: int) -> None:
+    block, point = attention(kv=2), "ulysses_z+chunked" if p > 1 else "replicated+chunked"
+    costs = [prior_cost(block, point, work(n, b=1, p=p), FREE) for n in (2**20, 2**21)]
+    x_bytes = 2**20 // p * 256 * 2
+    assert [c.saved_bytes for c in costs] == [x_bytes, 2 * x_bytes]
+    beyond = [c.workspace_bytes - 2 * c.saved_bytes for c in costs]
+    plain = prior_cost(block, Point.parse(point).strategy, work(2**20, b=1, p=p), FREE)
+    assert beyond[0] == beyond[1] < plain.workspace_bytes
+    lse = 2**20 // p * 8 * 4
+    own_kv = 2 if p == 1 else 4  # a KV head for each rank
+    qkv_and_out = x_bytes * (2 + 2 * own_kv / 8)
+    assert costs[0].host_bytes == qkv_and_out + lse
+    again = prior_cost(block, point.replace("+", "+recompute+"), work(2**20, b=1, p=p), FREE)
+    assert (again.saved_bytes, again.host_bytes) == (x_bytes, 0)
+    assert again.workspace_bytes == costs[0].workspace_bytes and again.time_s > costs[0].time_s
+
+
+def test_keys_are_fetched_for_every_chunk_of_queries_that_sees_them() -> None:
+    """Under a causal mask half of the pairs of chunks, n (n + 1) / 2; in a window two a chunk."""
+    num_bytes, n = list[float](), 32
+    seq_len = n * CHUNK_TOKENS * 4
+    for mask in (MaskSpec(right=0), MaskSpec(left=1000, right=0), None):
+        forward, backward = count_work(
+            attention(mask=mask), "ulysses_z+chunked", work(seq_len, b=1), sharded=True
+        ).copied_bytes
+        x_bytes, lse = seq_len // 4 * 256 * 2, seq_len // 4 * 8 * 4
+        num_bytes += [(forward - lse) / x_bytes, (backward - lse) / x_bytes]
+    pairs = [n * (n + 1) / 2, 2 * n - 1, n * n]
+    for i, count in enumerate(pairs):
+        fetched = 2 * count / n  # keys and values; in backward sums of 32 bits come and go too
+        assert num_bytes[2 * i] == pytest.approx(6 + fetched)
+        assert num_bytes[2 * i + 1] == pytest.approx(7 + 5 * fetched)
+
+
+def test_copies_of_chunks_hide_behind_long_attention_alone() -> None:
+    link = replace(FREE, host_bandwidth=2.5e10)
+    beyond = []
+    for n in (2**12, 2**16, 2**20):
+        plain, chunked = (
+            prior_cost(attention(kv=2), f"ulysses_z{v}", work(n, b=1), link)
+            for v in ("", "+chunked")
+        )
+        assert chunked.time_s > plain.time_s  # a sequence of one chunk never gains
+        beyond.append(chunked.time_s / plain.time_s)
+    assert beyond[0] > 1.5 and beyond[2] < 1.1
+
+
+def test_chunks_with_offload_keep_nothing_on_the_device() -> None:
+    chunked, both = (
+        prior_cost(attention(), f"ulysses_z+chunked{v}", LONG, FREE) for v in ("", "+offload")
+    )
+    assert both.saved_bytes == 0
+    assert both.host_bytes == chunked.host_bytes + chunked.saved_bytes
+    assert both.workspace_bytes == chunked.workspace_bytes + 2 * chunked.saved_bytes
+    forward = prior_cost(attention(), "ulysses_z+chunked", replace(LONG, training=False), FREE)
+    assert (forward.saved_bytes, forward.host_bytes) == (0, 0)

@@ -18,15 +18,9 @@ from torch import Tensor
 
 from paradyse.distributed.axis import resolve_axis
 from paradyse.runtime import offload
-from paradyse.runtime.offload import (
-    HostMemories,
-    HostMemory,
-    Inputs,
-    Moved,
-    SavedBlock,
-    SavedByCall,
-)
-from paradyse.strategies import tiles
+from paradyse.runtime.offload import Inputs, Moved, SavedBlock, SavedByCall
+from paradyse.strategies import host_memory, tiles
+from paradyse.strategies.host_memory import HostMemories, HostMemory
 from paradyse.torch_private import StorageWeakRef, storage_key
 
 CPU = torch.device("cpu")
@@ -36,7 +30,7 @@ CPU = torch.device("cpu")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is too small to move, and it takes several pages."""
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
-    monkeypatch.setattr(offload, "PAGE_BYTES", 192)
+    monkeypatch.setattr(host_memory, "PAGE_BYTES", 192)
 
 
 Run = tuple[Tensor, list[Tensor], list[weakref.ref[SavedBlock]]]
@@ -224,7 +218,8 @@ def small_here() -> Iterator[None]:
     """As ``small``, on a rank, with tiles of a few tokens; for one axis, whose memory it resets."""
     session = resolve_axis().session
     with (
-        patch.multiple(offload, MIN_BYTES=1, PAGE_BYTES=1 << 12),
+        patch.object(offload, "MIN_BYTES", 1),
+        patch.object(host_memory, "PAGE_BYTES", 1 << 12),
         patch.multiple(tiles, TILE_TOKENS=4, MIN_TILE_TOKENS=2),
     ):
         session.forget(HostMemories)
@@ -287,7 +282,7 @@ def test_on_a_gpu_memory_goes_to_pinned_pages_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 1 << 16)
-    monkeypatch.setattr(offload, "PAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "PAGE_BYTES", 1 << 20)
     torch.manual_seed(0)
     device, layers = torch.device("cuda"), 6
     model = Tiny(hidden=256, layers=layers).to(device)

@@ -17,13 +17,16 @@ from models import TOLERANCE, make_batch, make_model, run_step, whole
 from plans import blocks_of, head_of
 
 from paradyse.runtime import offload
+from paradyse.strategies import host_memory, tiles
 from paradyse.types import Plan
 
 FEW, MANY = 120, 200
 """Steps of a training run."""
 
 
-@patch.multiple(offload, MIN_BYTES=1, PAGE_BYTES=1 << 12)
+@patch.object(offload, "MIN_BYTES", 1)
+@patch.object(host_memory, "PAGE_BYTES", 1 << 12)
+@patch.multiple(tiles, CHUNK_TOKENS=8, MIN_TILE_TOKENS=4)
 def train(
     steps: int, compiled: bool, sharded: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str], int]:

@@ -357,6 +357,10 @@ def refused_levers() -> list[dict[str, str]]:
 
 def test_strategies_that_keep_as_little_anyway_say_so(pool2: RankPool) -> None:
     for attention, mlp in pool2.run(refused_levers, timeout_s=200):
+        rings = ("megatron_cz", "colossal_z", "metp")
+        chunked = {f"{s}+chunked": attention.pop(f"{s}+chunked") for s in rings}
+        assert all("go round" in why for why in chunked.values())
+        assert "gathers all tokens" in attention.pop("megatron_ts+chunked")
         assert attention.keys() == {"ulysses_z+selective", "metp+selective"}
         assert "exchanged" in attention["ulysses_z+selective"]
         assert mlp.keys() == {"metp+selective", "metp+tiled"}

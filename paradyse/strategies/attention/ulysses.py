@@ -28,57 +28,93 @@ from paradyse.strategies.attention.method import Context
 from paradyse.strategies.groups.heads import deal_heads
 
 
-def _exchange(message: Tensor, at: Context) -> Tensor:
-    """Slice i of ``message`` [p, ..] to rank i; what they sent."""
-    return message if at.axis.size == 1 else collectives.all_to_all(message, at.axis, at.block_id)
-
-
 def _heads(x: Tensor, width: int, real: int) -> Tensor:
     """[B, N, h' width] to [B, h, N, width], a view without padding heads."""
     return x.unflatten(2, (-1, width))[:, :, :real].transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class _Part:
+class OwnHeads:
     """One rank's part of the work: its slots, and the widths of the message [.., n (g D + D + Dv)]
     of q, k, v.
     """
 
     slots: HeadSlots
-    rank: int
+    axis: Axis
+    block_id: int
     key_width: int
     value_width: int
+
+    @staticmethod
+    def of(num_heads: int, value_width: int, at: Context) -> OwnHeads:
+        """Those of the call ``at``, whose queries have ``num_heads`` heads and whose values are
+        ``value_width`` wide.
+        """
+        slots = deal_heads(num_heads, at.num_kv_heads, at.axis.size)
+        return OwnHeads(slots, at.axis, at.block_id, at.key_width, value_width)
 
     @property
     def real(self) -> tuple[int, int]:
         """Query heads and KV heads that this rank computes."""
-        n = self.slots.real_slots(self.rank)
+        n = self.slots.real_slots(self.axis.rank)
         return n * self.slots.heads_per_slot, n
 
     @property
     def widths(self) -> tuple[int, int, int]:
+        """Of the heads of q, k and v."""
         return self.key_width, self.key_width, self.value_width
 
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The rank's own heads of the tokens of all ranks, [B, N, W] with padding heads, N = p s.
+
+        Args:
+            tensors: all heads of the rank's s tokens, [B, H, s, D]; with queries alone, or with
+                queries, keys and values.
+        """
+        return receive_tokens(self._exchange(send_heads(self.slots, tensors)))
+
+    def scatter(self, tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, ...]:
+        """The transpose of ``gather``: all heads of the rank's tokens, [B, H, s, D] each.
+
+        Args:
+            tensors: the rank's own heads of all tokens, [B, h, N, D].
+            widths: of the heads of each.
+        """
+        return receive_heads(self.slots, self._exchange(send_tokens(self.slots, tensors)), widths)
+
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the message [B, N, n (g D + D + Dv)] as real heads of q, k, v, [B, h, N, D]."""
+        """Views of ``qkv`` [B, N, n (g D + D + Dv)], as gathered, as real heads of q, k, v,
+        [B, h, N, D].
+        """
         h, h_kv = self.real
         parts = qkv.split(self.slots.columns(self.widths), -1)
         q, k, v = (_heads(*x) for x in zip(parts, self.widths, (h, h_kv, h_kv)))
         return q, k, v
 
+    def output_heads(self, out: Tensor) -> Tensor:
+        """A view of ``out`` [B, N, n g Dv], as gathered, as real heads [B, h, N, Dv] of attention's
+        output or of its gradient.
+        """
+        return _heads(out, self.value_width, self.real[0])
+
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """``spec`` for the heads that this rank computes."""
-        ids, bias, num_heads = self.slots.head_ids(self.rank), spec.bias, self.slots.num_heads
+        """``spec`` for the heads that this rank computes.
+
+        Raises:
+            ValueError: a bias of another number of heads.
+        """
+        ids, num_heads = self.slots.head_ids(self.axis.rank), self.slots.num_heads
         if spec.head_ids is not None:
             ids = spec.head_ids.cpu()[ids]
-        elif bias is not None and bias.shape[1] not in (1, num_heads):
-            raise ValueError(f"bias has {bias.shape[1]} heads, the query {num_heads}")
+        elif spec.bias is not None and spec.bias.shape[1] not in (1, num_heads):
+            raise ValueError(f"bias has {spec.bias.shape[1]} heads, the query {num_heads}")
         return replace(spec, head_ids=ids)
 
-
-def _part(num_heads: int, value_width: int, at: Context) -> _Part:
-    slots = deal_heads(num_heads, at.num_kv_heads, at.axis.size)
-    return _Part(slots, at.axis.rank, at.key_width, value_width)
+    def _exchange(self, message: Tensor) -> Tensor:
+        """Slice i of ``message`` [p, ..] to rank i; what they sent."""
+        if self.axis.size == 1:
+            return message
+        return collectives.all_to_all(message, self.axis, self.block_id)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
@@ -95,19 +131,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     Raises:
         ValueError: a bias of another number of heads.
     """
-    part = _part(q.shape[1], v.shape[3], at)
-    slots, spec = part.slots, part.spec(at.spec)
-    received = _exchange(send_heads(slots, (q, k, v)), at)
-    qkv = receive_tokens(received)
-    del received
+    own = OwnHeads.of(q.shape[1], v.shape[3], at)
+    spec = own.spec(at.spec)
+    qkv = own.gather((q, k, v))
     runs = ((0, qkv.shape[1]),)
-    if part.real[0]:
-        out_h, lse = attention_forward(*part.heads(qkv), runs, runs, spec)
+    if own.real[0]:
+        out_h, lse = attention_forward(*own.heads(qkv), runs, runs, spec)
     else:
         out_h = q.new_empty(q.shape[0], 0, qkv.shape[1], v.shape[3])
         lse = empty_lse(out_h)
-    received = _exchange(send_tokens(slots, (out_h,)), at)
-    (out,) = receive_heads(slots, received, (v.shape[3],))
+    (out,) = own.scatter((out_h,), (v.shape[3],))
     return out, [lse.contiguous(), token_major(out_h), qkv]
 
 
@@ -125,21 +158,17 @@ def backward(
         dq, dk, dv, and this rank's share of the bias's gradient; None where it computes no head.
     """
     lse, out_h, qkv = saved
-    _, num_heads, _, value_width = grad_out.shape
-    part = _part(num_heads, value_width, at)
-    slots, runs = part.slots, ((0, qkv.shape[1]),)
-    received = _exchange(send_heads(slots, (grad_out,)), at)
-    grad_h = _heads(receive_tokens(received), value_width, part.real[0])
-    del received
-    d_heads, d_bias = part.heads(qkv), None
-    if part.real[0]:
+    own, runs = OwnHeads.of(grad_out.shape[1], grad_out.shape[3], at), ((0, qkv.shape[1]),)
+    grad_h = own.output_heads(own.gather((grad_out,)))
+    d_heads, d_bias = own.heads(qkv), None
+    if own.real[0]:
         given = Backward(grad_h, *d_heads, out_h, lse)
-        args = (given, runs, runs, part.spec(at.spec))
+        args = (given, runs, runs, own.spec(at.spec))
         d_heads = attention_backward(*args)
         d_bias = bias_gradient(*args) if bias_grad else None
         del args, given
-    received = _exchange(send_tokens(slots, d_heads), at)
-    dq, dk, dv = receive_heads(slots, received, part.widths)
+    del grad_h
+    dq, dk, dv = own.scatter(d_heads, own.widths)
     return dq, dk, dv, d_bias
 
 
