@@ -11,7 +11,7 @@ The same steps run once more in processes that may map no more memory than the l
 weights and moments (RLIMIT_AS, so Linux only), and a tenth for what lies between allocations.
 
 Tiles have --tile tokens of a rank, fewer than usual, so that there are several at lengths that two
-cores can bear; and tensors from 16 KiB on move to the host, as far longer sequences' would.
+cores can bear. Levers that keep something on the host are left out: here that is the same memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.planning.explain import short_key
 from paradyse.planning.planner import format_bytes
-from paradyse.runtime import offload
 from paradyse.strategies import head, tiles
-from paradyse.types import LEVERS, Point
+from paradyse.types import LEVERS, ON_HOST, Point
 
 OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 128, "vocabulary": 32768, "length": 512}
 OPTIONS |= {"longest": 8192, "tile": 128, "ranks": (1, 2), "inner": "eager"}
@@ -57,11 +56,7 @@ off, at most."""
 def small_tiles(tokens: int) -> Iterator[None]:
     """Inside, tiles have so many ``tokens`` of a rank."""
     constants = {"TILE_TOKENS": tokens, "MIN_TILE_TOKENS": tokens}
-    with (
-        patch.multiple(tiles, **constants),
-        patch.multiple(head, TILE_TOKENS=tokens),
-        patch.object(offload, "MIN_BYTES", 1 << 14),
-    ):
+    with patch.multiple(tiles, **constants), patch.multiple(head, TILE_TOKENS=tokens):
         yield
 
 
@@ -93,10 +88,10 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
 
 
 def levers_of(steps: Bounded) -> list[str]:
-    """Those that any block of the model can have, or its head."""
+    """Those that any block of the model can have, or its head, without the host."""
     points = {v for b in steps.blocks for p in b.points() for v in Point.parse(p).levers}
     points |= {v for p in (steps.head.points() if steps.head else ()) for v in p.split("+")}
-    return [v for v in LEVERS if v in points]
+    return [v for v in LEVERS if v in points - {*ON_HOST}]
 
 
 def bound(rank: Rank, model: Any, options: dict[str, Any], name: str) -> dict[str, Any]:

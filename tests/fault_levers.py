@@ -90,7 +90,7 @@ LEVER_FAULTS: tuple[Fault, ...] = (
         "paradyse/planning/solver.py",
         "if plan is None or self.host_bytes(plan) <= self.host_limit:",
         "if True:",
-        ("tests/planning/test_host_memory.py",),
+        ("tests/planning/test_host_limit.py",),
     ),
     Fault(
         "what is kept on the host stays on the device too",

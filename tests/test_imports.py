@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -193,3 +194,9 @@ def test_the_check_sees_what_is_not_allowed(module: str, source: str, part: str)
 def test_the_check_allows_what_the_list_allows() -> None:
     source = "import math, torch\nfrom paradyse.types import Plan\nfrom .axis import Axis\n"
     assert not violations(source, "paradyse.distributed.tokens", "paradyse/distributed/tokens.py")
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

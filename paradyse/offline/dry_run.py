@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.host_memory import HostMemories, HostMemory, Pairs, Wait, nothing
 from paradyse.strategies.tiles import cut_into
 from paradyse.torch_private import FakeTensorMode
-from paradyse.types import REPLICATED, BlockSpec, HeadSpec, Point
+from paradyse.types import LEVERS, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.layout import ShardLayout, even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
@@ -126,6 +126,7 @@ def dry_run(
     num_ranks: int,
     sharded: bool = True,
     on_host: bool = False,
+    levers: Collection[str] = LEVERS,
 ) -> DryRun:
     """Capture ``model`` for one of ``num_ranks`` ranks, and measure all its variants.
 
@@ -133,6 +134,7 @@ def dry_run(
         batch: one sequence of a few hundred tokens.
         sharded: weights at rest are 1/p on each rank.
         on_host: they lie on the host, with their gradients and what the optimizer holds.
+        levers: that plans may use; nothing is measured with others.
     Raises:
         ValueError: nothing in the model's graph can be split.
     """
@@ -143,7 +145,10 @@ def dry_run(
         for step in program.block_steps:
             spec = blocks[step.index]
             strategies = spec.feasible() if num_ranks > 1 else (REPLICATED,)
-            for point in dict.fromkeys(Point.parse(p).on_device for p in spec.points(strategies)):
+            demanded = ("recompute",) if spec.recompute else ()
+            points = (Point.parse(p) for p in spec.points(strategies))
+            allowed = (p for p in points if {*p.levers} <= {*levers, *demanded})
+            for point in dict.fromkeys(p.on_device for p in allowed):
                 key = (spec.structure, canonical_strategy(spec.kind, point))
                 if key not in sizes:
                     sizes[key] = measure_step(program, step, point)
@@ -160,7 +165,7 @@ def dry_run(
             tuple(program.ctx.notes),
             before,
             describe_head(program),
-            _measure_heads(program),
+            _measure_heads(program, levers),
             held if on_host else 0,
         )
 
@@ -177,10 +182,10 @@ def _measure_pieces(program: Program) -> tuple[tuple[Sizes, ...], tuple[Sizes, .
     return tuple(before), tuple(between)
 
 
-def _measure_heads(program: Program) -> dict[str, tuple[Sizes, ...]]:
-    """``DryRun.heads``."""
+def _measure_heads(program: Program, levers: Collection[str]) -> dict[str, tuple[Sizes, ...]]:
+    """``DryRun.heads``, under sets of some of ``levers``."""
     spec, steps = describe_head(program), [s for s in program.steps if isinstance(s, HeadStep)]
-    points = spec.points() if spec else ()
+    points = (v for v in (spec.points() if spec else ()) if not v or {*v.split("+")} <= {*levers})
     return {v: tuple(measure_step(program, step, v) for step in steps) for v in points}
 
 

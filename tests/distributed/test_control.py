@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,12 @@ from harness import PATIENCE, RankPool
 from paradyse.distributed import collectives, control
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.together import Together
+
+
+def has_stopped(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((t / "stat").read_text().rpartition(")")[2].split()[0] == "T" for t in tasks)
 
 
 def ask_a_stopped_store() -> tuple[list[Any], float]:
@@ -40,6 +47,8 @@ def ask_a_stopped_store() -> tuple[list[Any], float]:
             ask()
             os.kill(pid, signal.SIGSTOP)
             try:
+                while not has_stopped(pid):  # threads that run go on for a moment
+                    time.sleep(0.001)
                 ask()
                 ask()
             finally:

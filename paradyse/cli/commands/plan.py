@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +55,7 @@ def dry_run_of(
     num_gpus: int,
     sharded: bool,
     on_host: bool = False,
+    levers: Collection[str] = LEVERS,
 ) -> DryRun:
     """The model of a HuggingFace configuration, without its weights, on one of several ranks.
 
@@ -63,6 +64,7 @@ def dry_run_of(
         dtype: of weights, by its name.
         num_gpus: ranks; ``sharded``: with 1/num_gpus of the weights on each.
         on_host: weights at rest, gradients and optimizer states lie on the host.
+        levers: that plans may use.
     Raises:
         ValueError: it is no causal language model, or nothing in its graph can be split.
     """
@@ -71,7 +73,8 @@ def dry_run_of(
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
     model.train()
     with integrations.whole_graphs():
-        return dry_run(model, {"input_ids": ids, "labels": ids}, num_gpus, sharded, on_host)
+        batch = {"input_ids": ids, "labels": ids}
+        return dry_run(model, batch, num_gpus, sharded, on_host, levers)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -126,7 +129,9 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     with console.status(f"a dry run on {num_gpus} ranks ..."):
         config = integrations.read_config(args.model)
         on_host = args.offload == "optimizer"
-        run = dry_run_of(config, args.layers, dtype, num_gpus, weights == "sharded", on_host)
+        levers = LEVERS if args.levers is None else args.levers
+        how = (num_gpus, weights == "sharded", on_host, levers)
+        run = dry_run_of(config, args.layers, dtype, *how)
         outlook = look_ahead(
             run,
             machine,
@@ -135,7 +140,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             args.batch,
             memory_limit=args.memory_limit,
             sharded=weights == "sharded",
-            levers=LEVERS if args.levers is None else args.levers,
+            levers=levers,
         )
     title = describe(outlook, args.model, cluster, num_gpus, weights)
     tables = tables_of(outlook, cluster, num_gpus, None if args.plan == AUTO else args.plan)
