@@ -162,6 +162,16 @@ class Step:
     loss_dtype: torch.dtype = torch.float64
 
 
+def in_bfloat16(call: Any) -> Any:
+    """``call`` under autocast."""
+
+    def run(**kwargs: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return call(**kwargs)
+
+    return run
+
+
 def run_step(
     call: Any,
     model: Any,

@@ -68,8 +68,9 @@ def why_not() -> str:
         if shutil.which(program) is None:
             return f"there is no program {program} (iproute2)"
     try:
-        with Network(["try"], 1e9):
-            return ""
+        with Network(["try"], 1e9) as network:
+            _run(*network.command("try", "true"))
+        return ""
     except subprocess.CalledProcessError as e:
         words = (e.stderr or str(e)).strip().splitlines()
         return f"network namespaces cannot be made: {words[-1] if words else e}"

@@ -353,6 +353,23 @@ def _carry(kept: Kept) -> Tensor:
     return carrier
 
 
+def _carried(carrier: Tensor) -> Kept:
+    """What ``_carry`` gave ``carrier``.
+
+    Raises:
+        RuntimeError: it is a copy.
+    """
+    kept = getattr(carrier.untyped_storage(), "kept", None)
+    if kept is None:
+        raise RuntimeError(
+            "hooks on saved tensors (such as torch.autograd.graph.save_on_cpu) have copied what a "
+            "block keeps; under the lever chunked it is on the host already: call the model "
+            "without them, or leave chunked out of levers="
+        )
+    found: Kept = kept
+    return found
+
+
 class _Chunked(torch.autograd.Function):
     """A block in chunks, without autograd inside."""
 
@@ -374,7 +391,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         (block, sizes, common, needs), (*tensors, carrier) = ctx.of, ctx.saved_tensors
-        kept = carrier.untyped_storage().kept
+        kept = _carried(carrier)
         with torch.autocast(cotangents[0].device.type, enabled=False):  # casts are in the graph
             grads = block.run_backward(sizes, common, tensors, kept, cotangents, needs)
         return None, None, None, None, *grads

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import RankPool
-from models import check, make_batch, make_model, relative, run_step, worst
+from models import check, in_bfloat16, make_batch, make_model, relative, run_step, worst
 from plans import blocks_of
 from tiny import Tiny, tokens
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paradyse.distributed.axis import resolve_axis
 from paradyse.runtime import offload
 from paradyse.runtime.frame import Frame
-from paradyse.strategies import host_memory, tiles
+from paradyse.strategies import chunked, host_memory, tiles
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.torch_private import TorchDispatchMode, tree_leaves
 from paradyse.types import Plan
@@ -335,20 +335,13 @@ def under_autocast() -> tuple[float, float]:
     """The error, and eager's own, in bfloat16 against float32."""
     model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 2, 11)
 
-    def cast(call: Any) -> Any:
-        def run(**kwargs: Any) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return call(**kwargs)
-
-        return run
-
     exact = run_step(model, model, batch)
-    eager, _ = worst(run_step(cast(model), model, batch), exact)
+    eager, _ = worst(run_step(in_bfloat16(model), model, batch), exact)
     compiled, current = compile_for(model, "aot_eager")
     with few_tokens():
-        run_step(cast(compiled), model, batch)
+        run_step(in_bfloat16(compiled), model, batch)
         current[0] = CHUNKED
-        return worst(run_step(cast(compiled), model, batch), exact)[0], eager
+        return worst(run_step(in_bfloat16(compiled), model, batch), exact)[0], eager
 
 
 @SLOW
@@ -381,3 +374,12 @@ def test_on_a_gpu_heads_of_the_sequence_are_on_the_host(monkeypatch: pytest.Monk
     assert held[5] < held[3] < held[1]
     host = resolve_axis().session.of(HostMemories)[torch.device("cuda", 0)]
     assert host.num_used == 0 and host.take().is_pinned()
+
+
+def test_a_copy_of_what_is_kept_is_refused_in_words() -> None:
+    """Hooks of saved tensors may give backward a copy of each."""
+    kept: Any = object()
+    carrier = chunked._carry(kept)
+    assert chunked._carried(carrier.detach()) is kept
+    with pytest.raises(RuntimeError, match="save_on_cpu.*leave chunked out of levers="):
+        chunked._carried(carrier.clone())

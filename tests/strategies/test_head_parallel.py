@@ -14,6 +14,7 @@ from models import (
     FAMILIES,
     VOCAB,
     check,
+    in_bfloat16,
     make_batch,
     make_model,
     norm_of,
@@ -348,22 +349,15 @@ def _under_autocast() -> list[tuple[str, float, float]]:
     """(plan, its error, eager's own error) in bfloat16, against float32."""
     model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 2, 11)
 
-    def cast(call: Any) -> Any:
-        def run(**kwargs: Any) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return call(**kwargs)
-
-        return run
-
     exact = run_step(model, model, batch)
-    eager, _ = worst(run_step(cast(model), model, batch), exact)
+    eager, _ = worst(run_step(in_bfloat16(model), model, batch), exact)
     found = []
     for plan in ("megatron_ts", "metp"):
         torch._dynamo.reset()
         compiled = torch.compile(
             model, backend="paradyse", options={"plan": plan, "inner": "aot_eager"}
         )
-        found.append((plan, worst(run_step(cast(compiled), model, batch), exact)[0], eager))
+        found.append((plan, worst(run_step(in_bfloat16(compiled), model, batch), exact)[0], eager))
     return found
 
 

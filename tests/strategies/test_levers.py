@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import RankPool
-from models import check, make_batch, make_model, relative, run_step, worst
+from models import check, in_bfloat16, make_batch, make_model, relative, run_step, worst
 from plans import PLANS, blocks_of, choose
 from tiny import Tiny, tokens
 from torch import Tensor, nn
@@ -322,22 +322,17 @@ def under_autocast(plans: Sequence[str]) -> list[tuple[str, float, float]]:
     """(plan, its error, eager's own error) in bfloat16, against float32."""
     model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 2, 11)
 
-    def cast(call: Any) -> Any:
-        def run(**kwargs: Any) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return call(**kwargs)
-
-        return run
-
     exact = run_step(model, model, batch)
-    eager, _ = worst(run_step(cast(model), model, batch), exact)
+    eager, _ = worst(run_step(in_bfloat16(model), model, batch), exact)
     compiled, current = compile_for(model, "aot_eager")
     found = []
     with small_tiles():
-        run_step(cast(compiled), model, batch)
+        run_step(in_bfloat16(compiled), model, batch)
         for plan in plans:
             current[0] = with_levers(plan, compiled)
-            found.append((plan, worst(run_step(cast(compiled), model, batch), exact)[0], eager))
+            found.append(
+                (plan, worst(run_step(in_bfloat16(compiled), model, batch), exact)[0], eager)
+            )
     return found
 
 
