@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
 
@@ -162,6 +163,15 @@ def profiled_events(profile: Any) -> list[Any]:
 def is_allocation(event: Any) -> bool:
     """Whether ``event``, of ``profiled_events``, is memory taken or given back."""
     return bool(event.tag == torch._C._profiler._EventType.Allocation)
+
+
+# Process groups
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a message of ``group`` between tensors of ``device`` may take before it fails."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 # Optimizers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def check_default_store() -> None:
         assert not store.check(["rung"])
         store.set("rung", "")
         assert store.check(["rung"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def check_timeout_of() -> None:
+    limit, cpu = timedelta(seconds=77), torch.device("cpu")
+    made = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1, "timeout": limit}
+    torch.distributed.init_process_group("gloo", **made)
+    try:
+        assert private.timeout_of(torch.distributed.group.WORLD, cpu) == limit
     finally:
         torch.distributed.destroy_process_group()
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradyse.distributed.axis import SINGLE, Axis, backend_of, device_of, resolve_axis
+from paradyse.distributed.lanes import lane_of
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -156,9 +157,12 @@ class Message:
     dtype: torch.dtype
     device: str
     root: int = 0
+    lane: str = ""
+    """Of the axis, that carries it."""
 
     def take_part(self, axis: Axis) -> None:
         """Send and receive unspecified values, so that the other ranks of ``axis`` go on."""
+        axis = lane_of(axis, self.lane)
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         again: dict[str, Callable[[], Any]] = {
             "all_to_all": lambda: all_to_all(x, axis, AGREEMENT),
@@ -173,7 +177,8 @@ class Message:
 
 
 class Started:
-    """The messages that this rank has started on one axis: as many as every rank in step."""
+    """The messages that this rank has started on one axis and its lanes: as many as every rank in
+    step, in the same order."""
 
     MOST = 1024
 
@@ -283,7 +288,7 @@ def _start(
         raise
     except RuntimeError as e:
         raise failure(what, axis, block_id, e) from e
-    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
+    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root, axis.lane)
     started.add(message, block_id)
     return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
 

@@ -29,7 +29,8 @@ RESERVE = 0.1
 """Share of a device's memory left to the allocator's fragmentation, the context and other users."""
 
 NCCL_COMMUNICATOR_BYTES = 400 * 2**20
-"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured."""
+"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured. One
+is made when its group sends its first message."""
 
 CUDA_OVERLAP = 0.9
 """Share of a ring's attention time its messages hide behind on CUDA: an estimate, not measured."""

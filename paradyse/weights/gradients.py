@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.lanes import GRADIENTS, lane_of
 from paradyse.distributed.replicas import average
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient, own_part, rest_part
@@ -36,13 +37,13 @@ class SumGradients(torch.autograd.Function):
         sync, owners = ctx.of
         if sync.later:
             return None, None, *(g if g is None else own_part(g, g) for g in grads)
-        axis, replicas = sync.axis, sync.replicas
+        lane, replicas = lane_of(sync.axis, GRADIENTS), sync.replicas
 
         def summed(index: Sequence[int], flat: Tensor) -> Tensor:
             shares: Counter[int] = Counter()
             for i in index:
                 shares[owners[i]] += grads[i].nbytes
-            return average(collectives.all_reduce_in_place(flat, axis, shares), replicas)
+            return average(collectives.all_reduce_in_place(flat, lane, shares), replicas)
 
         return None, None, *_in_buckets(grads, summed)
 

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis
+from paradyse.distributed.lanes import GRADIENTS, lane_of
 from paradyse.distributed.replicas import average
 from paradyse.torch_private import at_end_of_backward
 from paradyse.weights.partial_gradient import NOT_SUMMED, PartialGradient, kept_dtype, rest_part
@@ -193,7 +194,8 @@ class GradientSync:
             return scatter_gradients(own, weights, self.block_id)
         flat = torch.cat([x.reshape(-1) for x in own]).to(weights[0].dtype)
         if self.axis.size > 1:
-            collectives.all_reduce_in_place(flat, self.axis, {self.block_id: flat.nbytes})
+            lane = lane_of(self.axis, GRADIENTS)
+            collectives.all_reduce_in_place(flat, lane, {self.block_id: flat.nbytes})
         return _unflatten(flat, own)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
 from paradyse.weights.layout import Shard
 
 Messages = list[tuple[list[int], collectives.Pending]]
@@ -86,7 +87,8 @@ def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
     rows = [s.for_use for s in shards]
     for index in by_dtype(rows):
         group = [shards[i] for i in index]
-        axis, flat = group[0].placement.axis, [rows[i].reshape(-1) for i in index]
+        axis = lane_of(group[0].placement.axis, GATHERS)
+        flat = [rows[i].reshape(-1) for i in index]
         totals = _num_elements(group)
         short = max(totals) - totals[axis.rank]
         flat += [flat[0].new_zeros(short)] * bool(short)
@@ -132,7 +134,7 @@ def scatter_gradients(
     out: list[Any] = [None] * len(grads)
     for index in by_dtype(grads, [s.reduce_dtype for s in shards]):
         group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
-        axis, dtype = group[0].placement.axis, group[0].reduce_dtype
+        axis, dtype = lane_of(group[0].placement.axis, GRADIENTS), group[0].reduce_dtype
         travels = collectives.travel_dtype(grads[index[0]].dtype, dtype, axis)
         sent = grads[index[0]].new_empty(axis.size, max(totals), dtype=travels)
         sent[:, min(totals) :].zero_()
