@@ -148,6 +148,18 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def only_accumulates(node: Any) -> bool:
+    """Whether the backward under way adds what reaches ``node`` of its graph to the ``.grad`` of a
+    leaf, and nobody's hook looks at it."""
+    leaf = getattr(node, "variable", None)
+    if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is what torch.autograd.grad was asked for
+        return False
+
+
 def keeps_graph() -> bool:
     """Whether the backward under way leaves its graph to another one (``retain_graph=True``)."""
     functions: Any = torch._C._autograd

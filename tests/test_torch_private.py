@@ -357,6 +357,34 @@ def check_at_end_of_backward() -> None:
     assert order == ["node", "end"]
 
 
+def check_only_accumulates() -> None:
+    leaf, found = nn.Parameter(torch.ones(2)), list[bool]()
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(private.only_accumulates(ctx.next_functions[0][0]))
+            return grad
+
+    Node.apply(leaf).sum().backward()
+    Node.apply(leaf).sum().backward(inputs=[leaf])
+    assert found == [True, True]
+    torch.autograd.grad(Node.apply(leaf).sum(), [leaf])
+    Node.apply(leaf * 2).sum().backward()
+    assert found[2:] == [False, False]
+    for hook in (leaf.register_hook, leaf.register_post_accumulate_grad_hook):
+        held = hook(lambda _: None)
+        Node.apply(leaf).sum().backward()
+        held.remove()
+        assert found.pop() is False
+    Node.apply(leaf).sum().backward()
+    assert found[-1] is True
+
+
 def check_keeps_graph() -> None:
     found: list[bool] = []
     y = torch.ones(1, requires_grad=True) * 2

@@ -215,6 +215,7 @@ class Pending:
         self, works: Sequence[Any], result: Any, what: str, axis: Axis, block_id: int, keep: Any
     ):
         self._works, self._result, self._context = works, result, (what, axis, block_id)
+        self._finish: Callable[[Any], Any] | None = None
         self._keep = keep  # send buffers must outlive the transfer
         self._on_gloo = axis.group is None or waits_on_host(axis)
         self._watched = block_id != AGREEMENT  # which nothing may interrupt
@@ -236,8 +237,17 @@ class Pending:
             raise failure(*self._context, e) from e
         if pauses := SINGLE.session.of(_Pauses):
             time.sleep(pauses[-1])
-        self._keep = None
+        self._works, self._keep = (), None
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
         return self._result
+
+    def then(self, finish: Callable[[Any], Any]) -> Pending:
+        """This message, whose result is what ``finish`` makes of the former one, when it is waited
+        for."""
+        before = self._finish
+        self._finish = finish if before is None else lambda result: finish(before(result))
+        return self
 
     def _wait(self, work: Any) -> None:
         patience = timeout().total_seconds()
@@ -362,20 +372,27 @@ def reduce_scatter(
         dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. They
             travel as ``travel_dtype`` says.
     """
+    summed: Tensor = start_reduce_scatter(x, axis, block_id, dtype).wait()
+    return summed
+
+
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, block_id: int, dtype: torch.dtype | None = None
+) -> Pending:
+    """Start ``reduce_scatter`` of ``x``, added up in ``dtype``."""
     dtype = dtype or x.dtype
     if axis.size == 1:
-        return x[0].to(dtype)
+        return Pending([], x[0].to(dtype), "reduce_scatter", axis, block_id, None)
     x = x.to(travel_dtype(x.dtype, dtype, axis))
     if waits_on_host(axis):
         num_bytes = x.nbytes * (axis.size - 1) // axis.size
-        parts = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait()
-        total: Tensor = parts.sum(0, dtype=dtype)
-        return total
+        sent = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes)
+        return sent.then(partial(torch.sum, dim=0, dtype=dtype))
     x = x.contiguous()
     num_bytes = x.nbytes * (axis.size - 1) // axis.size
     out = torch.empty_like(x[0])
     launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
-    return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out).wait()
+    return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out)
 
 
 _SMALL_ELEMENTS = 1 << 14
@@ -398,14 +415,19 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
     Args:
         shares: block id -> how many of the bytes of ``x`` are the block's.
     """
+    total: Tensor = start_all_reduce(x, axis, shares).wait()
+    return total
+
+
+def start_all_reduce(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Pending:
+    """Start ``all_reduce_in_place`` of ``x``, booked to the blocks of ``shares``."""
     first = next(iter(shares))
     for block_id, num_bytes in shares.items():
         block = traffic(axis, block_id)
         block.sent_bytes["all_reduce"] += 2 * num_bytes * (axis.size - 1) // axis.size
         block.calls["all_reduce"] += int(block_id != first)
     launch = partial(dist.all_reduce, x, group=axis.group, async_op=True)
-    out: Tensor = _start("all_reduce", x, axis, first, 0, launch, x).wait()
-    return out
+    return _start("all_reduce", x, axis, first, 0, launch, x)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:

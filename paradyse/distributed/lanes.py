@@ -10,7 +10,7 @@ which is what they tell each other where one fails (``distributed/failures.py``)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,15 @@ GATHERS = "gathers of weights"
 
 GRADIENTS = "sums of gradients"
 """The lane of gradients of weights on their way to the ranks that keep them."""
+
+
+@dataclass
+class Overlap:
+    """Of one axis: whether messages of its lanes are under way while blocks compute."""
+
+    on: bool = True
+    """The next block's weights are fetched while the present block runs, and gradients are sent
+    while backward goes on; False: each is waited for as it is asked for."""
 
 
 class _Lanes(dict[str, Axis]):

@@ -240,7 +240,9 @@ class Work:
             self.send("all_gather", whole * share * (1 + self.back), (1 + self.back) * groups)
             if training:
                 self.send("reduce_scatter", whole * share / e * summed, groups)
-                self.workspace_bytes += whole * max(0, summed - e)
+                # on their way meanwhile: the gradients of the block behind
+                held = summed if groups == 1 else max(0, summed - e)
+                self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
         elif training:
             if split:
