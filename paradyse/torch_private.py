@@ -167,6 +167,13 @@ def keeps_graph() -> bool:
     return keeps is None or bool(keeps())
 
 
+def profiler_is_on() -> bool:
+    """Whether a profiler of PyTorch's would note a region."""
+    from torch.autograd import profiler
+
+    return bool(profiler._is_profiler_enabled)
+
+
 def profiled_events(profile: Any) -> list[Any]:
     """The roots of the event tree of ``profile``, a ``torch.profiler.profile`` that has ended."""
     return list(profile.profiler.kineto_results.experimental_event_tree())

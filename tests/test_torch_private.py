@@ -111,6 +111,13 @@ def check_default_store() -> None:
         torch.distributed.destroy_process_group()
 
 
+def check_profiler_is_on() -> None:
+    assert not private.profiler_is_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiler_is_on()
+    assert not private.profiler_is_on()
+
+
 def check_timeout_of() -> None:
     limit, cpu = timedelta(seconds=77), torch.device("cpu")
     made = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1, "timeout": limit}

@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 
 from paradyse.distributed.axis import SINGLE, Axis, backend_of, device_of, resolve_axis
 from paradyse.distributed.lanes import lane_of
+from paradyse.distributed.regions import WAIT, region
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -228,9 +229,12 @@ class Pending:
             torch.OutOfMemoryError: as the collective raised it.
         """
         try:
-            for work in self._works:
-                if work is not None:
-                    self._wait(work)
+            if self._works:
+                what, axis, block_id = self._context
+                block = traffic(axis, block_id)
+                with region(WAIT, what, block.name, block.strategy):
+                    for work in filter(None, self._works):
+                        self._wait(work)
         except (torch.OutOfMemoryError, CollectiveError):  # the latter is another rank's word
             raise
         except RuntimeError as e:

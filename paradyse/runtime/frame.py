@@ -17,6 +17,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, current_call
 from paradyse.distributed.facts import NO_SYNC
 from paradyse.distributed.lanes import Overlap
+from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
     GatherTokens,
     ReduceGrad,
@@ -119,11 +120,11 @@ class Frame:
         outputs: Sequence[Any]
         with self._saving(step, point, wholes) as saved:
             if point.recomputes and torch.is_grad_enabled():
-                outputs = self._checkpointed(step, strategy, wholes, saved)
+                outputs = self._checkpointed(step, strategy, (wholes, gathered), saved)
                 if gathered is not None:
-                    gathered.free()  # backward gathers again when it runs the block again
+                    gathered.leave()
             else:
-                with self._not_keeping_input(step):
+                with self._not_keeping_input(step), self._region(step):
                     outputs = variant(self.context(step, wholes))
                 if gathered is not None:
                     unread = getattr(variant, "unread", ())  # weights of a head by tiles
@@ -153,17 +154,28 @@ class Frame:
         return frozenset(storages(found))
 
     def _checkpointed(
-        self, step: Step, strategy: str, wholes: Wholes, saved: SavedBlock | None
+        self,
+        step: Step,
+        strategy: str,
+        unsharded: tuple[Wholes, Gathered | None],
+        saved: SavedBlock | None,
     ) -> Sequence[Any]:
-        """The step's outputs; it runs again in backward, when the frame has let go of values. Its
-        inputs go where ``saved`` says."""
+        """The step's outputs; it runs again in backward, when the frame has let go of values, and
+        gathers what is ``unsharded`` now. Its inputs go where ``saved`` says."""
         variant, context = self.program.variant(step, strategy), self.context(step, {})
-        inputs, first = Inputs(context.get), [wholes]
+        inputs, (wholes, gathered) = Inputs(context.get), unsharded
+        first = [wholes]
         context, read_again = replace(context, get=inputs.get), self._read_again(step, strategy)
 
         def compute() -> tuple[Any, ...]:
-            mine = first.pop() if first else self.unshard(step, strategy)[0]
-            out = variant(replace(context, weights=partial(self.weights, step, mine)))
+            if first:
+                mine = first.pop()
+            else:
+                mine, _ = self.unshard(step, strategy)
+                if gathered is not None:
+                    gathered.fetch_before()
+            with self._region(step):
+                out = variant(replace(context, weights=partial(self.weights, step, mine)))
             pairs = zip(step.gives(strategy).outputs, out, strict=True)
             return tuple(remade(x) if node is read_again else x for node, x in pairs)
 
@@ -190,6 +202,11 @@ class Frame:
         if node is None or node not in step.piece.inputs:
             return nullcontext()
         return not_kept(self.env[node], grad_fn)
+
+    def _region(self, step: Step) -> AbstractContextManager[Any]:
+        """Inside, a profiler notes that the rank computes ``step``."""
+        block = collectives.traffic(self.axis, step.block_id)
+        return region(block.name, block.strategy)
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
         """What ``step`` may know and ask for; ``wholes`` are the weights gathered for it."""

@@ -90,10 +90,20 @@ class Gathered:
                 w.untyped_storage().resize_(w.numel() * w.element_size())
             gather_shards(shards, self.block_id, wholes, coming)
             self.is_filled = True
-        at = shelf.made.index(self)
-        if at:
-            before = shelf.made[at - 1]
-            shelf.fetch(before.read_again(), before.block_id)
+        self.fetch_before()
+
+    def fetch_before(self) -> None:
+        """Start on the weights that backward will ask for after these."""
+        made = self.shelf.made
+        if at := made.index(self):
+            before = made[at - 1]
+            self.shelf.fetch(before.read_again(), before.block_id)
+
+    def leave(self) -> None:
+        """Give the memory back after the forward of a block that gathers its weights anew when it
+        runs again in backward."""
+        self.shelf.made.append(self)
+        self.free()
 
     def free(self) -> None:
         for w in self.wholes:
