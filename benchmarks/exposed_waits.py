@@ -22,17 +22,13 @@ from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.launch import Rank
 from paradyse.distributed.axis import resolve_axis
-from paradyse.distributed.lanes import Overlap
+from paradyse.distributed.lanes import PURPOSES, Overlap
 from paradyse.profiling.exposed_waits import exposed_waits
 from paradyse.types import ATTENTION_STRATEGIES
 
-KINDS = {
-    "weights": ("all_gather", "broadcast"),
-    "gradients": ("reduce_scatter", "reduce", "all_reduce"),
-    "tokens": ("ring_exchange", "all_to_all"),
-}
-"""What messages of blocks bring, by the collectives of sharded weights; megatron_ts gathers and
-scatters tokens as well."""
+KINDS = (*PURPOSES, "tokens", "other")
+"""What is waited for: messages of weights and of their gradients, what blocks exchange, and the
+rest, such as the sum of the loss, where ranks meet."""
 
 OPTIONS: dict[str, Any] = {"layers": 4, "hidden": 256, "lengths": (256, 2048), "runs": 5}
 OPTIONS |= {"ranks": 2, "inner": "inductor", "plans": ATTENTION_STRATEGIES}
@@ -41,16 +37,15 @@ QUICK = {"layers": 2, "hidden": 64, "lengths": (64,), "runs": 2, "inner": "eager
 
 
 def traced(contender: Switched, seq_len: int, keep: Path | None) -> dict[str, float]:
-    """Seconds of the waits of this rank in one step, by collective, those of no block apart."""
+    """Kind -> seconds of the waits of this rank in one step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz" if keep is None else keep
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             contender.loss(seq_len)
         profile.export_chrome_trace(str(path))
-        found = dict.fromkeys((*KINDS, "other"), 0.0)
+        found = dict.fromkeys(KINDS, 0.0)
         for wait in exposed_waits(path):
-            kinds = (k for k, names in KINDS.items() if wait.collective in names)
-            found[next(kinds, "other") if wait.strategy else "other"] += wait.seconds
+            found[wait.purpose or ("tokens" if wait.strategy else "other")] += wait.seconds
     return found
 
 
@@ -88,7 +83,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
         f"Llama of {args.layers} layers, hidden {args.hidden}, {bench.ranks}; medians of "
         f"{args.runs} interleaved runs, milliseconds. Each cell: overlapped / waited for at once."
     )
-    columns = ("step", *KINDS, "other")
+    columns = ("step", *KINDS)
     for n in args.lengths:
         rows = []
         for name, ways in found.items():

@@ -39,7 +39,7 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "sums of gradients where backward ends",
         "paradyse/weights/gradients.py",
-        "if is_last or (ends and sum(sizes[k] for k in together) >= TOGETHER_BYTES):",
+        "if ends and (is_last or num_bytes >= TOGETHER_BYTES):",
         "if is_last:",
         (f"{COMING}test_weights_are_joined_from_the_last_used_on",),
     ),

@@ -232,7 +232,7 @@ class Pending:
             if self._works:
                 what, axis, block_id = self._context
                 block = traffic(axis, block_id)
-                with region(WAIT, what, block.name, block.strategy):
+                with region(WAIT, what, axis.lane, block.name, block.strategy):
                     for work in filter(None, self._works):
                         self._wait(work)
         except (torch.OutOfMemoryError, CollectiveError):  # the latter is another rank's word

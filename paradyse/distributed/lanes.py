@@ -18,11 +18,14 @@ import torch.distributed as dist
 
 from paradyse.distributed.axis import Axis, is_alive
 
-GATHERS = "gathers of weights"
+GATHERS = "weights"
 """The lane of sharded weights on their way to the ranks that compute with them."""
 
-GRADIENTS = "sums of gradients"
+GRADIENTS = "gradients"
 """The lane of gradients of weights on their way to the ranks that keep them."""
+
+PURPOSES = (GATHERS, GRADIENTS)
+"""Of all lanes; one word each."""
 
 
 @dataclass
@@ -54,7 +57,7 @@ def open_lanes(axis: Axis, make_group: Callable[[], Any]) -> None:
     lanes = axis.session.of(_Lanes)
     if lanes or axis.size == 1:
         return
-    for purpose in (GATHERS, GRADIENTS):
+    for purpose in PURPOSES:
         lanes[purpose] = replace(axis, group=make_group(), lane=purpose)
     axis.session.at_end.append(partial(_close, lanes))
 

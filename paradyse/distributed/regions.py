@@ -17,6 +17,6 @@ WAIT = "wait"
 
 def region(*words: str) -> AbstractContextManager[Any]:
     """Inside, the trace of a profiler has a region named by ``words``, without those that are
-    empty, such as ``layers.0.attention megatron_cz`` or ``wait all_gather layers.0.mlp
-    megatron_cz``. Where no profiler is on this costs a look at a flag."""
+    empty, such as ``layers.0.attention megatron_cz`` or ``wait all_gather weights
+    layers.0.mlp megatron_cz``. Where no profiler is on this costs a look at a flag."""
     return record_function(" ".join(filter(None, words))) if profiler_is_on() else _NOTHING

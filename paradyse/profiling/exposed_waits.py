@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paradyse.distributed.lanes import PURPOSES
 from paradyse.distributed.regions import WAIT
 from paradyse.types import ATTENTION_STRATEGIES, Point
 
@@ -29,12 +30,14 @@ LEAST_S = 1e-4
 
 @dataclass(frozen=True)
 class ExposedWait:
-    """Waits for the messages of one kind that blocks under one strategy sent."""
+    """Waits for the messages of one kind and purpose that blocks under one strategy sent."""
 
     strategy: str
     """With the levers of the block; "" for messages of no block, such as ranks' agreement."""
     collective: str
     """As ``paradyse.stats`` names it."""
+    purpose: str
+    """Of its lane (``distributed/lanes.py``): "weights", "gradients"; "" for all other messages."""
     count: int
     """Of waits that were exposed, above ``LEAST_S``."""
     seconds: float
@@ -42,11 +45,13 @@ class ExposedWait:
 
     def __str__(self) -> str:
         of = self.strategy or "no block"
-        return f"{of}: {self.count} waits for {self.collective}, {self.seconds * 1e3:.1f} ms"
+        what = f"{self.collective} of {self.purpose}" if self.purpose else self.collective
+        return f"{of}: {self.count} waits for {what}, {self.seconds * 1e3:.1f} ms"
 
 
 def exposed_waits(trace: str | Path) -> list[ExposedWait]:
-    """What the rank that wrote ``trace`` waited for, in the order of strategies and collectives.
+    """What the rank that wrote ``trace`` waited for, in the order of strategies, collectives and
+    purposes.
 
     Args:
         trace: a file of ``torch.profiler.profile.export_chrome_trace``, packed by gzip if its name
@@ -55,7 +60,7 @@ def exposed_waits(trace: str | Path) -> list[ExposedWait]:
         ValueError: the file is no such trace; or the device waits for messages instead of the host,
             as with NCCL, so that no region tells of it.
     """
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for event in _events(Path(trace)):
         name = str(event.get("name", ""))
         if event.get("cat") == "kernel" and "nccl" in name.lower():
@@ -67,7 +72,8 @@ def exposed_waits(trace: str | Path) -> list[ExposedWait]:
         if event.get("cat") != "user_annotation" or words[:1] != [WAIT] or len(words) < 2:
             continue
         strategy = words[-1] if Point.parse(words[-1]).strategy in ATTENTION_STRATEGIES else ""
-        found[strategy, words[1]].append(float(event["dur"]) * 1e-6)
+        purpose = next((p for p in PURPOSES if words[2:3] == [p]), "")
+        found[strategy, words[1], purpose].append(float(event["dur"]) * 1e-6)
     return [
         ExposedWait(*key, sum(s > LEAST_S for s in seconds), sum(seconds))
         for key, seconds in sorted(found.items())

@@ -34,15 +34,16 @@ def joined_by_use(uses: Sequence[int], sizes: Sequence[int]) -> dict[int, list[i
         sizes: bytes of each.
     """
     found: dict[int, list[int]] = {}
-    together: list[int] = []
+    together, num_bytes = list[int](), 0
     last_first = sorted(range(len(uses)), key=lambda i: -uses[i])
     for at, i in enumerate(last_first):
         together.append(i)
+        num_bytes += sizes[i]
         is_last = at + 1 == len(last_first)
         ends = is_last or uses[last_first[at + 1]] < uses[i]
-        if is_last or (ends and sum(sizes[k] for k in together) >= TOGETHER_BYTES):
+        if ends and (is_last or num_bytes >= TOGETHER_BYTES):
             found[uses[i]] = sorted(together)
-            together = []
+            together, num_bytes = [], 0
     return found
 
 

@@ -38,18 +38,21 @@ def test_waits_are_added_up_by_strategy_and_collective(tmp_path: Path, name: str
         tmp_path,
         ("wait ring_exchange layers.0.attention megatron_cz", 4000, "user_annotation"),
         ("wait ring_exchange layers.1.attention megatron_cz", short, "user_annotation"),
-        ("wait all_gather layers.1.mlp megatron_cz+recompute", 1000, "user_annotation"),
+        ("wait all_gather weights layers.1.mlp megatron_cz+recompute", 1000, "user_annotation"),
         ("wait all_gather agreement: calls the model", 2000, "user_annotation"),
         ("wait ring_exchange layers.0.attention megatron_cz", 9000, "cpu_op"),
         ("layers.0.attention megatron_cz", 9000, "user_annotation"),
         name=name,
     )
     agreed, ring, gather = exposed_waits(trace)
-    assert agreed == ExposedWait("", "all_gather", 1, pytest.approx(2e-3))
+    assert agreed == ExposedWait("", "all_gather", "", 1, pytest.approx(2e-3))
     assert ring == ExposedWait(
-        "megatron_cz", "ring_exchange", 1, pytest.approx(4e-3 + short * 1e-6)
+        "megatron_cz", "ring_exchange", "", 1, pytest.approx(4e-3 + short * 1e-6)
     )
-    assert gather == ExposedWait("megatron_cz+recompute", "all_gather", 1, pytest.approx(1e-3))
+    assert gather == ExposedWait(
+        "megatron_cz+recompute", "all_gather", "weights", 1, pytest.approx(1e-3)
+    )
+    assert str(gather) == "megatron_cz+recompute: 1 waits for all_gather of weights, 1.0 ms"
     assert str(agreed) == "no block: 1 waits for all_gather, 2.0 ms"
 
 
@@ -104,7 +107,7 @@ def test_a_late_message_is_an_exposed_wait_of_its_strategy(
 ) -> None:
     (waits, named), _ = ranks(2).run(trace_step, tmp_path)
     assert {"layers.0.attention megatron_cz", "layers.1.mlp megatron_cz"} <= named
-    assert "wait reduce_scatter layers.0.mlp megatron_cz" in named
+    assert "wait reduce_scatter gradients layers.0.mlp megatron_cz" in named
     seconds = {(w.strategy, w.collective): w.seconds for w in waits}
     late = seconds.pop(("megatron_cz", "ring_exchange"))
     assert 2 * LATE_S - 0.1 < late < 2 * LATE_S + 1  # one ring for each of two layers
