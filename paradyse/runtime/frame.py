@@ -79,9 +79,9 @@ class Frame:
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._summed: dict[fx.Node, Tensor] = {}
-        self._to_sum = self._whole_weights()
-        first = [step.position for step in self._to_sum.values()]
-        self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
+        self._to_sum: dict[fx.Node, Step] = {}
+        self._sums: dict[int, list[int]] = {}
+        """Position of a step -> which of ``_to_sum`` it has summed."""
         self._joined: set[fx.Node] = set()
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
         self._remade: tuple[fx.Node | None, Any] = (None, None)
@@ -97,6 +97,9 @@ class Frame:
 
     def _run(self) -> Any:
         program = self.program
+        self._to_sum = self._whole_weights()
+        first = [step.position for step in self._to_sum.values()]
+        self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
         for step in program.steps:
             self._sum_gradients(step.position)
             self._join_replicas(step.position)

@@ -144,9 +144,10 @@ class Moved:
 
 def shaped_as_weights(model: torch.nn.Module) -> dict[int, int]:
     """Address and bytes of all plain tensors in this process that have the shape of a weight of
-    ``model``."""
+    ``model``, and not of the rows of any."""
     gc.collect()
     shapes = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
+    shapes -= {tuple(rows_here(p).shape) for p in model.parameters()}
     shaped = (x for x in gc.get_objects() if type(x) is Tensor and tuple(x.shape) in shapes)
     storages = (x.untyped_storage() for x in shaped)
     return {s.data_ptr(): s.nbytes() for s in storages}

@@ -34,7 +34,8 @@ def fetched(points: tuple[str, ...]) -> tuple[list[bool], list[bool]]:
 
     def note(shelf: Shelf, shards: Any) -> Any:
         messages = take(shelf, shards)
-        found.append(messages is not None)
+        if shards:  # backward reads no weights of some steps
+            found.append(messages is not None)
         return messages
 
     with patch.object(Shelf, "take", note):
