@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradyse.distributed.axis import SINGLE, Axis, backend_of, device_of, resolve_axis
+from paradyse.distributed.crossing import start_all_to_all
 from paradyse.distributed.lanes import lane_of
 from paradyse.distributed.regions import WAIT, region
 
@@ -316,7 +317,8 @@ def waits_on_host(axis: Axis) -> bool:
 def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:
     x = x.contiguous()
     out = torch.empty_like(x)
-    launch = partial(dist.all_to_all_single, out, x, group=axis.group, async_op=True)
+    each = [x[0].numel()] * axis.size
+    launch = partial(start_all_to_all, out.view(-1), x.view(-1), each, each, axis)
     return _start(what, x, axis, block_id, num_bytes, launch, out, "all_to_all")
 
 
@@ -464,9 +466,8 @@ def ring_exchange(x: Tensor, axis: Axis, block_id: int) -> Pending:
     launch: Callable[[], Any]
     if waits_on_host(axis):
         # its point-to-point takes ten times as long for small messages as an uneven all-to-all
-        splits = [[x.numel() if r == peer else 0 for r in ranks] for peer in (source, to)]
-        flat = (out.view(-1), x.view(-1), *splits)
-        launch = partial(dist.all_to_all_single, *flat, group=axis.group, async_op=True)
+        arrive, leave = ([x.numel() * (r == peer) for r in ranks] for peer in (source, to))
+        launch = partial(start_all_to_all, out.view(-1), x.view(-1), arrive, leave, axis)
     else:
         sides = (dist.isend, x, to), (dist.irecv, out, source)
         ops = [dist.P2POp(*side, axis.group) for side in sides]

@@ -5,6 +5,8 @@ for the next block's weights, which are fetched ahead, and for the former block'
 of these has a group of its own of the same ranks, as in PyTorch's fully_shard: a *lane* of the
 axis. All lanes of an axis share its session. Ranks start messages in one order over all lanes,
 which is what they tell each other where one fails (``distributed/failures.py``).
+An axis on gloo, and each of its lanes, has a second group for large messages to lower ranks
+(``distributed/crossing.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paradyse.distributed.axis import Axis, is_alive
+from paradyse.distributed.axis import Axis, backend_of, is_alive
 
 GATHERS = "weights"
 """The lane of sharded weights on their way to the ranks that compute with them."""
@@ -47,6 +49,16 @@ def lane_of(axis: Axis, purpose: str) -> Axis:
     return axis.session.of(_Lanes).get(purpose, axis)
 
 
+class _Downward(dict[str, Any]):
+    """Of one axis, by lane, the process group of large messages to lower ranks."""
+
+
+def downward_group(axis: Axis) -> Any:
+    """The process group of large messages over ``axis``, or a lane, to lower ranks; None: the one
+    that carries those to higher ranks."""
+    return axis.session.of(_Downward).get(axis.lane)
+
+
 def open_lanes(axis: Axis, make_group: Callable[[], Any]) -> None:
     """Give ``axis`` its lanes, for as long as its own process group lives. All ranks of it call
     this at the same time.
@@ -57,16 +69,20 @@ def open_lanes(axis: Axis, make_group: Callable[[], Any]) -> None:
     lanes = axis.session.of(_Lanes)
     if lanes or axis.size == 1:
         return
+    downward = axis.session.of(_Downward)
     for purpose in PURPOSES:
         lanes[purpose] = replace(axis, group=make_group(), lane=purpose)
-    axis.session.at_end.append(partial(_close, lanes))
+    if backend_of(axis.group) == "gloo":
+        downward.update({lane: make_group() for lane in ("", *PURPOSES)})
+    axis.session.at_end.append(partial(_close, lanes, downward))
 
 
-def _close(lanes: _Lanes) -> None:
-    for lane in lanes.values():
-        if is_alive(lane.group):
-            dist.destroy_process_group(lane.group)
+def _close(lanes: _Lanes, downward: _Downward) -> None:
+    for group in [*(lane.group for lane in lanes.values()), *downward.values()]:
+        if is_alive(group):
+            dist.destroy_process_group(group)
     lanes.clear()
+    downward.clear()
 
 
 def num_groups(training: bool, sharded: bool) -> int:
