@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
-from paradyse.distributed.agreement import Call, current_call
-from paradyse.distributed.facts import NO_SYNC
+from paradyse.distributed.agreement import current_call
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
@@ -28,6 +27,7 @@ from paradyse.distributed.tokens import (
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step, input_of
+from paradyse.runtime.backward import begin_backward
 from paradyse.runtime.deferred import DeferredTensor, defer
 from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
@@ -439,7 +439,7 @@ class Frame:
         value = self._output(node)
         split = self.axis.size > 1 or self.program.replicas.size > 1
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            value.register_hook(partial(_begin_backward, self.call, self.sync, node.name))
+            value.register_hook(partial(begin_backward, self.call, self.sync, node.name))
         return value
 
     def _output(self, node: fx.Node) -> Any:
@@ -459,20 +459,6 @@ class Frame:
             return (rows,)
 
         return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
-
-
-def _begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Tensor) -> None:
-    """A hook: ``grad`` is the gradient of the output ``output`` of ``call``."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "double backward (create_graph=True) through a model that is split over ranks is not "
-            "supported: its second derivatives would be wrong. Call backward without create_graph, "
-            "or compute what needs it, such as a gradient penalty, with a copy of the model that "
-            "is neither compiled nor sharded"
-        )
-    gradients = {NO_SYNC: sync.begin()}
-    if call is not None:
-        call.backward(output, gradients)
 
 
 MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]
