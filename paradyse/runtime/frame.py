@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ from paradyse.runtime.deferred import DeferredTensor, defer
 from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.remake import not_kept, remade
+from paradyse.runtime.runs import Run, Unit
 from paradyse.runtime.saved_memory import storages
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
@@ -56,6 +57,9 @@ class Frame:
         args: the graph's inputs, in the order of its placeholders.
         constants: of the call's sizes and plan.
     """
+
+    fuses: ClassVar[bool] = True
+    """Whether blocks in a row may run as one (``Runs``); else ``run_step`` sees each of them."""
 
     def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):
         self.program, self.constants = program, constants
@@ -93,13 +97,38 @@ class Frame:
     def _run(self) -> Any:
         program = self.program
         self._summed = self._sum_gradients()
-        for step in program.steps:
-            self._join_replicas(step.position)
-            self._join_replicas(step.position + 1)  # fetched while this step runs
-            self.run_step(step, self.constants.strategy(step))
-            self.free(program.schedule.freed[step.position])
+        units: Sequence[Unit] = program.steps
+        if self.fuses and not self._is_sharded:
+            units = program.runs.units(self.constants.strategies, self.sizes)
+        for unit in units:
+            steps = unit.steps if isinstance(unit, Run) else (unit,)
+            for step in steps:
+                self._join_replicas(step.position)
+            self._join_replicas(steps[-1].position + 1)  # fetched while this step runs
+            if isinstance(unit, Run):
+                self._run_together(unit)
+            else:
+                self.run_step(unit, self.constants.strategy(unit))
+            for step in steps:
+                self.free(program.schedule.freed[step.position])
         self._on_host.settle()
         return fx.map_arg(program.output, self.result)
+
+    def _run_together(self, run: Run) -> None:
+        """Compute the outputs of all steps of ``run``."""
+        for step in run.steps:
+            traffic = collectives.traffic(self.axis, step.block_id)
+            traffic.strategy = self.constants.strategy(step)
+        if self.call is not None:
+            self.call.at = self.axis, run.block_id
+        self._on_host.settle()
+        outputs = run([self.context(step, {}) for step in run.steps])
+        self.env.update(zip(run.outputs, outputs, strict=True))
+        for step in run.steps:
+            for node, piece in step.sides.items():
+                self.env[node] = self._side(step, node, piece)
+        if self.call is not None:
+            self.call.all_ended = False
 
     def run_step(self, step: Step, strategy: str) -> None:
         """Compute the outputs of ``step`` by ``strategy``, which may have levers ("" for a piece
