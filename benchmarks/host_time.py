@@ -6,7 +6,7 @@ Llamas of two depths, hidden 64, float32: there is little to compute, so what is
 every step costs the host. Two depths tell what a layer costs from what a step does; forward and
 backward are timed apart, in seconds of a processor. One process of one thread trains eagerly, with
 inductor, and with us. Then two ranks with whole weights train under one plan, and the first of them
-also trains the model as it is, by itself, while the other waits: of these the time of a step counts.
+also trains the model as it is, by itself, while the other waits: there the clock counts.
 
 All are warmed up for as many steps as it takes until everything is compiled.
 """
@@ -137,8 +137,8 @@ def main(bench: Benchmark, args: Namespace) -> str:
     few, many = min(args.layers), max(args.layers)
     bench.add(
         f"Llamas of {few} and {many} layers, hidden {args.hidden}; processor time in milliseconds, "
-        f"medians of {args.runs} interleaved steps. Forward, backward and their sum are those of one "
-        "layer; the last column is a step by the clock."
+        f"medians of {args.runs} interleaved steps. Forward, backward and their sum are those of "
+        "one layer; the last column is a step by the clock."
     )
     alone_times = alone(in_one_process, args)
     found = add_table(bench, alone_times, args, "One process of one thread")
