@@ -142,9 +142,10 @@ def join(first: BlockCost, second: BlockCost) -> BlockCost:
 
 def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
     """Bytes of a block's gradients of whole weights, held until the ranks' are summed after
-    backward; 0 for sharded weights, whose gradients are scattered at once.
+    backward; 0 for sharded weights, whose gradients are scattered at once, and on one rank, where
+    they are added to those in ``.grad`` at once.
     """
-    if sharded or not workload.training:
+    if sharded or not workload.training or workload.num_ranks == 1:
         return 0
     return block.num_weight_elements * workload.dtype.itemsize
 
