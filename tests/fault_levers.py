@@ -167,6 +167,13 @@ LEVER_FAULTS: tuple[Fault, ...] = (
         (f"{RUNS}test_ranks_agree_with_one_process",),
     ),
     Fault(
+        "levers forgotten in a run",
+        "paradyse/runtime/runs.py",
+        "if Point.parse(strategies[step.index]).levers:",
+        "if False:",
+        (f"{RUNS}test_ranks_agree_with_one_process",),
+    ),
+    Fault(
         "a window taken for a causal mask",
         "paradyse/strategies/fused.py",
         "call.mask_spec not in _PLAIN",

@@ -19,6 +19,7 @@ from paradyse.passes.split_steps import BlockStep, Schedule, Step
 from paradyse.strategies.base import SPLIT, WHOLE, PieceVariant, Scope, StepContext
 from paradyse.strategies.dropout import has_dropout
 from paradyse.strategies.fused import FusedPiece, Member
+from paradyse.types import Point
 
 RUN_BLOCKS = 8
 """Blocks of a run at most: the inner compiler takes as much longer as a run is longer, and the cost
@@ -126,6 +127,8 @@ class Runs:
         """What computes ``step`` in a run; None where it runs by itself: it is no block, or has
         levers, or its strategy is more than one compiled piece."""
         if not isinstance(step, BlockStep) or step.recompute:
+            return None
+        if Point.parse(strategies[step.index]).levers:
             return None
         variant = self._variant(step, strategies[step.index])
         if not isinstance(variant, PieceVariant) or variant.lowered.eager:
