@@ -104,7 +104,9 @@ def _sources(member: Member, step: StepContext) -> list[fx.Node | None]:
         return value
 
     tensors, found = member.variant.tensors(replace(step, get=get)), iter(inside)
-    return [next(found) if x is None else None for x in tensors]
+    sources = [next(found) if x is None else None for x in tensors]
+    assert next(found, None) is None, "a tensor made of a value that another member makes"
+    return sources
 
 
 _PLAIN = MaskSpec(None, 0, None), MaskSpec(None, None, None)
