@@ -27,6 +27,10 @@ class Link:
     bandwidth_bytes: float
     """Bytes per second that a rank sends."""
 
+    def time_s(self, num_bytes: float, messages: float) -> float:
+        """Seconds of so many ``messages`` of ``num_bytes`` in all."""
+        return messages * self.latency_s + num_bytes / self.bandwidth_bytes
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -45,7 +49,8 @@ class Machine:
     op_overhead_s: float = 5e-6
     """Seconds to launch one operator."""
     overlap: float = 0.0
-    """Share of a ring's attention time that its messages can hide behind: 0 to 1."""
+    """Of messages under way while a rank computes, the share of their time, or of computing if that
+    takes less, that is not added: 0 to 1."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """Per collective (``COLLECTIVES``), where measured."""
     capacity_bytes: int | None = None

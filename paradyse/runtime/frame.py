@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, current_call
 from paradyse.distributed.facts import NO_SYNC
+from paradyse.distributed.lanes import Overlap
+from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
     GatherTokens,
     ReduceGrad,
@@ -27,6 +29,7 @@ from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step, input_of
 from paradyse.runtime.deferred import DeferredTensor, defer
+from paradyse.runtime.joined import JoinedGradients
 from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.remake import not_kept, remade
@@ -38,10 +41,10 @@ from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
-from paradyse.weights.gradients import AverageGradients, SumGradients
+from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
-from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
+from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -77,11 +80,10 @@ class Frame:
         weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
         between = program.schedule.between_id
         self.sync = GradientSync(weights, self.axis, program.replicas, between)
-        self.shelf = Shelf(self.axis.session.of(LookAhead).on, self.sync)
+        self.shelf = Shelf(self.axis.session.of(Overlap).on, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
-        self._summed: Mapping[fx.Node, Tensor] = {}
-        self._joined: set[fx.Node] = set()
+        self._joined = JoinedGradients(program, self.env, self.sync)
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
         self._remade: tuple[fx.Node | None, Any] = (None, None)
         """What the last block gave and makes again, and its node in autograd's graph."""
@@ -96,15 +98,14 @@ class Frame:
 
     def _run(self) -> Any:
         program = self.program
-        self._summed = self._sum_gradients()
+        self._joined.begin()
         units: Sequence[Unit] = program.steps
-        if self.fuses and not self._is_sharded:
+        if self.constants.together and self.fuses and not self._is_sharded:
             units = program.runs.units(self.constants.strategies, self.sizes)
         for unit in units:
             steps = unit.steps if isinstance(unit, Run) else (unit,)
             for step in steps:
-                self._join_replicas(step.position)
-            self._join_replicas(steps[-1].position + 1)  # fetched while this step runs
+                self._joined.before(step.position)
             if isinstance(unit, Run):
                 self._run_together(unit)
             else:
@@ -122,7 +123,8 @@ class Frame:
         if self.call is not None:
             self.call.at = self.axis, run.block_id
         self._on_host.settle()
-        outputs = run([self.context(step, {}) for step in run.steps])
+        with self._region(run.block_id):
+            outputs = run([self.context(step, {}) for step in run.steps])
         self.env.update(zip(run.outputs, outputs, strict=True))
         for step in run.steps:
             for node, piece in step.sides.items():
@@ -144,11 +146,11 @@ class Frame:
         outputs: Sequence[Any]
         with self._saving(step, point, wholes) as saved:
             if point.recomputes and torch.is_grad_enabled():
-                outputs = self._checkpointed(step, strategy, wholes, saved)
+                outputs = self._checkpointed(step, strategy, (wholes, gathered), saved)
                 if gathered is not None:
-                    gathered.free()  # backward gathers again when it runs the block again
+                    gathered.leave()
             else:
-                with self._not_keeping_input(step):
+                with self._not_keeping_input(step), self._region(step.block_id):
                     outputs = variant(self.context(step, wholes))
                 if gathered is not None:
                     unread = getattr(variant, "unread", ())  # weights of a head by tiles
@@ -178,17 +180,28 @@ class Frame:
         return frozenset(storages(found))
 
     def _checkpointed(
-        self, step: Step, strategy: str, wholes: Wholes, saved: SavedBlock | None
+        self,
+        step: Step,
+        strategy: str,
+        unsharded: tuple[Wholes, Gathered | None],
+        saved: SavedBlock | None,
     ) -> Sequence[Any]:
-        """The step's outputs; it runs again in backward, when the frame has let go of values. Its
-        inputs go where ``saved`` says."""
+        """The step's outputs; it runs again in backward, when the frame has let go of values, and
+        gathers what is ``unsharded`` now. Its inputs go where ``saved`` says."""
         variant, context = self.program.variant(step, strategy), self.context(step, {})
-        inputs, first = Inputs(context.get), [wholes]
+        inputs, (wholes, gathered) = Inputs(context.get), unsharded
+        first = [wholes]
         context, read_again = replace(context, get=inputs.get), self._read_again(step, strategy)
 
         def compute() -> tuple[Any, ...]:
-            mine = first.pop() if first else self.unshard(step, strategy)[0]
-            out = variant(replace(context, weights=partial(self.weights, step, mine)))
+            if first:
+                mine = first.pop()
+            else:
+                mine, _ = self.unshard(step, strategy)
+                if gathered is not None:
+                    gathered.fetch_before()
+            with self._region(step):
+                out = variant(replace(context, weights=partial(self.weights, step, mine)))
             pairs = zip(step.gives(strategy).outputs, out, strict=True)
             return tuple(remade(x) if node is read_again else x for node, x in pairs)
 
@@ -215,6 +228,11 @@ class Frame:
         if node is None or node not in step.piece.inputs:
             return nullcontext()
         return not_kept(self.env[node], grad_fn)
+
+    def _region(self, block_id: int) -> AbstractContextManager[Any]:
+        """Inside, a profiler notes that the rank computes the block, or run, ``block_id``."""
+        block = collectives.traffic(self.axis, block_id)
+        return region(block.name, block.strategy)
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
         """What ``step`` may know and ask for; ``wholes`` are the weights gathered for it."""
@@ -323,48 +341,13 @@ class Frame:
             x = wholes.get(node)
             if x is None:
                 x = self.env[node]
-                x = self._summed.get(node, x) if step.split else x
+                x = self._joined.summed.get(node, x) if step.split else x
             if isinstance(x, ShardedTensor):
                 assert form is not None
                 taken.append(group_rows(x, form))
             else:
                 taken.append(x if form is None else form.take(x, self.axis.rank))
         return tuple(taken)
-
-    def _sum_gradients(self) -> dict[fx.Node, Tensor]:
-        """Weights of which every rank has the whole and computes a part of the gradients: all are
-        summed over ranks when all are there."""
-        if self.axis.size == 1 or not torch.is_grad_enabled():
-            return {}
-        held = {
-            n: i
-            for n, i in self.program.schedule.weight_owners.items()
-            if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
-        }
-        if not held:
-            return {}
-        out = SumGradients.apply(self.sync, list(held.values()), *(self.env[n] for n in held))
-        return dict(zip(held, out, strict=True))
-
-    def _join_replicas(self, position: int) -> None:
-        """Have the gradients of the weights of the step at ``position`` averaged over replicas,
-        where that is no part of the sum over ranks."""
-        program = self.program
-        if program.replicas.size == 1 or not torch.is_grad_enabled():
-            return
-        inputs = program.steps[position].piece.inputs if position < len(program.steps) else ()
-        nodes = [
-            n
-            for n in inputs
-            if is_weight(n)
-            and n not in self._joined
-            and n not in self._summed
-            and self.env[n].requires_grad
-        ]
-        if nodes:
-            out = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
-            self.env.update(zip(nodes, out, strict=True))
-            self._joined.update(nodes)
 
     # ---- outputs
 

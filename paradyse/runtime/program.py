@@ -48,6 +48,8 @@ class StepConstants:
     """[], the seed of a call that draws no random numbers."""
     head: str = ""
     """The levers of the head (``Plan.head``)."""
+    together: bool = False
+    """Whether the plan is used so often that blocks in a row run as one (``Runs``)."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""

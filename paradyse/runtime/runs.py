@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from paradyse.distributed import collectives
@@ -19,7 +18,7 @@ from paradyse.passes.split_steps import BlockStep, Schedule, Step
 from paradyse.strategies.base import SPLIT, WHOLE, PieceVariant, Scope, StepContext
 from paradyse.strategies.dropout import has_dropout
 from paradyse.strategies.fused import FusedPiece, Member
-from paradyse.types import Point
+from paradyse.types import Plan, Point
 
 RUN_BLOCKS = 8
 """Blocks of a run at most: the inner compiler takes as much longer as a run is longer, and the cost
@@ -31,6 +30,19 @@ FUSE_AFTER = 16
 FUSED_TOKENS = 4096
 """Tokens of a rank up to which blocks run together. Beyond, the device has work for longer than the
 host takes."""
+
+
+class Uses:
+    """How often each plan was used, by the model as a whole: ranks may have captured it at other
+    calls than the rest, and send messages in another order where they run blocks together."""
+
+    def __init__(self) -> None:
+        self._count: Recent[Plan, int] = Recent()
+
+    def add(self, plan: Plan) -> bool:
+        """Whether ``plan``, which is used once more, was used often before."""
+        count = self._count[plan] = self._count.get(plan, 0) + 1
+        return count > FUSE_AFTER
 
 
 class Run:
@@ -68,7 +80,7 @@ Unit = Step | Run
 
 
 class Runs:
-    """The units of a program under each plan.
+    """The units of a program under plans that are used often.
 
     Args:
         schedule: the steps.
@@ -80,7 +92,6 @@ class Runs:
         self, schedule: Schedule, scope: Scope, variant: Callable[[Step, str], Any]
     ) -> None:
         self.schedule, self.scope, self._variant = schedule, scope, variant
-        self._uses: Recent[Any, int] = Recent()
         self._units: Recent[tuple[str, ...], Sequence[Unit]] = Recent()
 
     def units(self, strategies: tuple[str, ...], sizes: Mapping[str, int]) -> Sequence[Unit]:
@@ -94,10 +105,6 @@ class Runs:
             return self.schedule.steps
         layout = SPLIT if self.scope.axis.size > 1 else WHOLE
         if sizes.get("B", 1) * sizes[layout] > FUSED_TOKENS:
-            return self.schedule.steps
-        key = strategies, torch.is_grad_enabled()
-        uses = self._uses[key] = self._uses.get(key, 0) + 1
-        if uses <= FUSE_AFTER:
             return self.schedule.steps
         if strategies not in self._units:
             self._units[strategies] = self._fused(strategies)

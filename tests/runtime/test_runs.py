@@ -71,6 +71,12 @@ def compiled_nodes(loss: torch.Tensor) -> int:
     return sum("CompiledFunction" in n.name() for n in found)
 
 
+def test_plans_are_counted_each_by_itself() -> None:
+    uses = runs.Uses()
+    plans = [Plan((name,) * 2) for name in ("metp", "ulysses_z", "metp", "metp", "ulysses_z")]
+    assert [uses.add(plan) for plan in plans] == [False, False, True, True, True]
+
+
 def test_a_region_for_eight_blocks_after_some_calls_and_none_for_long_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
