@@ -200,7 +200,7 @@ class Frame:
                 mine, _ = self.unshard(step, strategy)
                 if gathered is not None:
                     gathered.fetch_before()
-            with self._region(step):
+            with self._region(step.block_id):
                 out = variant(replace(context, weights=partial(self.weights, step, mine)))
             pairs = zip(step.gives(strategy).outputs, out, strict=True)
             return tuple(remade(x) if node is read_again else x for node, x in pairs)
