@@ -359,7 +359,8 @@ class _Graph:
         return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
-        constants, make_frame = self._make(sizes, plan), current_frames()
+        together, make_frame = self.choice.uses.add(plan), current_frames()
+        constants = replace(self._make(sizes, plan), together=together)
         feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:
             return make_frame(self.program, args, constants).run()

@@ -17,6 +17,7 @@ from paradyse.distributed.session import Recent
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
+from paradyse.runtime.runs import Runs
 from paradyse.strategies import build_head, build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
 from paradyse.strategies.local import LocalPiece
@@ -47,6 +48,8 @@ class StepConstants:
     """[], the seed of a call that draws no random numbers."""
     head: str = ""
     """The levers of the head (``Plan.head``)."""
+    together: bool = False
+    """Whether the plan is used so often that blocks in a row run as one (``Runs``)."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
@@ -84,6 +87,7 @@ class Program:
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
+        self.runs = Runs(self.schedule, scope, self.variant)
 
     def variant(self, step: Step, strategy: str) -> Any:
         """What computes ``step`` by ``strategy`` ("" for a piece): ``StepContext`` -> outputs."""
