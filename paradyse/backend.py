@@ -42,6 +42,7 @@ from paradyse.runtime.capture import (
     build_program,
     find_sizes,
     fingerprint,
+    identity,
     is_model_state,
     sizes_of,
     trace_inputs,
@@ -131,7 +132,7 @@ class Capture:
         self.trace = trace_inputs(self.placeholders, examples)
         self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
         graph = self._graph(self.trace.values)
-        if graph is not None and self.trace.again is not None:
+        if graph is not None:
             self._check_sizes(graph)
         if graph is None:
             if options.on_unsupported == "error" and axis.size > 1:
@@ -230,7 +231,8 @@ class Capture:
             return None
         self._lay_out(program)
         graph = _Graph(program, self)
-        named = {program.scope.seq, program.scope.batch}
+        letters = program.scope.labels(WHOLE).of
+        named = {f for f, letter in letters.items() if not isinstance(graph.sizes[letter], int)}
         if not self.keyed_dims:
             self.keyed_dims = tuple(
                 (i, d)
@@ -265,10 +267,11 @@ class Capture:
 
     def _check_sizes(self, graph: _Graph) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
-        again, options = self.trace.again, replace(self.options, dump=None)
-        assert again is not None
+        again, options = self.trace.again(self.keyed_dims), replace(self.options, dump=None)
+        if again is None:
+            return
         other, _ = build_program(self.gm, again, self.is_weight, options, self.axis)
-        if other is None or fingerprint(other) != fingerprint(graph.program):
+        if other is None or identity(other) != identity(graph.program):
             self.notes.append(
                 "a size in this graph depends on the length in a way that no tensor's dim shows: "
                 "each length gets a program of its own"
@@ -311,9 +314,7 @@ class _Graph:
 
     def __init__(self, program: Program, capture: Capture):
         self.program, self.capture = program, capture
-        sizes = find_sizes(program)
-        assert sizes is not None, "a program is made where they are found"
-        self.sizes = sizes
+        self.sizes = find_sizes(program)
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
         weights = [w for w in (p() for p in capture.parameters) if w is not None]

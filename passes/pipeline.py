@@ -21,7 +21,8 @@ from paradyse.passes.outline_head import Head, outline_head
 from paradyse.passes.pad_labels import pad_labels
 from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
-from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
+from paradyse.passes.remove_mutation import remove_mutation
+from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit
 from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
 from paradyse.passes.split_steps import Schedule, split_steps
 from paradyse.torch_private import trace_structured

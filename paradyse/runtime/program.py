@@ -32,15 +32,15 @@ class StepConstants:
     """What depends only on the sizes and the plan: made once, reused while both last."""
 
     sizes: Mapping[str, int]
-    """"B", "S" and, on more than one rank, "s"."""
+    """"S", on more than one rank "s", and the letters of ``Scope.beside``."""
     strategies: tuple[str, ...]
     """Per block, a strategy and its levers."""
     whole: Tensor
     """[S], all positions."""
     local: Tensor
     """[s], the positions that the rank holds."""
-    batch: Tensor
-    """[B], of which only the length is read."""
+    beside: Tensor
+    """[B, ..], of which only the shape is read: the sizes of ``Scope.beside``."""
     infos: tuple[Tensor, ...]
     """Per block, and last for the pieces between blocks: int64 [2] = (S, block id)."""
     no_seed: Tensor
@@ -50,7 +50,7 @@ class StepConstants:
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
-        return self.whole, self.local, self.batch, self.infos[step.index], seed
+        return self.whole, self.local, self.beside, self.infos[step.index], seed
 
     def strategy(self, step: Step) -> str:
         """The strategy of ``step``; of a piece between blocks those levers of the head that change
@@ -148,6 +148,7 @@ class Program:
             local = local_positions(self.axis.layout(seq_len), self.axis.rank, device)
         ids = [*(s.block_id for s in self.block_steps), self.schedule.between_id]
         infos = tuple(torch.tensor([seq_len, i]) for i in ids)
-        batch = torch.empty(sizes.get("B", 1), device=device)
+        shape = [sizes.get(letter, f.size) for letter, f in self.scope.beside.items()]
+        beside = torch.empty((), device=device).expand(shape or [1])
         no_seed = torch.zeros((), dtype=torch.int64, device=device)
-        return StepConstants(sizes, (), whole, local, batch, infos, no_seed)
+        return StepConstants(sizes, (), whole, local, beside, infos, no_seed)
