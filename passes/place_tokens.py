@@ -99,7 +99,7 @@ def _may_start(node: fx.Node, ctx: Any) -> bool:
     """Whether each rank can compute its rows of ``node`` from rows of replicated values."""
     if not is_tensor(node) or not node.meta["val"].is_floating_point():
         return False
-    inputs = [a for a in node.all_input_nodes if is_tensor(a)]
+    inputs = [a for a in node.all_input_nodes if is_tensor(a) and not is_weight(a)]
     sliced = any(_times(ctx.names.of(a), ctx.seq) == 1 for a in inputs)
     return sliced and can_split(ctx.names, node, ctx.seq, ctx.split)
 

@@ -10,6 +10,7 @@ from typing import Any
 from small_models import Row
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 _SMALL_CONVS: dict[str, Any] = {
     "conv_dim": (16, 16),
     "conv_kernel": (20, 16),
@@ -68,7 +69,7 @@ _FAMILIES = {
         "ViTMAEForPreTraining",
         {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 2, "decoder_intermediate_size": 40}
         | {"decoder_num_attention_heads": 4},
-        batch="images",
+        batch="masked_patches",
     ),
     # Audio
     "wav2vec2": Row("Wav2Vec2ForCTC", _SMALL_CONVS),
@@ -78,8 +79,11 @@ _FAMILIES = {
     "llava": Row("LlavaForConditionalGeneration", {"image_seq_length": 16}, "image_text"),
     # Mixtures of experts, state spaces
     "mixtral": Row("MixtralForCausalLM"),
-    "deepseek-v3": Row("DeepseekV3ForCausalLM"),
-    "deepseek-v2": Row("DeepseekV2ForCausalLM"),
+    "deepseek-v3": Row("DeepseekV3ForCausalLM", {"num_key_value_heads": 4}),
+    "deepseek-v2": Row(
+        "DeepseekV2ForCausalLM",
+        {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    ),
     "qwen3-moe": Row("Qwen3MoeForCausalLM"),
     "gpt-oss": Row("GptOssForCausalLM"),
     "mamba": Row("MambaForCausalLM"),
@@ -88,7 +92,7 @@ _FAMILIES = {
     "gemma3n": Row(
         "Gemma3nForCausalLM",
         {"vocab_size_per_layer_input": 96, "laurel_rank": 8, "num_kv_shared_layers": 0}
-        | {"activation_sparsity_pattern": 0.0, "intermediate_size": 40},
+        | {"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": 40},
     ),
     # More decoders
     "gemma": Row("GemmaForCausalLM"),
@@ -120,12 +124,12 @@ _FAMILIES = {
     "smollm3": Row("SmolLM3ForCausalLM"),
     "llama4-text": Row("Llama4ForCausalLM"),
     "qwen2-moe": Row("Qwen2MoeForCausalLM"),
-    "minicpm3": Row("MiniCPM3ForCausalLM"),
+    "minicpm3": Row("MiniCPM3ForCausalLM", {"num_key_value_heads": 4}),
     "ernie4.5": Row("Ernie4_5ForCausalLM"),
     "exaone4": Row("Exaone4ForCausalLM"),
     "seed-oss": Row("SeedOssForCausalLM"),
-    "hunyuan-dense": Row("HunYuanDenseV1ForCausalLM"),
-    "nemotron": Row("NemotronForCausalLM"),
+    "hunyuan-dense": Row("HunYuanDenseV1ForCausalLM", _ROPE),
+    "nemotron": Row("NemotronForCausalLM", {"num_key_value_heads": 2}),
     "persimmon": Row("PersimmonForCausalLM"),
     "arcee": Row("ArceeForCausalLM"),
     "apertus": Row("ApertusForCausalLM"),
@@ -134,14 +138,17 @@ _FAMILIES = {
     "diffllama": Row("DiffLlamaForCausalLM"),
     "dbrx": Row(
         "DbrxForCausalLM",
-        {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 40, "moe_top_k": 2}},
+        {
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 40, "moe_top_k": 2},
+        },
     ),
     "jetmoe": Row("JetMoeForCausalLM"),
     "minimax": Row("MiniMaxForCausalLM"),
     "biogpt": Row("BioGptForCausalLM"),
     "xglm": Row("XGLMForCausalLM"),
     "ctrl": Row("CTRLLMHeadModel", {"dff": 40}),
-    "dots1": Row("Dots1ForCausalLM"),
+    "dots1": Row("Dots1ForCausalLM", {"n_routed_experts": 4, "num_experts_per_tok": 2}),
     "lfm2": Row("Lfm2ForCausalLM", {"block_ff_dim": 40}),
     "jamba": Row("JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "bamba": Row("BambaForCausalLM", {"mamba_n_heads": 8, "mamba_d_head": 8}),
@@ -153,7 +160,7 @@ _FAMILIES = {
     "deberta": Row("DebertaForMaskedLM"),
     "camembert": Row("CamembertForMaskedLM"),
     "xlm-roberta-xl": Row("XLMRobertaXLForMaskedLM"),
-    "mpnet": Row("MPNetForMaskedLM"),
+    "mpnet": Row("MPNetForMaskedLM", {"relative_attention_num_buckets": 32}),
     "longformer": Row("LongformerForMaskedLM", {"attention_window": 8}),
     "big-bird": Row("BigBirdForMaskedLM"),
     "esm": Row("EsmForMaskedLM", {"vocab_size": 96, "pad_token_id": 1, "mask_token_id": 74}),

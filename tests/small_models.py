@@ -115,7 +115,7 @@ def shrink(cls: Any, given: Mapping[str, Any], spec: Mapping[str, Any] | None = 
             if name in OFF:
                 made[name] = OFF[name]
         elif name in OFF or ("drop" in name and isinstance(default, int | float)):
-            made[name] = OFF.get(name, 0.0)
+            made[name] = OFF.get(name, type(default)(0))
         elif name in SMALL and isinstance(default, int):
             made[name] = min(default, SMALL[name])
         elif name.endswith(("_token_id", "_token_index")) and isinstance(default, int):
@@ -230,6 +230,13 @@ def masked_images(model: Any, n: int, g: torch.Generator) -> Batch:
     return {"pixel_values": _pixels(model, n // 4, g), "bool_masked_pos": hidden}
 
 
+def masked_patches(model: Any, n: int, g: torch.Generator) -> Batch:
+    """n // 4 images, and noise [.., patches] that says which patches a model is not to see."""
+    patches = (model.config.image_size // model.config.patch_size) ** 2
+    noise = torch.rand(n // 4, patches, generator=g)
+    return {"pixel_values": _pixels(model, n // 4, g), "noise": noise}
+
+
 def image_text(model: Any, n: int, g: torch.Generator) -> Batch:
     """Token ids [3, n + image tokens] with one image a row."""
     config = model.config
@@ -290,6 +297,7 @@ BATCHES: Mapping[str, Maker] = {
         translation,
         images,
         masked_images,
+        masked_patches,
         image_text,
         contrast,
         waves,
