@@ -14,6 +14,8 @@ from paradyse.graph.infer import infer_names
 
 aten = torch.ops.aten
 
+_MERGES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+
 
 def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     """Name every dim; the graph itself is unchanged.
@@ -21,12 +23,16 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     before: q[2, 4, 37, 16]
     after:  ctx.names.of(q) = [(B,), (H,), (S,), (D,)], ctx.seq = S, ctx.batch = B (None for one
             sequence; the outermost factor where the batch is several dims in one)
-    Where attention is over several sequences, S is the one whose tokens have the most work in
+    A sequence that is made of several dims, such as rows and columns of patches, has a name of its
+    own. Where attention is over several sequences, S is the one whose tokens have the most work in
     linears; a note says what is over another one and stays whole.
     Refuses nothing: ctx.seq is None where no attention says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
     queries = {n: AttentionCall.of(n).q for n in gm.graph.nodes if n.target is ATTENTION}
+    merged = _merged_sequences(gm.graph, ctx.names, list(queries.values()))
+    if merged:
+        ctx.names = infer_names(gm.graph, merged)
     over: dict[Factor, list[fx.Node]] = defaultdict(list)
     dims = {n: ctx.names.of(q)[2] for n, q in queries.items()}
     for node, dim in dims.items():
@@ -46,6 +52,21 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     else:
         ctx.note("the sequence of an attention is several dims in one: nothing is split")
     return len(ctx.names.dims)
+
+
+def _merged_sequences(
+    graph: fx.Graph, names: Names, queries: list[fx.Node]
+) -> list[tuple[fx.Node, int]]:
+    """Where dims become a sequence, such as rows and columns of patches: reshapes, and the dims
+    that they make of several."""
+    compound = {dim for dim in (names.of(q)[2] for q in queries) if len(dim) > 1}
+    return [
+        (node, d)
+        for node in graph.nodes
+        if node.target in _MERGES and names.mixed(node) == set()
+        for d, dim in enumerate(names.of(node))
+        if dim in compound and dim not in names.of(node.args[0])
+    ]
 
 
 def _work(graph: fx.Graph, names: Names, seq: Factor) -> int:

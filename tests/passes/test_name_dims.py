@@ -60,15 +60,20 @@ def test_a_batch_of_several_dims_goes_by_the_outermost() -> None:
     assert ctx.batch is not None and (ctx.batch.size, ctx.seq.size) == (2, 5)
 
 
-def in_windows(x: Tensor) -> Tensor:
-    x = x.unflatten(2, (2, 2)).flatten(2, 3)
-    x = x.view(2, 4, 2, 2, 3).flatten(2, 3)
-    return attend(x, x, x)
+def test_rows_and_columns_of_patches_are_one_sequence() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        patches = F.conv2d(x, w, stride=2).flatten(2)
+        return attend(*[patches[:, None].transpose(2, 3)] * 3)
+
+    ctx, gm = context(), trace(fn, torch.randn(2, 3, 6, 8), torch.randn(5, 3, 2, 2), weights=1)
+    name_dims(gm, ctx)
+    assert (ctx.batch.size, ctx.seq.size) == (2, 12)
+    (x, *_) = gm.graph.nodes
+    assert ctx.names.of(x)[0] == (ctx.batch,)
 
 
 UNNAMED = {
     "no attention": (lambda x: x + 1, [X], "no scaled_dot_product_attention"),
-    "several dims": (in_windows, [X[:, :, :4]], "several dims in one"),
     "one token": (lambda x: attend(x, x, x), [X[:, :, :1]], "a sequence of one token"),
 }
 
