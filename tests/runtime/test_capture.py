@@ -110,6 +110,20 @@ def test_a_number_made_of_the_length_is_not_taken_for_a_constant(dynamic):
     compile_and_compare(LengthScaled().double(), LENGTHS, dynamic)
 
 
+class Repeated(Tiny):
+    """Repeats its tokens, which no input shows: of its length there is a program for each."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        twice = None if labels is None else labels.repeat(1, 2)
+        return super().forward(ids.repeat(1, 2), twice, mask)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_length_that_no_input_shows_is_not_taken_for_that_of_all_calls(dynamic):
+    compiled = compile_and_compare(Repeated().double(), LENGTHS, dynamic)
+    assert all(c.graphs for c in captures_of(compiled))
+
+
 def test_an_operator_without_a_rule_runs_as_it_is():
     compiled = compile_and_compare(Mixer().double(), LENGTHS)
     notes = [n for c in captures_of(compiled) for n in c.notes]
