@@ -369,7 +369,8 @@ class _Graph:
     def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool]:
         """What the guard asks of a call."""
         keeps_gradients = self._gradients() != AT_ONCE
-        return sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
+        num_sequences = self.program.num_sequences(sizes)
+        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
 
     def _gradients(self) -> str:
         weights = (w for w in (p() for p in self.capture.parameters) if w is not None)

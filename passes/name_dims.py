@@ -38,12 +38,13 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     for node, dim in dims.items():
         if len(dim) == 1:
             over[dim[0]].append(node)
-    ctx.seq = ctx.batch = None
+    ctx.seq, ctx.batch, ctx.sequences = None, None, ()
     if over:
         ctx.seq = max(over, key=lambda f: _work(gm.graph, ctx.names, f))
         batches = {ctx.names.of(queries[n])[0] for n in over[ctx.seq]}
         if len(batches) == 1:
-            ctx.batch = next(iter(next(iter(batches))), None)
+            (ctx.sequences,) = batches
+            ctx.batch = next(iter(ctx.sequences), None)
         _note_others([n for n in queries if n not in over[ctx.seq]], ctx)
     elif not queries:
         ctx.note("no scaled_dot_product_attention in the graph: nothing says what the sequence is")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from paradyse.distributed.axis import SINGLE, Axis
-from paradyse.graph.factors import Factor, Names
+from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
@@ -78,6 +78,8 @@ class CaptureContext:
     names: Names = field(default_factory=Names)
     seq: Factor | None = None
     batch: Factor | None = None
+    sequences: Dim = ()
+    """The batch dim of attention: ``batch``, and whatever else is in it."""
     split: set[fx.Node] = field(default_factory=set)
     """Values split along the sequence when there is more than one rank."""
     partial: set[fx.Node] = field(default_factory=set)

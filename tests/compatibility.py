@@ -91,7 +91,8 @@ def crash(failure: RankFailure) -> str:
     if not errors:
         return "a rank died"
     lines = [x.strip() for x in errors[0].text.splitlines() if x.strip()]
-    said = next((x for x in lines if "Error" in x), lines[0] if lines else "")
+    wrapped = len(lines) > 1 and lines[0].endswith("raised:")  # by Dynamo
+    said = lines[wrapped] if lines else ""
     return f"{errors[0].type_name}: {short(said)}"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compatibility import Result, crash, read, try_family, write
 from family_table import FAMILIES
-from harness import RankFailure, RankPool
+from harness import RankError, RankFailure, RankPool
 from small_models import batch_of, make
 
 ALWAYS = {
@@ -77,6 +77,9 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_crash_is_one_line() -> None:
     assert crash(RankFailure("", {}, True)) == "no result in time"
     assert crash(RankFailure("", {}, False)) == "a rank died"
+    for text in ("no", "backend='paradyse' raised:\nno\nmore", "no\nError"):
+        error = RankError("ValueError", text, "")
+        assert crash(RankFailure("", {1: error}, False)) == "ValueError: no"
 
 
 @pytest.mark.parametrize("name", ["vit", "bart", "bert-choices"])

@@ -14,11 +14,12 @@ from torch import Tensor, fx
 
 from paradyse.distributed.axis import local_positions
 from paradyse.distributed.session import Recent
+from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
 from paradyse.strategies import build_head, build_variant
-from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
+from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, bind_factors
 from paradyse.strategies.local import LocalPiece
 from paradyse.strategies.look_up import LookUpPiece
 from paradyse.types import Point
@@ -84,6 +85,10 @@ class Program:
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
+
+    def num_sequences(self, sizes: Mapping[str, int]) -> int:
+        """Of a call of these ``sizes``: the batch, times what else is in attention's batch dim."""
+        return int(size_of(self.ctx.sequences, bind_factors(self.scope, WHOLE, sizes)))
 
     def variant(self, step: Step, strategy: str) -> Any:
         """What computes ``step`` by ``strategy`` ("" for a piece): ``StepContext`` -> outputs."""
