@@ -97,3 +97,27 @@ def select_scatter(names: Names, node: fx.Node) -> Any:
     for mine, theirs in zip(dims[:d] + dims[d + 1 :], names.of(node.args[1]), strict=True):
         names.unify_at(node, mine, theirs)
     return dims
+
+
+@rule(aten.masked_scatter.default)
+def masked_scatter(names: Names, node: fx.Node) -> Any:
+    """``x[...], mask[...], y[..] -> [...]; mixes all``: what is taken of y depends on all of the
+    mask."""
+    dims = names.broadcast(node, node.args[:2], shape_of(node))
+    names.mix(node, *dims, *names.of(node.args[2]))
+    return dims
+
+
+@rule(aten.repeat.default)
+def repeat(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...] -> [new, ..., n, ...]``, with a new dim in place of n, which it mixes, where
+    n is repeated."""
+    dims, times, shape = names.of(node.args[0]), node.args[1], shape_of(node)
+    out = names.fresh(shape)
+    ahead = len(shape) - len(dims)
+    for d, dim in enumerate(dims, ahead):
+        if times[d] == 1:
+            out[d] = dim
+        else:
+            names.mix(node, dim)
+    return out

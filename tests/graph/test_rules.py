@@ -180,6 +180,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t(*X), t(6, 3, 7), 1, 0, 5, 2),
         (t(*X), t(*X), 1),
     ],
+    "masked_scatter": [(t(*X), bools(6, 5, 1), t(210)), (t(*X), bools(7), t(*X))],
+    "repeat": [(t(*X), [1, 2, 1]), (t(5, 7), [2, 1, 3])],
     "select_scatter": [(t(*X), t((2, 3), 7), 1, 2), (t(*X), t(6, 5), -1, -1)],
     "attention": [
         (Q, t(2, 2, 5, 3), t(2, 2, 5, 6), None, None, None, None, *CAUSAL),
@@ -194,7 +196,9 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 }
 """Arguments that are given by name."""
 
-MIX_ALL = {"scalar_tensor", "squeeze"} | set("mean sum prod any all var std".split())
+MIX_ALL = {"scalar_tensor", "squeeze", "masked_scatter"} | set(
+    "mean sum prod any all var std".split()
+)
 """Operators of which nothing can be split."""
 
 
