@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,7 +36,7 @@ _INSIDE = WeakTensorKeyDictionary()
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: Any) -> Iterator[None]:
     """Inside, backward sends no gradients of the weights of ``model``; the first one outside sends
     those that have piled up with its own, and leaves ``.grad`` as without this:
 
