@@ -44,6 +44,7 @@ from paradyse.runtime.capture import (
     fingerprint,
     identity,
     is_model_state,
+    shown_factors,
     sizes_of,
     trace_inputs,
 )
@@ -232,8 +233,7 @@ class Capture:
             return None
         self._lay_out(program)
         graph = _Graph(program, self)
-        letters = program.scope.labels(WHOLE).of
-        named = {f for f, letter in letters.items() if not isinstance(graph.sizes[letter], int)}
+        named = shown_factors(program)
         if not self.keyed_dims:
             self.keyed_dims = tuple(
                 (i, d)

@@ -272,6 +272,12 @@ def find_sizes(program: Program) -> SizeSource:
     return {letter: found.get(f, f.size) for f, letter in scope.labels(WHOLE).of.items()}
 
 
+def shown_factors(program: Program) -> set[Factor]:
+    """The factors of ``program`` whose sizes are read off the arguments of each call."""
+    source, letters = find_sizes(program), program.scope.labels(WHOLE).of
+    return {f for f, letter in letters.items() if not isinstance(source[letter], int)}
+
+
 def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, int]:
     """The sizes of a call with ``args``, read where ``source`` says: "S", if ``axis`` has several
     ranks "s", and the letters of ``Scope.beside``."""
