@@ -189,11 +189,10 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     after:  y[bf16] = linear(to(x, bf16), to(w, bf16))
     Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
     """
-    device = next(
-        n.meta["val"].device.type for n in gm.graph.nodes if hasattr(n.meta.get("val"), "device")
-    )
+    values = (n.meta.get("val") for n in gm.graph.nodes)
+    device = next((x.device.type for x in values if hasattr(x, "device")), None)
     entered = [n for n in gm.graph.nodes if n.target in _AUTOCAST]
-    if not entered and not torch.is_autocast_enabled(device):
+    if device is None or not entered and not torch.is_autocast_enabled(device):
         return 0
     for node in reversed(entered):  # the exit is the enter's user
         gm.graph.erase_node(node)

@@ -146,3 +146,8 @@ def test_the_casts_of_autocast_are_in_the_graph() -> None:
 def test_without_autocast_nothing_is_cast() -> None:
     gm = trace(lambda x: x.double() @ x.double().mT, torch.randn(3, 4))
     assert make_autocast_explicit(gm, context()) == 0
+
+
+def test_a_graph_of_numbers_alone_has_nothing_to_cast() -> None:
+    gm = retrace(fx.symbolic_trace(lambda n: n + 1), [3])
+    assert make_autocast_explicit(gm, context()) == 0
