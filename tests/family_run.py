@@ -25,16 +25,20 @@ def examine(row: Row, plans: Sequence[str]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     # Models warn of their own settings, and what they do in eager mode is no matter here.
     warnings.simplefilter("ignore")
-    reference, model = make(row), make(row)
+    try:
+        reference, model = make(row), make(row)
+        batches = [batch_of(row, reference, n) for n in row.lengths]
+        wanted = [run_step(reference, reference, batch, loss_of) for batch in batches]
+    except Exception as e:  # whatever transformers makes of a row of the table
+        problem = f"**not tried**: {type(e).__name__}: {short(str(e))}"
+        return {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
     current: list[Any] = [None]
     single = plans == ["auto"]
     plan = "auto" if single else lambda workload: current[0]
     compiled = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": "eager"})
     off: dict[str, float] = {}
     programs = []
-    for n in row.lengths:
-        batch = batch_of(row, reference, n)
-        want = run_step(reference, reference, batch, loss_of)
+    for n, batch, want in zip(row.lengths, batches, wanted, strict=True):
         for name in plans:
             current[0] = _plan(name, compiled) if not single else None
             error, what = worst(run_step(compiled, model, batch, loss_of), want)

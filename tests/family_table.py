@@ -174,7 +174,11 @@ _FAMILIES = {
     "funnel": Row("FunnelForMaskedLM", {"block_sizes": [1, 1], "d_head": 8, "d_inner": 40}),
     "convbert": Row("ConvBertForMaskedLM"),
     "ibert": Row("IBertForMaskedLM"),
-    "nystromformer": Row("NystromformerForMaskedLM", {"num_landmarks": 4}),
+    "nystromformer": Row(
+        "NystromformerForMaskedLM",
+        {"num_landmarks": 4, "segment_means_seq_len": 16},
+        lengths=(16,) * 3,
+    ),
     "xlnet": Row("XLNetLMHeadModel", {"d_inner": 40}),
     "xlm": Row("XLMWithLMHeadModel"),
     "megatron-bert": Row("MegatronBertForMaskedLM"),
@@ -191,8 +195,6 @@ _FAMILIES = {
         {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     ),
     "prophetnet": Row("ProphetNetForConditionalGeneration"),
-    "fsmt": Row("FSMTForConditionalGeneration", {"src_vocab_size": 96, "tgt_vocab_size": 96}),
-    "speech-to-text": Row("Speech2TextForConditionalGeneration", batch="transcribed_features"),
     # More of vision, audio, and both with language
     "data2vec-vision": Row("Data2VecVisionForImageClassification"),
     "dinov2-registers": Row("Dinov2WithRegistersForImageClassification"),
@@ -220,7 +222,6 @@ _FAMILIES = {
     "qwen2-vl-text": Row("Qwen2VLForConditionalGeneration", {"text_config": _MROPE}, "tokens"),
     "mllama-text": Row("MllamaForCausalLM", {"cross_attention_layers": [1]}),
     "blip": Row("BlipForConditionalGeneration", {}, "contrast"),
-    "git": Row("GitForCausalLM"),
 }
 
 FAMILIES: dict[str, Row] = _FAMILIES

@@ -160,6 +160,8 @@ def make(row: Row, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     config = cls.config_class(**shrink(cls.config_class, row.config))
     if not hasattr(config, "decoder_start_token_id"):  # what tokenizers or checkpoints bring
         config.decoder_start_token_id = 0
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
     model = cls(config)
     return redraw(model, seed).to(dtype).train()
 
@@ -197,7 +199,6 @@ def tokens(model: Any, n: int, g: torch.Generator) -> Batch:
 
 def classified(model: Any, n: int, g: torch.Generator) -> Batch:
     """Token ids [3, n], a class for each row."""
-    model.config.pad_token_id = model.config.get_text_config().pad_token_id or 0
     return {"input_ids": _ids(n, g, NUM_SEQUENCES), "labels": _classes(NUM_SEQUENCES, g)}
 
 
