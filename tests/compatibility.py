@@ -8,8 +8,8 @@
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
 lengths, under the plan ``auto`` or under each strategy, and one process trains it in eager mode.
 Loss and gradients have to be equal. The ranks have limited time for a family: one that crashes or
-hangs is a row of the table. So is one that eager mode cannot train, which is not tried. The table is written after each
-family; families that stand there are not tried again.
+hangs is a row of the table. So is one that eager mode cannot train, which is not tried. The table
+is written after each family; families that stand there are not tried again.
 """
 
 from __future__ import annotations
