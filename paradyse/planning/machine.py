@@ -29,7 +29,8 @@ RESERVE = 0.1
 """Share of a device's memory left to the allocator's fragmentation, the context and other users."""
 
 NCCL_COMMUNICATOR_BYTES = 400 * 2**20
-"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured."""
+"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured. One
+is made when its group sends its first message."""
 
 _SMALL, _LARGE = 1 << 10, 1 << 20
 """Elements (float32) of the two messages that give a collective's latency and bandwidth."""

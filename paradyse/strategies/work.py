@@ -249,7 +249,9 @@ class Work:
             self.send("all_gather", whole * share * gathers, gathers * groups, ahead=True)
             if training:
                 self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
-                self.workspace_bytes += whole * max(0, summed - e)
+                # on their way meanwhile: the gradients of the block behind
+                held = summed if groups == 1 else max(0, summed - e)
+                self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
         elif training:
             if split:
