@@ -42,7 +42,9 @@ from paradyse.runtime.capture import (
     build_program,
     find_sizes,
     fingerprint,
+    identity,
     is_model_state,
+    shown_factors,
     sizes_of,
     trace_inputs,
 )
@@ -132,7 +134,7 @@ class Capture:
         self.trace = trace_inputs(self.placeholders, examples)
         self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
         graph = self._graph(self.trace.values)
-        if graph is not None and self.trace.again is not None:
+        if graph is not None:
             self._check_sizes(graph)
         if graph is None:
             if options.on_unsupported == "error" and axis.size > 1:
@@ -231,7 +233,7 @@ class Capture:
             return None
         self._lay_out(program)
         graph = _Graph(program, self)
-        named = {program.scope.seq, program.scope.batch}
+        named = shown_factors(program)
         if not self.keyed_dims:
             self.keyed_dims = tuple(
                 (i, d)
@@ -266,10 +268,11 @@ class Capture:
 
     def _check_sizes(self, graph: _Graph) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
-        again, options = self.trace.again, replace(self.options, dump=None)
-        assert again is not None
+        again, options = self.trace.again(self.keyed_dims), replace(self.options, dump=None)
+        if again is None:
+            return
         other, _ = build_program(self.gm, again, self.is_weight, options, self.axis)
-        if other is None or fingerprint(other) != fingerprint(graph.program):
+        if other is None or identity(other) != identity(graph.program):
             self.notes.append(
                 "a size in this graph depends on the length in a way that no tensor's dim shows: "
                 "each length gets a program of its own"
@@ -312,9 +315,7 @@ class _Graph:
 
     def __init__(self, program: Program, capture: Capture):
         self.program, self.capture = program, capture
-        sizes = find_sizes(program)
-        assert sizes is not None, "a program is made where they are found"
-        self.sizes = sizes
+        self.sizes = find_sizes(program)
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
         weights = [w for w in (p() for p in capture.parameters) if w is not None]
@@ -370,7 +371,8 @@ class _Graph:
     def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool]:
         """What the guard asks of a call."""
         keeps_gradients = self._gradients() != AT_ONCE
-        return sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
+        num_sequences = self.program.num_sequences(sizes)
+        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
 
     def _gradients(self) -> str:
         weights = (w for w in (p() for p in self.capture.parameters) if w is not None)

@@ -6,6 +6,7 @@ Whoever changes a line that a fault replaces gives the fault its new text.
 from __future__ import annotations
 
 from fault import Fault
+from fault_inputs import INPUT_FAULTS
 from fault_levers import LEVER_FAULTS
 from fault_overlap import OVERLAP_FAULTS
 
@@ -465,5 +466,6 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
     ),
     *LEVER_FAULTS,
+    *INPUT_FAULTS,
     *OVERLAP_FAULTS,
 )
