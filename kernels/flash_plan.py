@@ -172,7 +172,12 @@ def launch(
         kind = FLOAT_BIAS
         if bias.dtype == torch.bool:
             kind, bias = BOOL_BIAS, bias.view(torch.uint8)
-        bias_strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))
+        strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))
+        if bias.dim() == 2:  # what is added for a pair stands as far from S - 1 as its tokens are
+            bias = bias[:, spec.seq_len - 1 :]
+            step = bias.stride(1)
+            strides = 0, strides[0], -step, step
+        bias_strides = strides
     rows = visibility.rows  # in place of what is not there
     tensors = (rows if x is None else x.to(q.device) for x in (bias, spec.seed, spec.head_ids))
     *factors, threshold = scalars(spec)

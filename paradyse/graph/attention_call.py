@@ -45,6 +45,7 @@ class AttentionCall:
     dropout_p: float = 0.0
     head_ids: Any = None
     info: Any = None
+    sinks: Any = None
 
     @classmethod
     def of(cls, node: fx.Node) -> AttentionCall:

@@ -163,6 +163,10 @@ class MetpVariant:
         """Values on local tokens that the groups read."""
         self.weights = groups.weights
         """Weights of the groups, each in the form in which a group takes it."""
+        sinks = self.call.sinks if self.call is not None else None
+        of = [w.node for w in self.weights]
+        self.sinks_at = None if sinks is None else len(self.local) + of.index(sinks)
+        """Which of a group's tensors are the sinks of its heads."""
         self.used = [g for g, q in enumerate(groups.slots.q) if max(q) >= 0]
         self._heads: dict[int, Tensor] = {}
         self._make_stages(block)
@@ -243,8 +247,10 @@ class MetpVariant:
             self._heads[index] = ids.to(device)
         return self._heads[index]
 
-    def _attention(self, call: _Call, index: int, qkv: Sequence[Tensor]) -> AttentionCall:
-        """The attention of group ``index``."""
+    def _attention(
+        self, call: _Call, index: int, group: Sequence[Tensor], qkv: Sequence[Tensor]
+    ) -> AttentionCall:
+        """The attention of group ``index``, whose part of the step's tensors is ``group``."""
         assert self.call is not None
         masks = [
             self.groups.slices[n].take(m, index).contiguous() if n in self.groups.slices else m
@@ -255,6 +261,8 @@ class MetpVariant:
         q, k, v = qkv
         padding, documents, bias = masks
         tensors = {"q": q, "k": k, "v": v, "key_padding": padding, "document_ids": documents}
+        if self.sinks_at is not None:
+            tensors["sinks"] = group[self.sinks_at].detach()
         return replace(seeded, **tensors, bias=bias, head_ids=heads, info=call.common[3])
 
     def forward_groups(
@@ -280,7 +288,7 @@ class MetpVariant:
                 with torch.set_grad_enabled(any(needs)):
                     qkv = [t.detach() for t in self.before(call, group, heads)]
                 with torch.no_grad():
-                    attention = self._attention(call, index, qkv)
+                    attention = self._attention(call, index, group, qkv)
                     out, (lse,) = attend_across_ranks(attention, "ring", self.scope.axis)
                 del qkv, attention
                 saved += [out, lse]
@@ -327,11 +335,13 @@ class MetpVariant:
                     grads[-1].transpose(1, 2),
                     out,
                     [lse],
-                    self._attention(call, index, [t.detach() for t in qkv]),
+                    self._attention(call, index, group, [t.detach() for t in qkv]),
                     "ring",
                     self.scope.axis,
                 )
                 taken.add(index, where, gradients(qkv, d_qkv[:3], leaves))
+                if self.sinks_at in where:
+                    taken.add(index, [self.sinks_at], d_qkv[4:])
             taken.send(index)
         return taken.gradients()
 

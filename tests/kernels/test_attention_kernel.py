@@ -5,6 +5,7 @@ operator.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,33 @@ def test_softcap(core: str, layout: str, positions: str) -> None:
             )
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("positions", ["full", "causal", "window"])
+def test_bias_by_distance(core: str, heads: int, positions: str) -> None:
+    """As if it stood for every pair; its gradient is a sum over pairs of one distance."""
+    for s, (layout, name) in itertools.product(
+        (1, 67), itertools.product(LAYOUTS.values(), ("", "holes"))
+    ):
+        bias = torch.randn(heads, 2 * s - 1, dtype=torch.float64)
+        spec = AttentionSpec(s, 0.3, **POSITIONS[positions], **data(name, 3, s), bias=bias)
+        check(spec, layout(s), (3, 4, 2, 8, 8))
+
+
+def test_bias_by_distance_of_heads_picked_by_global_index() -> None:
+    s, ids = 33, torch.tensor([4, 5, 1, 7])
+    bias = torch.randn(6, 2 * s - 1, dtype=torch.float64)
+    spec = AttentionSpec(s, 0.3, right=0, bias=bias, head_ids=ids)
+    grad, runs, given = torch.randn(2, 4, s, 8, dtype=torch.float64), ((0, s),), []
+    q, k, v, _ = make(2, 4, 2, s, s, 8, 8, torch.float64)
+    for one in (spec, replace(spec, bias=bias[ids.clamp(max=5)], head_ids=None)):
+        results = attention_forward(q, k, v, runs, runs, one)
+        given.append((*results, bias_gradient(Backward(grad, q, k, v, *results), runs, runs, one)))
+    (out, _, d_bias), (out0, _, d_bias0) = given
+    torch.testing.assert_close(out, out0)
+    assert d_bias[[0, 2, 3]].count_nonzero() == 0
+    torch.testing.assert_close(d_bias[[4, 5, 1]], d_bias0[:3])  # head 7 is padding
+
+
 def test_bias_heads_are_picked_by_global_index() -> None:
     s, ids = 33, torch.tensor([4, 5, 1, 0])
     bias = torch.randn(1, 6, s, s, dtype=torch.float64)
@@ -400,9 +428,30 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
             0.1,
             torch.arange(4),
             torch.tensor([29, 0]),
+            torch.randn(4, dtype=dtype, requires_grad=True),
         ),
     ):
         torch.library.opcheck(torch.ops.paradyse.attention.default, (*ins, *rest))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("name", ["", "nothing"])
+def test_sinks_are_one_more_column(name: str, dropout_p: float) -> None:
+    """Of the softmax, without a value; a row that sees no key has output and gradients 0."""
+    s, at = 29, torch.arange(29)
+    q, k, v, grad = make(2, 4, 2, s, s, 8, 8, torch.float64)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    ins = [x.requires_grad_() for x in (q, k, v)]
+    spec = AttentionSpec(s, 0.3, right=0, **data(name, 2, s), sinks=sinks)
+    seed = torch.tensor(5) if dropout_p else None
+    spec = replace(spec, dropout_p=dropout_p, seed=seed)
+    masked = (spec.key_padding, spec.document_ids, None, seed, -1, 0, -1, 0.3, 0.0, dropout_p)
+    out, lse = torch.ops.paradyse.attention(*ins, *masked, None, None, sinks)
+    want, lse0 = dense_attention(*ins, at, at, spec)
+    torch.testing.assert_close((out, lse), (want, lse0))
+    got = torch.autograd.grad(out, (*ins, sinks), grad)
+    torch.testing.assert_close(got, torch.autograd.grad(want, (*ins, sinks), grad))
+    assert name or got[3].abs().min() > 1e-3
 
 
 def test_operator_matches_scaled_dot_product_attention() -> None:
