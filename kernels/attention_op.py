@@ -144,14 +144,15 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
     def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
         grads: list[Any] = [None] * len(names)
         if grad_out is None:
-            return tuple(grads)
+            return tuple(grads[: len(ctx.needs_input_grad)])
         tensors = list(ctx.saved_tensors)
         kept, given = tensors[: ctx.num_kept], iter(tensors[ctx.num_kept :])
         rest = [next(given) if t else x for t, x in zip(ctx.is_tensor, ctx.others, strict=True)]
         *grads[:3], d_bias, d_sinks = backward(grad_out, kept, *ctx.sizes, *rest)
         grads[bias_at] = d_bias if ctx.sizes[-1] else None
         grads[sinks_at] = d_sinks if d_sinks.numel() else None
-        return tuple(grads)
+        # with lists among its tensors an operator wants none for arguments that were left out
+        return tuple(grads[: len(ctx.needs_input_grad)])
 
     def fake(
         grad_out: Tensor,
