@@ -32,8 +32,22 @@ def bias_planes(spec: AttentionSpec, num_heads: int) -> int:
     """
     if spec.bias is None:
         return 0
-    batch, heads = (1, *spec.bias.shape)[-2:] if spec.bias.dim() == 2 else spec.bias.shape[:2]
-    return int(batch) * min(int(heads), num_heads)
+    batch, heads = spec.bias.shape[:2] if spec.bias.dim() == 4 else (1, spec.bias.shape[0])
+    return batch * min(heads, num_heads)
+
+
+def join_sides(bias: Tensor) -> Tensor:
+    """``bias`` [H, 2, S] by distance as [H, 2 S - 1]: what is added for the key at j of the query at
+    i stands at j - i + S - 1.
+    """
+    return torch.cat([bias[:, 0, 1:].flip(1), bias[:, 1]], 1)
+
+
+def part_sides(joined: Tensor) -> Tensor:
+    """The transpose of ``join_sides``, of ``joined`` [H, 2 S - 1]."""
+    length = (joined.shape[1] + 1) // 2
+    behind = F.pad(joined[:, : length - 1].flip(1), (1, 0))
+    return torch.stack([behind, joined[:, length - 1 :]], 1)
 
 
 def _bias_tile(
@@ -49,8 +63,8 @@ def _bias_tile(
     rows = run_positions(q_runs, bias.device)[tile.rows]
     keys = run_positions(kv_runs, bias.device)[tile.keys]
     # positions of padding may be further apart than any two tokens
-    at = (keys - rows[:, None] + (spec.seq_len - 1)).clamp(0, bias.shape[1] - 1)
-    return bias[:, at][None]
+    at = (keys - rows[:, None] + (spec.seq_len - 1)).clamp(0, 2 * spec.seq_len - 2)
+    return join_sides(bias)[:, at][None]
 
 
 def additive_mask(
@@ -156,12 +170,12 @@ def add_bias_gradient(
     """Add to ``total`` what one tile gives.
 
     Args:
-        total: like the bias of ``spec``.
+        total: like the bias of ``spec``, or its sides joined.
         ds: [B, H, R, K], gradient of the tile's scores after the bias.
         tile: rows and keys.
         batch: the sequences at hand.
     """
-    h, distances = ds.shape[1], total.dim() == 2
+    h, distances = ds.shape[1], total.dim() == 2  # sides joined
     heads_at = 0 if distances else 1
     heads = torch.arange(h, device=ds.device)
     if total.shape[heads_at] not in (1, h) and spec.head_ids is not None:

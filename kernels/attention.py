@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paradyse.kernels.additive_mask import add_bias_gradient, bias_planes
+from paradyse.kernels.additive_mask import add_bias_gradient, bias_planes, join_sides, part_sides
 from paradyse.kernels.attention_core import (
     Backward,
     Call,
@@ -152,7 +152,7 @@ def _call(
         )
     for name in ("key_padding", "document_ids", "bias"):
         x = getattr(spec, name)
-        by_sequence = x is not None and not (name == "bias" and x.dim() == 2)
+        by_sequence = x is not None and not (name == "bias" and x.dim() == 3)
         if by_sequence and x.shape[0] not in (1, q.shape[0]):
             raise ValueError(f"{name} is {list(x.shape)}, but there are {q.shape[0]} sequences")
     if not 0 <= spec.dropout_p <= 1 or (spec.dropout_p > 0 and spec.seed is None):
@@ -278,9 +278,11 @@ def bias_gradient(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionS
     given = _all_prepared(given, 0, True)
     q, k = given.q, given.k
     total = torch.zeros(spec.bias.shape, dtype=stat_dtype(q.dtype), device=q.device)
+    total = join_sides(total) if total.dim() == 3 else total
     for problem in _problems(q, k, call):
         for tile in problem.tiles:
             mask = call.mask(problem, tile, q)
             _, ds = call.score_gradient(problem, tile, given.cut(tile), mask)
             add_bias_gradient(total, ds, spec, tile, problem.batch, q_runs, kv_runs)
+    total = part_sides(total) if spec.bias.dim() == 3 else total
     return total.to(spec.bias.dtype)

@@ -50,9 +50,9 @@ class AttentionSpec:
     document_ids: Tensor | None = None
     """[B|1, S] int, tokens see their own document only."""
     bias: Tensor | None = None
-    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. Or [H|1, 2 S - 1],
-    float, by distance: what is added for the key at j of the query at i stands at j - i + S - 1. H
-    may be more than the query has, then ``head_ids`` selects."""
+    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. Or by
+    distance, float, [H|1, 2, S]: what is added for keys so far behind their query, or ahead. H may
+    be more than the query has, then ``head_ids`` selects."""
     softcap: float | None = None
     """Before mask and bias, scores become softcap * tanh(score / softcap): Gemma 2, arXiv
     2408.00118."""
@@ -71,14 +71,14 @@ class AttentionSpec:
         return AttentionSpec(self.seq_len, 1.0, self.left, self.right, self.chunk)
 
     def head_bias(self, num_heads: int) -> Tensor | None:
-        """The bias [B|1, H|1, S|1, S|1] or [H|1, 2 S - 1] of the query's own ``num_heads`` heads.
+        """The bias of the query's own ``num_heads`` heads: [B|1, H|1, S|1, S|1] or [H|1, 2, S].
 
         Raises:
             ValueError: the bias has another number of heads, and there are no ``head_ids``.
         """
         if self.bias is None:
             return None
-        at = 0 if self.bias.dim() == 2 else 1
+        at = 0 if self.bias.dim() == 3 else 1
         shared = self.bias.shape[at] == 1
         return self.bias if shared else self._own_heads("bias", self.bias, at, num_heads)
 

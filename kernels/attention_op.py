@@ -5,7 +5,7 @@ spec, layout, gradient. The arguments of both, for S tokens:
 
 - ``key_padding``: [B|1, S] bool, True where a key may be seen. ``document_ids``: [B|1, S] int.
 - ``bias``: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores;
-  differentiable); or [H|1, 2 S - 1], float, by distance: see ``AttentionSpec``.
+  differentiable); or by distance, float, [H|1, 2, S]: see ``AttentionSpec``.
 - ``seed``: int64 [], needed with ``dropout_p`` > 0.
 - ``left``, ``right``, ``chunk``: see ``paradyse.types.MaskSpec``; -1 for unset.
 - ``scale``, ``softcap``: see ``AttentionSpec``; 0 for no softcap.
@@ -78,7 +78,7 @@ def make_spec(
     if bias is not None and not _fits(bias, seq_len):
         raise ValueError(
             f"bias is {list(bias.shape)} of {bias.dtype}; for {seq_len} tokens give "
-            "[B|1, H|1, S|1, S|1], or numbers [H|1, 2 S - 1]"
+            "[B|1, H|1, S|1, S|1], or numbers [H|1, 2, S]"
         )
     if sinks is not None and sinks.dim() != 1:
         raise ValueError(f"sinks are {list(sinks.shape)}; give [H]")
@@ -100,8 +100,8 @@ def make_spec(
 
 
 def _fits(bias: Tensor, seq_len: int) -> bool:
-    if bias.dim() == 2:
-        return bias.is_floating_point() and bias.shape[1] == max(2 * seq_len - 1, 0)
+    if bias.dim() == 3:
+        return bias.is_floating_point() and bias.shape[1:] == (2, seq_len)
     return bias.dim() == 4 and all(n in (1, seq_len) for n in bias.shape[2:])
 
 

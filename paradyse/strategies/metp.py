@@ -74,7 +74,7 @@ class _Call:
     sizes: Mapping[str, int]
     common: tuple[Tensor, ...]
     masks: tuple[Tensor | None, ...]
-    """Key padding, document ids and bias, whole."""
+    """Key padding and document ids, whole."""
     sync: GradientSync
 
 
@@ -160,7 +160,11 @@ class MetpVariant:
         self.masks = self.call.masks if self.call is not None else ()
         read = [*segments.gathered, *segments.replicated, *groups.slices]
         self.local = [n for n in read if n not in self.masks]
-        """Values on local tokens that the groups read."""
+        """Values on local tokens that the groups read; then the bias, which is whole."""
+        bias = self.call.bias if self.call is not None else None
+        self.bias_at = None if bias is None else len(self.local)
+        """Which of a group's tensors is the bias of its heads."""
+        self.local += [] if bias is None else [bias]
         self.weights = groups.weights
         """Weights of the groups, each in the form in which a group takes it."""
         sinks = self.call.sinks if self.call is not None else None
@@ -200,9 +204,10 @@ class MetpVariant:
         env = self._weights(values)
         for node in [*self.segments.inputs, *self.local]:
             if node not in self.groups.block.pre and node not in env:
-                env[node] = values.get(node, SPLIT)
+                env[node] = values.get(node, WHOLE if node in self.masks else SPLIT)
         self.pre(values, env)
-        masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in self.masks)
+        whole = self.masks[:2]
+        masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in whole)
         call = _Call(values.sizes, values.common, masks, values.sync)
         sources = [*self.local, *(w.node for w in self.weights)]
         tensors = [env[n] for n in sources]
@@ -252,18 +257,15 @@ class MetpVariant:
     ) -> AttentionCall:
         """The attention of group ``index``, whose part of the step's tensors is ``group``."""
         assert self.call is not None
-        masks = [
-            self.groups.slices[n].take(m, index).contiguous() if n in self.groups.slices else m
-            for n, m in zip(self.masks, call.masks, strict=True)
-        ]
         seeded = self.call.seeded(call.common[-1])
         heads = self.heads(index, seeded.seed.device) if seeded.seed is not None else None
         q, k, v = qkv
-        padding, documents, bias = masks
+        padding, documents = call.masks
         tensors = {"q": q, "k": k, "v": v, "key_padding": padding, "document_ids": documents}
-        if self.sinks_at is not None:
-            tensors["sinks"] = group[self.sinks_at].detach()
-        return replace(seeded, **tensors, bias=bias, head_ids=heads, info=call.common[3])
+        for name, at in (("bias", self.bias_at), ("sinks", self.sinks_at)):
+            if at is not None:
+                tensors[name] = group[at].detach()
+        return replace(seeded, **tensors, head_ids=heads, info=call.common[3])
 
     def forward_groups(
         self, call: _Call, tensors: Sequence[Tensor], needs: Sequence[bool]
@@ -338,10 +340,12 @@ class MetpVariant:
                     self._attention(call, index, group, [t.detach() for t in qkv]),
                     "ring",
                     self.scope.axis,
+                    self.bias_at in where,
                 )
                 taken.add(index, where, gradients(qkv, d_qkv[:3], leaves))
-                if self.sinks_at in where:
-                    taken.add(index, [self.sinks_at], d_qkv[4:])
+                for at, grad in zip((self.bias_at, self.sinks_at), d_qkv[3:], strict=True):
+                    if at is not None and at in where:
+                        taken.add(index, [at], [grad])
             taken.send(index)
         return taken.gradients()
 

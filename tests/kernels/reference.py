@@ -58,9 +58,9 @@ def dense_attention(
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     visible = visible_pairs(q_positions, kv_positions, spec)
     bias = spec.head_bias(q.shape[1])
-    if bias is not None and bias.dim() == 2:
-        i, j = (x.clamp(max=spec.seq_len - 1) for x in (q_positions, kv_positions))
-        scores = scores + bias[:, j - i[:, None] + spec.seq_len - 1]
+    if bias is not None and bias.dim() == 3:
+        far = kv_positions - q_positions[:, None]
+        scores = scores + bias[:, (far > 0).long(), far.abs().clamp(max=spec.seq_len - 1)]
     elif bias is not None:
         for dim, positions in ((2, q_positions), (3, kv_positions)):
             if bias.shape[dim] > 1:

@@ -226,14 +226,14 @@ def test_bias_by_distance(core: str, heads: int, positions: str) -> None:
     for s, (layout, name) in itertools.product(
         (1, 67), itertools.product(LAYOUTS.values(), ("", "holes"))
     ):
-        bias = torch.randn(heads, 2 * s - 1, dtype=torch.float64)
+        bias = torch.randn(heads, 2, s, dtype=torch.float64)
         spec = AttentionSpec(s, 0.3, **POSITIONS[positions], **data(name, 3, s), bias=bias)
         check(spec, layout(s), (3, 4, 2, 8, 8))
 
 
 def test_bias_by_distance_of_heads_picked_by_global_index() -> None:
     s, ids = 33, torch.tensor([4, 5, 1, 7])
-    bias = torch.randn(6, 2 * s - 1, dtype=torch.float64)
+    bias = torch.randn(6, 2, s, dtype=torch.float64)
     spec = AttentionSpec(s, 0.3, right=0, bias=bias, head_ids=ids)
     grad, runs, given = torch.randn(2, 4, s, 8, dtype=torch.float64), ((0, s),), []
     q, k, v, _ = make(2, 4, 2, s, s, 8, 8, torch.float64)

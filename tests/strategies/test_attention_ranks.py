@@ -67,7 +67,7 @@ class Case:
                 "dense": (b, 1, s, s),
                 "heads": (1, self.heads, s, s),
                 "keys": (1, self.heads, 1, s),
-                "distance": (self.heads, 2 * s - 1),
+                "distance": (self.heads, 2, s),
             }
             bias = torch.randn(shape[self.bias], dtype=self.dtype, requires_grad=True)
         seed = torch.tensor(7) if self.dropout_p else None

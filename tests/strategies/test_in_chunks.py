@@ -94,7 +94,7 @@ def by_chunks(spec: AttentionSpec, given: Any) -> list[Any]:
     q, k, v, d_out = (on_host(host, x) for x in given)
     out, lse = attend(q, k, v, CHUNKS, spec)
     kept = Kept(q, k, v, out, lse)
-    grads, d_bias = attend_backward(kept, d_out, CHUNKS, spec, spec.bias is not None)
+    grads, d_bias, _ = attend_backward(kept, d_out, CHUNKS, spec, spec.bias is not None)
     return [*map(whole, (out, lse, *grads)), d_bias]
 
 
@@ -121,7 +121,7 @@ def test_a_rank_without_heads_has_rows_of_nothing() -> None:
     host = HostMemory(torch.device("cpu"))
     q, k, v, d_out = (on_host(host, torch.empty(BATCH, 0, NUM_ROWS, WIDTH)) for _ in range(4))
     out, lse = attend(q, k, v, CHUNKS, SPEC)
-    grads, d_bias = attend_backward(Kept(q, k, v, out, lse), d_out, CHUNKS, SPEC, True)
+    grads, d_bias, _ = attend_backward(Kept(q, k, v, out, lse), d_out, CHUNKS, SPEC, True)
     assert whole(out).shape == (BATCH, 0, NUM_ROWS, WIDTH) and d_bias is None
     assert host.num_used == 0 and not any(whole(x).numel() for x in grads)
 

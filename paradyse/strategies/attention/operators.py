@@ -149,16 +149,18 @@ def backward_across_ranks(
     call: AttentionCall,
     method: str,
     axis: Axis,
+    bias_grad: bool,
 ) -> Grads:
     """Gradients through ``attend_across_ranks``, whose results were ``out`` and ``kept``, for an
-    autograd function that recomputes q, k and v; none of the bias.
+    autograd function that recomputes q, k and v.
 
     Args:
         grad_out: [B, H, s, Dv].
         call, method, axis: as they were given there.
+        bias_grad: whether the bias needs a gradient, which is whole on every rank.
     """
     op = torch.ops.paradyse.attention_across_ranks_backward
     saved = _saved((*call.qkv, method), (out, kept))
     sizes = (call.k.shape[1], call.q.shape[3])
-    grads: Grads = op(grad_out, saved, *sizes, False, method, axis.name, *call.rest)
+    grads: Grads = op(grad_out, saved, *sizes, bias_grad, method, axis.name, *call.rest)
     return grads
