@@ -37,8 +37,8 @@ def bias_planes(spec: AttentionSpec, num_heads: int) -> int:
 
 
 def join_sides(bias: Tensor) -> Tensor:
-    """``bias`` [H, 2, S] by distance as [H, 2 S - 1]: what is added for the key at j of the query at
-    i stands at j - i + S - 1.
+    """``bias`` [H, 2, S] by distance as [H, 2 S - 1]: what is added for the key at j of the query
+    at i stands at j - i + S - 1.
     """
     return torch.cat([bias[:, 0, 1:].flip(1), bias[:, 1]], 1)
 

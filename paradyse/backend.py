@@ -48,6 +48,7 @@ from paradyse.runtime.capture import (
 )
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
+from paradyse.runtime.known_buffers import KnownBuffers
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
@@ -326,6 +327,7 @@ class _Graph:
             PROGRAM: zlib.crc32(text.encode()),
         }
         self._constants: Recent[Any, StepConstants] = Recent()
+        self.known = KnownBuffers(program.placeholders)
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
@@ -358,6 +360,7 @@ class _Graph:
         return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
+        self.known.check(args)
         constants, make_frame = self._make(sizes, plan), current_frames()
         feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:

@@ -2,8 +2,8 @@
 
 A table that is looked up by a bucket of the distance (T5, arXiv 1910.10683), or slopes times
 distances (ALiBi, arXiv 2108.12409), are written out for every pair. Their operators work on each
-pair alone, so that the same operators on [2, S] pairs give all that there is: of each distance a key
-behind its query, and one ahead.
+pair alone, so that the same operators on [2, S] pairs give all that there is: of each distance a
+key behind its query, and one ahead.
 """
 
 from __future__ import annotations

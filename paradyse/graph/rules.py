@@ -163,8 +163,8 @@ def attention(names: Names, node: fx.Node) -> Any:
     """Attention, the anchor that says which factor is batch, heads, sequence, head width.
 
     ``q[b, k g, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s],
-    bias[b, k g, s, s] or [k g, n, s], sinks[k g] -> [b, k g, s, e], [b, k g, s]; mixes s, d``, where
-    g query heads read the same KV head.
+    bias[b, k g, s, s] or [k g, n, s], sinks[k g] -> [b, k g, s, e], [b, k g, s]; mixes s, d``,
+    where g query heads read the same KV head.
     """
     call = AttentionCall.of(node)
     heads, kv_heads = _shape(call.q)[1], _shape(call.k)[1]
