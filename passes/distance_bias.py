@@ -60,7 +60,7 @@ class _NotByDistance(Exception):
 
 def is_ordinary(node: fx.Node) -> bool:
     """Whether ``node`` surely hides no pair: no large number goes into it, nor floating-point data,
-    nor a table for every pair.
+    nor a table of as many rows and columns as there are tokens, unless it is looked up.
     """
     seen, stack = set[fx.Node](), [node]
     length = max(shape_of(node)[-2:], default=1)
@@ -75,11 +75,11 @@ def is_ordinary(node: fx.Node) -> bool:
             pairs = val.ndim > 1 and min(val.shape[-2:]) >= length > 1
             if not is_weight(at) or pairs:
                 return False
-        if real and at.op == "call_function":
-            numbers = [*at.args, *at.kwargs.values()]
-            if any(isinstance(x, int | float) and abs(x) >= _LARGE for x in numbers):
-                return at.target is aten.slice.Tensor and is_ordinary(at.args[0])
-        stack += at.all_input_nodes
+        numbers = [] if at.target is aten.slice.Tensor else [*at.args, *at.kwargs.values()]
+        if real and any(isinstance(x, int | float) and abs(x) >= _LARGE for x in numbers):
+            return False
+        looks_up = at.target in (aten.embedding.default, aten.index.Tensor)
+        stack += [x for x in at.all_input_nodes if not (looks_up and is_weight(x))]
     return True
 
 

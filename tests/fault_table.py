@@ -6,6 +6,7 @@ Whoever changes a line that a fault replaces gives the fault its new text.
 from __future__ import annotations
 
 from fault import Fault
+from fault_biases import BIAS_FAULTS
 from fault_levers import LEVER_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
@@ -341,16 +342,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "folded attention without its scale",
-        "passes/fold_attention.py",
+        "passes/score_terms.py",
         "scale=found.scale * factor",
         "scale=found.scale",
         FOLD,
     ),
     Fault(
         "folded attention divided where it was multiplied",
-        "passes/fold_attention.py",
-        "float(c) if node.target is aten.mul.Tensor else 1 / float(c)",
-        "float(c)",
+        "passes/score_terms.py",
+        "return x, c ** _FACTORS[node.target]",
+        "return x, c",
         FOLD,
     ),
     Fault(
@@ -464,4 +465,5 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
     ),
     *LEVER_FAULTS,
+    *BIAS_FAULTS,
 )
