@@ -50,6 +50,8 @@ _ELEMENTWISE = {
     aten.logical_or.default, aten.logical_not.default, aten.masked_fill.Scalar,
 }  # fmt: skip
 
+_REPEATS = (aten.expand.default, aten.contiguous.default, aten.clone.default)
+
 _LARGE = 1e4
 """A number as large as this may stand for minus infinity."""
 
@@ -117,6 +119,8 @@ class _Distances:
 
     def heads_of(self, x: fx.Node) -> fx.Node:
         """[H|1, 2, S] of ``x``, which broadcasts to [B, H, S, S]."""
+        while x.target in _REPEATS:
+            x = x.args[0]
         while len(shape_of(x)) < 4:
             x = self.emit.call(aten.unsqueeze.default, (x, 0))
         batch, heads, *_ = shape_of(x)

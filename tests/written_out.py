@@ -68,7 +68,7 @@ def einsums(at: ByHand, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = q.shape[1]
     scores = torch.einsum("bihd,bjhd->bhij", q / 2.0, k)
     scores = torch.where(at.hidden[:s, :s], -1e4, scores)
-    return torch.einsum("bhij,bjhd->bihd", scores.float().softmax(-1).to(v.dtype), v)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).to(v.dtype), v)
 
 
 def merged(at: ByHand, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ def t5(at: ByHand, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     large = torch.min(large, torch.full_like(large, 7))
     bucket = torch.where(far < 4, far, large)
     bias = at.table(bucket).permute([2, 0, 1]).unsqueeze(0)
-    causal = torch.where(i[None] <= i[:, None], 0.0, torch.finfo(q.dtype).min)[None, None]
+    causal = torch.where(i[None] <= i[:, None], 0.0, torch.finfo(torch.float32).min)[None, None]
     bias = bias + causal.to(bias.dtype)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(3, 2)
     scores += bias
-    return (scores.float().softmax(-1).type_as(scores) @ v).transpose(1, 2)
+    return (scores.softmax(-1).type_as(scores) @ v).transpose(1, 2)
 
 
 def sunk(at: ByHand, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

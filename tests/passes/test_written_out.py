@@ -14,6 +14,7 @@ from written_out import BY_HAND, HUGGING_FACE, make
 import paradyse
 
 S = 13
+LEVERS = ("megatron_cz+selective", "ulysses_z+chunked")
 
 
 def train(name: str, dtype: torch.dtype, plans: tuple[str, ...]) -> list[str]:
@@ -43,7 +44,7 @@ def train(name: str, dtype: torch.dtype, plans: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name: str, pool2: RankPool) -> None:
     mask = [BY_HAND[name][1]] * 2
-    assert pool2.run(train, name, torch.float64, PLANS, timeout_s=200) == [mask] * 2
+    assert pool2.run(train, name, torch.float64, PLANS + LEVERS, timeout_s=200) == [mask] * 2
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
