@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.choice import choice_of
-from paradyse.config import Options, check_count, parse_options
+from paradyse.config import Options, check_count, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, agreement_of
 from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
@@ -48,7 +48,6 @@ from paradyse.runtime.capture import (
 )
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
-from paradyse.runtime.known_buffers import KnownBuffers
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
@@ -72,7 +71,8 @@ def paradyse(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Any:
-    """Compile one graph of Dynamo's, ``gm`` with ``example_inputs``; ``options`` as in the README.
+    """Compile one graph of Dynamo's, ``gm`` with ``example_inputs``; ``options`` as in the README,
+    those not given from the environment.
 
     Raises:
         ValueError: an option that is unknown or has a wrong value; a ``mode``, which is inductor's;
@@ -85,7 +85,7 @@ def paradyse(
             'out; options={"inner": "inductor"} has inductor compile the pieces, as is the default'
         )
     collectives.timeout()
-    parsed = parse_options(options, OPTIONAL)
+    parsed = parse_options(with_environment(options), OPTIONAL)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     registry.register(capture)
     return capture.run if capture.fallback is None else capture.run_whole
@@ -327,7 +327,6 @@ class _Graph:
             PROGRAM: zlib.crc32(text.encode()),
         }
         self._constants: Recent[Any, StepConstants] = Recent()
-        self.known = KnownBuffers(program.placeholders)
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
@@ -360,7 +359,7 @@ class _Graph:
         return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
-        self.known.check(args)
+        self.program.known_buffers.check(args)
         constants, make_frame = self._make(sizes, plan), current_frames()
         feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:

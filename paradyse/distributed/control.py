@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis, resolve_axis
-from paradyse.torch_private import default_store
+from paradyse.distributed.axis import Axis, device_of, resolve_axis
+from paradyse.torch_private import default_store, timeout_of
 
 T = TypeVar("T")
 
@@ -130,30 +131,51 @@ def control_of(ranks: tuple[int, ...]) -> Control:
     """
     controls = resolve_axis().session.of(_Controls)
     if ranks not in controls:
-        group = _make_group(ranks)
+        group = make_group(ranks, "gloo", collectives.timeout())
         name = f"control:{'-'.join(map(str, ranks))}"
         axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
         controls[ranks] = Control(axis, Alarm(name))
     return controls[ranks]
 
 
-def _make_group(ranks: tuple[int, ...]) -> Any:
-    """A gloo group of ``ranks``. PyTorch makes it by the store, which never answers where the rank
-    that has it has stopped."""
+def group_like(group: Any) -> Any:
+    """A process group of the ranks of ``group``, carried by the same and bounded in time alike; all
+    of them ask for it at the same time.
+
+    Args:
+        group: of which this rank is one.
+    Raises:
+        CollectiveError: not all of them came.
+    """
+    ranks, kinds = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+    return make_group(tuple(ranks), kinds, timeout_of(group, device_of(group)))
+
+
+def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:
+    """A process group of ``ranks``. PyTorch makes it by the store, which never answers where the
+    rank that has it has stopped.
+
+    Args:
+        ranks: of the world, this one among them; all of them ask for it at the same time.
+        backend: what carries its messages, as of ``torch.distributed.new_group``.
+        timeout: how long each of its messages may take.
+    Raises:
+        CollectiveError: not all of them came.
+    """
 
     def make(store: Any) -> Any:
         return dist.new_group(
             list(ranks),
-            timeout=limit,
-            backend="gloo",
+            timeout=timeout,
+            backend=backend,
             # Names of such groups differ, and they hang, on ranks that are in more groups than
             # others: https://github.com/pytorch/pytorch/issues/173608
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
 
-    limit = collectives.timeout()
+    limit_s = collectives.timeout().total_seconds() + ANSWER_S
     try:
-        group = world_store().ask(make, limit.total_seconds() + ANSWER_S)
+        group = world_store().ask(make, limit_s)
         if group is None:
             raise RuntimeError("the store that ranks met at does not answer")
         return group
