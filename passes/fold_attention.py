@@ -217,11 +217,9 @@ def _mask(terms: Sequence[Term], q: tuple[int, ...], heads: tuple[int, int], emi
     """One float mask [B|1, H|1, S|1, S|1] of ``terms``; None for none, NotImplemented where they do
     not fit queries of the shape ``q``.
     """
-    dtype = emit.place.meta["val"].dtype
-    parts = []
+    dtype, parts = emit.place.meta["val"].dtype, []
     for term in terms:
-        node = term.node
-        shape = shape_of(node)
+        node, shape = term.node, shape_of(term.node)
         if len(shape) == 3 and shape[0] == heads[0] * heads[1] and shape[0] != 1:
             source = _taken_together(node)
             node = (
@@ -239,8 +237,7 @@ def _mask(terms: Sequence[Term], q: tuple[int, ...], heads: tuple[int, int], emi
         if term.fill is not None:
             if kind != torch.bool:
                 return NotImplemented
-            floats = dtype if dtype.is_floating_point else torch.float32
-            fill, none = (emit.number(x, floats) for x in (term.fill, 0.0))
+            fill, none = (emit.number(x, dtype) for x in (term.fill, 0.0))
             either = (fill, none) if term.where else (none, fill)
             node = emit.call(aten.where.self, (node, *either))
         elif not kind.is_floating_point:

@@ -146,6 +146,9 @@ class Recovery:
                     documents = self._emit(spec.documents, emit)
                 if found.biases:
                     bias = self._bias(found.biases, emit)
+                    if 1 not in shape_of(bias)[2:] and len(shape_of(bias)) == 4:
+                        why = "a bias with a number for each pair is kept"
+                        self.reasons[why].append(label(node))
         out = node.meta["val"].dtype
         # Under autocast SDPA itself casts its inputs; other operators do not.
         q, k, v = (emit.cast(x, out) for x in (q, k, v))

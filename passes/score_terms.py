@@ -7,6 +7,7 @@ column of sinks may be put beside the scores, and a row's maximum taken off.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,7 +116,7 @@ def match_scores(node: Any) -> Scores | None:
     node = below_casts(node)
     column = None
     if isinstance(node, fx.Node) and (shifted := _without_maximum(node)) is not None:
-        node = below_casts_of_two(shifted)
+        node = shifted
     if isinstance(node, fx.Node) and node.target is aten.cat.default and _alone_but_maximum(node):
         parts, dim = node.args[0], argument(node, "dim")
         if len(parts) != 2 or dim not in (-1, len(shape_of(node)) - 1):
@@ -128,21 +129,14 @@ def match_scores(node: Any) -> Scores | None:
     return found if found is None or column is None else replace(found, sinks=column)
 
 
-def below_casts_of_two(x: fx.Node) -> fx.Node:
-    """``below_casts`` of what a row's maximum reads besides."""
-    while x.target in CASTS and x.args[0].meta["val"].dtype.is_floating_point:
-        x = x.args[0]
-    return x
-
-
 def _maximum_of(node: Any) -> fx.Node | None:
     """x where ``node`` is the maximum of each row of x."""
     if isinstance(node, fx.Node) and node.target is aten.detach.default:
         node = node.args[0]
     if not isinstance(node, fx.Node):
         return None
-    reduced = node.args[0] if str(node.target).endswith("getitem>") else node
-    if getattr(reduced, "target", None) not in (aten.max.dim, aten.amax.default):
+    reduced = node.args[0] if node.target is operator.getitem and not node.args[1] else node
+    if reduced.target not in (aten.max.dim, aten.amax.default):
         return None
     dim = argument(reduced, "dim")
     last = len(shape_of(reduced.args[0])) - 1

@@ -49,7 +49,6 @@ class KnownBuffers:
     """
 
     def __init__(self, arguments: Sequence[fx.Node]) -> None:
-        self.names = [str(n.target) for n in arguments]
         found = {i: n.meta.get("band") for i, n in enumerate(arguments)}
         self.bands: dict[int, Band] = {i: b for i, b in found.items() if b is not None}
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -70,7 +69,7 @@ class KnownBuffers:
                 continue
             if band_of(x) != band:
                 raise RuntimeError(
-                    f"the buffer {self.names[i]} was {band} when the model was compiled, and its "
+                    f"a buffer {list(x.shape)} was {band} when the model was compiled, and its "
                     "values have changed since: call torch.compiler.reset() and compile it again"
                 )
             self._seen[i] = weakref.ref(x), x._version

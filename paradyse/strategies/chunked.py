@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from paradyse.distributed import collectives
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece, live_nodes, make_piece
@@ -287,8 +286,6 @@ class ChunkedVariant:
         if bias_grad and self.bias_at is not None:
             bias = tensors[self.bias_at]
             d_bias = torch.zeros_like(bias) if d_bias is None else d_bias
-            if call.own.axis.size > 1:
-                d_bias = collectives.all_reduce(d_bias, call.own.axis, call.own.block_id)
             found[self.bias_at] = _sum(found[self.bias_at], d_bias)
         if self.sinks_at is not None and needs[self.sinks_at]:
             sinks = tensors[self.sinks_at]

@@ -51,9 +51,9 @@ SCORES: dict[str, Scores] = {
     "cast": lambda q, k: products(q, k).float() + mask(),
     "masked by filling": lambda q, k: products(q, k).masked_fill(mask() < 0, -1e4),
     "masked by a choice": lambda q, k: torch.where(mask() == 0, products(q, k), -torch.inf),
-    "mask chosen first": lambda q, k: torch.where(mask() < 0, torch.tensor(MIN), products(q, k)),
+    "mask chosen first": lambda q, k: torch.where(mask() < 0, MIN, products(q, k)),
     "masked by a triangle": lambda q, k: products(q, k) + torch.full((S, S), -1e9).triu(1),
-    "mask taken off": lambda q, k: products(q, k) - mask().abs(),
+    "mask taken off": lambda q, k: products(q, k) - torch.where(mask() < 0, 1e9, 0.0),
     "masked, then over a number": lambda q, k: (torch.matmul(q, k.mT) + mask()) / 2.5,
     "masked twice": lambda q, k: (products(q, k) + mask()).masked_fill(mask() < 0, -torch.inf),
     "masked, not below the lowest": lambda q, k: torch.maximum(

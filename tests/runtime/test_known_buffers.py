@@ -63,5 +63,5 @@ def test_a_buffer_that_changes_is_told() -> None:
     model.tril.copy_(model.tril.clone())
     assert run_step(compiled, model, batch, lambda loss: loss).loss == first.loss
     model.tril.fill_(1)
-    with pytest.raises(RuntimeError, match=r"tril.* was a mask of ones .* have changed since"):
+    with pytest.raises(RuntimeError, match=r"64\] was a mask of ones .* have changed since"):
         run_step(compiled, model, batch, lambda loss: loss)

@@ -171,8 +171,8 @@ def compare(op: str, case: Case, axis: Axis) -> str:
         *mine, op, axis.name, *rest, None, info, sinks
     )
     got = [out.detach(), *torch.autograd.grad(out, [*mine, *bias], local(grad, axis, s))]
-    if sinks is not None and axis.size > 1:  # a rank has its share
-        got[-1] = collectives.all_reduce(got[-1], axis, 0)
+    if axis.size > 1:  # a rank has its share of the gradients of bias and sinks
+        got[4:] = [collectives.all_reduce(x, axis, 0) for x in got[4:]]
 
     at = local_positions(axis.layout(s), axis.rank)
     real = at < s

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
 from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.kernels.attention_core import empty_like_heads
@@ -58,8 +57,8 @@ def attention_across_ranks(
         method: a key of ``METHODS``.
         axis: the name for ``axis_named``.
         rest: ``ARGUMENTS``. Masks and bias are of the whole sequence, equal on all ranks; a learned
-            bias gets its whole gradient on every rank, sinks the rank's share of theirs. info,
-            int64 [2] on the CPU, is required: the sequence's length S, the block id.
+            bias and sinks get the rank's share of their gradient. info, int64 [2] on the CPU, is
+            required: the sequence's length S, the block id.
     Returns:
         this rank's out [B, H, s, Dv], and what the method's backward needs besides. Rows of padding
         tokens are 0.
@@ -97,21 +96,19 @@ def attention_across_ranks_backward(
         bias_grad: whether the bias needs a gradient.
         method, axis, rest: as of ``attention_across_ranks``.
     Returns:
-        gradients of this rank's q, k, v, and the whole one of the bias, equal on all ranks, of no
-        elements unless asked for; and this rank's share of that of the sinks, of no elements where
-        there are none.
+        gradients of this rank's q, k, v, and this rank's shares of those of the bias, of no
+        elements unless asked for, and of the sinks, of no elements where there are none.
     """
     at = _context(num_kv_heads, key_width, axis, rest)
-    dq, dk, dv, share, d_sinks = METHODS[method].backward(grad_out, saved, at, bias_grad)
-    d_bias = grad_out.new_empty(0)
+    dq, dk, dv, d_bias, d_sinks = METHODS[method].backward(grad_out, saved, at, bias_grad)
+    if d_bias is None:
+        d_bias = grad_out.new_empty(0)
+        if bias_grad:
+            assert at.spec.bias is not None
+            d_bias = torch.zeros_like(at.spec.bias)
     if d_sinks is None:
         sinks = at.spec.sinks
         d_sinks = grad_out.new_empty(0) if sinks is None else torch.zeros_like(sinks)
-    if bias_grad:
-        assert at.spec.bias is not None
-        d_bias = at.spec.bias.new_zeros(at.spec.bias.shape) if share is None else share
-        if at.axis.size > 1:
-            d_bias = collectives.all_reduce(d_bias, at.axis, at.block_id)
     return token_major(dq), token_major(dk), token_major(dv), d_bias, d_sinks
 
 
@@ -157,7 +154,7 @@ def backward_across_ranks(
     Args:
         grad_out: [B, H, s, Dv].
         call, method, axis: as they were given there.
-        bias_grad: whether the bias needs a gradient, which is whole on every rank.
+        bias_grad: whether the bias needs a gradient.
     """
     op = torch.ops.paradyse.attention_across_ranks_backward
     saved = _saved((*call.qkv, method), (out, kept))
