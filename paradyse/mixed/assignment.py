@@ -49,9 +49,7 @@ class Buckets:
         self.table = table
         ends = bucket_ends([table.lengths[i] for i in order], NUM_BUCKETS)
         number = np.searchsorted(ends, [table.lengths[i] for i in order])
-        self.sequences = [
-            [i for i, b in zip(order, number) if b == q] for q in range(len(ends))
-        ]
+        self.sequences = [[i for i, b in zip(order, number) if b == q] for q in range(len(ends))]
         """Of each bucket, the longest first."""
         lengths = np.asarray(table.lengths)
         self.tokens: Floats = np.array([lengths[of].mean() for of in self.sequences])
@@ -62,8 +60,8 @@ class Buckets:
 
     def counts(
         self, most_s: float, num_ranks: int, budget: int, limit_s: float
-    ) -> tuple[list[list[int]], list[int]] | None:
-        """For each way how many sequences of each bucket it gets, and how many groups there are.
+    ) -> list[list[int]] | None:
+        """For each way how many sequences of each bucket its groups get.
 
         Args:
             most_s: seconds in which each group is to be done.
@@ -87,9 +85,7 @@ class Buckets:
             way, at = ways[p], each * k
             mine, room_s = [at + b for b in range(each)], most_s - way.fixed_s
             share = np.maximum(self.adds[p] / room_s, self.tokens / way.max_tokens)
-            fits = [
-                table.rows[p][i] <= room_s and table.holds(p, i) for i in self.longest
-            ]
+            fits = [table.rows[p][i] <= room_s and table.holds(p, i) for i in self.longest]
             upper[at : at + q] = np.where(fits, count, 0)
             upper[at + q] = budget // way.degree
             degrees[at + q] = way.degree
@@ -118,14 +114,18 @@ class Buckets:
             return None
         found = np.rint(answer.x).astype(int).reshape(len(usable), each)
         x = [[0] * q for _ in ways]
-        groups = [0] * len(ways)
         for k, p in enumerate(usable):
-            x[p], groups[p] = found[k, :q].tolist(), int(found[k, q])
-        return x, groups
+            x[p] = found[k, :q].tolist()
+        return x
 
 
 def assign(
-    buckets: Buckets, order: Sequence[int], most_s: float, num_ranks: int, budget: int, limit_s: float
+    buckets: Buckets,
+    order: Sequence[int],
+    most_s: float,
+    num_ranks: int,
+    budget: int,
+    limit_s: float,
 ) -> list[Bin] | None:
     """Groups with all sequences, each done in ``most_s``, where the integer program has an answer
     and groups can be filled by it.
@@ -136,11 +136,10 @@ def assign(
         num_ranks: most of a group; ``budget``: of all groups.
         limit_s: seconds for the solver.
     """
-    counts = buckets.counts(most_s, num_ranks, budget, limit_s)
-    if counts is None:
+    taken = buckets.counts(most_s, num_ranks, budget, limit_s)
+    if taken is None:
         return None
-    taken, _ = counts
-    way_of = {}
+    way_of: dict[int, int] = {}
     for b, sequences in enumerate(buckets.sequences):
         rest = iter(sequences)  # the longest to the ways of most ranks
         by_degree = sorted(range(len(taken)), key=lambda p: -buckets.table.ways[p].degree)
@@ -149,9 +148,7 @@ def assign(
     return pack(buckets.table, order, most_s, num_ranks, budget, way_of)
 
 
-def tighten(
-    table: Table, micros: list[list[Bin]], num_ranks: int, until: float
-) -> list[list[Bin]]:
+def tighten(table: Table, micros: list[list[Bin]], num_ranks: int, until: float) -> list[list[Bin]]:
     """``micros`` with groups done sooner, as far as the integer program finds a way in time: first
     all micro-batches as one problem, then each by itself, the slowest first.
 

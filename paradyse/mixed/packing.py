@@ -195,25 +195,26 @@ def arrange(
     return None
 
 
-def least_s(table: Table, order: Sequence[int], num_ranks: int) -> tuple[float, float]:
-    """Seconds that no micro-batch can do without, as its longest sequence takes them; and
-    rank-seconds that all sequences take at the least. Infinite where one fits nowhere.
+def least_work(table: Table, num_ranks: int) -> list[float]:
+    """Rank-seconds that each sequence takes at the least, infinite where it fits nowhere."""
+    return _least(table, num_ranks, [w.degree for w in table.ways], [0.0] * len(table.ways))
 
-    Args:
-        order: the sequences, the longest first.
-    """
-    usable = [p for p, w in enumerate(table.ways) if w.degree <= num_ranks]
-    if not usable:
-        return math.inf, math.inf
-    chosen = np.asarray(order)
-    adds = table.adds[usable][:, chosen]
-    room = np.array([table.ways[p].max_tokens for p in usable])
-    fixed = np.array([table.ways[p].fixed_s for p in usable])
-    degree = np.array([table.ways[p].degree for p in usable])
-    fits = np.asarray(table.lengths)[chosen][None, :] <= room[:, None]
-    alone = np.where(fits, fixed[:, None] + adds, np.inf).min(0).max()
-    area = np.where(fits, adds * degree[:, None], np.inf).min(0).sum()
-    return float(alone), float(area)
+
+def least_s(table: Table, num_ranks: int) -> list[float]:
+    """Seconds that a group with each sequence alone takes, infinite where it fits nowhere."""
+    return _least(table, num_ranks, [1] * len(table.ways), [w.fixed_s for w in table.ways])
+
+
+def _least(
+    table: Table, num_ranks: int, factors: Sequence[int], more: Sequence[float]
+) -> list[float]:
+    found = np.full(len(table.lengths), np.inf)
+    for p, way in enumerate(table.ways):
+        if way.degree <= num_ranks:
+            fits = np.asarray(table.lengths) <= way.max_tokens
+            cost = table.adds[p] * factors[p] + more[p]
+            found = np.where(fits, np.minimum(found, cost), found)
+    return found.tolist()
 
 
 def search(
@@ -238,18 +239,18 @@ def search(
                 return micros
         return None
 
-    alone, area = least_s(table, order, num_ranks)
+    alone_s, work = least_s(table, num_ranks), least_work(table, num_ranks)
+    alone, area = max(alone_s[i] for i in order), sum(work[i] for i in order)
     if math.isinf(alone):
         return None
-    low = max(alone, area / (num_ranks * num_micro) + min(w.fixed_s for w in table.ways))
+    low = max(alone, area / budget)
     best = attempt(low)
+    most = sum(alone_s[i] for i in order) * max(w.degree for w in table.ways)
     high = low
     while best is None:
         low, high = high, high * 2
         best = attempt(high)
-        if best is None and high > 64 * low + area:
-            return None
-        if best is None and high > alone + area + sum(w.fixed_s for w in table.ways):
+        if best is None and high > most:
             return None
     for _ in range(STEPS):
         if high <= low * CLOSE:

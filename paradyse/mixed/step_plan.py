@@ -128,9 +128,10 @@ def _candidates(table: Table, order: Sequence[int], num_ranks: int) -> Iterator[
             continue
         yield together
         if num_micro > 1:
-            parts = [search(table, part, num_ranks, 1) for part in by_tokens(table, order, num_micro)]
-            if all(part is not None for part in parts):
-                yield [bins for part in parts if part is not None for bins in part]
+            parts = by_tokens(table, order, num_micro)
+            alone = [search(table, part, num_ranks, 1) for part in parts]
+            if all(micros is not None for micros in alone):
+                yield [bins for micros in alone if micros is not None for bins in micros]
         tried += 1
         if tried == MORE_COUNTS:
             return
