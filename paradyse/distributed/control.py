@@ -130,25 +130,40 @@ def control_of(ranks: tuple[int, ...]) -> Control:
     """
     controls = resolve_axis().session.of(_Controls)
     if ranks not in controls:
-        group = _make_group(ranks)
-        name = f"control:{'-'.join(map(str, ranks))}"
-        axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
-        controls[ranks] = Control(axis, Alarm(name))
+        # Names of such groups differ, and they hang, on ranks that are in more groups than
+        # others: https://github.com/pytorch/pytorch/issues/173608
+        alone = len(ranks) < dist.get_world_size()
+        controls[ranks] = _control(ranks, _make_group(ranks, alone))
     return controls[ranks]
 
 
-def _make_group(ranks: tuple[int, ...]) -> Any:
-    """A gloo group of ``ranks``. PyTorch makes it by the store, which never answers where the rank
-    that has it has stopped."""
+def make_control(ranks: tuple[int, ...]) -> None:
+    """Make the one of ``ranks`` of the world before they ask for it: on every rank of the world, so
+    that ranks may be in more groups than others.
+
+    Raises:
+        CollectiveError: not all ranks of the world came.
+    """
+    group = _make_group(ranks, alone=False)
+    if dist.get_rank() in ranks:
+        resolve_axis().session.of(_Controls).setdefault(ranks, _control(ranks, group))
+
+
+def _control(ranks: tuple[int, ...], group: Any) -> Control:
+    name = f"control:{'-'.join(map(str, ranks))}"
+    return Control(Axis(name, len(ranks), ranks.index(dist.get_rank()), group), Alarm(name))
+
+
+def _make_group(ranks: tuple[int, ...], alone: bool) -> Any:
+    """A gloo group of ``ranks``, which they make ``alone`` or all ranks of the world. PyTorch makes
+    it by the store, which never answers where the rank that has it has stopped."""
 
     def make(store: Any) -> Any:
         return dist.new_group(
             list(ranks),
             timeout=limit,
             backend="gloo",
-            # Names of such groups differ, and they hang, on ranks that are in more groups than
-            # others: https://github.com/pytorch/pytorch/issues/173608
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            use_local_synchronization=alone,
         )
 
     limit = collectives.timeout()

@@ -152,14 +152,19 @@ class Comparison:
     """Steps of some batches by one static degree, by the best static degree of each batch, and in
     groups of different degrees."""
 
-    static_s: dict[int, float]
-    """Degree -> seconds of all steps; degrees that have no room for some sequence are left out."""
+    static_of_each: dict[int, tuple[float, ...]]
+    """Degree -> seconds of each step; degrees that have no room for some sequence are left out."""
     best_static_s: float
     """Seconds with, for each batch, its best degree."""
     groups_s: float
     """Seconds with groups."""
     plans: tuple[StepPlan, ...]
     """With groups, one for each batch."""
+
+    @property
+    def static_s(self) -> dict[int, float]:
+        """Degree -> seconds of all steps."""
+        return {degree: sum(of) for degree, of in self.static_of_each.items()}
 
     @property
     def best_s(self) -> float:
@@ -183,7 +188,7 @@ def compare(
     plans = tuple(plan_step(lengths, ways, num_ranks, limit_s) for lengths in batches)
     everywhere = set.intersection(*(set(steps) for steps in statics))
     return Comparison(
-        {d: sum(steps[d].time_s for steps in statics) for d in sorted(everywhere)},
+        {d: tuple(steps[d].time_s for steps in statics) for d in sorted(everywhere)},
         sum(min(s.time_s for s in steps.values()) for steps in statics),
         sum(plan.time_s for plan in plans),
         plans,
