@@ -257,7 +257,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _count(group, "--batches", "of --batch sequences each that --lengths-from gives (default: 4)")
     text = "tokens behind which sequences of --lengths-from are cut off (default: never)"
     _flag(group, "--cut", text, type=_tokens, metavar="N")
-    _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")
+    text = "write plan.html, and plan.png with matplotlib, here; of --lengths-from ways.json too"
+    _flag(group, "--out", text, metavar="FOLDER")
 
 
 def _profile(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.ways import StepPlan, Way
+from paradyse.mixed.ways_file import REPLICATED, read_ways
 
 IGNORED = -100
 """The label of what is no target, as HuggingFace's losses have it."""
@@ -71,7 +73,8 @@ class MixedBatches:
             others, "labels" [S] int64. The first rank reads all sequences for their lengths, each
             rank those that it computes.
         tokens_per_step: of all sequences of a batch together, at most, unless one alone has more.
-        ways: what groups can do. ``Way.degree`` may be any number up to that of all ranks.
+        ways: what groups can do, or the path of a file of ways, with whole weights (``paradyse plan
+            --lengths-from``). Degrees may be any number of ranks up to all.
         causal: labels are shifted by the model: a token's is that of the next one. Sequences that
             are packed have the first label ignored.
         pack: sequences of a group are one call [1, S], told apart by "position_ids"; else each
@@ -80,8 +83,8 @@ class MixedBatches:
         seed: of the order, and of dropout.
         limit_s: seconds for each plan.
     Raises:
-        ValueError: the dataset has no length, a number makes no sense, or no way has a degree that
-            the ranks can have.
+        ValueError: the dataset has no length, a number makes no sense, a file has no ways, or none
+            has a degree that the ranks can have.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class MixedBatches:
         dataset: Any,
         *,
         tokens_per_step: int,
-        ways: Sequence[Way],
+        ways: Sequence[Way] | str | Path,
         causal: bool = True,
         pack: bool = True,
         shuffle: bool = True,
@@ -109,6 +112,8 @@ class MixedBatches:
         self.limit_s = limit_s
         self._axis = resolve_axis()
         size = self._axis.size
+        if isinstance(ways, str | Path):
+            ways = read_ways(ways, REPLICATED)
         self.ways = tuple(way for way in ways if way.degree <= size)
         if not self.ways:
             raise ValueError(

@@ -1,8 +1,9 @@
 """Groups of different degree on a machine on paper: what each way costs there.
 
-Weights at rest are 1/N over the whole axis of N ranks, whatever group a rank is in: a block's are
-gathered over all of them, so that nothing moves when groups change. So a group may take those
-strategies that compute with whole weights.
+Sharded weights are 1/N over the whole axis of N ranks at rest, whatever group a rank is in: a
+block's are gathered over all of them, so that nothing moves when groups change. So a group may take
+those strategies that compute with whole weights. Where every rank has whole weights it may take
+all, and gradients are summed over the group for each micro-batch.
 """
 
 from __future__ import annotations
@@ -105,14 +106,16 @@ def ways_on_paper(
     dtype: torch.dtype,
     memory_limit: int | None = None,
     levers: Sequence[str] = LEVERS,
+    sharded: bool = True,
 ) -> list[Way]:
-    """What groups can do on ``num_ranks`` of ``cluster``, weights sharded over all of them.
+    """What groups can do on ``num_ranks`` of ``cluster``.
 
     Args:
         run_of: the dry run of a model on so many ranks.
         dtype: of weights and activations.
         memory_limit: bytes a rank may use; None: what it has.
         levers: that plans may use.
+        sharded: weights at rest are 1/N on each rank; as the dry runs were made.
     Raises:
         ValueError: nothing fits.
     """
@@ -129,9 +132,12 @@ def ways_on_paper(
             communicator_bytes=axis.communicator_bytes + machine.communicator_bytes,
             host_capacity_bytes=axis.host_capacity_bytes,
         )
-        costs = cast(Any, GroupCosts(run, machine, axis, num_ranks))
-        options = Options(smoothing=0.0, levers=allowed, strategies=WHOLE_WEIGHTS)
-        known = static, True, costs, run.head
+        costs: PaperCosts = PaperCosts(run, machine, sharded=False)
+        options = Options(smoothing=0.0, levers=allowed)
+        if sharded:
+            costs = GroupCosts(run, machine, axis, num_ranks)
+            options = replace(options, strategies=WHOLE_WEIGHTS)
+        known = static, sharded, cast(Any, costs), run.head
         planner = Planner(options, run.blocks, degree, partial(_same, machine), *known)
         ways += ways_of(planner, Workload(1, 1, dtype, True, degree), LONGEST)
     if not ways:

@@ -18,6 +18,7 @@ from paradyse.cli.outputs import check_folder
 from paradyse.cli.replay import lever_shares, plan_shares
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
+from paradyse.mixed.ways_file import SHARDED, write_ways
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
 from paradyse.offline.groups import compare, ways_on_paper
@@ -170,11 +171,6 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
     for flag, usual in (("lengths", None), ("offload", None), ("plan", AUTO)):
         if getattr(args, flag) != usual:
             raise ValueError(f"--{flag} does not go with --lengths-from: leave one of them out")
-    if args.weights == "replicated":
-        raise ValueError(
-            "--lengths-from plans with weights at rest 1/N on each device: leave "
-            "--weights replicated out"
-        )
     if args.out:
         check_folder("--out", args.out)
     batches = draw_batches(args.lengths_from, args.batch, args.batches or BATCHES, args.cut)
@@ -182,18 +178,19 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
     num_gpus, dtype = args.gpus or 8, args.dtype or "bfloat16"
     levers = LEVERS if args.levers is None else args.levers
     config, console = integrations.read_config(args.model), make_console()
+    weights = args.weights or SHARDED
 
     @cache
     def run_of(degree: int) -> DryRun:
-        return dry_run_of(config, args.layers, dtype, degree, True, levers=levers)
+        return dry_run_of(config, args.layers, dtype, degree, weights == SHARDED, levers=levers)
 
     with console.status(f"dry runs on 1 to {num_gpus} ranks ..."):
         how = (getattr(torch, dtype), args.memory_limit, levers)
-        ways = ways_on_paper(run_of, cluster, num_gpus, *how)
+        ways = ways_on_paper(run_of, cluster, num_gpus, *how, weights == SHARDED)
         found = compare(batches, ways, num_gpus)
     title = (
         f"{Path(args.model).name} on {num_gpus} devices, {len(batches)} batches of {args.batch} "
-        f"sequences from {args.lengths_from}"
+        f"sequences from {args.lengths_from}, weights {weights}"
     )
     tables = tables_of_batches(batches, ways, found)
     console.print(title)
@@ -205,6 +202,8 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
         page = page_of_batches(title, batches, found)
         for line in write_charts(Path(args.out), "plan", page, tables):
             console.print(line)
+        write_ways(Path(args.out) / "ways.json", ways, weights)
+        console.print(f"wrote {Path(args.out) / 'ways.json'}")
 
 
 def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:
