@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fault import Fault
 from fault_levers import LEVER_FAULTS
+from fault_mixed import MIXED_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
 RANKS = "tests/strategies/test_attention_ranks.py::test_equal_to_one_rank"
@@ -464,4 +465,5 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
     ),
     *LEVER_FAULTS,
+    *MIXED_FAULTS,
 )
