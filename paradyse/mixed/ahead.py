@@ -6,6 +6,7 @@ that trains once more; it needs neither torch nor a device.
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def plans_ahead(
 
 def serve() -> None:
     """Plan the batches that come in, until there are no more; ``Ahead`` is at the other end."""
-    asked, answers = sys.stdin.buffer, sys.stdout.buffer
+    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
     ways, num_ranks, limit_s = pickle.load(asked)
     while True:
         try:

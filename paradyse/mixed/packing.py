@@ -225,8 +225,8 @@ def search(
 
     Args:
         order: the sequences, the longest first.
+        num_micro: at least 1.
     """
-
     budget = num_ranks * num_micro
     degrees = [d for d in sorted({w.degree for w in table.ways}) if d <= num_ranks]
     coarser = degrees[:: max(1, -(-len(degrees) // COARSER))]
@@ -243,15 +243,17 @@ def search(
     alone, area = max(alone_s[i] for i in order), sum(work[i] for i in order)
     if math.isinf(alone):
         return None
-    low = max(alone, area / budget)
-    best = attempt(low)
-    most = sum(alone_s[i] for i in order) * max(w.degree for w in table.ways)
-    high = low
-    while best is None:
-        low, high = high, high * 2
-        best = attempt(high)
-        if best is None and high > most:
-            return None
+    best = attempt(math.inf)
+    if best is None:
+        return None
+    low = tried = max(alone, area / budget)
+    high = slowest(best)
+    while tried < high:  # times double until groups are done in them
+        found = attempt(tried)
+        if found is not None:
+            best, high = found, min(tried, slowest(found))
+            break
+        low, tried = tried, 2 * tried
     for _ in range(STEPS):
         if high <= low * CLOSE:
             break

@@ -59,21 +59,21 @@ def plan_step(
     table = _checked(lengths, ways, num_ranks)
     order = longest_first(table)
     found = [s for p in range(len(ways)) if (s := spread(table, order, p, num_ranks)) is not None]
-    for candidate in _candidates(table, order, num_ranks):
-        found.append(candidate)
-        if time.perf_counter() > end:
-            break
+    found += _candidates(table, order, num_ranks, end)
     found = sorted(found, key=total_s)[:KEPT]
     best, polish = found[0], Polish(table, num_ranks, end)
     for k, candidate in enumerate(found):
         now = time.perf_counter()
+        if now >= end:
+            break
         share = (end - now) / (len(found) - k)
         if k < TIGHTENED:
             candidate = tighten(table, candidate, num_ranks, now + share / 2)
         polish.until = now + share
         best = min(best, polish.run(candidate), key=total_s)
     polish.until = end
-    best = min(best, polish.kicked(best, KICKS), key=total_s)
+    if time.perf_counter() < end:
+        best = min(best, polish.kicked(best, KICKS), key=total_s)
     return as_plan(table, best)
 
 
@@ -116,18 +116,22 @@ def _checked(lengths: Sequence[int], ways: Sequence[Way], num_ranks: int) -> Tab
     return Table(lengths, ways)
 
 
-def _candidates(table: Table, order: Sequence[int], num_ranks: int) -> Iterator[Micros]:
-    """Steps of a few numbers of micro-batches, from the fewest on."""
+def _candidates(
+    table: Table, order: Sequence[int], num_ranks: int, until: float
+) -> Iterator[Micros]:
+    """Steps of a few numbers of micro-batches, from the fewest on, while there is time."""
     usable = [w for w in table.ways if w.degree <= num_ranks]
     most = max(num_ranks / w.degree * w.max_tokens for w in usable)
     fewest = math.ceil(sum(table.lengths) / most)
     tried = 0
     for num_micro in range(fewest, len(order) + fewest):
+        if time.perf_counter() > until:
+            return
         together = search(table, order, num_ranks, num_micro)
         if together is None:
             continue
         yield together
-        if num_micro > 1:
+        if num_micro > 1 and time.perf_counter() < until:
             parts = by_tokens(table, order, num_micro)
             alone = [search(table, part, num_ranks, 1) for part in parts]
             if all(micros is not None for micros in alone):
