@@ -15,6 +15,8 @@ from paradyse.mixed.ways import Floats
 Parts = tuple[tuple[int, ...], ...]
 """The sequences of each group of a micro-batch."""
 
+MOST_KNOWN, FEW_PARTS = 1 << 13, 32
+"""How many answers are kept, and of how many groups a micro-batch has at most whose answer is."""
 GAIN = 1 - 1e-9
 """What a time is multiplied by at the most for a change to count."""
 
@@ -43,7 +45,7 @@ class Polish:
         """[ways by degree] Seconds of a group with ``part``; infinite where it has no room."""
         found = self._times.get(part)
         if found is None:
-            if len(self._times) > 1 << 16:
+            if len(self._times) >= MOST_KNOWN:
                 self._times.clear()
             found = np.array([self.table.time_s(p, part) for p in self.order])
             self._times[part] = found
@@ -52,9 +54,11 @@ class Polish:
     def fit(self, parts: Parts) -> tuple[float, Floats]:
         """The least time of a micro-batch with groups of these ``parts``, over all ways that leave
         enough ranks, infinite if none do; and the time of every part in every way."""
+        if len(parts) > FEW_PARTS:
+            return self._fit(parts)
         found = self._fits.get(parts)
         if found is None:
-            if len(self._fits) > 1 << 14:
+            if len(self._fits) >= MOST_KNOWN:
                 self._fits.clear()
             found = self._fits[parts] = self._fit(parts)
         return found
