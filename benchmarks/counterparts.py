@@ -3,8 +3,11 @@
 README.md says how fair they are. The context manager ``context_parallel`` dispatches only CUDA
 kernels to its ring ("Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not
 have a sharding strategy registered"), so the ring is called directly, on the CPU's flash kernels.
-Both deliver whole gradients for replicated weights: DTensor reduces those of the norms; for context
-parallel one all-reduce of one bucket, as DDP does it for models of this size.
+Ulysses (DeepSpeed's, arXiv 2309.14509) is written on PyTorch's own all-to-all, which DeepSpeed's
+layer calls too; grouped heads are dealt as they are, where they divide by the ranks.
+With whole weights all deliver whole gradients: DTensor reduces those of the norms; for context
+parallel and Ulysses one all-reduce of one bucket, as DDP does it for models of this size. With
+sharded weights the two are wrapped by FSDP2 layer by layer, as torchtitan has it, which is ZeRO-3.
 """
 
 from functools import partial
@@ -15,7 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from contenders import Contender
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import (
@@ -86,21 +91,58 @@ def _ring_attention(
     return _Ring.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-class ContextParallel(Contender):
-    """Context parallel. Lengths divide by twice the ranks."""
+def _exchange(x: Tensor, gather: int, split: int) -> Tensor:
+    """``x``, whole along ``gather`` and split along ``split``, whatever it was the other way."""
+    p = dist.get_world_size()
+    parts = torch.stack(x.chunk(p, split)).contiguous()
+    rows = [1] * p
+    arrived = all_to_all_single_autograd(parts, rows, rows, dist.group.WORLD)
+    return torch.cat(arrived.unbind(0), gather)
 
-    def __init__(self, model: Any, mesh: DeviceMesh, compiled: bool):
-        AttentionInterface.register("context_parallel_ring", _ring_attention)
-        model.set_attn_implementation("context_parallel_ring")
+
+def _ulysses_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As ``_ring_attention``: [B, H, s, D] to whole sequences of the rank's heads, and back."""
+    q, k, v = (_exchange(x, 2, 1) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return _exchange(out, 1, 2).transpose(1, 2).contiguous(), None
+
+
+ATTENTION = {"ring": _ring_attention, "ulysses": _ulysses_attention}
+
+
+class ContextParallel(Contender):
+    """Context parallel by a ring, whose lengths divide by twice the ranks, or by Ulysses, whose key
+    heads divide by the ranks too."""
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: DeviceMesh,
+        compiled: bool,
+        attention: str = "ring",
+        sharded: bool = False,
+    ):
+        AttentionInterface.register(f"counterpart_{attention}", ATTENTION[attention])
+        model.set_attn_implementation(f"counterpart_{attention}")
+        self.mesh, self.balanced = mesh, attention == "ring"
+        if sharded:
+            for module in (*model.model.layers, model):
+                fully_shard(module, mesh=mesh)
+                module.set_gradient_divide_factor(1.0)  # ranks have parts of one sum
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other
         super().__init__(model, self.call)
-        self.mesh, self.part = mesh, torch.compile(model) if compiled else model
+        self.part = torch.compile(model) if compiled else model
 
     def call(self, input_ids: Tensor, labels: Tensor, **given: Any) -> Any:
         # Labels are shifted before the split, and the count is that of the whole.
         seq_len = input_ids.shape[1]
         labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         buffers = [input_ids, labels, torch.arange(seq_len)[None]]
-        balancer = ring._create_default_load_balancer(seq_len, self.mesh.size(), "cpu")
+        balancer = None
+        if self.balanced:
+            balancer = ring._create_default_load_balancer(seq_len, self.mesh.size(), "cpu")
         ids, labels, positions = ring._context_parallel_shard(
             self.mesh, buffers, [1, 1, 1], balancer
         )
@@ -109,6 +151,8 @@ class ContextParallel(Contender):
 
     def step(self, ids: Tensor) -> Tensor:
         loss = super().step(ids)
+        if isinstance(self.model, FSDPModule):
+            return loss
         grads = list(self.gradients().values())
         flat = parameters_to_vector(grads)
         dist.all_reduce(flat)

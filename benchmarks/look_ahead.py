@@ -20,7 +20,7 @@ import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
-from paradyse.weights.unshard import LookAhead
+from paradyse.distributed.lanes import Overlap
 
 PLANS = ("megatron_cz", "ulysses_z", "megatron_ts", "metp")
 WAIT_S = 1e-4
@@ -44,7 +44,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
 
     def step(seq_len: int, ahead: bool) -> tuple[float, int, float]:
         waits.clear()
-        with patch.object(resolve_axis().session.of(LookAhead), "on", ahead):
+        with patch.object(resolve_axis().session.of(Overlap), "on", ahead):
             taken = contender.time_s(seq_len)
         return taken, sum(w > WAIT_S for w in waits), sum(waits)
 

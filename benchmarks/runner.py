@@ -49,6 +49,8 @@ LINKS: dict[str, Any] = {
     "like": {"metavar": "NAME", "help": "links in the ratio of a100-nvlink, h100-ib, ..."},
 }
 """Of benchmarks on ranks; such a report is a file of its own, named after both."""
+NAMED = ("sharded", "learn")
+"""Options that are in the name of the report where they are given."""
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -235,6 +237,7 @@ class Benchmark(Report):
             self.args = parser.parse_args()
         elif not self.args.out:
             self.args.out = RESULTS
+        self.name += "".join(f"_{o}" for o in NAMED if getattr(self.args, o, None))
 
     @cached_property
     def rate(self) -> float | None:

@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING
 from typing import Any as _Any
+
+if TYPE_CHECKING:
+    from paradyse.backend import explain as explain
+    from paradyse.backend import stats as stats
+    from paradyse.checkpoint.load_safetensors import LoadReport as LoadReport
+    from paradyse.checkpoint.load_safetensors import load_safetensors as load_safetensors
+    from paradyse.checkpoint.save import load_checkpoint as load_checkpoint
+    from paradyse.checkpoint.save import save_checkpoint as save_checkpoint
+    from paradyse.data import replica_of as replica_of
+    from paradyse.data import replica_sampler as replica_sampler
+    from paradyse.planning.explain import PlanReport as PlanReport
+    from paradyse.planning.explain import Stats as Stats
+    from paradyse.planning.explain import VerifyReport as VerifyReport
+    from paradyse.profiling.measure import profile as profile
+    from paradyse.trainer import TrainerMixin as TrainerMixin
+    from paradyse.types import Plan as Plan
+    from paradyse.types import Workload as Workload
+    from paradyse.verification import verify as verify
+    from paradyse.weights.no_sync import no_sync as no_sync
+    from paradyse.weights.shard import full_state_dict as full_state_dict
+    from paradyse.weights.shard import shard as shard
 
 __version__ = "0.1.0"
 
@@ -46,3 +68,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _API:
         raise AttributeError(f"module 'paradyse' has no attribute {name!r}")
     return getattr(_import_module(_API[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_API})

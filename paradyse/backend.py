@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.choice import choice_of
-from paradyse.config import Options, check_count, parse_options
+from paradyse.config import Options, check_count, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, agreement_of
 from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
@@ -71,7 +71,8 @@ def paradyse(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Any:
-    """Compile one graph of Dynamo's, ``gm`` with ``example_inputs``; ``options`` as in the README.
+    """Compile one graph of Dynamo's, ``gm`` with ``example_inputs``; ``options`` as in the README,
+    those not given from the environment.
 
     Raises:
         ValueError: an option that is unknown or has a wrong value; a ``mode``, which is inductor's;
@@ -84,7 +85,7 @@ def paradyse(
             'out; options={"inner": "inductor"} has inductor compile the pieces, as is the default'
         )
     collectives.timeout()
-    parsed = parse_options(options, OPTIONAL)
+    parsed = parse_options(with_environment(options), OPTIONAL)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     registry.register(capture)
     return capture.run if capture.fallback is None else capture.run_whole

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,6 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVER_SETS, LEVERS, Plan, Point
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT = "PARADYSE_OPTIONS"
+"""Environment variable with options for programs that cannot be edited."""
 
 AUTO = "auto"
 """The plan option that leaves the choice to the planner; also legal inside the other forms."""
@@ -323,8 +330,6 @@ def parse_options(
     Raises:
         ValueError: an unknown key or a value that is not legal; names the value and what is legal.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise ValueError(f"options: give a dict, not {type(options).__name__} {options!r}")
     parsers: dict[str, Callable[[Any], Any]] = {
         "plan": parse_plan,
         "strategies": _strategies,
@@ -342,9 +347,89 @@ def parse_options(
     }
     assert set(parsers) == set(OPTION_NAMES)
     checked = {}
-    for key, value in (options or {}).items():
+    for key, value in _given(options).items():
         if key not in parsers:
             raise ValueError(f"unknown option {_not_legal(key, OPTION_NAMES)}")
         if value is not None:
             checked[key] = parsers[key](value)
     return Options(**checked)
+
+
+def _given(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(f"options: give a dict, not {type(options).__name__} {options!r}")
+    return options or {}
+
+
+def with_environment(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """``options``, and those of the variable ``PARADYSE_OPTIONS`` that they do not give.
+
+    The variable has ``plan=metp,memory_limit=20GiB``, a number, true, false, null or a name behind
+    each "="; or, for lists and plans by kind of block, JSON: ``{"levers": ["recompute"]}``.
+
+    Args:
+        options: as written by the user; what they give counts, and the log says so.
+    Raises:
+        ValueError: ``options`` is no mapping; the variable is neither, names an option twice, or
+            names one that only Python can give.
+    """
+    given = dict(_given(options))
+    for key, value in _read_environment(os.environ.get(ENVIRONMENT, "")).items():
+        if given.get(key) is None:
+            given[key] = value
+        else:
+            log.info("%s: option %r is not used, the program gives it", ENVIRONMENT, key)
+    return given
+
+
+def _read_environment(text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        pairs = _pairs_of(text)
+    except ValueError as e:
+        raise ValueError(
+            f"environment variable {ENVIRONMENT}={text!r}: {e}; give 'plan=metp,smoothing=0.1', "
+            'or JSON such as \'{"levers": ["recompute"]}\''
+        ) from None
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key not in OPTION_NAMES or key == "mesh":
+            legal = [name for name in OPTION_NAMES if name != "mesh"]
+            raise ValueError(
+                f"environment variable {ENVIRONMENT}: unknown option {_not_legal(key, legal)}"
+            )
+        if key in found:
+            raise ValueError(f"environment variable {ENVIRONMENT}: option {key!r} is given twice")
+        found[key] = value
+    return found
+
+
+def _pairs_of(text: str) -> list[tuple[str, Any]]:
+    if text.lstrip().startswith("{"):
+        pairs: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=_Pairs)
+        return [(k, _plain(v)) for k, v in pairs]
+    found = []
+    for part in filter(str.strip, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part.strip()!r} has no '='")
+        found.append((key.strip(), _word(value.strip())))
+    return found
+
+
+class _Pairs(list[Any]):
+    """An object of JSON as the pairs that are written, so that no key is lost."""
+
+
+def _plain(value: Any) -> Any:
+    return {k: _plain(v) for k, v in value} if isinstance(value, _Pairs) else value
+
+
+def _word(text: str) -> Any:
+    """A number, a truth or nothing where ``text`` is one, else itself."""
+    try:
+        value = json.loads(text.lower())
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float) or value is None else text

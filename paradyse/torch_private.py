@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
 
@@ -147,11 +148,30 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def only_accumulates(node: Any) -> bool:
+    """Whether the backward under way adds what reaches ``node`` of its graph to the ``.grad`` of a
+    leaf, and nobody's hook looks at it."""
+    leaf = getattr(node, "variable", None)
+    if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is what torch.autograd.grad was asked for
+        return False
+
+
 def keeps_graph() -> bool:
     """Whether the backward under way leaves its graph to another one (``retain_graph=True``)."""
     functions: Any = torch._C._autograd
     keeps = getattr(functions, "_get_current_graph_task_keep_graph", None)
     return keeps is None or bool(keeps())
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of PyTorch's would note a region."""
+    from torch.autograd import profiler
+
+    return bool(profiler._is_profiler_enabled)
 
 
 def profiled_events(profile: Any) -> list[Any]:
@@ -162,6 +182,24 @@ def profiled_events(profile: Any) -> list[Any]:
 def is_allocation(event: Any) -> bool:
     """Whether ``event``, of ``profiled_events``, is memory taken or given back."""
     return bool(event.tag == torch._C._profiler._EventType.Allocation)
+
+
+# Process groups
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a message of ``group`` between tensors of ``device`` may take before it fails."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def num_process_groups() -> int:
+    """Of how many process groups this rank is one. Ranks that make a group among themselves
+    (``use_local_synchronization``) name it by their ranks and this number, and hang where they
+    differ in it: https://github.com/pytorch/pytorch/issues/173608"""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_names)
 
 
 # Optimizers

@@ -158,13 +158,14 @@ class Schedule:
         return any(map(has_dropout, [*(s.piece for s in self.steps), *self.tails.values()]))
 
     @cached_property
-    def weight_owners(self) -> dict[fx.Node, int]:
-        """Weights used for a part of the work -> id of the block that is booked their gradients."""
-        owners: dict[fx.Node, int] = {}
+    def first_readers(self) -> dict[fx.Node, Step]:
+        """Weights used for a part of the work -> the first step that does so, whose block is booked
+        their gradients."""
+        readers: dict[fx.Node, Step] = {}
         for step in self.steps:
             for node in filter(is_weight, step.piece.inputs if step.split else ()):
-                owners.setdefault(node, step.block_id)
-        return owners
+                readers.setdefault(node, step)
+        return readers
 
     @cached_property
     def freed(self) -> tuple[tuple[fx.Node, ...], ...]:

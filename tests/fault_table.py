@@ -8,6 +8,7 @@ from __future__ import annotations
 from fault import Fault
 from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
+from fault_overlap import OVERLAP_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
 RANKS = "tests/strategies/test_attention_ranks.py::test_equal_to_one_rank"
@@ -106,8 +107,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "reduce-scatter without the sum",
         COLLECTIVES,
-        "parts.sum(0, dtype=dtype)",
-        "parts[0].to(dtype)",
+        "sent.then(partial(torch.sum, dim=0, dtype=dtype))",
+        "sent.then(lambda parts: parts[0].to(dtype))",
         COLLECTIVE,
     ),
     Fault(
@@ -236,8 +237,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradients of whole weights not summed over ranks",
         "paradyse/weights/gradients.py",
-        "average(collectives.all_reduce_in_place(flat, axis, shares), replicas)",
-        "average(flat, replicas)",
+        "message = collectives.start_all_reduce(flat, lane, shares)",
+        'message = Pending([], flat, "all_reduce", lane, owners[index[0]], None)',
         WHOLE,
     ),
     Fault(
@@ -264,8 +265,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gathered weights: gradient of the rank's own tokens alone",
         "paradyse/weights/unshard.py",
-        "if gathered.summed:",
-        "if False:",
+        "if not gathered.summed:",
+        "if True:",
         SHARDED,
     ),
     Fault(
@@ -465,5 +466,6 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
     ),
     *LEVER_FAULTS,
+    *OVERLAP_FAULTS,
     *MIXED_FAULTS,
 )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 
-from paradyse.config import OPTION_NAMES, Options, PlanByKind, parse_bytes, parse_options
+from paradyse.config import (
+    ENVIRONMENT,
+    OPTION_NAMES,
+    Options,
+    PlanByKind,
+    parse_bytes,
+    parse_options,
+    with_environment,
+)
 from paradyse.types import ATTENTION_STRATEGIES, LEVERS, Plan
 
 MESH = type("MeshLike", (), {"ndim": 1, "get_group": lambda self, dim=0: None})()
@@ -141,3 +150,66 @@ def test_torch_compile_hands_the_options_to_a_backend_as_one_keyword() -> None:
     )
     f(torch.zeros(2))
     assert seen["options"] == Options(plan="metp", memory_limit=2**30)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("", {}),
+        (" plan=metp , smoothing=0.1,", {"plan": "metp", "smoothing": 0.1}),
+        ("retry_out_of_memory=False,dump=/x/1", {"retry_out_of_memory": False, "dump": "/x/1"}),
+        ("memory_limit=1024,plan=auto", {"memory_limit": 1024, "plan": "auto"}),
+        ("memory_limit=20GiB", {"memory_limit": "20GiB"}),
+        (
+            '{"levers": ["tiled"], "plan": {"mlp": "metp"}}',
+            {"levers": ["tiled"]} | {"plan": {"mlp": "metp"}},
+        ),
+    ],
+)
+def test_the_environment_gives_what_the_program_does_not(
+    text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, text)
+    assert with_environment(None) == with_environment({}) == options
+    assert with_environment({"inner": "eager"}) == options | {"inner": "eager"}
+
+
+def test_what_the_program_gives_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "plan=metp,inner=eager")
+    with caplog.at_level(logging.INFO, "paradyse"):
+        assert with_environment({"plan": "auto", "inner": None}) == {
+            "plan": "auto",
+            "inner": "eager",
+        }
+    assert [r.getMessage() for r in caplog.records] == [
+        "PARADYSE_OPTIONS: option 'plan' is not used, the program gives it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("metp", r"PARADYSE_OPTIONS='metp': 'metp' has no '='; give 'plan=metp,.*or JSON"),
+        ('{"plan": ', r"PARADYSE_OPTIONS='\{\"plan\": ': Expecting value"),
+        ("plam=metp", r"unknown option 'plam' \(did you mean 'plan'\?\); legal: plan, strategies"),
+        ("mesh=1", r"unknown option 'mesh'.*legal: (?!.*mesh)"),
+        ("plan=metp,plan=auto", "option 'plan' is given twice"),
+        ('{"plan": "metp", "plan": "auto"}', "option 'plan' is given twice"),
+    ],
+)
+def test_what_the_environment_cannot_say_is_an_error(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, text)
+    with pytest.raises(ValueError, match=message):
+        with_environment({"plan": "metp"})
+
+
+def test_the_backend_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "plan=mega")
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="paradyse")
+    with pytest.raises(Exception, match="unknown strategy 'mega'"):
+        compiled(torch.zeros(1, 2))

@@ -30,6 +30,7 @@ LAYERS = (
     ("backend",),
     ("trainer", "verification"),
     ("cli",),
+    ("__main__",),
     ("__init__",),
 )
 """Folders and modules of the root. Each imports only what stands above it, or within itself."""

@@ -116,6 +116,7 @@ def test_a_wheel_holds_every_module_and_imports_from_there(tmp_path: Path) -> No
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    assert (site / "paradyse" / "py.typed").exists()
     held = {".".join(f.relative_to(site).with_suffix("").parts) for f in site.rglob("*.py")}
     assert {m for m in held if not m.endswith(".__init__")} == set(modules_on_disk())
     # Found one by one, and not run: what the modules need is no matter of packaging.
@@ -135,3 +136,81 @@ def test_the_version_is_the_one_installed() -> None:
     import paradyse
 
     assert version("paradyse") == paradyse.__version__
+
+
+def test_checkers_and_dir_know_the_public_names() -> None:
+    import ast
+
+    import paradyse
+
+    source = ast.parse((ROOT / "paradyse" / "__init__.py").read_text())
+    (block,) = [
+        n for n in source.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
+    typed = {
+        (name.asname, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert typed == {*paradyse._API.items()}
+    assert {*paradyse.__all__} <= {*dir(paradyse)}
+
+
+def test_python_m_is_the_command(tmp_path: Path) -> None:
+    assert "usage: paradyse" in python(
+        "import runpy, sys; sys.argv = ['paradyse', '--help']\n"
+        "try: runpy.run_module('paradyse', run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0",
+        tmp_path,
+    )
+
+
+USER_SCRIPT = """
+import torch
+import paradyse
+
+def train(model: torch.nn.Module, ids: torch.Tensor, folder: str) -> float:
+    paradyse.shard(model, reduce_dtype=torch.float32)
+    compiled = torch.compile(model, backend="paradyse", options={"plan": plan})
+    with paradyse.no_sync(compiled):
+        compiled(input_ids=ids, labels=ids).loss.backward()
+    report: paradyse.PlanReport = paradyse.explain(compiled, 1, 512)
+    stats: paradyse.Stats = paradyse.stats(compiled)
+    print(report, stats.captures)
+    paradyse.save_checkpoint(folder, compiled, step=1)
+    paradyse.load_checkpoint(folder, compiled)
+    loaded: paradyse.LoadReport = paradyse.load_safetensors(model, folder)
+    checked: paradyse.VerifyReport = paradyse.verify(model, {"input_ids": ids})
+    print(loaded, checked, paradyse.full_state_dict(model))
+    return 0.0
+
+def plan(workload: paradyse.Workload) -> paradyse.Plan:
+    return paradyse.Plan(("metp",) * 2)
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_is_checked_strictly(tmp_path: Path) -> None:
+    """Against the package as it installs, which mypy finds through links."""
+    package = tmp_path / "typed" / "paradyse"
+    package.mkdir(parents=True)
+    for entry in [*(ROOT / "paradyse").iterdir(), ROOT / "passes", ROOT / "kernels"]:
+        (package / entry.name).symlink_to(entry)
+    (tmp_path / "typed" / "script.py").write_text(USER_SCRIPT)
+    wrong = USER_SCRIPT.replace("(compiled, 1, 512)", "(compiled, 1, 512.5)")
+    (tmp_path / "typed" / "wrong.py").write_text(wrong)
+
+    def check(name: str) -> str:
+        command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", name]
+        done = subprocess.run(
+            [*command, "--cache-dir", str(tmp_path / "cache")],
+            cwd=tmp_path / "typed",
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        return done.stdout + done.stderr
+
+    assert "Success" in check("script.py")
+    assert 'has incompatible type "float"; expected "int"' in check("wrong.py")

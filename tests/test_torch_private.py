@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,34 @@ def check_default_store() -> None:
         assert not store.check(["rung"])
         store.set("rung", "")
         assert store.check(["rung"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def check_profiler_is_on() -> None:
+    assert not private.profiler_is_on()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert private.profiler_is_on()
+    assert not private.profiler_is_on()
+
+
+def check_num_process_groups() -> None:
+    made = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **made)
+    try:
+        before = private.num_process_groups()
+        torch.distributed.new_group([0], use_local_synchronization=True)
+        assert private.num_process_groups() == before + 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def check_timeout_of() -> None:
+    limit, cpu = timedelta(seconds=77), torch.device("cpu")
+    made = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1, "timeout": limit}
+    torch.distributed.init_process_group("gloo", **made)
+    try:
+        assert private.timeout_of(torch.distributed.group.WORLD, cpu) == limit
     finally:
         torch.distributed.destroy_process_group()
 
@@ -344,6 +373,34 @@ def check_at_end_of_backward() -> None:
 
     Node.apply(torch.ones(2, requires_grad=True).exp()).sum().backward()
     assert order == ["node", "end"]
+
+
+def check_only_accumulates() -> None:
+    leaf, found = nn.Parameter(torch.ones(2)), list[bool]()
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(private.only_accumulates(ctx.next_functions[0][0]))
+            return grad
+
+    Node.apply(leaf).sum().backward()
+    Node.apply(leaf).sum().backward(inputs=[leaf])
+    assert found == [True, True]
+    torch.autograd.grad(Node.apply(leaf).sum(), [leaf])
+    Node.apply(leaf * 2).sum().backward()
+    assert found[2:] == [False, False]
+    for hook in (leaf.register_hook, leaf.register_post_accumulate_grad_hook):
+        held = hook(lambda _: None)
+        Node.apply(leaf).sum().backward()
+        held.remove()
+        assert found.pop() is False
+    Node.apply(leaf).sum().backward()
+    assert found[-1] is True
 
 
 def check_keeps_graph() -> None:

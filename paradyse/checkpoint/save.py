@@ -38,7 +38,7 @@ class Checkpoint:
 
 def save_checkpoint(
     folder: str | os.PathLike[str],
-    model: nn.Module,
+    model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int,
@@ -92,7 +92,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     folder: str | os.PathLike[str],
-    model: nn.Module,
+    model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     process_group: Any = None,

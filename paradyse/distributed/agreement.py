@@ -25,7 +25,7 @@ from torch import nn
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.distributed.collectives import CollectiveError, Pending, Started, Watchers
-from paradyse.distributed.control import Control, control_of, tell_all
+from paradyse.distributed.control import Control, control_of, group_like, tell_all
 from paradyse.distributed.facts import DOING, difference, digest
 from paradyse.distributed.failures import (
     DroppedCallError,
@@ -38,6 +38,7 @@ from paradyse.distributed.failures import (
     place_of,
     started,
 )
+from paradyse.distributed.lanes import open_lanes
 from paradyse.torch_private import (
     DisableTorchFunctionSubclass,
     at_end_of_backward,
@@ -459,6 +460,7 @@ def agreement_of(axis: Axis, mesh: Any = None) -> Agreement | None:
         if not known:
             resolve_axis().session.of(Watchers).append(partial(_listen, axis))
         known[everyone] = Agreement(axis, mesh)
+        open_lanes(axis, partial(group_like, axis.group))
     return known[everyone]
 
 

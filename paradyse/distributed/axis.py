@@ -57,6 +57,9 @@ class Axis:
     """The process group; None when the axis has one rank."""
     session: Session = field(default_factory=Session, compare=False, repr=False)
     """What this process keeps for the axis."""
+    lane: str = ""
+    """What the messages of ``group`` are for, where it carries those of one purpose alone
+    (``distributed/lanes.py``); "": all others."""
 
     def layout(self, seq_len: int) -> TokenLayout:
         """Where the tokens of a sequence of ``seq_len`` lie."""
@@ -78,8 +81,9 @@ def axis_named(name: str) -> Axis:
 def live_axes() -> list[Axis]:
     """The axes whose process groups have not been destroyed."""
     for name, axis in list(_AXES.items()):
-        if axis.group is not None and not _is_alive(axis.group):
+        if axis.group is not None and not is_alive(axis.group):
             del _AXES[name]
+            axis.session.end()
     return list(_AXES.values())
 
 
@@ -170,7 +174,8 @@ def axis_of(group: Any) -> Axis:
     return found
 
 
-def _is_alive(group: Any) -> bool:
+def is_alive(group: Any) -> bool:
+    """Whether the process ``group`` has not been destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:  # it has been destroyed

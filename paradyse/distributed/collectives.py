@@ -30,6 +30,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradyse.distributed.axis import SINGLE, Axis, backend_of, device_of, resolve_axis
+from paradyse.distributed.crossing import start_all_to_all
+from paradyse.distributed.lanes import lane_of
+from paradyse.distributed.regions import WAIT, region
 
 # torch 2.13 renamed both and deprecates the former names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -156,9 +159,12 @@ class Message:
     dtype: torch.dtype
     device: str
     root: int = 0
+    lane: str = ""
+    """Of the axis, that carries it."""
 
     def take_part(self, axis: Axis) -> None:
         """Send and receive unspecified values, so that the other ranks of ``axis`` go on."""
+        axis = lane_of(axis, self.lane)
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         again: dict[str, Callable[[], Any]] = {
             "all_to_all": lambda: all_to_all(x, axis, AGREEMENT),
@@ -173,7 +179,8 @@ class Message:
 
 
 class Started:
-    """The messages that this rank has started on one axis: as many as every rank in step."""
+    """The messages that this rank has started on one axis and its lanes: as many as every rank in
+    step, in the same order."""
 
     MOST = 1024
 
@@ -210,6 +217,7 @@ class Pending:
         self, works: Sequence[Any], result: Any, what: str, axis: Axis, block_id: int, keep: Any
     ):
         self._works, self._result, self._context = works, result, (what, axis, block_id)
+        self._finish: Callable[[Any], Any] | None = None
         self._keep = keep  # send buffers must outlive the transfer
         self._on_gloo = axis.group is None or waits_on_host(axis)
         self._watched = block_id != AGREEMENT  # which nothing may interrupt
@@ -222,17 +230,29 @@ class Pending:
             torch.OutOfMemoryError: as the collective raised it.
         """
         try:
-            for work in self._works:
-                if work is not None:
-                    self._wait(work)
+            if self._works:
+                what, axis, block_id = self._context
+                block = traffic(axis, block_id)
+                with region(WAIT, what, axis.lane, block.name, block.strategy):
+                    for work in filter(None, self._works):
+                        self._wait(work)
         except (torch.OutOfMemoryError, CollectiveError):  # the latter is another rank's word
             raise
         except RuntimeError as e:
             raise failure(*self._context, e) from e
         if pauses := SINGLE.session.of(_Pauses):
             time.sleep(pauses[-1])
-        self._keep = None
+        self._works, self._keep = (), None
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
         return self._result
+
+    def then(self, finish: Callable[[Any], Any]) -> Pending:
+        """This message, whose result is what ``finish`` makes of the former one, when it is waited
+        for."""
+        before = self._finish
+        self._finish = finish if before is None else lambda result: finish(before(result))
+        return self
 
     def _wait(self, work: Any) -> None:
         patience = timeout().total_seconds()
@@ -283,7 +303,7 @@ def _start(
         raise
     except RuntimeError as e:
         raise failure(what, axis, block_id, e) from e
-    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root)
+    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root, axis.lane)
     started.add(message, block_id)
     return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
 
@@ -297,7 +317,8 @@ def waits_on_host(axis: Axis) -> bool:
 def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:
     x = x.contiguous()
     out = torch.empty_like(x)
-    launch = partial(dist.all_to_all_single, out, x, group=axis.group, async_op=True)
+    each = [x[0].numel()] * axis.size
+    launch = partial(start_all_to_all, out.view(-1), x.view(-1), each, each, axis)
     return _start(what, x, axis, block_id, num_bytes, launch, out, "all_to_all")
 
 
@@ -357,20 +378,27 @@ def reduce_scatter(
         dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. They
             travel as ``travel_dtype`` says.
     """
+    summed: Tensor = start_reduce_scatter(x, axis, block_id, dtype).wait()
+    return summed
+
+
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, block_id: int, dtype: torch.dtype | None = None
+) -> Pending:
+    """Start ``reduce_scatter`` of ``x``, added up in ``dtype``."""
     dtype = dtype or x.dtype
     if axis.size == 1:
-        return x[0].to(dtype)
+        return Pending([], x[0].to(dtype), "reduce_scatter", axis, block_id, None)
     x = x.to(travel_dtype(x.dtype, dtype, axis))
     if waits_on_host(axis):
         num_bytes = x.nbytes * (axis.size - 1) // axis.size
-        parts = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes).wait()
-        total: Tensor = parts.sum(0, dtype=dtype)
-        return total
+        sent = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes)
+        return sent.then(partial(torch.sum, dim=0, dtype=dtype))
     x = x.contiguous()
     num_bytes = x.nbytes * (axis.size - 1) // axis.size
     out = torch.empty_like(x[0])
     launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
-    return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out).wait()
+    return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out)
 
 
 _SMALL_ELEMENTS = 1 << 14
@@ -393,14 +421,19 @@ def all_reduce_in_place(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Ten
     Args:
         shares: block id -> how many of the bytes of ``x`` are the block's.
     """
+    total: Tensor = start_all_reduce(x, axis, shares).wait()
+    return total
+
+
+def start_all_reduce(x: Tensor, axis: Axis, shares: Mapping[int, int]) -> Pending:
+    """Start ``all_reduce_in_place`` of ``x``, booked to the blocks of ``shares``."""
     first = next(iter(shares))
     for block_id, num_bytes in shares.items():
         block = traffic(axis, block_id)
         block.sent_bytes["all_reduce"] += 2 * num_bytes * (axis.size - 1) // axis.size
         block.calls["all_reduce"] += int(block_id != first)
     launch = partial(dist.all_reduce, x, group=axis.group, async_op=True)
-    out: Tensor = _start("all_reduce", x, axis, first, 0, launch, x).wait()
-    return out
+    return _start("all_reduce", x, axis, first, 0, launch, x)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, block_id: int) -> Pending:
@@ -433,9 +466,8 @@ def ring_exchange(x: Tensor, axis: Axis, block_id: int) -> Pending:
     launch: Callable[[], Any]
     if waits_on_host(axis):
         # its point-to-point takes ten times as long for small messages as an uneven all-to-all
-        splits = [[x.numel() if r == peer else 0 for r in ranks] for peer in (source, to)]
-        flat = (out.view(-1), x.view(-1), *splits)
-        launch = partial(dist.all_to_all_single, *flat, group=axis.group, async_op=True)
+        arrive, leave = ([x.numel() * (r == peer) for r in ranks] for peer in (source, to))
+        launch = partial(start_all_to_all, out.view(-1), x.view(-1), arrive, leave, axis)
     else:
         sides = (dist.isend, x, to), (dist.irecv, out, source)
         ops = [dist.P2POp(*side, axis.group) for side in sides]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis, resolve_axis
-from paradyse.torch_private import default_store
+from paradyse.distributed.axis import Axis, device_of, resolve_axis
+from paradyse.torch_private import default_store, timeout_of
 
 T = TypeVar("T")
 
@@ -130,45 +131,51 @@ def control_of(ranks: tuple[int, ...]) -> Control:
     """
     controls = resolve_axis().session.of(_Controls)
     if ranks not in controls:
-        # Names of such groups differ, and they hang, on ranks that are in more groups than
-        # others: https://github.com/pytorch/pytorch/issues/173608
-        alone = len(ranks) < dist.get_world_size()
-        controls[ranks] = _control(ranks, _make_group(ranks, alone))
+        group = make_group(ranks, "gloo", collectives.timeout())
+        name = f"control:{'-'.join(map(str, ranks))}"
+        axis = Axis(name, len(ranks), ranks.index(dist.get_rank()), group)
+        controls[ranks] = Control(axis, Alarm(name))
     return controls[ranks]
 
 
-def make_control(ranks: tuple[int, ...]) -> None:
-    """Make the one of ``ranks`` of the world before they ask for it: on every rank of the world, so
-    that ranks may be in more groups than others.
+def group_like(group: Any) -> Any:
+    """A process group of the ranks of ``group``, carried by the same and bounded in time alike; all
+    of them ask for it at the same time.
 
+    Args:
+        group: of which this rank is one.
     Raises:
-        CollectiveError: not all ranks of the world came.
+        CollectiveError: not all of them came.
     """
-    group = _make_group(ranks, alone=False)
-    if dist.get_rank() in ranks:
-        resolve_axis().session.of(_Controls).setdefault(ranks, _control(ranks, group))
+    ranks, kinds = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+    return make_group(tuple(ranks), kinds, timeout_of(group, device_of(group)))
 
 
-def _control(ranks: tuple[int, ...], group: Any) -> Control:
-    name = f"control:{'-'.join(map(str, ranks))}"
-    return Control(Axis(name, len(ranks), ranks.index(dist.get_rank()), group), Alarm(name))
+def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:
+    """A process group of ``ranks``. PyTorch makes it by the store, which never answers where the
+    rank that has it has stopped.
 
-
-def _make_group(ranks: tuple[int, ...], alone: bool) -> Any:
-    """A gloo group of ``ranks``, which they make ``alone`` or all ranks of the world. PyTorch makes
-    it by the store, which never answers where the rank that has it has stopped."""
+    Args:
+        ranks: of the world, this one among them; all of them ask for it at the same time.
+        backend: what carries its messages, as of ``torch.distributed.new_group``.
+        timeout: how long each of its messages may take.
+    Raises:
+        CollectiveError: not all of them came.
+    """
 
     def make(store: Any) -> Any:
         return dist.new_group(
             list(ranks),
-            timeout=limit,
-            backend="gloo",
-            use_local_synchronization=alone,
+            timeout=timeout,
+            backend=backend,
+            # Names of such groups differ, and they hang, on ranks that are in more groups than
+            # others: https://github.com/pytorch/pytorch/issues/173608
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
 
-    limit = collectives.timeout()
+    limit_s = collectives.timeout().total_seconds() + ANSWER_S
     try:
-        group = world_store().ask(make, limit.total_seconds() + ANSWER_S)
+        group = world_store().ask(make, limit_s)
         if group is None:
             raise RuntimeError("the store that ranks met at does not answer")
         return group

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
-from paradyse.distributed.collectives import REPLICAS
+from paradyse.distributed.collectives import REPLICAS, Pending
 
 
 @torch.library.custom_op("paradyse::sum_over_replicas", mutates_args=())
@@ -50,8 +50,14 @@ def average(flat: Tensor, replicas: Axis, dtype: torch.dtype | None = None) -> T
         replicas: the data-parallel axis.
         dtype: in which the values travel and are added up; None: that of ``flat``.
     """
+    mean: Tensor = start_average(flat, replicas, dtype).wait()
+    return mean
+
+
+def start_average(flat: Tensor, replicas: Axis, dtype: torch.dtype | None = None) -> Pending:
+    """Start ``average`` of ``flat`` over ``replicas``, added up in ``dtype``."""
     if replicas.size == 1:
-        return flat
-    total = flat.to(dtype or flat.dtype)
-    collectives.all_reduce_in_place(total, replicas, {REPLICAS: total.nbytes})
-    return total.div_(replicas.size).to(flat.dtype)
+        return Pending([], flat, "all_reduce", replicas, REPLICAS, None)
+    given, total = flat.dtype, flat.to(dtype or flat.dtype)
+    message = collectives.start_all_reduce(total, replicas, {REPLICAS: total.nbytes})
+    return message.then(lambda total: total.div_(replicas.size).to(given))

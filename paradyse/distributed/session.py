@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +19,8 @@ class Session:
 
     def __init__(self) -> None:
         self._held: dict[type, Any] = {}
+        self.at_end: list[Callable[[], None]] = []
+        """Called once the axis' process group has been found destroyed."""
 
     def of(self, kind: type[T]) -> T:
         """This session's instance of ``kind``, made by ``kind()`` when it is first asked for."""
@@ -29,6 +32,12 @@ class Session:
     def forget(self, kind: type) -> None:
         """Let ``of`` begin anew with ``kind``."""
         self._held.pop(kind, None)
+
+    def end(self) -> None:
+        """The axis' process group is gone."""
+        ends, self.at_end = self.at_end, []
+        for call in ends:
+            call()
 
 
 class Recent(dict[K, V]):

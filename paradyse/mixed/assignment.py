@@ -72,7 +72,7 @@ class Buckets:
             None: there is no answer, or none was found in time.
         """
         table, ways, q = self.table, self.table.ways, len(self.sequences)
-        usable = [p for p, w in enumerate(ways) if w.degree <= num_ranks and w.fixed_s < most_s]
+        usable = [p for p, w in enumerate(ways) if w.degree <= num_ranks and w.idle_s < most_s]
         if not usable:
             return None
         each = q + 1  # variables of a way: x of each bucket, n

@@ -192,7 +192,7 @@ class MixedBatches:
     ) -> MixedStep:
         groups = [g for micro in plan.micro_batches for g in micro.groups]
         if self._axis.size > 1:
-            self._axis.session.of(GroupMeshes).make(g.ranks for g in groups)
+            self._axis.session.of(GroupMeshes).make((g.ranks for g in groups), self._axis)
         mine = [(n, g) for n, g in enumerate(groups) if self._axis.rank in g.ranks]
 
         def read() -> tuple[list[Share], int]:

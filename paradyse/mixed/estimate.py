@@ -15,7 +15,9 @@ SHORTEST = 64
 """Tokens of the first length, after one, at which a plan's time is asked for."""
 
 
-def ways_of(planner: Planner, workload: Workload, most_tokens: int) -> list[Way]:
+def ways_of(
+    planner: Planner, workload: Workload, most_tokens: int, least_s: float = 0.0
+) -> list[Way]:
     """How a group may compute sequences packed into one: a way for each plan of ``planner`` that is
     the fastest for some number of tokens.
 
@@ -27,6 +29,7 @@ def ways_of(planner: Planner, workload: Workload, most_tokens: int) -> list[Way]
         planner: of the ranks of one group.
         workload: of one sequence; its length does not matter.
         most_tokens: of a group.
+        least_s: seconds of messages under way meanwhile, as of ``Way``.
     Returns:
         None that another beats in time at all lengths and in memory; an empty list: nothing fits.
     """
@@ -39,17 +42,20 @@ def ways_of(planner: Planner, workload: Workload, most_tokens: int) -> list[Way]
         plan = planner.plan(replace(workload, seq_len=load))
         if plan.key not in seen:
             seen.add(plan.key)
-            ways.append(way_of(planner, workload, plan, most_tokens))
+            ways.append(way_of(planner, workload, plan, most_tokens, least_s))
     return undominated(ways)
 
 
-def way_of(planner: Planner, workload: Workload, plan: Plan, most_tokens: int) -> Way:
+def way_of(
+    planner: Planner, workload: Workload, plan: Plan, most_tokens: int, least_s: float = 0.0
+) -> Way:
     """A group that computes by ``plan``.
 
     Args:
         planner: of the ranks of the group.
         workload: of one sequence; its length does not matter.
         most_tokens: of a group.
+        least_s: as of ``ways_of``.
     Raises:
         ValueError: nothing fits.
     """
@@ -62,7 +68,7 @@ def way_of(planner: Planner, workload: Workload, plan: Plan, most_tokens: int) -
     times = [planner.predict(plan, replace(workload, seq_len=n))[0] for n in lengths]
     fixed = min(times)
     adds = tuple(max(0.0, t - fixed) for t in times)
-    return Way(planner.num_ranks, fixed, room, tuple(lengths), adds, plan.key)
+    return Way(planner.num_ranks, fixed, room, tuple(lengths), adds, plan.key, least_s)
 
 
 def undominated(ways: Sequence[Way]) -> list[Way]:
@@ -79,4 +85,5 @@ def _beats(other: Way, way: Way) -> bool:
     if other.degree != way.degree or other.max_tokens < way.max_tokens:
         return False
     faster = other.sequence_s(way.lengths) <= way.times_s
-    return other.fixed_s <= way.fixed_s and bool(faster.all())
+    sooner = other.fixed_s <= way.fixed_s and other.least_s <= way.least_s
+    return sooner and bool(faster.all())

@@ -51,8 +51,8 @@ class Table:
         have more tokens than it has room for."""
         if sum(self.lengths[i] for i in sequences) > self.ways[way].max_tokens:
             return math.inf
-        row = self.rows[way]
-        return self.ways[way].fixed_s + sum(row[i] for i in sequences)
+        row, of = self.rows[way], self.ways[way]
+        return max(of.least_s, of.fixed_s + sum(row[i] for i in sequences))
 
 
 @dataclass
@@ -62,8 +62,21 @@ class Bin:
     way: int
     """Index."""
     sequences: list[int]
-    time_s: float
+    load_s: float
+    """Seconds as ``Way.fixed_s`` and its sequences add up."""
     tokens: int
+    least_s: float = 0.0
+    """As of its way."""
+
+    @property
+    def time_s(self) -> float:
+        """Seconds until it is done."""
+        return max(self.least_s, self.load_s)
+
+
+def empty_bin(table: Table, way: int) -> Bin:
+    """A group of the way with index ``way`` of ``table``, without a sequence."""
+    return Bin(way, [], table.ways[way].fixed_s, 0, table.ways[way].least_s)
 
 
 def longest_first(table: Table, sequences: Sequence[int] | None = None) -> list[int]:
@@ -87,7 +100,7 @@ class Packer:
         self.bins: list[Bin] = []
         ways = table.ways
         self.usable = [
-            p for p, w in enumerate(ways) if w.degree <= num_ranks and w.fixed_s < most_s
+            p for p, w in enumerate(ways) if w.degree <= num_ranks and w.idle_s <= most_s
         ]
         self._left: list[list[tuple[float, int]]] = [[] for _ in ways]
         """Per way (seconds left, index of the group), ascending."""
@@ -127,16 +140,16 @@ class Packer:
         if chosen < 0:
             return False
         self.budget -= table.ways[chosen].degree
-        self.bins.append(Bin(chosen, [], table.ways[chosen].fixed_s, 0))
+        self.bins.append(empty_bin(table, chosen))
         self._add(sequence, len(self.bins) - 1)
         return True
 
     def _add(self, sequence: int, number: int) -> None:
         into = self.bins[number]
         into.sequences.append(sequence)
-        into.time_s += self.table.rows[into.way][sequence]
+        into.load_s += self.table.rows[into.way][sequence]
         into.tokens += self.table.lengths[sequence]
-        insort(self._left[into.way], (self.most_s - into.time_s, number))
+        insort(self._left[into.way], (self.most_s - into.load_s, number))
 
 
 def pack(
@@ -202,7 +215,9 @@ def least_work(table: Table, num_ranks: int) -> list[float]:
 
 def least_s(table: Table, num_ranks: int) -> list[float]:
     """Seconds that a group with each sequence alone takes, infinite where it fits nowhere."""
-    return _least(table, num_ranks, [1] * len(table.ways), [w.fixed_s for w in table.ways])
+    found = _least(table, num_ranks, [1] * len(table.ways), [w.fixed_s for w in table.ways])
+    idle_s = min((w.idle_s for w in table.ways if w.degree <= num_ranks), default=0.0)
+    return [max(idle_s, s) for s in found]
 
 
 def _least(
@@ -309,7 +324,7 @@ def _deal(table: Table, order: Sequence[int], way: int, num_bins: int) -> list[B
     """Sequences into ``num_bins`` groups, each into the one that is done first and has room; those
     that got none are left out."""
     fixed, room, row = table.ways[way].fixed_s, table.ways[way].max_tokens, table.rows[way]
-    bins = [Bin(way, [], fixed, 0) for _ in range(num_bins)]
+    bins = [empty_bin(table, way) for _ in range(num_bins)]
     queue = [(fixed, k) for k in range(num_bins)]
     for i in order:
         tokens = table.lengths[i]
@@ -319,10 +334,10 @@ def _deal(table: Table, order: Sequence[int], way: int, num_bins: int) -> list[B
         number = queue.pop(at)[1]
         into = bins[number]
         into.sequences.append(i)
-        into.time_s += row[i]
+        into.load_s += row[i]
         into.tokens += tokens
         if into.tokens < room:
-            insort(queue, (into.time_s, number))
+            insort(queue, (into.load_s, number))
     return [b for b in bins if b.sequences]
 
 

@@ -13,6 +13,7 @@ from paradyse.distributed.axis import device_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.torch_private import dynamo_config
 from paradyse.weights.shard_comm import in_buckets
 from paradyse.weights.sharded_tensor import ShardedTensor
 
@@ -84,7 +85,7 @@ class MixedModel:
         devices = [device] if device.type == "cuda" else []
         parts = []
         limits = {"recompile_limit": MOST_GRAPHS, "fail_on_recompile_limit_hit": True}
-        with torch.random.fork_rng(devices), torch._dynamo.config.patch(limits):
+        with torch.random.fork_rng(devices), dynamo_config.patch(limits):
             torch.manual_seed(share.seed)
             for call, count in zip(share.calls, share.num_targets, strict=True):
                 mean = compiled(**call).loss

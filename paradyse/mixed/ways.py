@@ -17,7 +17,8 @@ class Way:
     """How a group of ``degree`` ranks computes the sequences packed into it.
 
     The time of a group is ``fixed_s`` plus what each sequence adds (FlexSP, arXiv 2412.01523,
-    section 4: attention's quadratic part counts for each sequence by itself, all else by tokens).
+    section 4: attention's quadratic part counts for each sequence by itself, all else by tokens),
+    and ``least_s`` where that is less.
 
     Raises:
         ValueError: a number makes no sense.
@@ -26,7 +27,7 @@ class Way:
     degree: int
     """Ranks of the group."""
     fixed_s: float
-    """Seconds of a micro-batch whatever is in it: weights that are gathered, launches."""
+    """Seconds of a micro-batch whatever is in it: launches, messages that nothing hides."""
     max_tokens: int
     """Tokens of all its sequences that the memory of every one of its ranks has room for."""
     lengths: tuple[int, ...]
@@ -35,6 +36,9 @@ class Way:
     """Seconds that a sequence of each of ``lengths`` adds."""
     name: str = ""
     """The plan in words."""
+    least_s: float = 0.0
+    """Seconds of messages that are under way while the group computes: those of sharded weights.
+    ``fixed_s`` has what is added of them where it computes long enough."""
 
     def __post_init__(self) -> None:
         if self.degree < 1 or self.max_tokens < 1:
@@ -49,10 +53,9 @@ class Way:
             )
         if any(a >= b for a, b in zip((0, *self.lengths), self.lengths)):
             raise ValueError(f"lengths {self.lengths}: give them ascending, from 1 token")
-        if not np.isfinite([self.fixed_s, *self.times_s]).all():
-            raise ValueError(f"times {self.fixed_s} and {self.times_s}: give finite numbers")
-        if min(self.fixed_s, *self.times_s) < 0:
-            raise ValueError(f"times {self.fixed_s} and {self.times_s}: none may be below 0")
+        times = [self.fixed_s, self.least_s, *self.times_s]
+        if not np.isfinite(times).all() or min(times) < 0:
+            raise ValueError(f"times {times}: give finite numbers, none below 0")
 
     def sequence_s(self, lengths: Sequence[int]) -> Floats:
         """Seconds that a sequence of each of ``lengths``, in tokens, adds to its group."""
@@ -64,7 +67,12 @@ class Way:
 
     def group_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a group with sequences of ``lengths`` packed into it."""
-        return self.fixed_s + float(self.sequence_s(lengths).sum())
+        return max(self.least_s, self.fixed_s + float(self.sequence_s(lengths).sum()))
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of a group without a sequence."""
+        return max(self.least_s, self.fixed_s)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,13 @@ from typing import Any
 import torch
 
 from paradyse.planning.costs import Link, Machine
-from paradyse.planning.machine import CUDA_OVERLAP, NCCL_COMMUNICATOR_BYTES, RESERVE
+from paradyse.planning.machine import NCCL_COMMUNICATOR_BYTES, RESERVE
 
 MOST = 1e18
 """No machine has more of anything, a second or at all."""
+
+OVERLAP = 0.9
+"""``Machine.overlap`` of all devices: an estimate, not measured."""
 
 GB = 1e9
 """Vendors count bandwidth and, on their sheets, capacity in powers of ten."""
@@ -281,7 +284,7 @@ def machine_of(cluster: Cluster, num_gpus: int, dtype: torch.dtype = torch.bfloa
         bandwidth_bytes=min(x.bandwidth_bytes for x in links.values()),
         attention_flops=min(d.matmul_flops[dtype] * d.attention_share for d in devices),
         op_overhead_s=max(d.op_overhead_s for d in devices),
-        overlap=CUDA_OVERLAP,
+        overlap=OVERLAP,
         links=links,
         capacity_bytes=int(min(d.capacity_bytes for d in devices) * (1 - RESERVE)),
         communicator_bytes=NCCL_COMMUNICATOR_BYTES if num_gpus > 1 else 0,

@@ -53,10 +53,11 @@ class GroupCosts(PaperCosts):
         """Of ``block`` under ``point`` for ``workload``."""
         alone = super().cost(block, point, workload)
         own_s = gradient_sum_s(block, point, workload, self.machine)
-        held = RESIDENT * block.num_weight_elements * workload.dtype.itemsize
+        held = RESIDENT[True] * block.num_weight_elements * workload.dtype.itemsize
+        seen = 1 - self.axis.overlap  # of messages while neighbouring blocks compute
         return replace(
             alone,
-            time_s=alone.time_s - own_s + self._fetch_s(block, workload),
+            time_s=alone.time_s - own_s + seen * self._fetch_s(block, workload),
             workspace_bytes=alone.workspace_bytes + held,
             left_bytes=0,
         )
@@ -65,7 +66,7 @@ class GroupCosts(PaperCosts):
         """Of ``head`` with ``levers`` for ``workload``, without its weights' messages: ``rest`` has
         those of all tables."""
         alone = super().head(head, levers, workload)
-        held = RESIDENT * head.hidden * head.vocabulary * workload.dtype.itemsize
+        held = RESIDENT[True] * head.hidden * head.vocabulary * workload.dtype.itemsize
         return replace(
             alone,
             time_s=max(0.0, alone.time_s - head_sum_s(head, workload, self.machine)),
@@ -82,9 +83,19 @@ class GroupCosts(PaperCosts):
         """Of what is no block of ``workload`` and not the head; and the messages of the weights
         that are in no block, whatever the ``blocks`` and the ``head``."""
         rest = super().rest(workload, blocks, head)
+        return replace(rest, time_s=rest.time_s + self._fetch_s(self._tables_block, workload))
+
+    def messages_s(self, workload: Workload) -> float:
+        """Seconds in which all weights come from all ranks, and their gradients go back, in a step
+        of ``workload``, whatever there is to compute."""
+        blocks = (*self.run.blocks, self._tables_block)
+        return sum(self._fetch_s(block, workload) for block in blocks)
+
+    @property
+    def _tables_block(self) -> BlockSpec:
+        """The weights that are in no block."""
         others = self.run.num_parameters - sum(b.num_weight_elements for b in self.run.blocks)
-        tables = BlockSpec("tables", "mlp", 0, "", num_weight_elements=max(0, others))
-        return replace(rest, time_s=rest.time_s + self._fetch_s(tables, workload))
+        return BlockSpec("tables", "mlp", 0, "", num_weight_elements=max(0, others))
 
     def _fetch_s(self, block: BlockSpec, workload: Workload) -> float:
         """Seconds in which the weights of ``block`` come from all ranks, and go back."""
@@ -132,14 +143,16 @@ def ways_on_paper(
             communicator_bytes=axis.communicator_bytes + machine.communicator_bytes,
             host_capacity_bytes=axis.host_capacity_bytes,
         )
+        workload, least_s = Workload(1, 1, dtype, True, degree), 0.0
         costs: PaperCosts = PaperCosts(run, machine, sharded=False)
         options = Options(smoothing=0.0, levers=allowed)
         if sharded:
-            costs = GroupCosts(run, machine, axis, num_ranks)
+            costs = of_group = GroupCosts(run, machine, axis, num_ranks)
+            least_s = of_group.messages_s(workload)
             options = replace(options, strategies=WHOLE_WEIGHTS)
         known = static, sharded, cast(Any, costs), run.head
         planner = Planner(options, run.blocks, degree, partial(_same, machine), *known)
-        ways += ways_of(planner, Workload(1, 1, dtype, True, degree), LONGEST)
+        ways += ways_of(planner, workload, LONGEST, least_s)
     if not ways:
         raise ValueError(
             f"not one token fits: weights, gradients and optimizer states alone take {static} "

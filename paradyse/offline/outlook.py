@@ -42,9 +42,10 @@ NO_LEVERS = f"{MIXTURE}, no levers"
 LONGEST = 1 << 34
 """Tokens at which the search for the longest length ends."""
 
-RESIDENT = 2
-"""Times a block's whole weights are there where they lie spread over ranks: its own, and the next
-block's on their way while it runs (``unshard.LookAhead``)."""
+RESIDENT = {False: 2, True: 3}
+"""Times a block's whole weights are there where they lie spread over ranks, by whether it is
+trained: its own, the next block's on their way while it runs, and in backward the former one's
+gradients on theirs (``lanes.Overlap``)."""
 
 
 class PaperCosts:
@@ -113,7 +114,8 @@ class PaperCosts:
         tokens = self.run.tokens(workload.seq_len, batch)
         saved, workspace = sizes.at(tokens, tile or batch * tile_tokens(batch))
         apart = self.sharded and (self.run.num_ranks > 1 or self.run.on_host_bytes > 0)
-        return saved, workspace + RESIDENT * sizes.growth.gathered_bytes * apart
+        gathered_bytes = sizes.growth.gathered_bytes * apart
+        return saved, workspace + RESIDENT[workload.training] * gathered_bytes
 
 
 @dataclass(frozen=True)

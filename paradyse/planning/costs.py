@@ -27,6 +27,10 @@ class Link:
     bandwidth_bytes: float
     """Bytes per second that a rank sends."""
 
+    def time_s(self, num_bytes: float, messages: float) -> float:
+        """Seconds of so many ``messages`` of ``num_bytes`` in all."""
+        return messages * self.latency_s + num_bytes / self.bandwidth_bytes
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -45,7 +49,8 @@ class Machine:
     op_overhead_s: float = 5e-6
     """Seconds to launch one operator."""
     overlap: float = 0.0
-    """Share of a ring's attention time that its messages can hide behind: 0 to 1."""
+    """Of messages under way while a rank computes, the share of their time, or of computing if that
+    takes less, that is not added: 0 to 1."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """Per collective (``COLLECTIVES``), where measured."""
     capacity_bytes: int | None = None
@@ -142,9 +147,10 @@ def join(first: BlockCost, second: BlockCost) -> BlockCost:
 
 def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
     """Bytes of a block's gradients of whole weights, held until the ranks' are summed after
-    backward; 0 for sharded weights, whose gradients are scattered at once.
+    backward; 0 for sharded weights, whose gradients are scattered at once, and on one rank, where
+    they are added to those in ``.grad`` at once.
     """
-    if sharded or not workload.training:
+    if sharded or not workload.training or workload.num_ranks == 1:
         return 0
     return block.num_weight_elements * workload.dtype.itemsize
 

@@ -1,6 +1,6 @@
 """Measures what the analytic prior needs to know of the machine, on the ranks of an axis, once.
 
-Takes about 0.4 s on two CPU ranks. Every rate is the slowest rank's, so all ranks hold equal
+Takes about 0.5 s on two CPU ranks. Every rate is the slowest rank's, so all ranks hold equal
 numbers and choose equal plans from them.
 """
 
@@ -29,10 +29,8 @@ RESERVE = 0.1
 """Share of a device's memory left to the allocator's fragmentation, the context and other users."""
 
 NCCL_COMMUNICATOR_BYTES = 400 * 2**20
-"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured."""
-
-CUDA_OVERLAP = 0.9
-"""Share of a ring's attention time its messages hide behind on CUDA: an estimate, not measured."""
+"""Device memory of an NCCL communicator with default buffers: an upper estimate, not measured. One
+is made when its group sends its first message."""
 
 _SMALL, _LARGE = 1 << 10, 1 << 20
 """Elements (float32) of the two messages that give a collective's latency and bandwidth."""
@@ -127,6 +125,35 @@ def _link_times(device: torch.device, axis: Axis, block_id: int) -> dict[str, fl
     return times
 
 
+def _overlap(device: torch.device, axis: Axis, block_id: int) -> float:
+    """``Machine.overlap`` of this rank: how much sooner a large message and as long a computation
+    are done together than one after the other, over the shorter of both."""
+    x = torch.ones(_LARGE, device=device)
+    n = 4096 if device.type == "cuda" else 256
+    a = torch.ones(n, n, device=device)
+
+    def message() -> None:
+        collectives.ring_exchange(x, axis, block_id).wait()
+
+    def compute(rounds: int) -> None:
+        for _ in range(rounds):
+            torch.mm(a, a)
+
+    def both(rounds: int) -> None:
+        pending = collectives.ring_exchange(x, axis, block_id)
+        compute(rounds)
+        pending.wait()
+
+    message_s = statistics.median(_times(device, message, 5))
+    once_s = statistics.median(_times(device, partial(compute, 4), 5)) / 4
+    # Ranks may have other numbers of rounds, but send the same messages.
+    rounds = max(1, round(message_s / once_s))
+    compute_s = statistics.median(_times(device, partial(compute, rounds), 5))
+    both_s = statistics.median(_times(device, partial(both, rounds), 5))
+    hidden = (message_s + compute_s - both_s) / min(message_s, compute_s)
+    return min(1.0, max(0.0, hidden))
+
+
 def _sent(collective: str, size: int, p: int) -> float:
     """Bytes ``_link_times`` sends per call, counted as collectives and prior do."""
     total = 4.0 * p * -(-size // p)
@@ -202,6 +229,7 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
     times = _compute_rates(device, dtype)
     if p > 1:
         times |= _link_times(device, axis, collectives.MACHINE)
+        times["exposed"] = 1 - _overlap(device, axis, collectives.MACHINE)
     names = list(times)
     times = dict(zip(names, _agree([times[n] for n in names], axis, device, torch.amax)))
 
@@ -223,7 +251,7 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         bandwidth_bytes=bandwidth,
         attention_flops=1 / times["attention"],
         op_overhead_s=times["op"],
-        overlap=CUDA_OVERLAP if device.type == "cuda" else 0.0,
+        overlap=1 - times.get("exposed", 1.0),
         links=links,
         capacity_bytes=capacity_bytes,
         communicator_bytes=NCCL_COMMUNICATOR_BYTES if device.type == "cuda" and p > 1 else 0,

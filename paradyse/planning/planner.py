@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
+from paradyse.distributed.lanes import num_groups
 from paradyse.distributed.session import Recent
 from paradyse.planning.breakdown import Part, break_down
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
@@ -436,7 +437,7 @@ class Planner:
 
     def _choices(self, asked: Plan, workload: Workload) -> Choices:
         """For every block and the head what ``asked`` allows, with the costs of all."""
-        model = self.cost_model
+        model, machine = self.cost_model, self.machine(workload.dtype)
         floor, margin = (model.floor(workload), model.margin) if model else (0, 0.0)
         return Choices(
             self._offered(asked, workload),
@@ -445,7 +446,7 @@ class Planner:
             self._static(workload),
             max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
             margin,
-            self.machine(workload.dtype).communicator_bytes,
+            num_groups(workload.training, self.sharded) * machine.communicator_bytes,
             self.host_limit(workload.dtype),
             [*made_again(self.blocks, workload), *[0] * (self.head is not None)],
         )

@@ -28,17 +28,24 @@ FORWARD_SHARE = 1 / 3
 
 
 def seconds(work: Work, machine: Machine) -> float:
-    """Predicted time of ``work`` on ``machine``; a ring's messages hide behind attention as far as
-    they can, and copies to the host and back behind the block."""
+    """Predicted time of ``work`` on ``machine``. A ring's messages hide behind attention, those of
+    weights behind all that neighbouring blocks compute, which is taken to be as much as this one
+    does, and copies to the host and back behind the block."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
-    comm_s = 0.0
+    compute_s += attention_s + work.num_ops * machine.op_overhead_s
+    ring_s = ahead_s = others_s = 0.0
     for name, count in work.messages.items():
-        link = machine.link(name)
-        wait_s = count * link.latency_s + work.sent_bytes[name] / link.bandwidth_bytes
-        hidden_s = machine.overlap * attention_s if name == "ring_exchange" else 0.0
-        comm_s += max(0.0, wait_s - hidden_s)
-    block_s = compute_s + attention_s + comm_s + work.num_ops * machine.op_overhead_s
+        link, (num_bytes, messages) = machine.link(name), work.ahead.get(name, (0.0, 0.0))
+        ahead_s += link.time_s(num_bytes, messages)
+        wait_s = link.time_s(work.sent_bytes[name] - num_bytes, count - messages)
+        if name == "ring_exchange":
+            ring_s += wait_s
+        else:
+            others_s += wait_s
+    behind_attention_s = min(ring_s, attention_s)
+    hidden_s = behind_attention_s + min(ahead_s, compute_s - behind_attention_s)
+    block_s = compute_s + ring_s + ahead_s + others_s - machine.overlap * hidden_s
     return block_s + _copies_s(work, machine, block_s)
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, current_call
 from paradyse.distributed.facts import NO_SYNC
+from paradyse.distributed.lanes import Overlap
+from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
     GatherTokens,
     ReduceGrad,
@@ -37,10 +39,10 @@ from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
-from paradyse.weights.gradients import AverageGradients, SumGradients
+from paradyse.weights.gradients import AverageGradients, SumGradients, joined_by_use
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
-from paradyse.weights.unshard import Gathered, LookAhead, Shelf, gather, group_rows
+from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -73,10 +75,13 @@ class Frame:
         weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
         between = program.schedule.between_id
         self.sync = GradientSync(weights, self.axis, program.replicas, between)
-        self.shelf = Shelf(self.axis.session.of(LookAhead).on, self.sync)
+        self.shelf = Shelf(self.axis.session.of(Overlap).on, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
-        self._summed: Mapping[fx.Node, Tensor] = {}
+        self._summed: dict[fx.Node, Tensor] = {}
+        self._to_sum: dict[fx.Node, Step] = {}
+        self._sums: dict[int, list[int]] = {}
+        """Position of a step -> which of ``_to_sum`` it has summed."""
         self._joined: set[fx.Node] = set()
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
         self._remade: tuple[fx.Node | None, Any] = (None, None)
@@ -92,8 +97,11 @@ class Frame:
 
     def _run(self) -> Any:
         program = self.program
-        self._summed = self._sum_gradients()
+        self._to_sum = self._whole_weights()
+        first = [step.position for step in self._to_sum.values()]
+        self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
         for step in program.steps:
+            self._sum_gradients(step.position)
             self._join_replicas(step.position)
             self._join_replicas(step.position + 1)  # fetched while this step runs
             self.run_step(step, self.constants.strategy(step))
@@ -115,11 +123,11 @@ class Frame:
         outputs: Sequence[Any]
         with self._saving(step, point, wholes) as saved:
             if point.recomputes and torch.is_grad_enabled():
-                outputs = self._checkpointed(step, strategy, wholes, saved)
+                outputs = self._checkpointed(step, strategy, (wholes, gathered), saved)
                 if gathered is not None:
-                    gathered.free()  # backward gathers again when it runs the block again
+                    gathered.leave()
             else:
-                with self._not_keeping_input(step):
+                with self._not_keeping_input(step), self._region(step):
                     outputs = variant(self.context(step, wholes))
                 if gathered is not None:
                     unread = getattr(variant, "unread", ())  # weights of a head by tiles
@@ -149,17 +157,28 @@ class Frame:
         return frozenset(storages(found))
 
     def _checkpointed(
-        self, step: Step, strategy: str, wholes: Wholes, saved: SavedBlock | None
+        self,
+        step: Step,
+        strategy: str,
+        unsharded: tuple[Wholes, Gathered | None],
+        saved: SavedBlock | None,
     ) -> Sequence[Any]:
-        """The step's outputs; it runs again in backward, when the frame has let go of values. Its
-        inputs go where ``saved`` says."""
+        """The step's outputs; it runs again in backward, when the frame has let go of values, and
+        gathers what is ``unsharded`` now. Its inputs go where ``saved`` says."""
         variant, context = self.program.variant(step, strategy), self.context(step, {})
-        inputs, first = Inputs(context.get), [wholes]
+        inputs, (wholes, gathered) = Inputs(context.get), unsharded
+        first = [wholes]
         context, read_again = replace(context, get=inputs.get), self._read_again(step, strategy)
 
         def compute() -> tuple[Any, ...]:
-            mine = first.pop() if first else self.unshard(step, strategy)[0]
-            out = variant(replace(context, weights=partial(self.weights, step, mine)))
+            if first:
+                mine = first.pop()
+            else:
+                mine, _ = self.unshard(step, strategy)
+                if gathered is not None:
+                    gathered.fetch_before()
+            with self._region(step):
+                out = variant(replace(context, weights=partial(self.weights, step, mine)))
             pairs = zip(step.gives(strategy).outputs, out, strict=True)
             return tuple(remade(x) if node is read_again else x for node, x in pairs)
 
@@ -186,6 +205,11 @@ class Frame:
         if node is None or node not in step.piece.inputs:
             return nullcontext()
         return not_kept(self.env[node], grad_fn)
+
+    def _region(self, step: Step) -> AbstractContextManager[Any]:
+        """Inside, a profiler notes that the rank computes ``step``."""
+        block = collectives.traffic(self.axis, step.block_id)
+        return region(block.name, block.strategy)
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
         """What ``step`` may know and ask for; ``wholes`` are the weights gathered for it."""
@@ -302,20 +326,29 @@ class Frame:
                 taken.append(x if form is None else form.take(x, self.axis.rank))
         return tuple(taken)
 
-    def _sum_gradients(self) -> dict[fx.Node, Tensor]:
-        """Weights of which every rank has the whole and computes a part of the gradients: all are
-        summed over ranks when all are there."""
+    def _whole_weights(self) -> dict[fx.Node, Step]:
+        """Weights of which every rank has the whole and computes a part of the gradients, with the
+        first step that reads each."""
         if self.axis.size == 1 or not torch.is_grad_enabled():
             return {}
-        held = {
-            n: i
-            for n, i in self.program.schedule.weight_owners.items()
+        return {
+            n: step
+            for n, step in self.program.schedule.first_readers.items()
             if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
         }
-        if not held:
-            return {}
-        out = SumGradients.apply(self.sync, list(held.values()), *(self.env[n] for n in held))
-        return dict(zip(held, out, strict=True))
+
+    def _sum_gradients(self, position: int) -> None:
+        """Before the step at ``position``: have gradients summed over ranks that are all there when
+        the backward of the step is over. Autograd runs nodes that were made later first, so that of
+        the sum runs as soon as it can."""
+        index = self._sums.get(position)
+        if index is None:
+            return
+        held = list(self._to_sum)
+        nodes = [held[i] for i in index]
+        owners = [self._to_sum[n].block_id for n in nodes]
+        out = SumGradients.apply(self.sync, owners, *(self.env[n] for n in nodes))
+        self._summed.update(zip(nodes, out, strict=True))
 
     def _join_replicas(self, position: int) -> None:
         """Have the gradients of the weights of the step at ``position`` averaged over replicas,
@@ -329,7 +362,7 @@ class Frame:
             for n in inputs
             if is_weight(n)
             and n not in self._joined
-            and n not in self._summed
+            and n not in self._to_sum
             and self.env[n].requires_grad
         ]
         if nodes:

@@ -232,8 +232,8 @@ def _send_table(work: Work, num_elements: int, gathers: int) -> None:
     """Count what a sharded table of so many elements sends that ranks need whole."""
     num_bytes = num_elements * work.itemsize * (work.p - 1) / work.p
     if num_elements:
-        work.send("all_gather", num_bytes * gathers, gathers)
-        work.send("reduce_scatter", num_bytes * work.back, work.back)
+        work.send("all_gather", num_bytes * gathers, gathers, ahead=True)
+        work.send("reduce_scatter", num_bytes * work.back, work.back, ahead=True)
 
 
 def _look_up(work: Work, num_elements: int) -> None:

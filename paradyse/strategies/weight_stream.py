@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
 from paradyse.weights.partial_gradient import kept_dtype, own_part
 from paradyse.weights.shard_comm import by_dtype, split_rows
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
@@ -105,7 +106,8 @@ class GroupTensors:
             parts = [_real_rows(grads[i], self.forms[i], group).reshape(-1) for i in index]
             like = self.shards[index[0]]
             summands = torch.cat(parts).to(like.reduce_dtype)
-            pending = collectives.reduce_to(summands, like.placement.axis, group, self.block_id)
+            lane = lane_of(like.placement.axis, GRADIENTS)
+            pending = collectives.reduce_to(summands, lane, group, self.block_id)
             self._leaving.append((group, index, pending))
 
     def _keep(self, group: int, grads: Mapping[int, Tensor]) -> None:
@@ -151,7 +153,7 @@ class GroupTensors:
         sent = []
         for index in self.messages:
             shards = [self.shards[i] for i in index]
-            axis = shards[0].placement.axis
+            axis = lane_of(shards[0].placement.axis, GATHERS)
             if axis.rank == group:
                 flat = torch.cat([s.for_use.detach().reshape(-1) for s in shards])
             else:

@@ -115,6 +115,9 @@ class Work:
         self.sent_bytes: dict[str, float] = defaultdict(float)
         """What this rank sends, per collective."""
         self.messages: dict[str, float] = defaultdict(float)
+        self.ahead: dict[str, tuple[float, float]] = {}
+        """Of these, per collective the bytes and the messages that are under way while neighbouring
+        blocks compute: weights fetched ahead, and their gradients."""
         self.saved_bytes = self.workspace_bytes = 0.0
         """Bytes held from the block's forward to its backward, and those only while it runs."""
         self.host_bytes = 0.0
@@ -128,12 +131,17 @@ class Work:
         """Bytes of ``num_heads`` heads on the rank's tokens."""
         return self.tokens * num_heads * self.block.head_dim * self.itemsize
 
-    def send(self, collective: str, num_bytes: float, messages: float = 1) -> None:
-        """Book ``num_bytes`` in all, in so many ``messages``, to ``collective``; a rank alone sends
-        none."""
+    def send(
+        self, collective: str, num_bytes: float, messages: float = 1, ahead: bool = False
+    ) -> None:
+        """Book ``num_bytes`` in all, in so many ``messages``, to ``collective``, ``ahead`` of their
+        use or after it; a rank alone sends none."""
         if messages and self.p > 1:
             self.sent_bytes[collective] += num_bytes
             self.messages[collective] += messages
+            if ahead:
+                before = self.ahead.get(collective, (0.0, 0.0))
+                self.ahead[collective] = before[0] + num_bytes, before[1] + messages
 
     def surround(self) -> None:
         """Norm, rotary embedding or activation, residual; one compiled piece."""
@@ -237,10 +245,13 @@ class Work:
         whole, share = n - split, (self.p - 1) / self.p * e
         if sharded:
             groups = self.p if weights == "streamed" else 1
-            self.send("all_gather", whole * share * (1 + self.back), (1 + self.back) * groups)
+            gathers = 1 + self.back
+            self.send("all_gather", whole * share * gathers, gathers * groups, ahead=True)
             if training:
-                self.send("reduce_scatter", whole * share / e * summed, groups)
-                self.workspace_bytes += whole * max(0, summed - e)
+                self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
+                # on their way meanwhile: the gradients of the block behind
+                held = summed if groups == 1 else max(0, summed - e)
+                self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
         elif training:
             if split:

@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.distributed.replicas import average
+from paradyse.distributed.collectives import Pending
+from paradyse.distributed.lanes import GRADIENTS, lane_of
+from paradyse.distributed.replicas import start_average
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient, own_part, rest_part
-from paradyse.weights.shard_comm import in_buckets
+from paradyse.weights.shard_comm import flatten, in_buckets, unflatten
 from paradyse.weights.sharded_tensor import ShardedTensor, rows_for_use
+
+TOGETHER_BYTES = 25 * 2**20
+"""Gradients of replicated weights are summed as soon as so many are there, as
+DistributedDataParallel does (arXiv 2006.15704, section 3.2.2)."""
+
+
+def joined_by_use(uses: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Which gradients are summed together: by the step before which their weights pass through
+    ``SumGradients``, the indices of weights, so that backward has ``TOGETHER_BYTES`` of gradients
+    when it comes there.
+
+    Args:
+        uses: per weight, the first step that reads it; backward has its gradient after that one.
+        sizes: bytes of each.
+    """
+    found: dict[int, list[int]] = {}
+    together, num_bytes = list[int](), 0
+    last_first = sorted(range(len(uses)), key=lambda i: -uses[i])
+    for at, i in enumerate(last_first):
+        together.append(i)
+        num_bytes += sizes[i]
+        is_last = at + 1 == len(last_first)
+        ends = is_last or uses[last_first[at + 1]] < uses[i]
+        if ends and (is_last or num_bytes >= TOGETHER_BYTES):
+            found[uses[i]] = sorted(together)
+            together, num_bytes = [], 0
+    return found
 
 
 class SumGradients(torch.autograd.Function):
-    """Weights unchanged; backward sums their gradients over ranks and averages over replicas, or
-    keeps them as ``sync`` says.
+    """Weights unchanged; backward starts to sum their gradients over ranks and to average them over
+    replicas, or keeps them as ``sync`` says.
 
     One message carries many weights, since latency rules where weights are replicated. Each block
     is booked the bytes of its own weights (``owners``: a block id per weight).
@@ -36,20 +66,21 @@ class SumGradients(torch.autograd.Function):
         sync, owners = ctx.of
         if sync.later:
             return None, None, *(g if g is None else own_part(g, g) for g in grads)
-        axis, replicas = sync.axis, sync.replicas
+        lane, replicas = lane_of(sync.axis, GRADIENTS), sync.replicas
 
-        def summed(index: Sequence[int], flat: Tensor) -> Tensor:
+        def start(index: Sequence[int], flat: Tensor) -> Pending:
             shares: Counter[int] = Counter()
             for i in index:
                 shares[owners[i]] += grads[i].nbytes
-            return average(collectives.all_reduce_in_place(flat, axis, shares), replicas)
+            message = collectives.start_all_reduce(flat, lane, shares)
+            return start_average(message.wait(), replicas) if replicas.size > 1 else message
 
-        return None, None, *_in_buckets(grads, summed)
+        return None, None, *_in_buckets(ctx, sync, grads, start)
 
 
 class AverageGradients(torch.autograd.Function):
-    """Weights, whole or sharded, unchanged; backward averages their gradients over replicas, or
-    keeps them as ``sync`` says."""
+    """Weights, whole or sharded, unchanged; backward starts to average their gradients over
+    replicas, or keeps them as ``sync`` says."""
 
     @staticmethod
     def forward(ctx: Any, sync: GradientSync, *weights: Tensor) -> Any:
@@ -64,33 +95,56 @@ class AverageGradients(torch.autograd.Function):
             as_they_are = type(None), PartialGradient
             return None, *(g if isinstance(g, as_they_are) else rest_part(g, g) for g in grads)
 
-        def mean(index: Sequence[int], flat: Tensor) -> Tensor:
-            return average(flat, sync.replicas, _reduce_dtype(grads[index[0]]))
+        def start(index: Sequence[int], flat: Tensor) -> Pending:
+            return start_average(flat, sync.replicas, _reduce_dtype(grads[index[0]]))
 
-        pairs = zip(grads, _in_buckets(grads, mean), strict=True)
-        return None, *(g.with_rows(m) if isinstance(g, ShardedTensor) else m for g, m in pairs)
+        return None, *_in_buckets(ctx, sync, grads, start)
 
 
 def _in_buckets(
-    grads: Sequence[Any], reduce: Callable[[Sequence[int], Tensor], Tensor]
+    ctx: Any,
+    sync: GradientSync,
+    grads: Sequence[Any],
+    start: Callable[[Sequence[int], Tensor], Pending],
 ) -> list[Tensor | None]:
-    """What this rank holds of each gradient as ``reduce`` returns it; None where there is none.
+    """The gradients of the weights that ``ctx`` was given, as ``start`` brings them; None where
+    there is none.
 
     Args:
-        grads: gradients, or None.
-        reduce: from indices of gradients of one dtype that are added up in one dtype, and their
-            elements as one vector, to the vector that replaces it.
+        sync: of the call.
+        grads: what this rank has of each gradient, or None.
+        start: from indices of gradients of one dtype that are added up in one dtype, and their
+            elements as one vector, to the message that brings the vector that replaces it.
     """
-    rows = {i: rows_for_use(g) for i, g in enumerate(grads) if g is not None}
-    given, sizes = list(rows), [x.nbytes for x in rows.values()]
-    kinds = [(x.dtype, _reduce_dtype(grads[i])) for i, x in rows.items()]
     out: list[Tensor | None] = [None] * len(grads)
-    for bucket in ([given[k] for k in at] for at in in_buckets(sizes, kinds)):
-        flat = reduce(bucket, torch.cat([rows[i].reshape(-1) for i in bucket]))
-        parts = flat.split([rows[i].numel() for i in bucket])
-        for i, part in zip(bucket, parts, strict=True):
-            out[i] = part.view(rows[i].shape)
+    for bucket in _buckets(grads):
+        given = [grads[i] for i in bucket]
+        rows = [rows_for_use(g) for g in given]
+        message, shapes = start(bucket, flatten(rows)), [x.shape for x in rows]
+        del rows
+        shards = [g if isinstance(g, ShardedTensor) else None for g in given]
+        message.then(partial(_as_they_were, shapes, shards))
+        nodes = [ctx.next_functions[i][0] for i in bucket]
+        for i, grad in zip(bucket, sync.arrive(message, given, nodes), strict=True):
+            out[i] = grad
     return out
+
+
+def _buckets(grads: Sequence[Any]) -> Iterator[list[int]]:
+    """Indices of those of ``grads`` that are there, by message."""
+    given = [i for i, g in enumerate(grads) if g is not None]
+    rows = [rows_for_use(grads[i]) for i in given]
+    kinds = [(x.dtype, _reduce_dtype(grads[i])) for i, x in zip(given, rows, strict=True)]
+    for bucket in in_buckets([x.nbytes for x in rows], kinds):
+        yield [given[k] for k in bucket]
+
+
+def _as_they_were(
+    shapes: Sequence[torch.Size], shards: Sequence[ShardedTensor | None], flat: Tensor
+) -> list[Tensor]:
+    """The gradients whose rows are in ``flat`` [n]."""
+    pairs = zip(unflatten(flat, shapes), shards, strict=True)
+    return [rows if shard is None else shard.with_rows(rows) for rows, shard in pairs]
 
 
 def _reduce_dtype(grad: Tensor) -> torch.dtype:

@@ -14,18 +14,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis
+from paradyse.distributed.collectives import Pending
+from paradyse.distributed.lanes import GRADIENTS, Overlap, lane_of
 from paradyse.distributed.replicas import average
-from paradyse.torch_private import at_end_of_backward
+from paradyse.torch_private import at_end_of_backward, only_accumulates
+from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.partial_gradient import NOT_SUMMED, PartialGradient, kept_dtype, rest_part
 from paradyse.weights.shard import check_module
-from paradyse.weights.shard_comm import in_buckets, scatter_gradients
+from paradyse.weights.shard_comm import flatten, in_buckets, scatter_gradients, unflatten
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_for_use, rows_here
 
 AT_ONCE = "sent at once"
@@ -36,7 +39,7 @@ _INSIDE = WeakTensorKeyDictionary()
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: Any) -> Iterator[None]:
     """Inside, backward sends no gradients of the weights of ``model``; the first one outside sends
     those that have piled up with its own, and leaves ``.grad`` as without this:
 
@@ -140,6 +143,11 @@ class GradientSync:
         self.axis, self.replicas, self.block_id = axis, replicas, block_id
         self.later = False
         """Whether the backward under way keeps the gradients."""
+        self._ends: list[Pending] | None = None
+        """Messages that the end of the backward under way waits for; None: each is waited for at
+        once."""
+        self._scatters: list[Pending] = []
+        """Those of them that hold copies of whole gradients."""
 
     def begin(self) -> str:
         """From within a backward, before it computes gradients of weights: what ``gradients_are``
@@ -147,6 +155,9 @@ class GradientSync:
         state, kept = gradients_are(self.axis, self.weights), self.axis.session.of(_Kept)
         self.later = state != AT_ONCE
         if not self.later:
+            if self._ends is None and self.axis.session.of(Overlap).on:
+                self._ends = []
+            at_end_of_backward(self._settle)
             return state
         for w in self.weights:
             kept.add(w, self.replicas)
@@ -154,6 +165,42 @@ class GradientSync:
                 w.grad = rest_part(w, w.grad)
         at_end_of_backward(self._send)
         return state
+
+    def arrive(
+        self, message: Pending, like: Sequence[Tensor], nodes: Sequence[Any], scatter: bool = False
+    ) -> list[Tensor]:
+        """The gradients that ``message`` brings, as autograd may have them now: they come by the
+        end of the backward under way, where nothing but ``.grad`` is to have them.
+
+        Args:
+            message: its result is a list of gradients.
+            like: have their shapes, dtypes and devices.
+            nodes: of autograd's graph, that they go to.
+            scatter: the message holds copies of whole gradients, of which there are to be few.
+        """
+        if self._ends is None or not all(map(only_accumulates, nodes)):
+            gradients: list[Tensor] = message.wait()
+            return gradients
+        self._ends.append(message)
+        if scatter:
+            self._scatters.append(message)
+        return [ComingGradient(x, message, i) for i, x in enumerate(like)]
+
+    def finish_scatters(self) -> None:
+        """Wait for the messages that hold copies of whole gradients."""
+        while self._scatters:
+            self._scatters.pop(0).wait()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """At the end of a backward: gradients that were to come are there."""
+        ends, self._ends = self._ends or (), None
+        self._scatters.clear()
+        for message in ends:
+            message.wait()
+        for w in self.weights:
+            if isinstance(w.grad, ComingGradient):
+                w.grad = w.grad.value()
 
     @torch.no_grad()
     def _send(self) -> None:
@@ -176,9 +223,8 @@ class GradientSync:
             for w, part, summed in zip(weights, parts, self._summed(weights, parts), strict=True)
         ]
         if replicas.size > 1:
-            flat = torch.cat([x.reshape(-1) for x in totals])
-            joined = average(flat, replicas, _sum_dtype(weights[0]))
-            totals = _unflatten(joined, totals)
+            joined = average(flatten(totals), replicas, _sum_dtype(weights[0]))
+            totals = unflatten(joined, [x.shape for x in totals])
         for w, total in zip(weights, totals, strict=True):
             w.grad = w.detach().with_rows(total) if isinstance(w, ShardedTensor) else total
 
@@ -191,15 +237,11 @@ class GradientSync:
             return [None] * len(parts)
         if isinstance(weights[0], ShardedTensor):
             return scatter_gradients(own, weights, self.block_id)
-        flat = torch.cat([x.reshape(-1) for x in own]).to(weights[0].dtype)
+        flat = flatten(own).to(weights[0].dtype)
         if self.axis.size > 1:
-            collectives.all_reduce_in_place(flat, self.axis, {self.block_id: flat.nbytes})
-        return _unflatten(flat, own)
-
-
-def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([x.numel() for x in like])
-    return [part.view(x.shape) for part, x in zip(parts, like, strict=True)]
+            lane = lane_of(self.axis, GRADIENTS)
+            collectives.all_reduce_in_place(flat, lane, {self.block_id: flat.nbytes})
+        return unflatten(flat, [x.shape for x in own])
 
 
 def _with_rest(weight: Tensor, rest: Tensor | None, summed: Tensor | None) -> Tensor:

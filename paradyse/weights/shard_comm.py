@@ -7,16 +7,18 @@ different numbers of rows, so each rank's part is as long as the longest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
 from paradyse.weights.layout import Shard
 
 Messages = list[tuple[list[int], collectives.Pending]]
-"""Indices of tensors, and the message that brings their rows from all ranks."""
+"""Indices of tensors, and the message that brings them."""
 
 
 def by_dtype(
@@ -86,7 +88,8 @@ def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
     rows = [s.for_use for s in shards]
     for index in by_dtype(rows):
         group = [shards[i] for i in index]
-        axis, flat = group[0].placement.axis, [rows[i].reshape(-1) for i in index]
+        axis = lane_of(group[0].placement.axis, GATHERS)
+        flat = [rows[i].reshape(-1) for i in index]
         totals = _num_elements(group)
         short = max(totals) - totals[axis.rank]
         flat += [flat[0].new_zeros(short)] * bool(short)
@@ -130,16 +133,43 @@ def scatter_gradients(
         block_id: of the block that the bytes are booked to.
     """
     out: list[Any] = [None] * len(grads)
+    for index, message in start_scatter(grads, shards, block_id):
+        for i, rows in zip(index, message.wait(), strict=True):
+            out[i] = rows
+    return out
+
+
+def start_scatter(grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int) -> Messages:
+    """Start ``scatter_gradients`` of ``grads``, ``shards`` and ``block_id``: the result of each
+    message is a list of sums."""
+    out: Messages = []
     for index in by_dtype(grads, [s.reduce_dtype for s in shards]):
         group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
-        axis, dtype = group[0].placement.axis, group[0].reduce_dtype
+        axis, dtype = lane_of(group[0].placement.axis, GRADIENTS), group[0].reduce_dtype
         travels = collectives.travel_dtype(grads[index[0]].dtype, dtype, axis)
         sent = grads[index[0]].new_empty(axis.size, max(totals), dtype=travels)
         sent[:, min(totals) :].zero_()
         for rank, part in enumerate(sent):
             for i, rows in zip(index, split_rows(part, group, rank), strict=True):
                 rows.copy_(shards[i].placement.take(grads[i], rank))
-        summed = collectives.reduce_scatter(sent, axis, block_id, dtype)
-        for i, rows in zip(index, split_rows(summed, group, axis.rank), strict=True):
-            out[i] = rows.to(shards[i].trained_dtype)
+        message = collectives.start_reduce_scatter(sent, axis, block_id, dtype)
+        out.append((index, message.then(partial(_own_rows, shards=group))))
     return out
+
+
+def _own_rows(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
+    """This rank's rows of all ``shards``, from the part of a message that is its own."""
+    rank = shards[0].placement.axis.rank
+    pairs = zip(split_rows(flat, shards, rank), shards, strict=True)
+    return [rows.to(s.trained_dtype) for rows, s in pairs]
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all ``tensors``, of one dtype, as one vector, [n]."""
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def unflatten(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of ``flat`` [n] of these ``shapes``, one behind the other."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -28,6 +28,7 @@ from paradyse.torch_private import (
     tree_map_only,
 )
 from paradyse.weights import dcp
+from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.layout import GradientSum, ShardLayout
 from paradyse.weights.norms import joined_norms, local_norms
 from paradyse.weights.partial_gradient import PartialGradient
@@ -183,8 +184,8 @@ class ShardedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if PartialGradient in types:
-            return NotImplemented  # it takes shards
+        if PartialGradient in types or ComingGradient in types:
+            return NotImplemented  # they take shards
         sharded = [x for x in _flat(args, kwargs) if isinstance(x, ShardedTensor)]
         if any(map(is_traced, sharded)):
             return _traced(func, args, kwargs)

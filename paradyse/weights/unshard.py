@@ -9,7 +9,7 @@ fully_shard, so any compiled function can be the block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +18,12 @@ from torch import Tensor
 from paradyse.torch_private import is_traceable_wrapper_subclass
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import own_part
-from paradyse.weights.shard_comm import Messages, gather_shards, scatter_gradients, start_gather
+from paradyse.weights.shard_comm import Messages, gather_shards, start_gather, start_scatter
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form, Rows
 
 Shards = Sequence[ShardedTensor | CastShard]
 """Weights at rest; those that a step casts, as it takes them."""
-
-
-@dataclass
-class LookAhead:
-    """The look-ahead of one axis."""
-
-    on: bool = True
-    """Whether the next block's weights are fetched while the present block computes."""
 
 
 class Shelf:
@@ -98,10 +90,20 @@ class Gathered:
                 w.untyped_storage().resize_(w.numel() * w.element_size())
             gather_shards(shards, self.block_id, wholes, coming)
             self.is_filled = True
-        at = shelf.made.index(self)
-        if at:
-            before = shelf.made[at - 1]
-            shelf.fetch(before.read_again(), before.block_id)
+        self.fetch_before()
+
+    def fetch_before(self) -> None:
+        """Start on the weights that backward will ask for after these."""
+        made = self.shelf.made
+        if at := made.index(self):
+            before = made[at - 1]
+            self.shelf.fetch(before.read_again(), before.block_id)
+
+    def leave(self) -> None:
+        """Give the memory back after the forward of a block that gathers its weights anew when it
+        runs again in backward."""
+        self.shelf.made.append(self)
+        self.free()
 
     def free(self) -> None:
         for w in self.wholes:
@@ -155,8 +157,8 @@ class _FillInBackward(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Shards to whole weights; backward scatters the sum of the gradients, or keeps the rank's
-    summand."""
+    """Shards to whole weights; backward starts to scatter the sum of the gradients, or keeps the
+    rank's summand."""
 
     @staticmethod
     def forward(ctx: Any, gathered: Gathered, *shards: Tensor) -> Any:
@@ -179,16 +181,25 @@ class _Gather(torch.autograd.Function):
             for i, shard in zip(found, like, strict=True):
                 out[i] = own_part(at_rest(shard), grads[i])
             return None, *out
-        if gathered.summed:
-            mine = scatter_gradients(given, like, gathered.block_id)
-        else:
-            mine = [
-                s.placement.take_own(g).to(s.trained_dtype)
-                for g, s in zip(given, like, strict=True)
-            ]
-        for i, shard, rows in zip(found, like, mine, strict=True):
-            out[i] = at_rest(shard).with_rows(rows)
+        if not gathered.summed:
+            for i, shard, grad in zip(found, like, given, strict=True):
+                rows = shard.placement.take_own(grad).to(shard.trained_dtype)
+                out[i] = at_rest(shard).with_rows(rows)
+            return None, *out
+        sync = gathered.shelf.sync
+        sync.finish_scatters()  # those of the block before this one
+        for index, message in start_scatter(given, like, gathered.block_id):
+            shards = [at_rest(like[k]) for k in index]
+            nodes = [ctx.next_functions[found[k]][0] for k in index]
+            message.then(partial(_with_rows, shards))
+            coming = sync.arrive(message, shards, nodes, scatter=True)
+            for k, grad in zip(index, coming, strict=True):
+                out[found[k]] = grad
         return None, *out
+
+
+def _with_rows(shards: Sequence[ShardedTensor], rows: Sequence[Tensor]) -> list[Tensor]:
+    return [s.with_rows(x) for s, x in zip(shards, rows, strict=True)]
 
 
 def gather(

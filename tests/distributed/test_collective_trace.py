@@ -26,11 +26,12 @@ Trace = list[tuple[Any, ...]]
 
 
 def seen_by_all(value: Any) -> Any:
-    """``value`` as ranks can compare it: of tensors shape and dtype, of an axis its ranks."""
+    """``value`` as ranks can compare it: of tensors shape and dtype, of an axis its ranks and
+    the lane."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, Axis):
-        return tuple(dist.get_process_group_ranks(value.group))
+        return (*dist.get_process_group_ranks(value.group), value.lane)
     if isinstance(value, list | tuple):
         return tuple(map(seen_by_all, value))
     return value

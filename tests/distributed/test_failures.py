@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import paradyse
-from paradyse.distributed.collectives import CollectiveError, Message
+from paradyse.distributed import collectives
+from paradyse.distributed.collectives import CollectiveError, Message, Pending
 from paradyse.distributed.failures import RankFailedError
+from paradyse.distributed.lanes import GATHERS, GRADIENTS
 from paradyse.runtime import frame
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import at_end_of_backward
+from paradyse.weights import gradients
 
 SOON_S = 10.0
 
@@ -187,6 +190,45 @@ def test_in_backward(sharded: bool, pool2: RankPool) -> None:
     for (_, heard), (_, own) in zip(first, second, strict=True):
         assert re.search(r"rank 1 ran out of memory in backward of training call \d+", heard), heard
         assert "Tried to allocate" in own
+
+
+def run_out_on_all_lanes(sharded: bool) -> tuple[str, list[tuple[str, str]]]:
+    """Lanes on which this rank has a message that it has not waited for when it hears of the
+    failure, and what it hears; gradients are sent as soon as there are any."""
+    under_way: list[Pending] = []
+    start = collectives._start
+
+    def started(*args: Any, **kwargs: Any) -> Pending:
+        under_way.append(start(*args, **kwargs))
+        return under_way[-1]
+
+    with patch.object(gradients, "TOGETHER_BYTES", 1):
+        loop = Loop(sharded, plan="megatron_cz")
+        for _ in range(2):
+            loop.step()
+        heard, lanes = [], set[str]()
+        for at in loop.steps()[2:-1]:
+            with patch.object(collectives, "_start", started):
+                loop.model.zero_grad()
+                with failing(at, NO_MEMORY if loop.fails else None, True):
+                    with pytest.raises(torch.OutOfMemoryError) as raised:
+                        loop.step()
+            lanes |= {p._context[1].lane for p in under_way if p._works}
+            under_way.clear()
+            heard.append((type(raised.value).__name__, str(raised.value)))
+            del raised
+            assert all(p.grad is None for p in loop.model.parameters())
+            assert loop.is_exact()
+    return ", ".join(sorted(lanes)), heard
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_while_messages_of_weights_are_under_way(sharded: bool, pool2: RankPool) -> None:
+    first, second = pool2.run(run_out_on_all_lanes, sharded)
+    for lanes, heard in (first, second):
+        assert GRADIENTS in lanes and (GATHERS in lanes or not sharded), lanes
+        assert len(heard) >= 2
+    assert all("rank 1 ran out of memory in backward" in text for _, text in first[1])
 
 
 @pytest.mark.slow

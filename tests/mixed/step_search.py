@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -45,6 +46,8 @@ def small_case(seed: int) -> tuple[list[int], list[Way], int]:
     powers = [1 << k for k in range(4) if 1 << k <= num_ranks]
     degrees = rng.choice([powers, list(range(1, num_ranks + 1))])
     ways = ways_by_formula(degrees, room, rng.choice([0.0, 0.005, 0.05]), rng.choice([0, 0.2, 1]))
+    least_s = rng.choice([0.0, 0.0, 0.03])
+    ways = [replace(way, least_s=least_s) for way in ways]
     most = max(way.max_tokens for way in ways)
     spread = math.log(16), math.log(room * num_ranks)
     lengths = [min(most, int(math.exp(rng.uniform(*spread)))) for _ in range(rng.randint(3, 7))]
@@ -84,7 +87,7 @@ def _groups(lengths: Sequence[int], ways: Sequence[Way], num_ranks: int) -> np.n
         for adds, n in zip(way.sequence_s(lengths), lengths):
             times = np.concatenate([times, times + adds])
             tokens = np.concatenate([tokens, tokens + n])
-        times = np.where(tokens <= way.max_tokens, times, np.inf)
+        times = np.where(tokens <= way.max_tokens, np.maximum(times, way.least_s), np.inf)
         found[:, way.degree :] = np.minimum(found[:, way.degree :], times[:, None])
     return found
 

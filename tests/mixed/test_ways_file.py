@@ -29,7 +29,7 @@ def test_ways_with_weights_that_lie_otherwise_are_refused(tmp_path: Path) -> Non
     [
         {"degree": 0}, {"degree": 1.5}, {"degree": "2"}, {"max_tokens": None}, {"lengths": []},
         {"lengths": [5, 3]}, {"times_s": [1.0]}, {"times_s": "x"}, {"fixed_s": -1.0},
-        {"fixed_s": float("nan")}, {"name": 3}, {"more": 1},
+        {"least_s": None}, {"fixed_s": float("nan")}, {"name": 3}, {"more": 1},
     ],
 )  # fmt: skip
 def test_what_is_no_way_is_refused(change: dict[str, object], tmp_path: Path) -> None:

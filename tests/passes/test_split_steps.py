@@ -143,7 +143,7 @@ def test_values_go_after_their_last_reader_and_outputs_stay() -> None:
 def test_a_weight_is_booked_to_the_first_that_computes_a_part_with_it() -> None:
     toy = Toy()
     schedule = toy.run()
-    owners = schedule.weight_owners
+    owners = {n: step.block_id for n, step in schedule.first_readers.items()}
     assert owners == {toy.embed: schedule.between_id, toy.weight: schedule.between_id}
 
 

@@ -90,6 +90,8 @@ def test_logits_are_what_the_head_needs() -> None:
     assert tiled.time_s == pytest.approx(whole.time_s)  # nothing is done again
     assert whole.left_bytes == 2 * weight
     assert head_cost(HEAD, "", LONG, FREE, sharded=True).left_bytes == 0
+    alone = replace(LONG, num_ranks=1)
+    assert head_cost(HEAD, "", alone, FREE).left_bytes == 0  # at once in .grad, which is static
 
 
 def test_rows_of_the_vocabulary_are_not_gathered() -> None:

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from harness import RankPool
 from models import make_batch, make_model, norm_of, relative, whole
 from torch import Tensor
 
+from paradyse.runtime.frame import Frame
 from paradyse.types import ATTENTION_STRATEGIES
 from paradyse.weights.sharded_tensor import rows_here
+from paradyse.weights.unshard import Gathered
 
 WHOLE, EACH = 1.5, 2.0
 """Largest ratio of errors, ours to one process's: of all parameters together, and of any one.
@@ -130,18 +133,21 @@ def test_precision(
 
 @dataclass(frozen=True)
 class Moved:
-    """What one training step sent, and what was left of whole weights when forward was done."""
+    """What one training step sent, and the most that was left of whole weights and of their whole
+    gradients when a block was done, in forward and in backward."""
 
     gathered: int
     scattered: int
-    left: int
+    forward: int
+    backward: int
 
 
 def shaped_as_weights(model: torch.nn.Module) -> dict[int, int]:
     """Address and bytes of all plain tensors in this process that have the shape of a weight of
-    ``model``."""
+    ``model``, and not of the rows of any."""
     gc.collect()
     shapes = {tuple(p.shape) for p in model.parameters() if p.ndim == 2}
+    shapes -= {tuple(rows_here(p).shape) for p in model.parameters()}
     shaped = (x for x in gc.get_objects() if type(x) is Tensor and tuple(x.shape) in shapes)
     storages = (x.untyped_storage() for x in shaped)
     return {s.data_ptr(): s.nbytes() for s in storages}
@@ -156,13 +162,29 @@ def move(autocast: bool, inner: str) -> tuple[Moved, int]:
     compiled = torch.compile(model, backend="paradyse", options=options)
     batch = make_batch("plain", 2, 16)
     before = shaped_as_weights(model)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = compiled(**batch).loss
-    left = sum(n for at, n in shaped_as_weights(model).items() if at not in before)
-    loss.backward()
+    left: dict[str, list[int]] = {"forward": [], "backward": []}
+    run_step, fill = Frame.run_step, Gathered.fill
+
+    def note(when: str) -> None:
+        left[when].append(sum(n for at, n in shaped_as_weights(model).items() if at not in before))
+
+    def run(frame: Frame, *args: Any) -> None:
+        run_step(frame, *args)
+        note("forward")
+
+    def begin_backward(gathered: Gathered) -> None:
+        note("backward")
+        fill(gathered)
+
+    with patch.object(Frame, "run_step", run), patch.object(Gathered, "fill", begin_backward):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = compiled(**batch).loss
+        loss.backward()
+    assert all(len(seen) >= 5 for seen in left.values())
     sent = paradyse.stats(compiled).bytes_per_collective
     linears = (m.weight for m in model.modules() if isinstance(m, torch.nn.Linear))
-    moved = Moved(sent["all_gather"], sent["reduce_scatter"], left)
+    most = {when: max(seen) for when, seen in left.items()}
+    moved = Moved(sent["all_gather"], sent["reduce_scatter"], **most)
     return moved, sum(rows_here(w).nbytes for w in linears)
 
 
@@ -180,4 +202,5 @@ def test_casts_are_made_before_weights_are_gathered(inner: str, pool2: RankPool)
     for (full, linears), (half, _) in pool2.run(move_both, inner, timeout_s=200):
         assert full.gathered - half.gathered == linears  # a half, in forward and in backward
         assert full.scattered - half.scattered == linears // 2
-        assert full.left == half.left == 0
+        for moved in (full, half):
+            assert moved.forward == moved.backward == 0

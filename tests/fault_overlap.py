@@ -1,0 +1,53 @@
+"""Faults of messages that are under way while blocks compute (``fault_table.py``)."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+LANES = "tests/distributed/test_lanes.py::"
+COMING = "tests/weights/test_coming_gradient.py::"
+
+OVERLAP_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "lanes on one process group",
+        "paradyse/distributed/lanes.py",
+        "replace(axis, group=make_group(), lane=purpose)",
+        "replace(axis, group=axis.group, lane=purpose)",
+        (f"{LANES}test_messages_of_one_lane_do_not_wait_for_those_of_another",),
+    ),
+    Fault(
+        "a rank that is behind takes part on the axis alone",
+        "paradyse/distributed/collectives.py",
+        "x.device.type, root, axis.lane)",
+        'x.device.type, root, "")',
+        (f"{LANES}test_a_rank_that_is_behind_takes_part_on_all_lanes",),
+    ),
+    Fault(
+        "hooks given gradients that are under way",
+        "paradyse/torch_private.py",
+        "if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:",
+        "if leaf is None:",
+        (f"{COMING}test_a_hook_sees_the_values",),
+    ),
+    Fault(
+        "all scatters under way at once",
+        "paradyse/weights/unshard.py",
+        "        sync.finish_scatters()",
+        "        sync",
+        (f"{COMING}test_a_scatter_is_waited_for_a_block_later",),
+    ),
+    Fault(
+        "sums of gradients where backward ends",
+        "paradyse/weights/gradients.py",
+        "if ends and (is_last or num_bytes >= TOGETHER_BYTES):",
+        "if is_last:",
+        (f"{COMING}test_weights_are_joined_from_the_last_used_on",),
+    ),
+    Fault(
+        "no look-ahead where a block runs again",
+        "paradyse/runtime/frame.py",
+        "                    gathered.fetch_before()",
+        "                    pass",
+        ("tests/weights/test_unshard.py",),
+    ),
+)
