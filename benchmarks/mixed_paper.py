@@ -1,7 +1,7 @@
 """On paper: what groups of different degree side by side gain over one degree for all groups, for
 GPTs on the clusters that FlexSP (arXiv 2412.01523) and ByteScale (arXiv 2502.21231) report on.
 
-    python benchmarks/mixed_paper.py                       # a quarter of an hour
+    python benchmarks/mixed_paper.py                       # half an hour
     python benchmarks/mixed_paper.py --models GPT-7B       # some minutes
 
 Nothing is trained or measured on a device: see ``paradyse/offline/groups.py``. Published speed-ups
@@ -24,7 +24,7 @@ from paradyse.cli.mixed import shortened
 from paradyse.cli.traces import DISTRIBUTIONS, K, LengthDistribution
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun
-from paradyse.offline.groups import GROUP_LEVERS, Comparison, compare, ways_on_paper
+from paradyse.offline.groups import Comparison, compare, ways_on_paper
 from paradyse.planning.explain import format_seconds
 
 # Widths and depths of GPTs of 7, 13 and 30 billion parameters (GPT-3, arXiv 2005.14165, table 2.1,
@@ -45,6 +45,10 @@ CASES = (
 )
 """Devices, lengths behind which sequences are cut, models, and what is published. ByteScale's
 devices are not named; the memory of these has room for its longest sequences."""
+
+
+LEVERS = ("recompute", "selective", "tiled")
+"""Nothing goes to the host, as in FlexSP."""
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -98,13 +102,14 @@ def main(bench: Benchmark, args: Namespace) -> str:
     )
     for num_gpus, device, cuts, models, published in CASES:
         if args.quick:
-            num_gpus, cuts = args.gpus[0], (16 * K,)
+            num_gpus, cuts = args.gpus[0], cuts[:1]
         elif num_gpus not in args.gpus:
             continue
         cluster, found = read_cluster(device), dict[str, Comparison]()
         for model in (m for m in models if m in args.models):
             start = time.process_time()
-            ways = ways_on_paper(_runs(model, args.layers), cluster, num_gpus, torch.bfloat16)
+            runs, dtype = _runs(model, args.layers), torch.bfloat16
+            ways = ways_on_paper(runs, cluster, num_gpus, dtype, levers=LEVERS)
             for cut in cuts:
                 batches = [draw(args.sequences, cut, seed) for seed in range(args.batches)]
                 name = f"{model}, {cut // K}K"
@@ -124,6 +129,6 @@ def _runs(model: str, layers: int | None) -> Any:
     @cache
     def run_of(num_ranks: int) -> DryRun:
         how = ("bfloat16", num_ranks, True)
-        return dry_run_of(config_of(model), layers, *how, levers=GROUP_LEVERS)
+        return dry_run_of(config_of(model), layers, *how, levers=LEVERS)
 
     return run_of

@@ -61,9 +61,7 @@ def test_a_block_is_fetched_from_the_whole_axis_whatever_the_group() -> None:
         sent = 3 * 4 * block.num_weight_elements * (num_ranks - 1) / num_ranks
         sent_s = sent / axis.link("all_gather").bandwidth_bytes
         assert times[-1] > sent_s
-        assert GroupCosts(run, machine, axis, num_ranks).messages_s(ALONE) > sent_s * len(
-            run.blocks
-        )
+        assert GroupCosts(run, machine, axis, num_ranks).messages_s(ALONE) > sent_s
     assert 0 < times[0] < times[1]
 
 
