@@ -15,6 +15,7 @@ from step_search import ways_by_formula
 from torch import Tensor
 
 import paradyse
+from paradyse.cli.models import whole_graphs
 from paradyse.mixed.ways import Way
 
 BATCHES = ([40, 9, 7, 5, 1, 3, 11], [1, 1, 1, 2, 1, 1, 1, 1, 30], [30, 9, 9], [13, 17, 5, 5, 5])
@@ -95,8 +96,9 @@ def epoch(
         if kept:
             for n, p in model.named_parameters():
                 p.grad = want.grads[n].clone()
-        for loss in mixed.losses(step):
-            loss.backward()
+        with whole_graphs():  # GPT-2 logs a line before its loss
+            for loss in mixed.losses(step):
+                loss.backward()
         assert step.loss is not None
         got = step_of(model, step.loss)
         if kept:
@@ -120,11 +122,9 @@ def test_two_ranks(family: str, pool2: RankPool) -> None:
     assert words == "1 x 2; 2 x 1"
 
 
-@pytest.mark.parametrize(
-    ("family", "lengths"),
-    [pytest.param(f, n, marks=() if (f, n) == ("llama", BATCHES[1]) else pytest.mark.slow)
-     for f in ("llama", "gpt2", "bert") for n in BATCHES],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("lengths", BATCHES)
 def test_three_ranks(family: str, lengths: list[int], pool3: RankPool) -> None:
     check(pool3.run(epoch, family, lengths, 10**6))
 
