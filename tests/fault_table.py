@@ -9,6 +9,7 @@ from fault import Fault
 from fault_biases import BIAS_FAULTS
 from fault_inputs import INPUT_FAULTS
 from fault_levers import LEVER_FAULTS
+from fault_mixed import MIXED_FAULTS
 from fault_overlap import OVERLAP_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
@@ -470,4 +471,5 @@ FAULTS: tuple[Fault, ...] = (
     *INPUT_FAULTS,
     *BIAS_FAULTS,
     *OVERLAP_FAULTS,
+    *MIXED_FAULTS,
 )

@@ -24,7 +24,7 @@ LAYERS = (
     ("passes",),
     ("runtime",),
     ("planning",),
-    ("profiling",),
+    ("mixed", "profiling"),
     ("offline",),
     ("choice",),
     ("backend",),
