@@ -299,5 +299,6 @@ def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, i
 
 
 def identity(program: Program) -> tuple[str, list[int]]:
-    """Equal for programs of one graph that differ in nothing but the sizes of a call."""
+    """Equal for those that ``program``, of the same graph, differs from in nothing but the sizes of
+    a call."""
     return fingerprint(program), [n for n in find_sizes(program).values() if isinstance(n, int)]
