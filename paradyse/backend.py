@@ -40,6 +40,7 @@ from paradyse.planning.explain import PlanReport, Stats, attention_kernels, expl
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
     build_program,
+    empty_input,
     find_sizes,
     fingerprint,
     identity,
@@ -123,7 +124,7 @@ class Capture:
         plan = "a function" if callable(options.plan) else options.plan
         limits = options.levers, options.memory_limit, options.host_memory, options.smoothing
         self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
-        problem = _empty_input(self.placeholders, examples)
+        problem = empty_input(self.placeholders, examples)
         if problem:
 
             def fail(*args: Any) -> Any:
@@ -425,17 +426,6 @@ def _check_shards(examples: Sequence[Any], axis: Axis) -> None:
                 f"the backend's mesh has {axis.size} ({axis.name}): give paradyse.shard and "
                 "the option 'mesh' the same mesh"
             )
-
-
-def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
-    for node, example in zip(placeholders, examples, strict=True):
-        if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
-            name = str(node.target).removeprefix("L_").removesuffix("_")
-            return (
-                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be "
-                "at least 1; drop empty batches before calling the model"
-            )
-    return None
 
 
 def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:

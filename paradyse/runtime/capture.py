@@ -43,6 +43,19 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
     return "_parameters_" in name or "_buffers_" in name or is_static_input(example)
 
 
+def empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
+    """Why a call with ``examples``, the values of ``placeholders`` of Dynamo's graph, cannot be
+    captured: an input without elements; None where there is none."""
+    for node, example in zip(placeholders, examples, strict=True):
+        if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
+            name = str(node.target).removeprefix("L_").removesuffix("_")
+            return (
+                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be "
+                "at least 1; drop empty batches before calling the model"
+            )
+    return None
+
+
 _PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
 
 
