@@ -18,6 +18,7 @@ from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
+from paradyse.runtime.known_buffers import KnownBuffers
 from paradyse.runtime.runs import Runs
 from paradyse.strategies import build_head, build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, bind_factors
@@ -80,6 +81,7 @@ class Program:
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.known_buffers = KnownBuffers(self.placeholders)
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
         self.output = nodes[-1].args[0]
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
