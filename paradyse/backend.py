@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.choice import choice_of
-from paradyse.config import Options, check_count, parse_options, with_environment
+from paradyse.config import Options, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, agreement_of
-from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import BatchChecksum, checksum
 from paradyse.distributed.facts import (
     GRADIENTS,
@@ -36,7 +35,7 @@ from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
 from paradyse.passes.dump import write
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
+from paradyse.planning.explain import text_table
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
     build_program,
@@ -51,12 +50,10 @@ from paradyse.runtime.capture import (
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
-from paradyse.runtime.registry import captures_of
-from paradyse.strategies import canonical_strategy
-from paradyse.strategies.base import WHOLE, VariantCache
+from paradyse.strategies.base import WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
-from paradyse.types import HEAD, Plan, Point
+from paradyse.types import HEAD, Plan
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
@@ -360,7 +357,9 @@ class _Graph:
         return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
-        constants, make_frame = self._make(sizes, plan), current_frames()
+        self.program.known_buffers.check(args)
+        together, make_frame = self.choice.uses.add(plan), current_frames()
+        constants = replace(self._make(sizes, plan), together=together)
         feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:
             return make_frame(self.program, args, constants).run()
@@ -435,66 +434,3 @@ def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> st
                 "at least 1; drop empty batches before calling the model"
             )
     return None
-
-
-def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
-    """Why each block gets its strategy at this workload. Call it on every rank.
-
-    Args:
-        compiled_model: has run at least once.
-        batch_size: sequences of one call.
-        seq_len: tokens of each.
-    Raises:
-        ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
-            split; a size that is no whole number of at least 1.
-    """
-    check_count("batch_size", batch_size)
-    check_count("seq_len", seq_len)
-    graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
-    if not graphs:
-        notes = dict.fromkeys(n for c in captures_of(compiled_model, whole=True) for n in c.notes)
-        raise ValueError(
-            f"nothing of this model is split, so there is nothing to choose: {'; '.join(notes)}"
-            if notes
-            else "no graph of this model is known yet: run one step of the compiled model first"
-        )
-    capture, graph = graphs[-1]
-    like = graph.choice.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
-    kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
-    return explain_plan(graph.choice.planner, like, tuple(graph.program.ctx.notes), kernels)
-
-
-def stats(compiled_model: Any) -> Stats:
-    """What has happened so far with ``compiled_model`` on this rank."""
-    captures = list(captures_of(compiled_model))
-    graphs = [(c, g) for c in captures for g in c.graphs.values()]
-    variants = {
-        (block.structure, canonical_strategy(block.kind, s))
-        for _, g in graphs
-        for block, step in zip(g.blocks, g.program.block_steps, strict=True)
-        for s in {Point.parse(s).variant for s in g.program.variants[step.position]}
-    }
-    traffic = [
-        collectives.traffic(c.axis, i)
-        for c, g in graphs
-        for i in (*(s.block_id for s in g.program.block_steps), g.program.schedule.between_id)
-    ]
-    guards = dict.fromkeys(g.choice.guard for _, g in graphs)
-    sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
-    for t in traffic:
-        sent.update(t.sent_bytes)
-        calls.update(t.calls)
-        per_block[t.name] += t.sent_bytes.total()
-    return Stats(
-        captures=len(captures),
-        variants_compiled=len(variants),
-        pieces_compiled=sum(
-            session.of(VariantCache).num_compiled for session in {c.axis.session for c in captures}
-        ),
-        steps=sum(c.num_steps for c in captures),
-        plan_switches=sum(g.num_switches for g in guards),
-        plan_per_length={n: plan for g in guards for n, plan in g.plan_of.items()},
-        bytes_per_collective=dict(sent),
-        calls_per_collective=dict(calls),
-        bytes_per_block=dict(per_block),
-    )

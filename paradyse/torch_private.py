@@ -193,6 +193,15 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
     return timeout
 
 
+def num_process_groups() -> int:
+    """Of how many process groups this rank is one. Ranks that make a group among themselves
+    (``use_local_synchronization``) name it by their ranks and this number, and hang where they
+    differ in it: https://github.com/pytorch/pytorch/issues/173608"""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_names)
+
+
 # Optimizers
 
 

@@ -38,6 +38,8 @@ class InputLike:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    band: Any = None
+    """The ``Band`` that a buffer is known to be."""
 
 
 def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:

@@ -118,6 +118,17 @@ def check_profiler_is_on() -> None:
     assert not private.profiler_is_on()
 
 
+def check_num_process_groups() -> None:
+    made = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **made)
+    try:
+        before = private.num_process_groups()
+        torch.distributed.new_group([0], use_local_synchronization=True)
+        assert private.num_process_groups() == before + 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def check_timeout_of() -> None:
     limit, cpu = timedelta(seconds=77), torch.device("cpu")
     made = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1, "timeout": limit}

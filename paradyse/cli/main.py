@@ -251,7 +251,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _flag(group, "--weights", text, choices=("sharded", "replicated"))
     text = "weights at rest, gradients and optimizer states on the host (default: the device)"
     _flag(group, "--offload", text, choices=("optimizer",))
-    _flag(group, "--out", "write plan.html, and plan.png with matplotlib, here", metavar="FOLDER")
+    text = "plan batches of mixed lengths, in groups of different degree: a file of lengths, or a "
+    text += "distribution (GitHubCode, GRCh38)"
+    _flag(group, "--lengths-from", text, metavar="SOURCE")
+    _count(group, "--batches", "of --batch sequences each that --lengths-from gives (default: 4)")
+    text = "tokens behind which sequences of --lengths-from are cut off (default: never)"
+    _flag(group, "--cut", text, type=_tokens, metavar="N")
+    text = "write plan.html, and plan.png with matplotlib, here; of --lengths-from ways.json too"
+    _flag(group, "--out", text, metavar="FOLDER")
 
 
 def _profile(parser: argparse.ArgumentParser) -> None:

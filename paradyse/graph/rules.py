@@ -151,9 +151,12 @@ def cross_entropy(names: Names, node: fx.Node) -> Any:
     return _CROSS_ENTROPY[labels, len(shape_of(node)) == 1](names, node)
 
 
-_ATTENTION = factor_map(
-    "q[b, h, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s], bias[b, h, s, s] "
-    "-> [b, h, s, e], [b, h, s]; mixes s, d"
+_ATTENTION, _ATTENTION_BY_DISTANCE = (
+    factor_map(
+        "q[b, h, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s], "
+        f"bias[{bias}] -> [b, h, s, e], [b, h, s]; mixes s, d"
+    )
+    for bias in ("b, h, s, s", "h, n, s")
 )
 
 
@@ -162,13 +165,16 @@ def attention(names: Names, node: fx.Node) -> Any:
     """Attention, the anchor that says which factor is batch, heads, sequence, head width.
 
     ``q[b, k g, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s],
-    bias[b, k g, s, s] -> [b, k g, s, e], [b, k g, s]; mixes s, d``, where g query heads read the
-    same KV head.
+    bias[b, k g, s, s] or [k g, n, s], sinks[k g] -> [b, k g, s, e], [b, k g, s]; mixes s, d``,
+    where g query heads read the same KV head.
     """
     call = AttentionCall.of(node)
     heads, kv_heads = shape_of(call.q)[1], shape_of(call.k)[1]
     names.unify(names.of(call.q)[1], (*names.of(call.k)[1], *names.fresh([heads // kv_heads])[0]))
-    return _ATTENTION(names, node)
+    by_distance = isinstance(call.bias, fx.Node) and len(shape_of(call.bias)) == 3
+    for x in [call.bias] * by_distance + [call.sinks] * isinstance(call.sinks, fx.Node):
+        names.unify_at(node, names.of(call.q)[1], names.of(x)[0])
+    return (_ATTENTION_BY_DISTANCE if by_distance else _ATTENTION)(names, node)
 
 
 _ELEMENTWISE = """

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paradyse.planning.costs import BlockCost, behind, join, peak_bytes
+from paradyse.planning.costs import BlockCost, CostTable, behind, join, peak_bytes
 from paradyse.planning.knapsack import Array, Kind, fill, price_of, undominated
 from paradyse.types import KEEPING_INPUT, Point
 
@@ -161,16 +161,17 @@ class Choices:
     def _at_price(self, price: float) -> Choices:
         """The same where a byte on the host takes ``price`` seconds, and there is room for all."""
 
-        def priced(names: Points, costs: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
-            of = ((s, costs[s]) for s in names)
-            return {s: replace(c, time_s=c.time_s + price * c.host_bytes) for s, c in of}
+        def priced(costs: Mapping[str, BlockCost]) -> Mapping[str, BlockCost]:
+            # of all points, as what a named one makes again is of another
+            def at_price(point: str) -> BlockCost:
+                c = costs[point]
+                return replace(c, time_s=c.time_s + price * c.host_bytes)
 
-        known: dict[tuple[int, Points], Mapping[str, BlockCost]] = {}
-        for n, c in zip(self.names, self.costs):
-            if (id(c), n) not in known:
-                known[id(c), n] = priced(n, c)
-        costs = [known[id(c), n] for n, c in zip(self.names, self.costs)]
-        return replace(self, costs=costs, host_limit=math.inf)
+            return CostTable(at_price)
+
+        known = {id(c): c for c in self.costs}
+        tables = {i: priced(c) for i, c in known.items()}
+        return replace(self, costs=[tables[id(c)] for c in self.costs], host_limit=math.inf)
 
     def smallest(self) -> tuple[int, Points]:
         """The least bytes that any plan needs, and that plan."""

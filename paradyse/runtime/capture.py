@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -18,6 +18,7 @@ from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import is_tensor, is_weight, structure
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
+from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
 from paradyse.torch_private import is_static_input, symbol_values
@@ -104,9 +105,16 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         elif _is_number(node, example):
             scalars[i] = example.item()
 
+    states = enumerate(zip(placeholders, examples, strict=True))
+    bands = {i: band_of(e) for i, (n, e) in states if is_model_state(n, e)}
+    bands = {i: band for i, band in bands.items() if band is not None}
+
     def inputs(values: Mapping[Any, int]) -> tuple[Any, ...]:
         pairs = enumerate(zip(examples, metas, strict=True))
-        return tuple(scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs)
+        found = [scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs]
+        return tuple(
+            replace(found[i], band=bands[i]) if i in bands else x for i, x in enumerate(found)
+        )
 
     def again(keyed: Iterable[tuple[int, int]]) -> tuple[Any, ...] | None:
         kept = {s for at in keyed for s in symbols[at].node.expr.free_symbols}
@@ -221,8 +229,8 @@ def build_program(
     try:
         traced = retrace(gm, list(inputs))
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        for node, weight in zip(placeholders, weights, strict=True):
-            node.meta["weight"] = weight
+        for node, weight, given in zip(placeholders, weights, inputs, strict=True):
+            node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
         run_passes(traced, ctx, options.dump)
     except Untraceable as e:
         ctx.note(str(e))

@@ -18,6 +18,8 @@ from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
+from paradyse.runtime.known_buffers import KnownBuffers
+from paradyse.runtime.runs import Runs
 from paradyse.strategies import build_head, build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, bind_factors
 from paradyse.strategies.local import LocalPiece
@@ -48,6 +50,8 @@ class StepConstants:
     """[], the seed of a call that draws no random numbers."""
     head: str = ""
     """The levers of the head (``Plan.head``)."""
+    together: bool = False
+    """Whether the plan is used so often that blocks in a row run as one (``Runs``)."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
@@ -77,6 +81,7 @@ class Program:
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.known_buffers = KnownBuffers(self.placeholders)
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
         self.output = nodes[-1].args[0]
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
@@ -85,6 +90,7 @@ class Program:
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
+        self.runs = Runs(self.schedule, scope, self.variant)
 
     def num_sequences(self, sizes: Mapping[str, int]) -> int:
         """Of a call of these ``sizes``: the batch, times what else is in attention's batch dim."""

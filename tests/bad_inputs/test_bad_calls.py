@@ -59,7 +59,57 @@ def compiled() -> nn.Module:
 MODULE = "give a torch.nn.Module, not"
 WHOLE = "give a whole number of at least 1"
 
+
+def mixed(**changes: Any) -> None:
+    """An epoch of batches of mixed lengths, on one rank."""
+    given = {"dataset": [{"input_ids": torch.arange(5)}], "tokens_per_step": 100, **changes}
+    way = paradyse.Way(1, 0.0, 50, (50,), (1.0,))
+    list(paradyse.MixedBatches(**{"ways": [way], **given}))
+
+
 CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
+    # batches of mixed lengths
+    "a stream of mixed lengths": (
+        lambda f: mixed(dataset=iter([])),
+        "give a dataset with a length of at least 1, not list_iterator",
+    ),
+    "no sequences": (lambda f: mixed(dataset=[]), "a length of at least 1"),
+    "no tokens": (lambda f: mixed(tokens_per_step=0), "tokens_per_step=0: give at least 1"),
+    "half a token": (lambda f: mixed(tokens_per_step=0.5), "give a whole number"),
+    "no ways": (lambda f: mixed(ways=[]), "no way for groups of up to 1 ranks"),
+    "no file of ways": (
+        lambda f: mixed(ways=f / "ways.json"),
+        "ways.json cannot be read",
+    ),
+    "a sequence too long": (
+        lambda f: mixed(dataset=[{"input_ids": torch.arange(51)}]),
+        "a sequence of 51 tokens fits no group",
+    ),
+    "an empty sequence": (
+        lambda f: mixed(dataset=[{"input_ids": torch.arange(0)}]),
+        "sequence 0 has input_ids [0]",
+    ),
+    "a batch of sequences": (
+        lambda f: mixed(dataset=[{"input_ids": torch.zeros(2, 3)}]),
+        "sequence 0 has input_ids [2, 3]",
+    ),
+    "nothing to learn": (
+        lambda f: mixed(dataset=[{"input_ids": torch.arange(1)}]),
+        "has no label that is a target",
+    ),
+    "a function to be trained": (lambda f: paradyse.MixedModel(len), MODULE),
+    "a mesh for all groups": (
+        lambda f: paradyse.MixedModel(nn.Linear(3, 3), {"mesh": None}),
+        "option 'mesh': groups have meshes of their own",
+    ),
+    "a way of no ranks": (
+        lambda f: paradyse.Way(0, 0.0, 50, (50,), (1.0,)),
+        "a group of 0 ranks",
+    ),
+    "a way of two times": (
+        lambda f: paradyse.Way(1, 0.0, 50, (50,), (1.0, 2.0)),
+        "2 times for 1 lengths",
+    ),
     # profile
     "no lengths": (
         lambda f: profile(f, lengths=[]),

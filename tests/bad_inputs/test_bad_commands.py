@@ -132,6 +132,22 @@ FLAGS: tuple[tuple[str, Words], ...] = (
         "--offload is for a cluster on paper: give --gpus",
     ),
     ("plan --model {llama} --weights sharded", "--weights is for a cluster on paper"),
+    ("plan --model {llama} --lengths-from GRCh38", "--lengths-from is for a cluster on paper"),
+    ("plan --model {llama} --gpus 2 --cut 9", "--cut is of --lengths-from: give it too"),
+    ("plan --model {llama} --gpus 2 --batches 9", "--batches is of --lengths-from"),
+    (
+        "plan --model {llama} --gpus 2 --lengths-from GRCh38 --lengths 8",
+        "--lengths does not go with --lengths-from",
+    ),
+    (
+        "plan --model {llama} --gpus 2 --lengths-from GRCh38 --offload optimizer",
+        "--offload does not go with --lengths-from",
+    ),
+    (
+        "plan --model {llama} --gpus 2 --lengths-from pile",
+        ("no file pile", "unknown distribution 'pile': give one of GitHubCode, GRCh38"),
+    ),
+    ("plan --model {llama} --gpus 2 --lengths-from GRCh38 --cut 0", "0 is too small"),
     # what is read
     ("verify", "required: --model"),
     ("plan", "required: --model"),

@@ -24,6 +24,7 @@ from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import Phase, describe_plan
 from paradyse.cli.results import Record
 from paradyse.cli.screen import Screen
+from paradyse.mixed.ways_file import REPLICATED, read_ways
 from paradyse.types import ATTENTION_STRATEGIES
 
 TINY = ["--layers", "1", "--hidden", "64", "--inner", "aot_eager"]
@@ -130,6 +131,20 @@ def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: P
     page = (tmp_path / "plans" / "plan.html").read_text()
     assert "<svg" in page and "megatron_ts" in page
     assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
+
+
+def test_plan_of_mixed_lengths_writes_ways_to_train_with(config: str, tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("30000 " + "700 90 " * 10 + "5000")
+    few = ["--layers", "1", "--levers", "none", "--batch", "10", "--cut", "20000"]
+    few += ["--lengths-from", str(tmp_path / "lengths.txt"), "--out", str(tmp_path / "plans")]
+    few += ["--weights", "replicated", "--gpus", "2", "--device", "a100-40gb"]
+    code, out = run("plan", "--model", config, *few)
+    assert code == 0, out
+    for part in ("2 batches of 10", "degree 2 for all", "groups of different degree", "20,000"):
+        assert part in out
+    assert "<svg" in (tmp_path / "plans" / "plan.html").read_text()
+    ways = read_ways(tmp_path / "plans" / "ways.json", REPLICATED)
+    assert {w.degree for w in ways} == {1, 2}
 
 
 @pytest.mark.slow

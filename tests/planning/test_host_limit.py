@@ -42,6 +42,14 @@ def test_one_memory_has_no_other_unless_a_plan_says_so() -> None:
     assert named.predict(named.plan(LONG), LONG)[1] < low
 
 
+def test_a_named_plan_that_makes_inputs_again_has_a_longest_length_on_a_small_host() -> None:
+    """Its blocks are priced by what they keep on the host, also those of no candidate."""
+    small = replace(HOST, host_capacity_bytes=2**20)
+    p = planner_on(small, memory_limit=2**40)
+    plan = Plan(("ulysses_z+recompute+chunked", "ulysses_z+selective") * 8)
+    assert 0 < p.longest(LONG, 2**30, plan) < 2**30
+
+
 def test_the_host_is_used_only_where_the_limit_asks_for_it() -> None:
     free, plain = planner_on(HOST), planner(blocks=model(layers=8))
     for w in (SHORT, LONG):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -13,12 +13,15 @@ import torch
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
+from paradyse.cli.mixed import draw_batches, page_of_batches, tables_of_batches
 from paradyse.cli.outputs import check_folder
 from paradyse.cli.replay import lever_shares, plan_shares
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
+from paradyse.mixed.ways_file import SHARDED, write_ways
 from paradyse.offline.devices import Cluster, describe_cluster, machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
+from paradyse.offline.groups import compare, ways_on_paper
 from paradyse.offline.outlook import (
     MIXTURE,
     NO_LEVERS,
@@ -36,6 +39,8 @@ DEVICE = "a100-80gb"
 """Where ``--gpus`` is given without ``--device``."""
 TRACED_TOKENS = 512
 """Of the sequence that the model is traced with; its length is symbolic."""
+BATCHES = 4
+"""Where ``--batches`` is not given."""
 FIRST_LENGTH = 2048
 """Where ``--lengths`` is not given: this length, and doubled until nothing fits."""
 
@@ -85,11 +90,15 @@ def run_plan(args: argparse.Namespace) -> int:
     """
     integrations.require_transformers()
     if args.gpus or args.device not in launch.DEVICES:
-        _plan_on_paper(args)
+        if args.lengths_from is None:
+            _plan_on_paper(args)
+        else:
+            _plan_batches_on_paper(args)
         return 0
-    for flag in ("out", "weights", "offload"):
+    for flag in ("out", "weights", "offload", "lengths_from", "batches", "cut"):
         if getattr(args, flag) is not None:
-            raise ValueError(f"--{flag} is for a cluster on paper: give --gpus, or leave it out")
+            name = flag.replace("_", "-")
+            raise ValueError(f"--{name} is for a cluster on paper: give --gpus, or leave it out")
     _plan_here(args)
     return 0
 
@@ -119,6 +128,9 @@ def _plan_here(args: argparse.Namespace) -> None:
 
 def _plan_on_paper(args: argparse.Namespace) -> None:
     """Strategy, time and memory against the length on a described cluster."""
+    for flag in ("batches", "cut"):
+        if getattr(args, flag) is not None:
+            raise ValueError(f"--{flag} is of --lengths-from: give it too, or leave --{flag} out")
     if args.out:
         check_folder("--out", args.out)
     dtype, weights = args.dtype or "bfloat16", args.weights or "sharded"
@@ -152,6 +164,46 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     if args.out:
         for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
             console.print(line)
+
+
+def _plan_batches_on_paper(args: argparse.Namespace) -> None:
+    """Steps of batches of mixed lengths on a described cluster, in groups of ranks."""
+    for flag, usual in (("lengths", None), ("offload", None), ("plan", AUTO)):
+        if getattr(args, flag) != usual:
+            raise ValueError(f"--{flag} does not go with --lengths-from: leave one of them out")
+    if args.out:
+        check_folder("--out", args.out)
+    batches = draw_batches(args.lengths_from, args.batch, args.batches or BATCHES, args.cut)
+    cluster = read_cluster(DEVICE if args.device == "auto" else args.device)
+    num_gpus, dtype = args.gpus or 8, args.dtype or "bfloat16"
+    levers = LEVERS if args.levers is None else args.levers
+    config, console = integrations.read_config(args.model), make_console()
+    weights = args.weights or SHARDED
+
+    @cache
+    def run_of(degree: int) -> DryRun:
+        return dry_run_of(config, args.layers, dtype, degree, weights == SHARDED, levers=levers)
+
+    with console.status(f"dry runs on 1 to {num_gpus} ranks ..."):
+        how = (getattr(torch, dtype), args.memory_limit, levers)
+        ways = ways_on_paper(run_of, cluster, num_gpus, *how, weights == SHARDED)
+        found = compare(batches, ways, num_gpus)
+    title = (
+        f"{Path(args.model).name} on {num_gpus} devices, {len(batches)} batches of {args.batch} "
+        f"sequences from {args.lengths_from}, weights {weights}"
+    )
+    tables = tables_of_batches(batches, ways, found)
+    console.print(title)
+    for table in tables:
+        show_table(console, *table)
+    for note in remarks(machine_of(cluster, num_gpus, getattr(torch, dtype))):
+        console.print(f"note: {note}")
+    if args.out:
+        page = page_of_batches(title, batches, found)
+        for line in write_charts(Path(args.out), "plan", page, tables):
+            console.print(line)
+        write_ways(Path(args.out) / "ways.json", ways, weights)
+        console.print(f"wrote {Path(args.out) / 'ways.json'}")
 
 
 def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:

@@ -1,0 +1,135 @@
+"""Plans made one batch ahead, by a process of its own, while the batch before trains.
+
+The process is started from this file by a command, as ``multiprocessing`` would import the script
+that trains once more; it needs neither torch nor a device.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, Any
+
+from paradyse.mixed.step_plan import plan_step
+from paradyse.mixed.ways import StepPlan, Way
+
+
+class Ahead:
+    """A process that plans batches; to be closed, or used in a ``with`` statement.
+
+    Args:
+        ways: of groups.
+        num_ranks: of the axis.
+        limit_s: seconds for each plan.
+    """
+
+    def __init__(self, ways: Sequence[Way], num_ranks: int, limit_s: float = 5.0):
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._asked = 0
+        self._send((list(ways), num_ranks, limit_s))
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ask(self, lengths: Sequence[int]) -> None:
+        """Have a batch planned whose sequences have ``lengths`` tokens. The arguments are checked
+        when the plan is taken."""
+        self._send([int(n) for n in lengths])
+        self._asked += 1
+
+    def take(self) -> StepPlan:
+        """The plan of the first batch asked for and not taken yet; waits until it is there.
+
+        Raises:
+            ValueError: as ``plan_step`` for that batch; or none was asked for.
+            RuntimeError: the process is gone.
+        """
+        if not self._asked:
+            raise ValueError("no batch is being planned: ask for one before its plan is taken")
+        self._asked -= 1
+        assert self._process.stdout
+        try:
+            answer = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise RuntimeError(self._gone()) from None
+        if isinstance(answer, ValueError):
+            raise answer
+        assert isinstance(answer, StepPlan)
+        return answer
+
+    def close(self) -> None:
+        """End the process; plans that were not taken are lost."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream
+            try:
+                stream.close()
+            except BrokenPipeError:  # it is gone, and what was to be sent with it
+                pass
+        self._process.terminate()
+        self._process.wait()
+
+    def _send(self, what: object) -> None:
+        assert self._process.stdin
+        try:
+            _write(self._process.stdin, what)
+        except BrokenPipeError:
+            raise RuntimeError(self._gone()) from None
+
+    def _gone(self) -> str:
+        return (
+            f"the process that plans batches ended with exit code {self._process.wait()}; what it "
+            "printed before says why"
+        )
+
+
+def plans_ahead(
+    batches: Iterable[Sequence[int]], ways: Sequence[Way], num_ranks: int, limit_s: float = 5.0
+) -> Iterator[StepPlan]:
+    """The plan of each of ``batches``, of which the next is being made meanwhile.
+
+    Args:
+        batches: lengths of their sequences, in tokens.
+        ways: of groups.
+        num_ranks: of the axis.
+        limit_s: seconds for each plan.
+    """
+    with Ahead(ways, num_ranks, limit_s) as ahead:
+        waiting = 0
+        for lengths in batches:
+            ahead.ask(lengths)
+            waiting += 1
+            if waiting > 1:
+                yield ahead.take()
+                waiting -= 1
+        for _ in range(waiting):
+            yield ahead.take()
+
+
+def serve() -> None:
+    """Plan the batches that come in, until there are no more; ``Ahead`` is at the other end."""
+    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    ways, num_ranks, limit_s = pickle.load(asked)
+    while True:
+        try:
+            lengths = pickle.load(asked)
+        except EOFError:
+            return
+        answer: Any
+        try:
+            answer = plan_step(lengths, ways, num_ranks, limit_s)
+        except ValueError as e:
+            answer = e
+        _write(answers, answer)
+
+
+def _write(stream: IO[bytes], what: object) -> None:
+    pickle.dump(what, stream)
+    stream.flush()

@@ -1,0 +1,243 @@
+"""Batches of mixed lengths from a dataset, planned one ahead: each rank gets its share of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed.axis import Axis, device_of, resolve_axis
+from paradyse.distributed.together import Together
+from paradyse.mixed.ahead import Ahead
+from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.ways import StepPlan, Way
+from paradyse.mixed.ways_file import REPLICATED, read_ways
+
+IGNORED = -100
+"""The label of what is no target, as HuggingFace's losses have it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank does in one micro-batch, with the other ranks of its group."""
+
+    ranks: range
+    """The group."""
+    calls: tuple[dict[str, Tensor], ...]
+    """Keyword arguments of a call of the model each, equal on all ranks of the group."""
+    num_targets: tuple[int, ...]
+    """Labels of each call that its loss is the mean over; at least one."""
+    seed: int
+    """Of random numbers, equal on all ranks of the group."""
+
+
+@dataclass
+class MixedStep:
+    """A batch, as this rank sees it."""
+
+    plan: StepPlan
+    """Of all ranks."""
+    indices: tuple[int, ...]
+    """Into the dataset, of the batch's sequences."""
+    shares: tuple[Share, ...]
+    """Of this rank, one for each micro-batch in which it has something to do."""
+    num_targets: int
+    """Labels of the whole batch that its loss is the mean over."""
+    loss: Tensor | None = None
+    """The mean over all of them, once the step's gradients have been summed."""
+
+
+class MixedBatches:
+    """Batches of about as many tokens each, whose sequences keep their lengths: nothing is padded.
+
+        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 20, ways=ways)
+        model = paradyse.MixedModel(model)
+        for step in batches:
+            for loss in model.losses(step):  # this rank's micro-batches
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The first rank plans (``plan_step``), in a process of its own while the batch before trains, and
+    tells the others. Every pass over it is an epoch of its own order. Of the last sequences of an
+    epoch, which are fewer, a smaller batch is made.
+
+    Args:
+        dataset: with a length, and for each index a dict of "input_ids" [S] int64 and, if they are
+            others, "labels" [S] int64. The first rank reads all sequences for their lengths, each
+            rank those that it computes.
+        tokens_per_step: of all sequences of a batch together, at most, unless one alone has more.
+        ways: what groups can do, or the path of a file of ways, with whole weights (``paradyse plan
+            --lengths-from``). Degrees may be any number of ranks up to all.
+        causal: labels are shifted by the model: a token's is that of the next one. Sequences that
+            are packed have the first label ignored.
+        pack: sequences of a group are one call [1, S], told apart by "position_ids"; else each
+            length is one [B, S], for models that do not find documents in positions.
+        shuffle: whether each epoch has another order; else the dataset's.
+        seed: of the order, and of dropout.
+        limit_s: seconds for each plan.
+    Raises:
+        ValueError: the dataset has no length, a number makes no sense, a file has no ways, or none
+            has a degree that the ranks can have.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        tokens_per_step: int,
+        ways: Sequence[Way] | str | Path,
+        causal: bool = True,
+        pack: bool = True,
+        shuffle: bool = True,
+        seed: int = 0,
+        limit_s: float = 5.0,
+    ):
+        if not hasattr(dataset, "__len__") or not len(dataset):
+            raise ValueError(
+                f"give a dataset with a length of at least 1, not {type(dataset).__name__}"
+            )
+        if isinstance(tokens_per_step, bool) or not isinstance(tokens_per_step, int):
+            raise ValueError(f"tokens_per_step={tokens_per_step!r}: give a whole number")
+        if tokens_per_step < 1:
+            raise ValueError(f"tokens_per_step={tokens_per_step}: give at least 1")
+        self.dataset, self.tokens_per_step = dataset, tokens_per_step
+        self.causal, self.pack, self.shuffle, self.seed = causal, pack, shuffle, seed
+        self.limit_s = limit_s
+        self._axis = resolve_axis()
+        size = self._axis.size
+        if isinstance(ways, str | Path):
+            ways = read_ways(ways, REPLICATED)
+        self.ways = tuple(way for way in ways if way.degree <= size)
+        if not self.ways:
+            raise ValueError(
+                f"no way for groups of up to {size} ranks among {len(ways)}: give at least one"
+            )
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[MixedStep]:
+        """The batches of the next epoch. Go through them on every rank alike.
+
+        Raises:
+            ValueError: on every rank, where a sequence is empty, fits no group, or a batch has
+                nothing to learn from.
+        """
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        together = Together(self._axis, f"epoch {epoch} of MixedBatches")
+        source = self._planned(epoch) if together.is_first else None
+        try:
+            number = 0
+            while True:
+                told = together.first(lambda: next(source, None) if source else None)
+                if told is None:
+                    return
+                indices, plan = told
+                yield self._step(together, indices, plan, number)
+                number += 1
+        finally:
+            if source is not None:
+                source.close()
+
+    def _planned(self, epoch: int) -> Any:
+        """On the first rank: indices and plan of each batch; the next one is planned meanwhile."""
+        with Ahead(self.ways, self._axis.size, self.limit_s) as ahead:
+            waiting: list[tuple[int, ...]] = []
+            with closing(self._cut(epoch)) as cut:
+                for indices, lengths in cut:
+                    ahead.ask(lengths)
+                    waiting.append(indices)
+                    if len(waiting) > 1:
+                        yield waiting.pop(0), ahead.take()
+            for indices in waiting:
+                yield indices, ahead.take()
+
+    def _cut(self, epoch: int) -> Any:
+        """Indices and lengths of the sequences of each batch."""
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(f"{self.seed} {epoch}").shuffle(order)
+        indices, lengths = list[int](), list[int]()
+        for i in order:
+            length = len(self._sequence(i)["input_ids"])
+            if indices and sum(lengths) + length > self.tokens_per_step:
+                yield tuple(indices), lengths
+                indices, lengths = [], []
+            indices.append(i)
+            lengths.append(length)
+        if indices:
+            yield tuple(indices), lengths
+
+    def _sequence(self, index: int) -> dict[str, Tensor]:
+        """The tokens and labels of the dataset's sequence ``index``."""
+        given = self.dataset[index]
+        ids = torch.as_tensor(given["input_ids"])
+        labels = torch.as_tensor(given.get("labels", ids)).clone()
+        if ids.ndim != 1 or labels.shape != ids.shape or not len(ids):
+            raise ValueError(
+                f"sequence {index} has input_ids {list(ids.shape)} and labels "
+                f"{list(labels.shape)}: give both with the same one dim, of at least 1 token"
+            )
+        if self.causal:
+            labels[0] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+    def _step(
+        self, together: Together, indices: tuple[int, ...], plan: StepPlan, number: int
+    ) -> MixedStep:
+        groups = [g for micro in plan.micro_batches for g in micro.groups]
+        if self._axis.size > 1:
+            self._axis.session.of(GroupMeshes).make((g.ranks for g in groups), self._axis)
+        mine = [(n, g) for n, g in enumerate(groups) if self._axis.rank in g.ranks]
+
+        def read() -> tuple[list[Share], int]:
+            shares, counted = [], 0
+            for n, g in mine:
+                calls = self._calls([self._sequence(indices[i]) for i in g.sequences])
+                if not calls:
+                    continue
+                targets = tuple(int((c["labels"] != IGNORED).sum()) for c in calls)
+                counted += sum(targets) * (self._axis.rank == g.first_rank)
+                seed = random.Random(f"{self.seed} {self._epoch} {number} {n}").getrandbits(62)
+                shares.append(Share(g.ranks, tuple(calls), targets, seed))
+            return shares, counted
+
+        read_by_all = together.each(read)
+        shares, _ = read_by_all[self._axis.rank]
+        num_targets = sum(counted for _, counted in read_by_all)
+        if not num_targets:
+            raise ValueError(
+                f"the batch of sequences {indices[:8]}... has no label that is a target: give "
+                "longer sequences, more labels, or more tokens_per_step"
+            )
+        return MixedStep(plan, indices, tuple(shares), num_targets)
+
+    def _calls(self, sequences: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Arguments of the model for ``sequences``, but for those without a target."""
+        kept = [s for s in sequences if bool((s["labels"] != IGNORED).any())]
+        if not kept:
+            return []
+        if self.pack:
+            joined = {name: torch.cat([s[name] for s in kept]) for name in kept[0]}
+            places = torch.cat([torch.arange(len(s["input_ids"])) for s in kept])
+            calls = [{**joined, "position_ids": places}]
+            calls = [{name: x.unsqueeze(0) for name, x in call.items()} for call in calls]
+        else:
+            by_length: dict[int, list[dict[str, Tensor]]] = {}
+            for s in kept:
+                by_length.setdefault(len(s["input_ids"]), []).append(s)
+            calls = [
+                {name: torch.stack([s[name] for s in of]) for name in of[0]}
+                for of in by_length.values()
+            ]
+        device = _device(self._axis)
+        return [{name: x.to(device) for name, x in call.items()} for call in calls]
+
+
+def _device(axis: Axis) -> torch.device:
+    return device_of(axis.group)

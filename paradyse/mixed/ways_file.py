@@ -1,0 +1,65 @@
+"""Ways of groups in a file: planned where there is time, and read where a model trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from paradyse.mixed.ways import Way
+
+SHARDED, REPLICATED = "sharded", "replicated"
+"""How weights lie at rest."""
+
+
+def write_ways(path: Path, ways: Sequence[Way], weights: str) -> None:
+    """Write ``ways`` to ``path``, as JSON.
+
+    Args:
+        weights: how they lie at rest: ``SHARDED`` or ``REPLICATED``.
+    """
+    path.write_text(json.dumps({"weights": weights, "ways": [asdict(w) for w in ways]}, indent=1))
+
+
+def read_ways(path: str | Path, weights: str) -> list[Way]:
+    """The ways that ``write_ways`` wrote to ``path``.
+
+    Args:
+        weights: how they are to lie at rest.
+    Raises:
+        ValueError: there is no such file, something else is in it, or weights lie otherwise.
+    """
+    file = Path(path)
+    try:
+        found = json.loads(file.read_text())
+        given, ways = found["weights"], [_way(w) for w in found["ways"]]
+    except OSError as e:
+        raise ValueError(f"{file} cannot be read: {e.strerror}; give a file of ways") from e
+    except (KeyError, TypeError, ValueError, RecursionError) as e:
+        raise ValueError(
+            f"{file} has no ways of groups ({type(e).__name__}: {e}); `paradyse plan "
+            "--lengths-from ... --out FOLDER` writes ways.json"
+        ) from e
+    if given != weights:
+        raise ValueError(
+            f"{file} is planned with weights {given}, and here they are {weights}: plan with "
+            f"--weights {weights}"
+        )
+    return ways
+
+
+def _way(given: Any) -> Way:
+    """A way from what JSON has of it.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(given, dict) or set(given) != {f.name for f in fields(Way)}:
+        raise ValueError(f"not a way: {str(given)[:60]}")
+    whole = (given["degree"], given["max_tokens"], *given["lengths"])
+    if not all(type(n) is int for n in whole) or not isinstance(given["name"], str):
+        raise ValueError(f"not a way: {str(given)[:60]}")
+    times = [float(t) for t in given["times_s"]]
+    return Way(**{**given, "lengths": tuple(given["lengths"]), "times_s": tuple(times)})

@@ -1,0 +1,53 @@
+"""Faults of batches of mixed lengths (``fault_table.py``)."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+PLANS = "tests/mixed/test_step_plan.py::"
+TRAINING = ("tests/mixed/test_training.py::test_two_ranks[llama]",)
+
+MIXED_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "groups filled beyond their memory",
+        "paradyse/mixed/packing.py",
+        "if self.bins[left[j][1]].tokens <= room:",
+        "if True:",
+        (f"{PLANS}test_no_plan_is_slower_than_one_degree_for_all[512-64-0.5]",),
+    ),
+    Fault(
+        "more ranks side by side than there are",
+        "paradyse/mixed/polish.py",
+        "if self._ranks(times, tried[middle]) <= self.num_ranks:",
+        "if self._ranks(times, tried[middle]) <= self.num_ranks + 1:",
+        (f"{PLANS}test_small_batches_are_planned_as_well_as_possible",),
+    ),
+    Fault(
+        "sequences are not exchanged",
+        "paradyse/mixed/polish.py",
+        "if after < before * GAIN:",
+        "if after < before * 0.5:",
+        (f"{PLANS}test_small_batches_are_planned_as_well_as_possible",),
+    ),
+    Fault(
+        "gradients of a group counted once for each of its ranks",
+        "paradyse/mixed/training.py",
+        "(count / (num_targets * len(share.ranks)))",
+        "(count / num_targets)",
+        TRAINING,
+    ),
+    Fault(
+        "a packed sequence learns the first token of the next",
+        "paradyse/mixed/batches.py",
+        "            labels[0] = IGNORED\n",
+        "            pass\n",
+        TRAINING,
+    ),
+    Fault(
+        "positions go on from one packed sequence to the next",
+        "paradyse/mixed/batches.py",
+        'places = torch.cat([torch.arange(len(s["input_ids"])) for s in kept])',
+        'places = torch.arange(len(joined["input_ids"]))',
+        TRAINING,
+    ),
+)

@@ -1,0 +1,50 @@
+"""Plans one batch ahead: those of the solver, in order; errors of the process reach the caller."""
+
+from __future__ import annotations
+
+import pytest
+from step_search import ways_by_formula
+
+from paradyse.mixed.ahead import Ahead, plans_ahead
+from paradyse.mixed.step_plan import plan_step
+
+WAYS = ways_by_formula([1, 2, 3, 4], 2048, 0.01)
+BATCHES = [[100, 200, 3000], [7], [500] * 9]
+
+
+def test_plans_are_those_of_the_solver_in_order() -> None:
+    assert list(plans_ahead(BATCHES, WAYS, 4)) == [plan_step(b, WAYS, 4) for b in BATCHES]
+
+
+def test_the_next_batch_is_asked_for_before_a_plan_is_given() -> None:
+    seen = []
+
+    def batches():
+        for b in BATCHES:
+            seen.append(b)
+            yield b
+
+    plans = plans_ahead(batches(), WAYS, 4)
+    next(plans)
+    assert seen == BATCHES[:2]
+    plans.close()
+
+
+def test_a_batch_that_cannot_be_planned_leaves_the_others() -> None:
+    with Ahead(WAYS, 4) as ahead:
+        for batch in ([9000], BATCHES[0]):
+            ahead.ask(batch)
+        with pytest.raises(ValueError, match="9000 tokens fits no group"):
+            ahead.take()
+        assert ahead.take() == plan_step(BATCHES[0], WAYS, 4)
+        with pytest.raises(ValueError, match="ask for one"):
+            ahead.take()
+
+
+def test_a_process_that_is_gone_is_told_of() -> None:
+    with Ahead(WAYS, 4) as ahead:
+        ahead._process.kill()
+        ahead._process.wait()
+        with pytest.raises(RuntimeError, match="exit code -9"):
+            ahead.ask(BATCHES[0])
+            ahead.take()
