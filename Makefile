@@ -1,6 +1,7 @@
 # make demo   set up, then run the main job (ARGS="--ranks 4" and the like are passed on)
 # make test   set up, then lint, format check, types, tests: what has to pass for a change to land
 # make test-all  the same with the tests marked slow, several times as long
+# make compatibility  the table of families: exact, split, or whole (hours; goes on where it ended)
 # make pytest some of the tests, in one process (ARGS="-k masks" goes to pytest)
 # make setup  the virtual environment with the package installed in it, editable
 # PYTHON      the interpreter that makes the environment (3.11 or later); VENV where it lies
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-cpu.txt Makefile 
 # mypy knows nothing of package-dir: it reads the package as it is once installed, through links.
 TYPED := .mypy_cache/installed
 
-.PHONY: help setup demo test test-all lint types pytest format
+.PHONY: help setup demo test test-all compatibility lint types pytest format
 help:
 	@sed -n 's/^# //p' Makefile | sed '/^Named/,$$d'
 
@@ -56,6 +57,9 @@ types: setup
 	@ln -s $(CURDIR)/paradyse/* $(CURDIR)/passes $(CURDIR)/kernels $(TYPED)/paradyse/
 	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
 	    --cache-dir $(CURDIR)/.mypy_cache -p paradyse
+
+compatibility: setup
+	$(BIN)/python tests/compatibility.py $(ARGS)
 
 pytest: setup
 	$(BIN)/python -m pytest $(ARGS)

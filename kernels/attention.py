@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paradyse.kernels.additive_mask import add_bias_gradient, bias_planes, join_sides, part_sides
 from paradyse.kernels.attention_core import (
     Backward,
     Call,
@@ -36,7 +37,6 @@ from paradyse.kernels.attention_mask import (
     data_intervals,
     position_intervals,
     row_blocks,
-    run_positions,
     runs_len,
     segments,
 )
@@ -83,8 +83,7 @@ def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
         per_pair = 2 * num_sequences * num_heads
     else:  # a mask
         per_pair = num_sequences if data_mask else 1
-        if spec.bias is not None:
-            per_pair = max(per_pair, spec.bias.shape[0]) * min(spec.bias.shape[1], num_heads)
+        per_pair = max(per_pair, bias_planes(spec, num_heads))
     blocked = call.dense or data_mask or spec.bias is not None
     tiles = _position_tiles(*where, per_pair * q.element_size(), blocked)
     return [Problem(slice(0, num_sequences), intervals, tiles, data_mask)]
@@ -153,7 +152,8 @@ def _call(
         )
     for name in ("key_padding", "document_ids", "bias"):
         x = getattr(spec, name)
-        if x is not None and x.shape[0] not in (1, q.shape[0]):
+        by_sequence = x is not None and not (name == "bias" and x.dim() == 3)
+        if by_sequence and x.shape[0] not in (1, q.shape[0]):
             raise ValueError(f"{name} is {list(x.shape)}, but there are {q.shape[0]} sequences")
     if not 0 <= spec.dropout_p <= 1 or (spec.dropout_p > 0 and spec.seed is None):
         raise ValueError(
@@ -278,24 +278,11 @@ def bias_gradient(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionS
     given = _all_prepared(given, 0, True)
     q, k = given.q, given.k
     total = torch.zeros(spec.bias.shape, dtype=stat_dtype(q.dtype), device=q.device)
-    own_heads = spec.bias.shape[1] not in (1, q.shape[1])
-    heads = spec.head_ids.to(q.device) if own_heads and spec.head_ids is not None else None
+    total = join_sides(total) if total.dim() == 3 else total
     for problem in _problems(q, k, call):
         for tile in problem.tiles:
             mask = call.mask(problem, tile, q)
             _, ds = call.score_gradient(problem, tile, given.cut(tile), mask)
-            for dim in range(4):
-                if total.shape[dim] == 1:
-                    ds = ds.sum(dim, keepdim=True)
-            places = [torch.arange(n, device=q.device) for n in ds.shape]
-            if heads is not None:
-                inside = heads < total.shape[1]  # heads past the end are padding
-                places[1] = heads.clamp(max=total.shape[1] - 1)
-                ds = ds * inside[:, None, None]
-            if total.shape[2] > 1:
-                places[2] = run_positions(q_runs, q.device)[tile.rows]
-            if total.shape[3] > 1:
-                places[3] = run_positions(kv_runs, q.device)[tile.keys]
-            index = [x.view([-1 if i == j else 1 for j in range(4)]) for i, x in enumerate(places)]
-            total.index_put_(tuple(index), ds, accumulate=True)
+            add_bias_gradient(total, ds, spec, tile, problem.batch, q_runs, kv_runs)
+    total = part_sides(total) if spec.bias.dim() == 3 else total
     return total.to(spec.bias.dtype)

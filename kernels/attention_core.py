@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paradyse.kernels.additive_mask import additive_mask
 from paradyse.kernels.attention_mask import (
     DIAGONAL,
     MASKED,
@@ -20,7 +21,6 @@ from paradyse.kernels.attention_mask import (
     Intervals,
     Runs,
     Tile,
-    additive_mask,
     dropout_keep,
     run_positions,
 )

@@ -50,8 +50,9 @@ class AttentionSpec:
     document_ids: Tensor | None = None
     """[B|1, S] int, tokens see their own document only."""
     bias: Tensor | None = None
-    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. H may be more than
-    the query has, then ``head_ids`` selects."""
+    """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. Or by
+    distance, float, [H|1, 2, S]: what is added for keys so far behind their query, or ahead. H may
+    be more than the query has, then ``head_ids`` selects."""
     softcap: float | None = None
     """Before mask and bias, scores become softcap * tanh(score / softcap): Gemma 2, arXiv
     2408.00118."""
@@ -60,6 +61,9 @@ class AttentionSpec:
     """int64 []: with the global indices of a pair, all that its dropout depends on."""
     head_ids: Tensor | None = None
     """[H] int64, the global index of each query head; None for 0..H-1."""
+    sinks: Tensor | None = None
+    """[H]: one more score for each row of a head, of a key without a value (arXiv 2309.17453; GPT-
+    OSS). H and ``head_ids`` as of the bias."""
 
     @property
     def positional(self) -> AttentionSpec:
@@ -67,21 +71,35 @@ class AttentionSpec:
         return AttentionSpec(self.seq_len, 1.0, self.left, self.right, self.chunk)
 
     def head_bias(self, num_heads: int) -> Tensor | None:
-        """The bias [B|1, H|1, S|1, S|1] of the query's own ``num_heads`` heads.
+        """The bias of the query's own ``num_heads`` heads: [B|1, H|1, S|1, S|1] or [H|1, 2, S].
 
         Raises:
             ValueError: the bias has another number of heads, and there are no ``head_ids``.
         """
-        bias = self.bias
-        if bias is None or bias.shape[1] in (1, num_heads):
-            return bias
+        if self.bias is None:
+            return None
+        at = 0 if self.bias.dim() == 3 else 1
+        shared = self.bias.shape[at] == 1
+        return self.bias if shared else self._own_heads("bias", self.bias, at, num_heads)
+
+    def head_sinks(self, num_heads: int) -> Tensor | None:
+        """The sinks [H] of the query's own ``num_heads`` heads.
+
+        Raises:
+            ValueError: there are others, and no ``head_ids``.
+        """
+        return None if self.sinks is None else self._own_heads("sinks", self.sinks, 0, num_heads)
+
+    def _own_heads(self, name: str, x: Tensor, dim: int, num_heads: int) -> Tensor:
+        if x.shape[dim] == num_heads:
+            return x
         if self.head_ids is None:
             raise ValueError(
-                f"bias has {bias.shape[1]} heads, the query {num_heads}: give head_ids"
+                f"{name} has {x.shape[dim]} heads, the query {num_heads}: give head_ids"
             )
         # Heads past the end are padding.
-        ids = self.head_ids.to(bias.device).clamp(max=bias.shape[1] - 1)
-        return bias.index_select(1, ids)
+        ids = self.head_ids.to(x.device).clamp(max=x.shape[dim] - 1)
+        return x.index_select(dim, ids)
 
 
 @dataclass(frozen=True)
@@ -154,10 +172,6 @@ def position_intervals(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Inte
         first, end = torch.maximum(first, begin), torch.minimum(end, begin + spec.chunk)
     end = end * (x < spec.seq_len)
     return _normalized(_count_below(kv_runs, first), _count_below(kv_runs, end))
-
-
-def _of_batch(x: Tensor, batch: slice) -> Tensor:
-    return x if x.shape[0] == 1 else x[batch]
 
 
 def _of_sequence(x: Tensor, sequence: int) -> Tensor:
@@ -302,78 +316,6 @@ def _staircase(r0: int, r1: int, lo: int, key: int) -> list[Tile]:
             tiles.append(Tile(a, b, lo, at, FULL))
         tiles.append(Tile(a, b, at, at + b - a, DIAGONAL, first=at == lo))
     return tiles
-
-
-def additive_mask(
-    spec: AttentionSpec,
-    tile: Tile,
-    intervals: Intervals,
-    batch: slice,
-    data_mask: bool,
-    q_runs: Runs,
-    kv_runs: Runs,
-    like: Tensor,
-) -> Tensor | None:
-    """What is added to the tile's scores, broadcast to [B, H, R, K], -inf where hidden; None for
-    nothing.
-
-    Args:
-        tile: rows and keys.
-        batch: the sequences at hand.
-        data_mask: key padding and documents are not part of ``intervals``.
-        like: gives dtype, device and (dim 1) the number of heads.
-    """
-    device = like.device
-    visible = None
-    if tile.kind == MASKED:
-        lo, hi = (x[tile.r0 : tile.r1, None].to(device) for x in (intervals.lo, intervals.hi))
-        keys = torch.arange(tile.k0, tile.k1, device=device)
-        visible = ((keys >= lo) & (keys < hi))[None, None]
-    if data_mask and spec.key_padding is not None:
-        padding = select_runs(_of_batch(spec.key_padding, batch), 1, kv_runs, tile.k0, tile.k1)[
-            :, None, None
-        ]
-        visible = padding if visible is None else visible & padding
-    if data_mask and spec.document_ids is not None:
-        ids = _of_batch(spec.document_ids, batch)
-        mine = select_runs(ids, 1, q_runs, tile.r0, tile.r1)[:, None, :, None]
-        same = mine == select_runs(ids, 1, kv_runs, tile.k0, tile.k1)[:, None, None]
-        visible = same if visible is None else visible & same
-    bias = spec.head_bias(like.shape[1])
-    if bias is not None:
-        bias = select_runs(_of_batch(bias, batch), 2, q_runs, tile.r0, tile.r1)
-        bias = select_runs(bias, 3, kv_runs, tile.k0, tile.k1)
-        if bias.dtype == torch.bool:
-            visible = bias if visible is None else visible & bias
-            bias = None
-    if visible is None:
-        return None if bias is None else bias.to(like.dtype)
-    hidden = visible.logical_not()
-    if bias is None:
-        return torch.zeros(hidden.shape, dtype=like.dtype, device=device).masked_fill_(
-            hidden, -torch.inf
-        )
-    return bias.to(like.dtype).masked_fill(hidden, -torch.inf)
-
-
-def select_runs(x: Tensor, dim: int, runs: Runs, begin: int, end: int) -> Tensor:
-    """Rows of a value that is whole, for tokens that are placed by runs.
-
-    Args:
-        x: has one row per global position along ``dim``, or one row for all.
-        begin, end: which of the tokens that ``runs`` place.
-    Returns:
-        ``x`` with the rows of these tokens along ``dim``; a view if it can be.
-    """
-    if x.shape[dim] == 1:
-        return x  # broadcast
-    parts, offset = [], 0
-    for start, n in runs:
-        a, b = max(begin - offset, 0), min(end - offset, n)
-        if a < b:
-            parts.append(x.narrow(dim, start + a, b - a))
-        offset += n
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def runs_len(runs: Runs) -> int:

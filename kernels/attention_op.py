@@ -5,12 +5,13 @@ spec, layout, gradient. The arguments of both, for S tokens:
 
 - ``key_padding``: [B|1, S] bool, True where a key may be seen. ``document_ids``: [B|1, S] int.
 - ``bias``: [B|1, H|1, S|1, S|1], bool (True = visible) or float (added to the scores;
-  differentiable).
+  differentiable); or by distance, float, [H|1, 2, S]: see ``AttentionSpec``.
 - ``seed``: int64 [], needed with ``dropout_p`` > 0.
 - ``left``, ``right``, ``chunk``: see ``paradyse.types.MaskSpec``; -1 for unset.
 - ``scale``, ``softcap``: see ``AttentionSpec``; 0 for no softcap.
 - ``head_ids``: int64 [H], the global indices of the query heads, where they are not all heads.
 - ``info``: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
+- ``sinks``: [H], one more score of each row (differentiable): see ``AttentionSpec``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ from torch import Tensor
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward, empty_like_heads, empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
+from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.torch_private import overload_of, schema_of, tree_leaves
 
-Grads = tuple[Tensor, Tensor, Tensor, Tensor]
-"""dq, dk, dv, and the bias's gradient (of no elements when it was not asked for)."""
+Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""dq, dk, dv, and the gradients of the bias (of no elements when it was not asked for) and of the
+sinks (of no elements where there are none)."""
 
 
 ARGUMENTS = (
     "Tensor? key_padding, Tensor? document_ids, Tensor? bias, Tensor? seed, SymInt left, "
     "SymInt right, SymInt chunk, float scale, float softcap, float dropout_p, "
-    "Tensor? head_ids=None, Tensor? info=None"
+    "Tensor? head_ids=None, Tensor? info=None, Tensor? sinks=None"
 )
 """Of every attention operator after q, k and v, as ``paradyse::attention`` states them."""
+
+INFO_AT = [a.split()[1].partition("=")[0] for a in ARGUMENTS.split(", ")].index("info")
+"""The place of ``info`` among ``ARGUMENTS``."""
 
 BACKWARD = "Tensor grad_out, Tensor[] saved, SymInt num_kv_heads, SymInt key_width, bool bias_grad"
 """Of every backward operator before its own and ``ARGUMENTS``."""
@@ -58,6 +64,7 @@ def make_spec(
     dropout_p: float,
     head_ids: Tensor | None = None,
     info: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> AttentionSpec:
     """``ARGUMENTS`` as a spec; ``num_tokens`` is N.
 
@@ -68,10 +75,13 @@ def make_spec(
     for name, x in (("key_padding", key_padding), ("document_ids", document_ids)):
         if x is not None and x.shape[1] != seq_len:
             raise ValueError(f"{name} is {list(x.shape)}, but the sequence has {seq_len} tokens")
-    if bias is not None and (bias.dim() != 4 or any(n not in (1, seq_len) for n in bias.shape[2:])):
+    if bias is not None and not _fits(bias, seq_len):
         raise ValueError(
-            f"bias is {list(bias.shape)}; for {seq_len} tokens give [B|1, H|1, S|1, S|1]"
+            f"bias is {list(bias.shape)} of {bias.dtype}; for {seq_len} tokens give "
+            "[B|1, H|1, S|1, S|1], or numbers [H|1, 2, S]"
         )
+    if sinks is not None and sinks.dim() != 1:
+        raise ValueError(f"sinks are {list(sinks.shape)}; give [H]")
     return AttentionSpec(
         seq_len=seq_len,
         scale=scale,
@@ -85,7 +95,14 @@ def make_spec(
         dropout_p=dropout_p,
         seed=seed,
         head_ids=head_ids,
+        sinks=sinks,
     )
+
+
+def _fits(bias: Tensor, seq_len: int) -> bool:
+    if bias.dim() == 3:
+        return bias.is_floating_point() and bias.shape[1:] == (2, seq_len)
+    return bias.dim() == 4 and all(n in (1, seq_len) for n in bias.shape[2:])
 
 
 def token_major(x: Tensor) -> Tensor:
@@ -111,7 +128,7 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
         saved: ``(inputs, outputs)`` -> the tensors that backward needs besides ``rest``.
     """
     names = [a.name for a in schema_of(forward).arguments]
-    bias_at = names.index("bias")
+    bias_at, sinks_at = names.index("bias"), names.index("sinks")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         q, k, _, *rest = inputs
@@ -127,13 +144,15 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
     def gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
         grads: list[Any] = [None] * len(names)
         if grad_out is None:
-            return tuple(grads)
+            return tuple(grads[: len(ctx.needs_input_grad)])
         tensors = list(ctx.saved_tensors)
         kept, given = tensors[: ctx.num_kept], iter(tensors[ctx.num_kept :])
         rest = [next(given) if t else x for t, x in zip(ctx.is_tensor, ctx.others, strict=True)]
-        *grads[:3], d_bias = backward(grad_out, kept, *ctx.sizes, *rest)
+        *grads[:3], d_bias, d_sinks = backward(grad_out, kept, *ctx.sizes, *rest)
         grads[bias_at] = d_bias if ctx.sizes[-1] else None
-        return tuple(grads)
+        grads[sinks_at] = d_sinks if d_sinks.numel() else None
+        # with lists among its tensors an operator wants none for arguments that were left out
+        return tuple(grads[: len(ctx.needs_input_grad)])
 
     def fake(
         grad_out: Tensor,
@@ -149,7 +168,9 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
         )
         bias = rest[bias_at - 3]
         d_bias = bias.new_empty(bias.shape) if bias_grad else grad_out.new_empty(0)
-        return empty_like_heads(grad_out, key_width), dk, dv, d_bias
+        sinks = rest[sinks_at - 3] if sinks_at - 3 < len(rest) else None
+        d_sinks = grad_out.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+        return empty_like_heads(grad_out, key_width), dk, dv, d_bias, d_sinks
 
     backward.register_fake(fake)
     forward.register_autograd(gradient, setup_context=setup_context)
@@ -201,23 +222,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
         ValueError: heads that do not divide, a mask that does not fit, dropout without a seed.
     """
     runs = ((0, q.shape[2]),)
-    out, lse = attention_forward(q, k, v, runs, runs, make_spec(q.shape[2], *rest))
+    spec = make_spec(q.shape[2], *rest)
+    out, lse = with_sinks(*attention_forward(q, k, v, runs, runs, spec), spec)
     return token_major(out), lse.contiguous()
 
 
 @torch.library.custom_op(
     "paradyse::attention_backward",
     mutates_args=(),
-    schema=f"({BACKWARD}, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({BACKWARD}, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad_out: Tensor, saved: Sequence[Tensor], kv: int, width: int, bias_grad: bool, *rest: Any
 ) -> Grads:
     runs = ((0, grad_out.shape[2]),)
-    args = (Backward(grad_out, *saved), runs, runs, make_spec(grad_out.shape[2], *rest))
+    given, spec = Backward(grad_out, *saved), make_spec(grad_out.shape[2], *rest)
+    args = (given, runs, runs, spec)
     dq, dk, dv = attention_backward(*args)
     d_bias = bias_gradient(*args) if bias_grad else grad_out.new_empty(0)
-    return token_major(dq), token_major(dk), token_major(dv), d_bias
+    d_sinks = grad_out.new_empty(0)
+    if spec.sinks is not None:
+        d_sinks = sink_gradient(grad_out, given.out, given.lse, spec)
+    return token_major(dq), token_major(dk), token_major(dv), d_bias, d_sinks
 
 
 @attention.register_fake

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from paradyse.kernels.additive_mask import join_sides
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_pairs import BOOL_BIAS, FLOAT_BIAS, NO_BIAS, Constants, Mask, Pairs
 from paradyse.kernels.flash_tiles import Visibility
@@ -173,6 +174,9 @@ def launch(
         if bias.dtype == torch.bool:
             kind, bias = BOOL_BIAS, bias.view(torch.uint8)
         bias_strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride()))
+        if bias.dim() == 3:  # of a pair as far from the middle as its tokens are apart
+            bias = join_sides(bias)[:, spec.seq_len - 1 :]
+            bias_strides = 0, 0 if bias.shape[0] == 1 else bias.stride(0), -1, 1
     rows = visibility.rows  # in place of what is not there
     tensors = (rows if x is None else x.to(q.device) for x in (bias, spec.seed, spec.head_ids))
     *factors, threshold = scalars(spec)

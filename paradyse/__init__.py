@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:
-    from paradyse.backend import explain as explain
-    from paradyse.backend import stats as stats
     from paradyse.checkpoint.load_safetensors import LoadReport as LoadReport
     from paradyse.checkpoint.load_safetensors import load_safetensors as load_safetensors
     from paradyse.checkpoint.save import load_checkpoint as load_checkpoint
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     from paradyse.planning.explain import Stats as Stats
     from paradyse.planning.explain import VerifyReport as VerifyReport
     from paradyse.profiling.measure import profile as profile
+    from paradyse.reports import explain as explain
+    from paradyse.reports import stats as stats
     from paradyse.trainer import TrainerMixin as TrainerMixin
     from paradyse.types import Plan as Plan
     from paradyse.types import Workload as Workload
@@ -43,8 +43,8 @@ _API = {
     "save_checkpoint": "paradyse.checkpoint.save",
     "load_checkpoint": "paradyse.checkpoint.save",
     "load_safetensors": "paradyse.checkpoint.load_safetensors",
-    "explain": "paradyse.backend",
-    "stats": "paradyse.backend",
+    "explain": "paradyse.reports",
+    "stats": "paradyse.reports",
     "verify": "paradyse.verification",
     "profile": "paradyse.profiling.measure",
     "TrainerMixin": "paradyse.trainer",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.choice import choice_of
-from paradyse.config import Options, check_count, parse_options, with_environment
+from paradyse.config import Options, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, agreement_of
-from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import BatchChecksum, checksum
 from paradyse.distributed.facts import (
     GRADIENTS,
@@ -36,25 +35,25 @@ from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
 from paradyse.passes.dump import write
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan, text_table
+from paradyse.planning.explain import text_table
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
     build_program,
     find_sizes,
     fingerprint,
+    identity,
     is_model_state,
+    shown_factors,
     sizes_of,
     trace_inputs,
 )
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
-from paradyse.runtime.registry import captures_of
-from paradyse.strategies import canonical_strategy
-from paradyse.strategies.base import WHOLE, VariantCache
+from paradyse.strategies.base import WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
-from paradyse.types import HEAD, Plan, Point
+from paradyse.types import HEAD, Plan
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
@@ -132,7 +131,7 @@ class Capture:
         self.trace = trace_inputs(self.placeholders, examples)
         self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
         graph = self._graph(self.trace.values)
-        if graph is not None and self.trace.again is not None:
+        if graph is not None:
             self._check_sizes(graph)
         if graph is None:
             if options.on_unsupported == "error" and axis.size > 1:
@@ -231,7 +230,7 @@ class Capture:
             return None
         self._lay_out(program)
         graph = _Graph(program, self)
-        named = {program.scope.seq, program.scope.batch}
+        named = shown_factors(program)
         if not self.keyed_dims:
             self.keyed_dims = tuple(
                 (i, d)
@@ -266,10 +265,11 @@ class Capture:
 
     def _check_sizes(self, graph: _Graph) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
-        again, options = self.trace.again, replace(self.options, dump=None)
-        assert again is not None
+        again, options = self.trace.again(self.keyed_dims), replace(self.options, dump=None)
+        if again is None:
+            return
         other, _ = build_program(self.gm, again, self.is_weight, options, self.axis)
-        if other is None or fingerprint(other) != fingerprint(graph.program):
+        if other is None or identity(other) != identity(graph.program):
             self.notes.append(
                 "a size in this graph depends on the length in a way that no tensor's dim shows: "
                 "each length gets a program of its own"
@@ -312,9 +312,7 @@ class _Graph:
 
     def __init__(self, program: Program, capture: Capture):
         self.program, self.capture = program, capture
-        sizes = find_sizes(program)
-        assert sizes is not None, "a program is made where they are found"
-        self.sizes = sizes
+        self.sizes = find_sizes(program)
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
         weights = [w for w in (p() for p in capture.parameters) if w is not None]
@@ -359,7 +357,9 @@ class _Graph:
         return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
-        constants, make_frame = self._make(sizes, plan), current_frames()
+        self.program.known_buffers.check(args)
+        together, make_frame = self.choice.uses.add(plan), current_frames()
+        constants = replace(self._make(sizes, plan), together=together)
         feedback, training = self.choice.feedback, torch.is_grad_enabled()
         if feedback is None or not training:
             return make_frame(self.program, args, constants).run()
@@ -369,7 +369,8 @@ class _Graph:
     def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool]:
         """What the guard asks of a call."""
         keeps_gradients = self._gradients() != AT_ONCE
-        return sizes.get("B", 1), sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
+        num_sequences = self.program.num_sequences(sizes)
+        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
 
     def _gradients(self) -> str:
         weights = (w for w in (p() for p in self.capture.parameters) if w is not None)
@@ -433,66 +434,3 @@ def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> st
                 "at least 1; drop empty batches before calling the model"
             )
     return None
-
-
-def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
-    """Why each block gets its strategy at this workload. Call it on every rank.
-
-    Args:
-        compiled_model: has run at least once.
-        batch_size: sequences of one call.
-        seq_len: tokens of each.
-    Raises:
-        ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
-            split; a size that is no whole number of at least 1.
-    """
-    check_count("batch_size", batch_size)
-    check_count("seq_len", seq_len)
-    graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
-    if not graphs:
-        notes = dict.fromkeys(n for c in captures_of(compiled_model, whole=True) for n in c.notes)
-        raise ValueError(
-            f"nothing of this model is split, so there is nothing to choose: {'; '.join(notes)}"
-            if notes
-            else "no graph of this model is known yet: run one step of the compiled model first"
-        )
-    capture, graph = graphs[-1]
-    like = graph.choice.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
-    kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
-    return explain_plan(graph.choice.planner, like, tuple(graph.program.ctx.notes), kernels)
-
-
-def stats(compiled_model: Any) -> Stats:
-    """What has happened so far with ``compiled_model`` on this rank."""
-    captures = list(captures_of(compiled_model))
-    graphs = [(c, g) for c in captures for g in c.graphs.values()]
-    variants = {
-        (block.structure, canonical_strategy(block.kind, s))
-        for _, g in graphs
-        for block, step in zip(g.blocks, g.program.block_steps, strict=True)
-        for s in {Point.parse(s).variant for s in g.program.variants[step.position]}
-    }
-    traffic = [
-        collectives.traffic(c.axis, i)
-        for c, g in graphs
-        for i in (*(s.block_id for s in g.program.block_steps), g.program.schedule.between_id)
-    ]
-    guards = dict.fromkeys(g.choice.guard for _, g in graphs)
-    sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
-    for t in traffic:
-        sent.update(t.sent_bytes)
-        calls.update(t.calls)
-        per_block[t.name] += t.sent_bytes.total()
-    return Stats(
-        captures=len(captures),
-        variants_compiled=len(variants),
-        pieces_compiled=sum(
-            session.of(VariantCache).num_compiled for session in {c.axis.session for c in captures}
-        ),
-        steps=sum(c.num_steps for c in captures),
-        plan_switches=sum(g.num_switches for g in guards),
-        plan_per_length={n: plan for g in guards for n, plan in g.plan_of.items()},
-        bytes_per_collective=dict(sent),
-        calls_per_collective=dict(calls),
-        bytes_per_block=dict(per_block),
-    )

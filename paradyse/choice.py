@@ -30,6 +30,7 @@ from paradyse.planning.profile_file import Header, present_versions
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
+from paradyse.runtime.runs import Uses
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     HEAD,
@@ -104,6 +105,7 @@ class Choice:
         masks = describe_masks(self.blocks)
         like = Workload(0, 0, self.dtype, True, axis.size, masks, reduce_dtype)
         self.guard = Guard(self._plan, not callable(options.plan), like)
+        self.uses = Uses()
         self.feedback: Feedback | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses:
             self.feedback = Feedback(self.planner, self.guard.forget)

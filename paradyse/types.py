@@ -87,6 +87,8 @@ class MaskSpec:
     """A bool tensor [B, S] travels with the block: True where a key may be seen."""
     documents: bool = False
     """An int tensor [B, S] travels with the block: tokens see only their own document."""
+    bias: bool = False
+    """Numbers are added to scores, by distance or by key alone: no more than 2 S for a head."""
 
     @property
     def causal(self) -> bool:
@@ -99,6 +101,7 @@ class MaskSpec:
             f"chunk {self.chunk}" if self.chunk is not None else "",
             "key padding" if self.key_padding else "",
             "documents" if self.documents else "",
+            "bias" if self.bias else "",
         ]
         return ", ".join(p for p in parts if p)
 

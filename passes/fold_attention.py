@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from paradyse.graph.attention_call import AttentionCall
+from paradyse.graph.rules import argument
 from paradyse.passes.mask_emit import Emitter
 from paradyse.passes.mask_values import shape_of
-from paradyse.passes.recover_masks import Recovery, label
+from paradyse.passes.recover_masks import HIDDEN, Recovery, label
+from paradyse.passes.score_terms import (
+    CASTS,
+    Scores,
+    Term,
+    alone,
+    below_casts,
+    below_moves,
+    match_scores,
+)
 
 aten = torch.ops.aten
-_CASTS = (aten.to.dtype, aten._to_copy.default)
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_SWAPS = (aten.transpose.int, aten.mT.default, aten.permute.default)
 
 
 def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
@@ -23,31 +36,45 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
 
     before: s = mul(matmul(q, transpose(k, 2, 3)), scale)
             s = mul(tanh(div(s, cap)), cap)
-            o = matmul(dropout(softmax(add(s, m), -1), p), v)
-    after:  o = attention(q, k, v, bias=m, scale, softcap=cap, dropout_p=p)[0]
-    Softcap, mask and dropout may be missing; casts in between are left out, as the operator sums in
-    float32. Refuses (all stays): scores or probabilities that something else reads, numbers that
-    are not constant, more or fewer queries than keys, other than 4 dims; with a note, a mask that
-    is not understood. One that hides with a finite number is among them unless every query is sure
-    to see a key: where it sees none all keys count alike, which no log-sum-exp can hold.
+            s = masked_fill(add(s, m), hidden, -inf)
+            o = matmul(dropout(softmax(s, -1), p), v)
+    after:  n = add(m, where(hidden, -inf, 0))
+            o = attention(q, k, v, bias=n, scale, softcap=cap, dropout_p=p)[0]
+    All but products and softmax may be missing, and ``score_terms`` says what else may be there;
+    batch and heads may be one dim; einsums are spelled as products first. Casts in between are left
+    out, as the operator sums in float32. Refuses (all stays): scores or probabilities that
+    something else reads, numbers that are not constant, more or fewer queries than keys; with a
+    note, a mask that is not understood. One that hides with a finite number is among them unless
+    every query is sure to see a key, or a sink: where it sees none all keys count alike, which no
+    log-sum-exp can hold.
     """
+    spell_out_einsums(gm)
     count = 0
     masks, reasons = Recovery(gm, {}), defaultdict[str, list[str]](list)
     for node in list(gm.graph.nodes):
-        found = _match(node) if node.target is aten.matmul.default else None
+        found = _match(node) if node.target in _PRODUCTS else None
         if found is None:
             continue
-        if found.bias is not None and isinstance(why := masks.recover(found.bias), str):
-            reasons[why].append(label(node))
-            continue
+        scores, dropout_p, dead = found
         emit = Emitter(gm.graph, node)
-        if found.bias is not None:
-            found = replace(found, bias=emit.four_dims(found.bias))
-        used = node.args[0]
-        emit.replace_by(found)
-        while used.target is not aten.softmax.int:  # dropout is random, so not taken for dead
-            dead, used = used, used.args[0]
-            gm.graph.erase_node(dead)
+        call = _call(node, scores, dropout_p, emit)
+        if call is None:
+            continue
+        if call.bias is not None:
+            why = masks.refusal(call.bias, call.sinks is not None)
+            if why:
+                reasons[why].append(label(node))
+                continue
+        merged = len(shape_of(node)) == 3
+        out = emit.replace_by(call)
+        if merged:
+            with gm.graph.inserting_after(out):
+                flat = gm.graph.call_function(aten.reshape.default, (out, list(shape_of(node))))
+            flat.meta = {**out.meta, "val": node.meta["val"]}
+            out.replace_all_uses_with(flat, delete_user_cb=lambda u, flat=flat: u is not flat)
+        for random in dead:  # dropout is random, so not taken for dead
+            if not random.users:
+                gm.graph.erase_node(random)
         count += 1
     for why, places in reasons.items():
         ctx.note(f"{', '.join(places)}: attention stays written out, its mask {why}")
@@ -55,95 +82,216 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
-def _match(product: fx.Node) -> AttentionCall | None:
-    cast, v = product.args
-    p = dropped = _below_casts(cast)
-    if dropped.target is aten.dropout.default and _alone(dropped):
-        p = _below_casts(dropped.args[0])
-    if p.target is not aten.softmax.int or not _alone(p) or p.args[1] not in (-1, 3):
-        return None
-    found = _match_sum(_below_casts(p.args[0]))
-    if found is None:
-        return None
-    found = replace(found, v=v)
-    if p is not dropped:
-        _, rate, training = dropped.args
-        if not isinstance(rate, int | float) or not isinstance(training, bool):
+def _match(product: fx.Node) -> tuple[Scores, float, list[fx.Node]] | None:
+    """What the softmax reads, dropout of probabilities, and what lies between product and softmax,
+    the last one first.
+    """
+    p, rate, between, cut = product.args[0], 0.0, list[fx.Node](), False
+    while isinstance(p, fx.Node) and p.target is not aten.softmax.int:
+        inner = below_moves(p)
+        at = p
+        while at is not inner:
+            between.append(at)
+            at = at.args[0]
+        p = inner
+        if not isinstance(p, fx.Node) or not alone(p):
             return None
-        found = replace(found, dropout_p=float(rate) if training else 0.0)
-    return found if _fits(found) else None
-
-
-def _match_sum(node: fx.Node) -> AttentionCall | None:
-    """Scores, and a mask added to them."""
-    if node.target is not aten.add.Tensor or not _alone(node) or node.kwargs:
-        return _match_scores(node)
-    for scores, mask in (node.args, node.args[::-1]):
-        if isinstance(scores, fx.Node) and isinstance(mask, fx.Node):
-            found = _match_scores(_below_casts(scores))
-            if found is not None:
-                return replace(found, bias=mask)
-    return None
-
-
-def _match_scores(node: fx.Node) -> AttentionCall | None:
-    """The product of queries and keys, times a number, and capped."""
-    if not _alone(node):
-        return None
-    if node.target is aten.matmul.default:
-        q, k = node.args
-        if k.target is not aten.transpose.int or {d % 4 for d in k.args[1:]} != {2, 3}:
+        if p.target is aten.dropout.default and not rate:
+            x, rate, training = p.args
+            if not isinstance(rate, int | float) or not isinstance(training, bool):
+                return None
+            rate = float(rate) if training else 0.0
+        elif p.target is aten.slice.Tensor and not cut and _drops_last(p):
+            cut = True
+        elif p.target is not aten.softmax.int:
             return None
-        return AttentionCall(q, k.args[0], k)
-    x, factor = _times_number(node)
-    if x is None:
+        if p.target is not aten.softmax.int:
+            between.append(p)
+            p = p.args[0]
+    if not isinstance(p, fx.Node) or not alone(p):
         return None
-    x = _below_casts(x)
-    if x.target is aten.tanh.default and _alone(x):
-        inside, inverse = _times_number(x.args[0])
-        found = _match_scores(_below_casts(inside)) if inside is not None else None
-        if found is None or found.softcap or not factor > 0 or abs(factor * inverse - 1) > 1e-6:
+    if p.args[1] not in (-1, len(shape_of(p)) - 1):
+        return None
+    scores = match_scores(p.args[0])
+    if scores is None or (scores.sinks is not None) != cut:
+        return None
+    return scores, rate, between
+
+
+def _drops_last(node: fx.Node) -> bool:
+    last = len(shape_of(node)) - 1
+    whole = argument(node, "dim") in (-1, last) and not argument(node, "start")
+    return whole and shape_of(node)[-1] == shape_of(node.args[0])[-1] - 1
+
+
+def _call(
+    product: fx.Node, scores: Scores, dropout_p: float, emit: Emitter
+) -> AttentionCall | None:
+    """The operator's arguments, the mask as one dense bias; None where it does not compute this."""
+    keys = below_casts(scores.keys)
+    if not isinstance(keys, fx.Node) or keys.target not in _SWAPS:
+        return None
+    if keys.target is not aten.permute.default and keys.target is not aten.mT.default:
+        n = len(shape_of(keys))
+        if {d % n for d in keys.args[1:]} != {n - 2, n - 1}:
             return None
-        return replace(found, softcap=factor)
-    found = _match_scores(x)
-    if found is None or found.softcap:  # times a number after the cap: no operator of ours
+    given = scores.q, keys, product.args[1]
+    ranks = {len(shape_of(x)) for x in given}
+    if ranks not in ({3}, {4}):
         return None
-    return replace(found, scale=found.scale * factor)
+    heads = _batch_and_heads(given)
+    if heads is None:
+        return None
+    if any(t.fill is not None and t.fill > HIDDEN for t in scores.terms):
+        return None
+    q, k, v = (_four_dims(x, heads, emit) for x in given)
+    k = _swapped(k, emit)
+    if len({x.meta["val"].dtype for x in (q, k, v)}) > 1:
+        q, k, v = (_below_widening(x) for x in (q, k, v))
+    dtypes = {x.meta["val"].dtype for x in (q, k, v)}
+    sizes = [shape_of(x) for x in (q, k, v)]
+    if len(dtypes) > 1 or sizes[0] != sizes[1] or sizes[1][:3] != sizes[2][:3]:
+        return None
+    bias = _mask(scores.terms, sizes[0], heads, emit)
+    if bias is NotImplemented:
+        return None
+    found = AttentionCall(q, k, v, bias=bias, dropout_p=dropout_p, sinks=scores.sinks)
+    return replace(found, scale=scores.scale, softcap=scores.softcap)
 
 
-def _times_number(node: fx.Node) -> tuple[fx.Node | None, float]:
-    """x and c where ``node`` is c x, of which nothing else reads; None where it is not."""
-    if node.target not in (aten.mul.Tensor, aten.div.Tensor) or not _alone(node) or node.kwargs:
-        return None, 1.0
-    x, c = node.args
-    if not isinstance(x, fx.Node) or not isinstance(c, int | float) or c == 0:
-        return None, 1.0
-    return x, float(c) if node.target is aten.mul.Tensor else 1 / float(c)
-
-
-def _below_casts(x: Any) -> Any:
-    """Without casts between floating-point types of which nothing else reads."""
-    while isinstance(x, fx.Node) and x.target in _CASTS and _alone(x):
-        if not x.args[0].meta["val"].dtype.is_floating_point:
-            break
+def _below_widening(x: fx.Node) -> fx.Node:
+    """``x`` before it was cast to a wider type."""
+    while (
+        x.target in CASTS and x.args[0].meta["val"].dtype.itemsize <= x.meta["val"].dtype.itemsize
+    ):
         x = x.args[0]
     return x
 
 
-def _alone(x: fx.Node) -> bool:
-    return len(x.users) == 1
+def _batch_and_heads(given: Sequence[fx.Node]) -> tuple[int, int] | None:
+    """B and H of q, k transposed, and v, which may have them in one dim."""
+    if len(shape_of(given[0])) == 4:
+        b, h, *_ = shape_of(given[0])
+        return b, h
+    for x in given:
+        source = _taken_together(x.args[0] if x.target in _SWAPS else x)
+        if source is not None:
+            b, h, *_ = shape_of(source)
+            return b, h
+    return None
 
 
-def _fits(found: AttentionCall) -> bool:
-    """Whether the operator computes it: the batch, heads and tokens of all parts go together."""
-    q, k, v = (shape_of(x) for x in found.qkv)
-    dtypes = {x.meta["val"].dtype for x in found.qkv}
-    if not len(q) == len(k) == len(v) == 4 or len(dtypes) > 1:
-        return False
-    if q != k or k[:3] != v[:3]:
-        return False
-    if found.bias is None:
-        return True
-    mask, scores = shape_of(found.bias), (*q[:3], k[2])
-    fits = all(n in (1, scores[i - len(mask)]) for i, n in enumerate(mask))
-    return len(mask) <= 4 and fits and found.bias.meta["val"].dtype.is_floating_point
+def _taken_together(x: Any) -> fx.Node | None:
+    """[B, H, ..] where ``x`` is it as [B H, ..]."""
+    x = below_casts(x)
+    if x.target is not aten.reshape.default:
+        return None
+    source: fx.Node = x.args[0]
+    shape, here = shape_of(source), shape_of(x)
+    whole = len(shape) == 4 and len(here) == 3 and shape[2:] == here[1:]
+    return source if whole and shape[0] * shape[1] == here[0] else None
+
+
+def _four_dims(x: fx.Node, heads: tuple[int, int], emit: Emitter) -> fx.Node:
+    if len(shape_of(x)) == 4:
+        return x
+    if x.target in _SWAPS:
+        return emit.call(aten.transpose.int, (_four_dims(x.args[0], heads, emit), 2, 3))
+    source = _taken_together(x)
+    if source is not None and shape_of(source)[:2] == heads:
+        return source
+    return emit.call(aten.reshape.default, (x, [*heads, *shape_of(x)[1:]]))
+
+
+def _swapped(x: fx.Node, emit: Emitter) -> fx.Node:
+    """``x`` with its last two dims swapped."""
+    if x.target is aten.permute.default:
+        dims = list(x.args[1])
+        order = [*dims[:-2], dims[-1], dims[-2]]
+        same = [d % len(dims) for d in order] == list(range(len(dims)))
+        return x.args[0] if same else emit.call(aten.permute.default, (x.args[0], order))
+    return x.args[0] if x.target in _SWAPS else emit.call(aten.transpose.int, (x, 2, 3))
+
+
+def _mask(terms: Sequence[Term], q: tuple[int, ...], heads: tuple[int, int], emit: Emitter) -> Any:
+    """One float mask [B|1, H|1, S|1, S|1] of ``terms``; None for none, NotImplemented where they do
+    not fit queries of the shape ``q``.
+    """
+    dtype, parts = emit.place.meta["val"].dtype, []
+    for term in terms:
+        node, shape = term.node, shape_of(term.node)
+        if len(shape) == 3 and shape[0] == heads[0] * heads[1] and shape[0] != 1:
+            source = _taken_together(node)
+            node = (
+                source
+                if source is not None
+                else emit.call(aten.reshape.default, (node, [*heads, *shape[1:]]))
+            )
+            shape = shape_of(node)
+        full = (*q[:3], q[2])
+        fits = all(n in (1, full[i - len(shape)]) for i, n in enumerate(shape))
+        if len(shape) > 4 or not fits:
+            return NotImplemented
+        node = emit.four_dims(node)
+        kind = node.meta["val"].dtype
+        if term.fill is not None:
+            if kind != torch.bool:
+                return NotImplemented
+            fill, none = (emit.number(x, dtype) for x in (term.fill, 0.0))
+            either = (fill, none) if term.where else (none, fill)
+            node = emit.call(aten.where.self, (node, *either))
+        elif not kind.is_floating_point:
+            return NotImplemented
+        elif term.factor != 1:
+            node = emit.call(aten.mul.Tensor, (node, term.factor))
+        parts.append(node)
+    return reduce(lambda a, b: emit.call(aten.add.Tensor, (a, b)), parts) if parts else None
+
+
+def spell_out_einsums(gm: fx.GraphModule) -> int:
+    """Replace einsums of two tensors with one summed letter by permute, matmul, permute; returns
+    how many.
+
+    before: s = einsum("bihd,bjhd->bhij", [q, k])
+    after:  s = matmul(permute(q, [0, 2, 1, 3]), permute(k, [0, 2, 3, 1]))
+    Refuses ellipses, letters that occur twice in one operand, and any other number of letters.
+    """
+    count = 0
+    for node in gm.graph.find_nodes(op="call_function", target=aten.einsum.default):
+        equation, operands = node.args[:2]
+        found = _as_product(equation.replace(" ", ""))
+        if found is None or len(operands) != 2:
+            continue
+        emit = Emitter(gm.graph, node)
+        a, b = (_permuted(x, order, emit) for x, order in zip(operands, found[:2], strict=True))
+        out = _permuted(emit.call(aten.matmul.default, (a, b)), found[2], emit)
+        kept = {k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta")}
+        for new in {a, b, out, *out.all_input_nodes} - set(operands):
+            new.meta.update(kept)
+        node.replace_all_uses_with(out)
+        gm.graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _permuted(x: fx.Node, order: list[int], emit: Emitter) -> fx.Node:
+    same = order == list(range(len(order)))
+    return x if same else emit.call(aten.permute.default, (x, order))
+
+
+def _as_product(equation: str) -> tuple[list[int], list[int], list[int]] | None:
+    """The orders in which a product takes its operands and gives its result."""
+    left, _, out = equation.partition("->")
+    a, _, b = left.partition(",")
+    if "." in equation or not out or any(len(set(x)) < len(x) for x in (a, b, out)):
+        return None
+    both = [x for x in a if x in b]
+    batch, summed = [x for x in both if x in out], [x for x in both if x not in out]
+    rows, columns = ([x for x in y if x not in both] for y in (a, b))
+    if [len(x) for x in (batch, summed, rows, columns)] != [2, 1, 1, 1]:
+        return None
+    if set(out) != {*batch, *rows, *columns}:
+        return None
+    given = [*batch, *rows, *columns]
+    first, second = [*batch, *rows, *summed], [*batch, *summed, *columns]
+    return [a.index(x) for x in first], [b.index(x) for x in second], [given.index(x) for x in out]

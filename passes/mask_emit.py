@@ -66,7 +66,13 @@ class Emitter:
             mask = self.call(aten.unsqueeze.default, (mask, 0))
         return mask
 
-    def replace_by(self, call: AttentionCall) -> None:
+    def number(self, value: float, dtype: torch.dtype) -> fx.Node:
+        """``value`` as a tensor [] of ``dtype``, at most as far from 0 as that reaches."""
+        if value != float("-inf"):
+            value = max(value, torch.finfo(dtype).min)
+        return self._make(aten.full.default, ([], value), dtype)
+
+    def replace_by(self, call: AttentionCall) -> fx.Node:
         """Put the output of ``call`` where ``place`` is, which goes."""
         attention = self.call(ATTENTION, call.args)
         result = self.call(operator.getitem, (attention, 0))
@@ -75,6 +81,7 @@ class Emitter:
             node.meta.update(kept)
         self.place.replace_all_uses_with(result)
         self.graph.erase_node(self.place)
+        return result
 
     def table(self, value: Expr) -> fx.Node:
         """``value`` as a tensor [B, S], bool or int64."""

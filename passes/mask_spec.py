@@ -40,6 +40,9 @@ from paradyse.passes.mask_domain import (
 from paradyse.passes.mask_values import MaskValues
 
 HEAD, QUERY, KEY = 1, 2, 3
+HIDDEN = -1e4
+"""Added to a score this leaves nothing of its probability: those of a row are never so far
+apart."""
 _OFFSET = Var(-1)
 """How far positions are ahead of indices: unknown, but one number for a whole document."""
 
@@ -75,8 +78,8 @@ class Unrecoverable(Exception):
 def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
     """Where a mask lets a key be seen, and whether the hidden ones get less than minus infinity.
 
-    A bool mask is itself. A float mask must be 0 or hidden: minus infinity, or (flag True) the most
-    negative number of its type, which acts alike in every row that sees at least one key.
+    A bool mask is itself. A float mask must be 0 or hidden: minus infinity, or (flag True) a number
+    of at most ``HIDDEN``, which acts alike in every row that sees at least one key.
 
     Args:
         value: of the mask at (batch, head, query, key).
@@ -91,8 +94,7 @@ def visible(value: Expr, dtype: torch.dtype) -> tuple[Bool, bool] | None:
             return TRUE, False
         if value.const == float("-inf"):
             return FALSE, False
-        lowest = dtype.is_floating_point and value.const <= torch.finfo(dtype).min * 0.99
-        return (FALSE, True) if lowest else None
+        return (FALSE, True) if dtype.is_floating_point and value.const <= HIDDEN else None
     w = value.single()
     if not isinstance(w, Where):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,32 @@ _LOGIC = {
 """By names without ``bitwise_``, ``logical_`` and underscores."""
 
 
+@dataclass(frozen=True)
+class Band:
+    """A square mask of zeros and ones: which it is at (i, j) depends on j - i."""
+
+    left: int | None
+    """Inside is j >= i - left; None for no bound."""
+    right: int | None
+    """Inside is j <= i + right; None for no bound."""
+    inside: bool
+    """Whether there are ones inside."""
+
+    def __str__(self) -> str:
+        """In words, for people."""
+        ones, zeros = ("ones", "zeros")[:: 1 if self.inside else -1]
+        left = "no bound" if self.left is None else f"{self.left} keys"
+        right = "no bound" if self.right is None else f"{self.right}"
+        return f"a mask of {ones} to {left} behind and {right} ahead of the diagonal, else {zeros}"
+
+    def at(self, row: Lin, key: Lin) -> Bool:
+        """Whether there is a one."""
+        bounds = [le0(add(sub(row, key), Lin(-self.left)))] if self.left is not None else []
+        if self.right is not None:
+            bounds.append(le0(add(sub(key, row), Lin(-self.right))))
+        return conj(*bounds) if self.inside else negate(conj(*bounds))
+
+
 class NotUnderstood(Exception):
     """This node has no formula of its own; its elements stay unknown."""
 
@@ -102,6 +129,10 @@ class MaskValues:
         return counted if not isinstance(counted, Lin) else None
 
     def _interpret(self, node: fx.Node) -> Expr:
+        band = node.meta.get("band")
+        if isinstance(band, Band):
+            n = len(shape_of(node))
+            return band.at(var(n - 2), var(n - 1))
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise NotUnderstood
         namespace, name = schema_of(node.target).name.split("::")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from paradyse.distributed.axis import SINGLE, Axis
-from paradyse.graph.factors import Factor, Names
+from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.name_dims import name_dims
@@ -21,7 +21,8 @@ from paradyse.passes.outline_head import Head, outline_head
 from paradyse.passes.pad_labels import pad_labels
 from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
-from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit, remove_mutation
+from paradyse.passes.remove_mutation import remove_mutation
+from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit
 from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
 from paradyse.passes.split_steps import Schedule, split_steps
 from paradyse.torch_private import trace_structured
@@ -77,6 +78,8 @@ class CaptureContext:
     names: Names = field(default_factory=Names)
     seq: Factor | None = None
     batch: Factor | None = None
+    sequences: Dim = ()
+    """The batch dim of attention: ``batch``, and whatever else is in it."""
     split: set[fx.Node] = field(default_factory=set)
     """Values split along the sequence when there is more than one rank."""
     partial: set[fx.Node] = field(default_factory=set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,12 +33,25 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     after:  ctx.split = {x, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
             where ctx.partial = {sums} is to be summed over ranks; with a data-parallel axis
             sums = sum_over_replicas(sums) before a mean
+    Where attention would see replicated tokens (patches of images, features that were put between
+    the embeddings), they are split as soon as they have the sequence.
     Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on
             gathered tensors.
     """
     ctx.split, ctx.partial, ctx.gathered = set(), set(), []
     if ctx.seq is None:
         return 0
+    _read_tables_by_position(gm, ctx)
+    _place_all(gm, ctx, frozenset())
+    late = _before_replicated_attention(gm, ctx)
+    if late:
+        ctx.split, ctx.partial, ctx.gathered = set(), set(), []
+        _place_all(gm, ctx, late)
+    return len(ctx.split)
+
+
+def _place_all(gm: fx.GraphModule, ctx: Any, starts: Collection[fx.Node]) -> None:
+    """Place every value; of ``starts`` also those of which no input is split."""
     for node in list(gm.graph.nodes):
         if node.op == "placeholder":
             if _is_token_input(node, ctx):
@@ -45,8 +59,49 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
         elif node.op == "call_function":
             if node.target == aten.cross_entropy_loss.default:
                 node = _rewrite_loss(gm, node, ctx)
-            _place(node, ctx)
-    return len(ctx.split)
+            if node in starts and _may_start(node, ctx):
+                ctx.split.add(node)
+            else:
+                _place(node, ctx)
+
+
+def _read_tables_by_position(gm: fx.GraphModule, ctx: Any) -> None:
+    """Have weights with a row for each token, such as position embeddings, read by an operator of
+    their own: what it gives is a value like others, which can be split."""
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    for node in list(gm.graph.nodes):
+        if not is_weight(node) or not is_tensor(node) or _times(ctx.names.of(node), ctx.seq) != 1:
+            continue
+        if all(u.target is aten.alias.default for u in node.users):
+            continue
+        with gm.graph.inserting_before(first if node.op == "placeholder" else node.next):
+            table = gm.graph.call_function(aten.alias.default, (node,))
+        node.replace_all_uses_with(table, delete_user_cb=lambda user, t=table: user is not t)
+        table.meta = {k: v for k, v in node.meta.items() if k != "weight"}
+        ctx.names.dims[table] = ctx.names.dims[node]
+
+
+def _before_replicated_attention(gm: fx.GraphModule, ctx: Any) -> set[fx.Node]:
+    """What the queries, keys and values are computed from of attention over the sequence that
+    sees replicated tokens."""
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node.target is ATTENTION and node not in ctx.split | ctx.whole_attention:
+            call = AttentionCall.of(node)
+            if _times(ctx.names.of(call.q), ctx.seq) == 1:
+                found.update(call.qkv)
+        if node in found:
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _may_start(node: fx.Node, ctx: Any) -> bool:
+    """Whether each rank can compute its rows of ``node`` from rows of replicated values."""
+    if not is_tensor(node) or not node.meta["val"].is_floating_point():
+        return False
+    inputs = [a for a in node.all_input_nodes if is_tensor(a) and not is_weight(a)]
+    sliced = any(_times(ctx.names.of(a), ctx.seq) == 1 for a in inputs)
+    return sliced and can_split(ctx.names, node, ctx.seq, ctx.split)
 
 
 def _place(node: fx.Node, ctx: Any) -> None:

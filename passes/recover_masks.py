@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,9 +14,20 @@ import torch.fx as fx
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import is_tensor, live_nodes
-from paradyse.passes.mask_domain import TRUE, Expr, Lin, substitute, var
+from paradyse.passes.distance_bias import by_distance, is_ordinary
+from paradyse.passes.mask_domain import (
+    TRUE,
+    Bool,
+    Expr,
+    Lin,
+    as_bool,
+    conj,
+    negate,
+    substitute,
+    var,
+)
 from paradyse.passes.mask_emit import Emitter
-from paradyse.passes.mask_spec import Recovered, Unrecoverable, classify, visible
+from paradyse.passes.mask_spec import HIDDEN, Recovered, Unrecoverable, classify, visible
 from paradyse.passes.mask_values import MaskValues, shape_of
 from paradyse.types import MaskSpec
 
@@ -33,8 +45,10 @@ def recover_masks(gm: fx.GraphModule, ctx: Any) -> int:
             o = sdpa(q, repeat_kv(k), repeat_kv(v), m)
     after:  p = ne(attention_mask, 0)
             o = attention(q, k, v, key_padding=p, right=0)[0]
-    Refuses, with a note: more or fewer queries than keys, other than 4 dims, a mask that is learned
-    (all stays); a mask that is not understood goes along whole, as a dense bias.
+    A mask may be the sum of one that is understood and of biases, such as slopes times distances:
+    then these alone are the bias, by distance where they depend on that alone (``distance_bias``).
+    Refuses, with a note: more or fewer queries than keys, other than 4 dims, a learned mask that is
+    not understood (all stays); another goes along whole, as a dense bias.
     """
     nodes = [n for n in gm.graph.nodes if _is_dense(n)]
     if not nodes:
@@ -73,15 +87,35 @@ def _call_of(node: fx.Node) -> AttentionCall:
     )
 
 
+@dataclass(frozen=True)
+class Understood:
+    """A mask as conditions on pairs, and what is added to those that meet them."""
+
+    spec: Recovered
+    biases: tuple[fx.Node, ...] = ()
+    """Each broadcasts to [B, H, S, S]."""
+
+
+@dataclass(frozen=True)
+class _Addends:
+    """A mask before its conditions are understood."""
+
+    seen: Bool
+    """Over (batch, head, query, key)."""
+    infinite: bool
+    """What hides is minus infinity."""
+    biases: tuple[fx.Node, ...] = ()
+
+
 class Recovery:
     """State over the attentions of one graph: they share masks, so each is understood once."""
 
     def __init__(self, gm: fx.GraphModule, reasons: dict[str, list[str]]) -> None:
         self.graph, self.reasons = gm.graph, reasons
         self.values = MaskValues()
-        self.found: dict[fx.Node, Recovered | str] = {}
+        self.found: dict[tuple[fx.Node, bool], Understood | str] = {}
         self.emitted: dict[tuple[Expr, ...], fx.Node] = {}
-        self.biases: dict[fx.Node, fx.Node] = {}
+        self.biases: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def rewrite(self, node: fx.Node) -> bool:
         call = _call_of(node)
@@ -100,18 +134,21 @@ class Recovery:
         spec = Recovered(right=call.right)
         padding = documents = bias = None
         if mask is not None:
-            found = self.recover(mask)
+            found = self.recover(mask, call.sinks is not None)
             if isinstance(found, str):
                 self.reasons[f"dense mask kept, it {found}"].append(label(node))
-                if mask not in self.biases:
-                    self.biases[mask] = emit.four_dims(mask)
-                bias = self.biases[mask]
+                bias = self._bias((mask,), emit)
             else:
-                spec = found if call.right < 0 else replace(found, right=call.right)
+                spec = found.spec if call.right < 0 else replace(found.spec, right=call.right)
                 if spec.padding != TRUE:
                     padding = self._emit((spec.padding,), emit)
                 if spec.documents:
                     documents = self._emit(spec.documents, emit)
+                if found.biases:
+                    bias = self._bias(found.biases, emit)
+                    if 1 not in shape_of(bias)[2:] and len(shape_of(bias)) == 4:
+                        why = "a bias with a number for each pair is kept"
+                        self.reasons[why].append(label(node))
         out = node.meta["val"].dtype
         # Under autocast SDPA itself casts its inputs; other operators do not.
         q, k, v = (emit.cast(x, out) for x in (q, k, v))
@@ -122,6 +159,16 @@ class Recovery:
         emit.replace_by(replace(call, q=q, k=k, v=v, **masks))
         return True
 
+    def _bias(self, parts: tuple[fx.Node, ...], emit: Emitter) -> fx.Node:
+        """The sum of ``parts``: by distance if all of it is, else for every pair."""
+        if parts not in self.biases:
+            found = by_distance(parts, emit, self.values)
+            if found is None:
+                parts_4d = [emit.four_dims(x) for x in parts]
+                found = reduce(lambda a, b: emit.call(aten.add.Tensor, (a, b)), parts_4d)
+            self.biases[parts] = found
+        return self.biases[parts]
+
     def _refusal(self, call: AttentionCall) -> str | None:
         q, k, v = (shape_of(x) for x in call.qkv)
         if not len(q) == len(k) == len(v) == 4:
@@ -131,31 +178,83 @@ class Recovery:
         if not q[0] == k[0] == v[0]:
             return "batches differ"
         if call.bias is not None and _is_learned(call.bias):
-            return f"the mask `{call.bias.name}` is learned"
+            if isinstance(self.recover(call.bias, call.sinks is not None), str):
+                return f"the mask `{call.bias.name}` is learned"
         return None
 
-    def recover(self, mask: fx.Node) -> Recovered | str:
-        """What ``mask`` means, or why that is not known: words to follow its name."""
-        if mask not in self.found:
-            try:
-                self.found[mask] = self._understand(mask)
-            except Unrecoverable as reason:
-                self.found[mask] = str(reason)
-        return self.found[mask]
+    def refusal(self, mask: fx.Node, has_sinks: bool) -> str:
+        """Why attention under ``mask`` is not computed by the operator, in words to follow its
+        name; "" where it is. A mask that hides with minus infinity may be any.
 
-    def _understand(self, mask: fx.Node) -> Recovered:
+        Args:
+            has_sinks: every query sees a sink.
+        """
+        found = self.recover(mask, has_sinks)
+        if not isinstance(found, str):
+            return ""
+        try:
+            return "" if self._split(mask).infinite else found
+        except Unrecoverable:
+            return found
+
+    def recover(self, mask: fx.Node, has_sinks: bool) -> Understood | str:
+        """What ``mask`` means, or why that is not known: words to follow its name.
+
+        Args:
+            has_sinks: every query sees a sink, so that finite numbers hide as well as infinite.
+        """
+        key = mask, has_sinks
+        if key not in self.found:
+            try:
+                self.found[key] = self._understand(mask, has_sinks)
+            except Unrecoverable as reason:
+                self.found[key] = str(reason)
+        return self.found[key]
+
+    def _understand(self, mask: fx.Node, has_sinks: bool) -> Understood:
+        found = self._split(mask)
+        spec = classify(found.seen, self.values)
+        if not found.infinite and not has_sinks and not spec.sees_itself:
+            raise Unrecoverable("hides with a finite number, and a query might see no key")
+        return Understood(spec, found.biases)
+
+    def _split(self, mask: fx.Node) -> _Addends:
+        """``mask`` as what is seen, and what else is added.
+
+        Raises:
+            Unrecoverable: it holds numbers of which nothing is known.
+        """
         for n in live_nodes(self.graph.nodes, [mask]):  # in order: no formula needs deep recursion
             if is_tensor(n):
                 self.values.value(n)
-        value, rank = self.values.value(mask), len(shape_of(mask))
-        value = substitute(value, {d: var(d + 4 - rank) for d in range(rank)})
-        seen = visible(value, mask.meta["val"].dtype)
-        if seen is None:
+        return self._addends(mask)
+
+    def _addends(self, mask: fx.Node) -> _Addends:
+        seen = visible(self._formula(mask), mask.meta["val"].dtype)
+        if seen is not None:
+            return _Addends(seen[0], not seen[1])
+        args = mask.args
+        if mask.target is aten.add.Tensor and not mask.kwargs:
+            if all(isinstance(x, fx.Node) for x in args):
+                a, b = (self._addends(x) for x in args)
+                biases = (*a.biases, *b.biases)
+                return _Addends(conj(a.seen, b.seen), a.infinite and b.infinite, biases)
+        if mask.target is aten.masked_fill.Scalar and isinstance(args[2], int | float):
+            if args[2] <= HIDDEN:
+                inner, hidden = self._addends(args[0]), as_bool(self._formula(args[1]))
+                infinite = inner.infinite and args[2] == float("-inf")
+                return replace(inner, seen=conj(inner.seen, negate(hidden)), infinite=infinite)
+        if mask.target is aten.unsqueeze.default and not is_ordinary(mask):
+            return self._addends(args[0])
+        if not is_ordinary(mask):
             raise Unrecoverable("holds numbers that are not known to be 0 or minus infinity")
-        spec = classify(seen[0], self.values)
-        if seen[1] and not spec.sees_itself:
-            raise Unrecoverable("hides with a finite number, and a query might see no key")
-        return spec
+        return _Addends(TRUE, True, (mask,))
+
+    def _formula(self, node: fx.Node) -> Expr:
+        """At (batch, head, query, key)."""
+        rank = len(shape_of(node))
+        at = {d: var(d + 4 - rank) for d in range(rank)}
+        return substitute(self.values.value(node), at)
 
     def _emit(self, parts: tuple[Any, ...], emit: Emitter) -> fx.Node:
         """The bool key padding, or the document ids made of one or more numbers; [B, S]."""

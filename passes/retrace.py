@@ -19,7 +19,6 @@ from paradyse.torch_private import (
     get_current_meta,
     make_fx,
     preserve_node_meta,
-    schema_of,
 )
 
 aten = torch.ops.aten
@@ -39,6 +38,8 @@ class InputLike:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    band: Any = None
+    """The ``Band`` that a buffer is known to be."""
 
 
 def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
@@ -169,72 +170,6 @@ def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
-def memory_of(node: fx.Node) -> fx.Node:
-    """The value whose memory ``node`` shows."""
-    while node.op == "call_function" and isinstance(node.target, OpOverload):
-        returns = schema_of(node.target).returns
-        viewed = bool(returns) and returns[0].alias_info is not None
-        if not viewed or not node.args or not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
-    return node
-
-
-def remove_mutation(gm: fx.GraphModule, ctx: Any) -> int:
-    """Replace in-place operators by their functional forms.
-
-    before: y = add_(a, b); z = mul(a, c)
-    after:  y = add(a, b);  z = mul(y, c)
-    Refuses (Untraceable) a write into the memory of a graph input, or of another value that is read
-            again.
-    """
-    count = 0
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    for node, at in list(order.items()):
-        schema = schema_of(node.target) if isinstance(node.target, OpOverload) else None
-        if schema is None or not schema.is_mutable:
-            continue
-        written, name = node.args[0], schema.name.removeprefix("aten::")
-        packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-        functional = getattr(packet, schema.overload_name or "default", None)
-        if functional is None or not isinstance(written, fx.Node):
-            raise Untraceable(
-                f"operator {node.target} writes to its input and has no functional form here"
-            )
-        memory = memory_of(written)
-        others = [n for n, i in order.items() if i < at and n is not written]
-        others = [u for n in others if memory_of(n) is memory for u in n.users if order[u] > at]
-        if memory.op == "placeholder" or others:
-            raise Untraceable(
-                f"{node.target} writes into {written}, which is an input or shares memory"
-            )
-        node.target = functional
-        new = _in_dtype_of(gm, node, written)
-        order[new] = at
-        for user in list(written.users):
-            if order[user] > at:
-                user.replace_input_with(written, new)
-        count += 1
-    return count
-
-
-def _in_dtype_of(gm: fx.GraphModule, node: fx.Node, written: fx.Node) -> fx.Node:
-    """``node``, which was in-place, cast to the dtype of what it wrote to where it would promote
-    it."""
-    before = node.meta["val"]
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with before.fake_mode:
-        val = node.target(*args, **kwargs)
-    if val.dtype == before.dtype:
-        return node
-    with gm.graph.inserting_after(node):
-        cast = gm.graph.call_function(aten.to.dtype, (node, before.dtype))
-    cast.meta = dict(node.meta)
-    node.meta = {**node.meta, "val": val}
-    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
-    return cast
-
-
 _PRODUCTS = {
     aten.linear.default,
     aten.matmul.default,
@@ -256,11 +191,10 @@ def make_autocast_explicit(gm: fx.GraphModule, ctx: Any) -> int:
     after:  y[bf16] = linear(to(x, bf16), to(w, bf16))
     Refuses (Untraceable) an operator whose output dtype no cast of its inputs explains.
     """
-    device = next(
-        n.meta["val"].device.type for n in gm.graph.nodes if hasattr(n.meta.get("val"), "device")
-    )
+    values = (n.meta.get("val") for n in gm.graph.nodes)
+    device = next((x.device.type for x in values if hasattr(x, "device")), None)
     entered = [n for n in gm.graph.nodes if n.target in _AUTOCAST]
-    if not entered and not torch.is_autocast_enabled(device):
+    if device is None or not entered and not torch.is_autocast_enabled(device):
         return 0
     for node in reversed(entered):  # the exit is the enter's user
         gm.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Faults of the levers: tiles, recompute, words shared by ranks, the host (``fault_table.py``)."""
+"""Faults of levers and of runs: tiles, recompute, shared words, the host (``fault_table.py``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from fault import Fault
 LEVERS = "tests/strategies/test_levers.py::"
 VOCABULARY = ("tests/strategies/test_vocabulary.py::test_some_losses",)
 LOOK_UP = ("tests/strategies/test_look_up.py",)
+
+RUNS = "tests/runtime/test_runs.py::"
 
 CHUNKS = "paradyse/strategies/attention/in_chunks.py"
 IN_CHUNKS = ("tests/strategies/test_in_chunks.py",)
@@ -142,5 +144,40 @@ LEVER_FAULTS: tuple[Fault, ...] = (
         (
             "tests/strategies/test_chunked.py::test_the_host_keeps_what_backward_needs_and_nothing_after_it",
         ),
+    ),
+    Fault(
+        "a run whose blocks all have the first one's seed and place",
+        "paradyse/strategies/fused.py",
+        "own += step.common[3:]",
+        "own += steps[0].common[3:]",
+        (f"{RUNS}test_dropout_and_values_of_the_inside_are_those_of_single_blocks",),
+    ),
+    Fault(
+        "what a run gives is what its last block gives",
+        "paradyse/runtime/runs.py",
+        "for m in members.values() for n in m.outputs if n not in freed]",
+        "for m in list(members.values())[-1:] for n in m.outputs]",
+        (f"{RUNS}test_dropout_and_values_of_the_inside_are_those_of_single_blocks",),
+    ),
+    Fault(
+        "one run under two strategies",
+        "paradyse/runtime/runs.py",
+        "return all(strategy == strategies[step.index] for strategy in alike)",
+        "return True",
+        (f"{RUNS}test_ranks_agree_with_one_process",),
+    ),
+    Fault(
+        "levers forgotten in a run",
+        "paradyse/runtime/runs.py",
+        "if Point.parse(strategies[step.index]).levers:",
+        "if False:",
+        (f"{RUNS}test_ranks_agree_with_one_process",),
+    ),
+    Fault(
+        "a window taken for a causal mask",
+        "paradyse/strategies/fused.py",
+        "call.mask_spec not in _PLAIN",
+        "call.mask_spec is None",
+        ("tests/strategies/test_fused.py",),
     ),
 )

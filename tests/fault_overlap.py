@@ -50,4 +50,18 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "                    pass",
         ("tests/weights/test_unshard.py",),
     ),
+    Fault(
+        "messages that cross over one group",
+        "paradyse/distributed/crossing.py",
+        "split(from_above, to_below, *down, group=downward)",
+        "split(from_above, to_below, *down, group=axis.group)",
+        ("tests/distributed/test_crossing.py",),
+    ),
+    Fault(
+        "messages of tokens hidden behind blocks too",
+        "paradyse/planning/prior.py",
+        "min(ahead_s, compute_s - behind_attention_s)",
+        "min(ahead_s + others_s, compute_s - behind_attention_s)",
+        ("tests/planning/test_costs.py::test_weights_travel_while_blocks_compute",),
+    ),
 )

@@ -6,6 +6,8 @@ Whoever changes a line that a fault replaces gives the fault its new text.
 from __future__ import annotations
 
 from fault import Fault
+from fault_biases import BIAS_FAULTS
+from fault_inputs import INPUT_FAULTS
 from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
 from fault_overlap import OVERLAP_FAULTS
@@ -191,10 +193,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "gradient of the bias not summed over ranks",
-        "paradyse/strategies/attention/operators.py",
-        "d_bias = collectives.all_reduce(d_bias, at.axis, at.block_id)",
-        "d_bias = d_bias.clone()",
-        MASKS,
+        "paradyse/distributed/tokens.py",
+        "return collectives.all_reduce(grad, *ctx.where), None, None\n",
+        "return grad.clone(), None, None\n",
+        ("tests/passes/test_written_out.py::test_by_hand[t5]",),
     ),
     Fault(
         "ulysses: bias of the first rank's heads",
@@ -343,16 +345,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "folded attention without its scale",
-        "passes/fold_attention.py",
+        "passes/score_terms.py",
         "scale=found.scale * factor",
         "scale=found.scale",
         FOLD,
     ),
     Fault(
         "folded attention divided where it was multiplied",
-        "passes/fold_attention.py",
-        "float(c) if node.target is aten.mul.Tensor else 1 / float(c)",
-        "float(c)",
+        "passes/score_terms.py",
+        "return x, c ** _FACTORS[node.target]",
+        "return x, c",
         FOLD,
     ),
     Fault(
@@ -466,6 +468,8 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/distributed/test_together.py::test_what_one_rank_raises_all_ranks_raise",),
     ),
     *LEVER_FAULTS,
+    *INPUT_FAULTS,
+    *BIAS_FAULTS,
     *OVERLAP_FAULTS,
     *MIXED_FAULTS,
 )

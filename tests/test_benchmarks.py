@@ -191,3 +191,21 @@ def test_a_slower_or_larger_step_after_a_switch_is_beyond_the_noise(benchmark: A
     assert switch_cost.rows_of({(64, "metp"): samples(1.0, 0)})[1] == 0
     assert switch_cost.rows_of({(64, "metp"): samples(1.05, 0)})[1] == 1
     assert switch_cost.rows_of({(64, "metp"): samples(1.0, 100)})[1] == 1
+
+
+def test_what_a_layer_costs_the_host_is_told_from_what_a_step_does(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_time = benchmark("host_time")
+    args = Namespace(layers=(2, 6), lengths=(16,), hidden=64, runs=1, inner="eager")
+    taken = {n: host_time.Taken(3.0 + n, 1.0 + 2 * n, 9.0) for n in args.layers}
+    times = {("eager", n): {16: [taken[n]] * 3} for n in args.layers}
+    assert host_time.rows_of(times, args) == {("eager", 16): (1.0, 2.0, 4.0, 9.0)}
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(host_time, "FUSE_AFTER", 0)
+    args = Namespace(**vars(args) | {"layers": (1,)})
+    found = host_time.in_one_process(args)
+    assert {key: [len(of[16]), of[16][0].step_s > 0] for key, of in found.items()} == {
+        ("eager", 1): [1, True],
+        ("paradyse", 1): [1, True],
+    }

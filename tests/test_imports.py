@@ -28,7 +28,7 @@ LAYERS = (
     ("offline",),
     ("choice",),
     ("backend",),
-    ("trainer", "verification"),
+    ("reports", "trainer", "verification"),
     ("cli",),
     ("__main__",),
     ("__init__",),

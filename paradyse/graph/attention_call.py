@@ -23,6 +23,12 @@ def apply_operator(op: Any, *args: Any) -> Any:
     return op(*args)
 
 
+def _is_narrow(bias: Any) -> bool:
+    """Whether ``bias`` has no number for each pair: by distance, or along one dim of tokens."""
+    shape = (bias.meta["val"] if isinstance(bias, fx.Node) else bias).shape
+    return len(shape) == 3 or 1 in shape[2:]
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """The arguments of one attention: nodes where it stands in a graph, tensors where it runs.
@@ -45,6 +51,7 @@ class AttentionCall:
     dropout_p: float = 0.0
     head_ids: Any = None
     info: Any = None
+    sinks: Any = None
 
     @classmethod
     def of(cls, node: fx.Node) -> AttentionCall:
@@ -87,11 +94,11 @@ class AttentionCall:
     @property
     def mask_spec(self) -> MaskSpec | None:
         """What the mask means by position; None where it is a dense bias."""
-        if self.bias is not None:
+        if self.bias is not None and not _is_narrow(self.bias):
             return None
         left, right, chunk = (None if n < 0 else n for n in (self.left, self.right, self.chunk))
         data = self.key_padding is not None, self.document_ids is not None
-        return MaskSpec(left, right, chunk, *data)
+        return MaskSpec(left, right, chunk, *data, bias=self.bias is not None)
 
     def seeded(self, seed: Any) -> AttentionCall:
         """With ``seed`` (int64 []), if the call has dropout."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
+import paradyse.graph.layer_rules
 import paradyse.graph.rules  # noqa: F401  registers the rules
 from paradyse.graph.factors import RULES, Names
 from paradyse.graph.subgraph import is_tensor
@@ -19,10 +21,14 @@ def _new_dims(names: Names, val: Any) -> Any:
     return [_new_dims(names, v) for v in val] if isinstance(val, tuple | list) else []
 
 
-def infer_names(graph: fx.Graph) -> Names:
+def infer_names(graph: fx.Graph, merged: Collection[tuple[fx.Node, int]] = ()) -> Names:
     """Name every dim of every value of ``graph`` (nodes carry fake values in ``meta['val']``).
 
     An operator of which nothing is known mixes all its inputs.
+
+    Args:
+        merged: (reshape, dim of its result) that gets a name of its own, not those of the dims that
+            it is made of.
     """
     names = Names()
     for node in graph.nodes:
@@ -35,4 +41,7 @@ def infer_names(graph: fx.Graph) -> Names:
             for a in filter(is_tensor, node.all_input_nodes):
                 names.mix(node, *names.dims[a])
         names.dims[node] = _new_dims(names, node.meta.get("val")) if dims is None else dims
+        for d in (d for at, d in merged if at is node):
+            names.mix(node, names.dims[node][d])
+            names.dims[node][d] = names.fresh([node.meta["val"].shape[d]])[0]
     return names

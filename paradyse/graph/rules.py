@@ -23,7 +23,8 @@ from paradyse.torch_private import schema_of
 aten = torch.ops.aten
 
 
-def _shape(node: fx.Node) -> Any:
+def shape_of(node: fx.Node) -> Any:
+    """The shape of ``node``'s value."""
     return node.meta["val"].shape
 
 
@@ -31,8 +32,9 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return list(filter(is_tensor, node.all_input_nodes))
 
 
-def _overloads(names: str) -> list[Any]:
-    """The overloads of ``names`` that a functional graph has: those that write nothing."""
+def overloads(names: str) -> list[Any]:
+    """The overloads of operators, ``names`` with blanks between, that a functional graph has: those
+    that write nothing."""
     found = []
     for name in names.split():
         packet, _, overload = name.partition(".")
@@ -62,8 +64,8 @@ def _dims_of(node: fx.Node, ndim: int) -> list[int]:
     return [d % max(ndim, 1) for d in ([given] if isinstance(given, int) else given)]
 
 
-def _mix_along(names: Names, node: fx.Node) -> tuple[list[Dim], list[int]]:
-    """The dims of the first input, and which of them ``node`` works along: these are mixed."""
+def mix_along(names: Names, node: fx.Node) -> tuple[list[Dim], list[int]]:
+    """The dims of ``node``'s first input, and which it works along: ``names`` has these mixed."""
     dims = names.of(node.args[0])
     over = _dims_of(node, len(dims))
     names.mix(node, *[dims[d] for d in over])
@@ -145,13 +147,16 @@ _CROSS_ENTROPY = {
 @rule(aten.cross_entropy_loss.default)
 def cross_entropy(names: Names, node: fx.Node) -> Any:
     """``x[n, c], y[n] or y[n, c], w[c] -> []; mixes n, c``; of single rows ``-> [n]; mixes c``."""
-    labels = "n, c" if len(_shape(node.args[1])) == 2 else "n"
-    return _CROSS_ENTROPY[labels, len(_shape(node)) == 1](names, node)
+    labels = "n, c" if len(shape_of(node.args[1])) == 2 else "n"
+    return _CROSS_ENTROPY[labels, len(shape_of(node)) == 1](names, node)
 
 
-_ATTENTION = factor_map(
-    "q[b, h, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s], bias[b, h, s, s] "
-    "-> [b, h, s, e], [b, h, s]; mixes s, d"
+_ATTENTION, _ATTENTION_BY_DISTANCE = (
+    factor_map(
+        "q[b, h, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s], "
+        f"bias[{bias}] -> [b, h, s, e], [b, h, s]; mixes s, d"
+    )
+    for bias in ("b, h, s, s", "h, n, s")
 )
 
 
@@ -160,13 +165,16 @@ def attention(names: Names, node: fx.Node) -> Any:
     """Attention, the anchor that says which factor is batch, heads, sequence, head width.
 
     ``q[b, k g, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s],
-    bias[b, k g, s, s] -> [b, k g, s, e], [b, k g, s]; mixes s, d``, where g query heads read the
-    same KV head.
+    bias[b, k g, s, s] or [k g, n, s], sinks[k g] -> [b, k g, s, e], [b, k g, s]; mixes s, d``,
+    where g query heads read the same KV head.
     """
     call = AttentionCall.of(node)
-    heads, kv_heads = _shape(call.q)[1], _shape(call.k)[1]
+    heads, kv_heads = shape_of(call.q)[1], shape_of(call.k)[1]
     names.unify(names.of(call.q)[1], (*names.of(call.k)[1], *names.fresh([heads // kv_heads])[0]))
-    return _ATTENTION(names, node)
+    by_distance = isinstance(call.bias, fx.Node) and len(shape_of(call.bias)) == 3
+    for x in [call.bias] * by_distance + [call.sinks] * isinstance(call.sinks, fx.Node):
+        names.unify_at(node, names.of(call.q)[1], names.of(x)[0])
+    return (_ATTENTION_BY_DISTANCE if by_distance else _ATTENTION)(names, node)
 
 
 _ELEMENTWISE = """
@@ -181,10 +189,10 @@ _ELEMENTWISE = """
 """
 
 
-@rule(*_overloads(_ELEMENTWISE))
+@rule(*overloads(_ELEMENTWISE))
 def elementwise(names: Names, node: fx.Node) -> Any:
     """``x[...], y[...] -> [...]``"""
-    return names.broadcast(node, _tensors(node), _shape(node))
+    return names.broadcast(node, _tensors(node), shape_of(node))
 
 
 @rule(aten.type_as.default, aten.to.other)
@@ -193,10 +201,10 @@ def cast_like(names: Names, node: fx.Node) -> Any:
     return names.of(node.args[0])
 
 
-@rule(*_overloads("arange zeros ones full empty new_ones new_zeros new_full scalar_tensor"))
+@rule(*overloads("arange zeros ones full empty new_ones new_zeros new_full scalar_tensor"))
 def creation(names: Names, node: fx.Node) -> Any:
     """``-> [new, ...]``: names that nothing else has yet."""
-    return names.fresh(_shape(node))
+    return names.fresh(shape_of(node))
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
@@ -211,32 +219,32 @@ def normalization(names: Names, node: fx.Node) -> Any:
     return dims
 
 
-@rule(*_overloads("mean sum amax amin prod any all var std argmax argmin logsumexp"))
+@rule(*overloads("mean sum amax amin prod any all var std argmax argmin logsumexp"))
 def reduction(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., ...]`` or, with keepdim, ``[..., 1, ...]; mixes n``."""
-    dims, over = _mix_along(names, node)
+    dims, over = mix_along(names, node)
     if argument(node, "keepdim"):
         return [() if d in over else dim for d, dim in enumerate(dims)]
     return [dim for d, dim in enumerate(dims) if d not in over]
 
 
-@rule(*_overloads("softmax _softmax log_softmax _log_softmax cumsum flip roll"))
+@rule(*overloads("softmax _softmax log_softmax _log_softmax cumsum flip roll"))
 def along_dim(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., n, ...]; mixes n``"""
-    return _mix_along(names, node)[0]
+    return mix_along(names, node)[0]
 
 
-@rule(*_overloads("sort"))
+@rule(*overloads("sort"))
 def ordering(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., n, ...], [..., n, ...]; mixes n``"""
-    dims, _ = _mix_along(names, node)
+    dims, _ = mix_along(names, node)
     return [dims, list(dims)]
 
 
 @rule(aten.topk.default)
 def topk(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., new, ...], [..., new, ...]; mixes n``"""
-    dims, (d,) = _mix_along(names, node)
+    dims, (d,) = mix_along(names, node)
     dims[d] = names.fresh([node.args[1]])[0]
     return [dims, list(dims)]
 
@@ -257,18 +265,18 @@ def permute(names: Names, node: fx.Node) -> Any:
     return [dims[d] for d in node.args[1]]
 
 
-@rule(*_overloads("unsqueeze reshape view.default flatten unflatten _unsafe_view"))
+@rule(*overloads("unsqueeze reshape view.default flatten unflatten _unsafe_view"))
 def reshape(names: Names, node: fx.Node) -> Any:
     """``x[a b, c] -> [a, b c]``; mixes all where sizes do not nest."""
-    return names.reshape(node, names.of(node.args[0]), _shape(node))
+    return names.reshape(node, names.of(node.args[0]), shape_of(node))
 
 
-@rule(*_overloads("squeeze"))
+@rule(*overloads("squeeze"))
 def squeeze(names: Names, node: fx.Node) -> Any:
     """``x[..., 1, ...] -> [..., ...]``; mixes a dim that is asked for and stays: a part of one
     row would lose it.
     """
-    dims, over = _mix_along(names, node)
+    dims, over = mix_along(names, node)
     return [dim for d, dim in enumerate(dims) if dim or d not in over]
 
 
@@ -279,24 +287,25 @@ def slice_(names: Names, node: fx.Node) -> Any:
     """
     dims = names.of(node.args[0])
     d = _dims_of(node, len(dims))[0]
-    before, after = _shape(node.args[0])[d], _shape(node)[d]
+    before, after = shape_of(node.args[0])[d], shape_of(node)[d]
     if before != after:
         names.mix(node, dims[d])
-        dims[d] = _shifted(names, dims[d], after) if _cuts_ends(node) else names.fresh([after])[0]
+        dims[d] = shifted(names, dims[d], after) if cuts_ends(node) else names.fresh([after])[0]
     return dims
 
 
-def _cuts_ends(node: fx.Node) -> bool:
-    """Whether a slice leaves out a fixed number of elements at the start or the end."""
-    if node.target != aten.slice.Tensor or len(node.args) > 4:
+def cuts_ends(node: fx.Node) -> bool:
+    """Whether the slice ``node``, or what it writes into a slice, leaves out a fixed number of
+    elements at the start or the end."""
+    if argument(node, "step") != 1:
         return False
     start, end = argument(node, "start") or 0, argument(node, "end")
     to_end = end is None or end > 2**62
     return start >= 0 and (to_end or end < 0)
 
 
-def _shifted(names: Names, dim: Dim, size: int) -> Dim:
-    """The dim after elements are added or cut at an end."""
+def shifted(names: Names, dim: Dim, size: int) -> Dim:
+    """``dim`` after elements are added or cut at an end, ``size`` of them then."""
     if size == 1 or len(dim) != 1:
         return names.fresh([size])[0]
     return dim[0].shifted(size - dim[0].size).resolve()
@@ -305,25 +314,25 @@ def _shifted(names: Names, dim: Dim, size: int) -> Dim:
 @rule(aten.select.int)
 def select(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., ...]; mixes n``"""
-    dims, (d,) = _mix_along(names, node)
+    dims, (d,) = mix_along(names, node)
     return dims[:d] + dims[d + 1 :]
 
 
-@rule(*_overloads("split split_with_sizes chunk tensor_split.sections tensor_split.indices"))
+@rule(*overloads("split split_with_sizes chunk tensor_split.sections tensor_split.indices"))
 def split(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., new, ...], [..., new, ...], ..; mixes n``"""
     dims = names.of(node.args[0])
     parts = node.meta["val"]
     if len(parts) == 1:
         return [dims]
-    dims, (d,) = _mix_along(names, node)
+    dims, (d,) = mix_along(names, node)
     return [[*dims[:d], *names.fresh([p.shape[d]]), *dims[d + 1 :]] for p in parts]
 
 
 @rule(aten.unbind.int)
 def unbind(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [..., ...], [..., ...], ..; mixes n``"""
-    dims, (d,) = _mix_along(names, node)
+    dims, (d,) = mix_along(names, node)
     return [dims[:d] + dims[d + 1 :] for _ in node.meta["val"]]
 
 
@@ -336,7 +345,7 @@ def getitem(names: Names, node: fx.Node) -> Any:
 @rule(aten.cat.default)
 def cat(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...], y[..., m, ...] -> [..., new, ...]; mixes n, m``"""
-    ndim = len(_shape(node))
+    ndim = len(shape_of(node))
     d = _dims_of(node, ndim)[0]
     out: list[Dim] = [()] * ndim
     for part in node.args[0]:
@@ -346,14 +355,14 @@ def cat(names: Names, node: fx.Node) -> Any:
             for mine, theirs in zip(out[:d] + out[d + 1 :], dims[:d] + dims[d + 1 :]):
                 names.unify_at(node, mine, theirs)
             out = dims
-    out[d] = names.fresh([_shape(node)[d]])[0]
+    out[d] = names.fresh([shape_of(node)[d]])[0]
     return out
 
 
 @rule(aten.stack.default)
 def stack(names: Names, node: fx.Node) -> Any:
     """``x[...], y[...] -> [..., new, ...]``"""
-    shape = list(_shape(node))
+    shape = list(shape_of(node))
     d = _dims_of(node, len(shape))[0]
     n = shape.pop(d)
     dims = names.broadcast(node, node.args[0], shape)
@@ -367,19 +376,19 @@ def pad(names: Names, node: fx.Node) -> Any:
     for d, before, after in zip(range(-1, -len(dims) - 1, -1), given[::2], given[1::2]):
         if before or after:
             names.mix(node, dims[d])
-            dims[d] = _shifted(names, dims[d], _shape(node)[d])
+            dims[d] = shifted(names, dims[d], shape_of(node)[d])
     return dims
 
 
 @rule(aten.diff.default)
 def diff(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...], y[..., m, ...], z[..., k, ...] -> [..., new, ...]; mixes n, m, k``"""
-    dims, (d,) = _mix_along(names, node)
+    dims, (d,) = mix_along(names, node)
     for other in _tensors(node)[1:]:
         for i, dim in enumerate(names.of(other)):
             names.unify_at(node, dims[i], dim) if i != d else names.mix(node, dim)
-    if _shape(node) != _shape(node.args[0]):
-        dims[d] = names.fresh([_shape(node)[d]])[0]
+    if shape_of(node) != shape_of(node.args[0]):
+        dims[d] = names.fresh([shape_of(node)[d]])[0]
     return dims
 
 
@@ -396,14 +405,14 @@ def index(names: Names, node: fx.Node) -> Any:
     if not contiguous or any(i.meta["val"].dtype == torch.bool for i in indices):
         return None
     names.mix(node, *[dims[d] for d in where])
-    shape = torch.broadcast_shapes(*[_shape(i) for i in indices])
+    shape = torch.broadcast_shapes(*[shape_of(i) for i in indices])
     return [*dims[: where[0]], *names.broadcast(node, indices, shape), *dims[where[-1] + 1 :]]
 
 
 @rule(aten.gather.default)
 def gather(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...], i[..., k, ...] -> [..., k, ...]; mixes n``, and where ``i`` is shorter."""
-    dims, (over,) = _mix_along(names, node)
+    dims, (over,) = mix_along(names, node)
     chosen = names.of(node.args[2])
     for d, (mine, theirs) in enumerate(zip(dims, chosen, strict=True)):
         if d != over:

@@ -109,6 +109,11 @@ def _with_sizes(
         dim = names.of(node)[args[1]]
         if isinstance(start, int) and start >= 0 and 0 < end < _END and varies(dim):
             return (*args[:3], _plus(start, size(dim)), *args[4:])
+    if node.target == aten.slice_scatter.default and len(args) == 5:
+        start, end = args[3] or 0, args[4]
+        dim = names.of(args[1])[args[2]]
+        if start >= 0 and 0 < end < _END and varies(dim):
+            return (*args[:4], _plus(start, size(dim)))
     return args
 
 

@@ -397,7 +397,8 @@ class _Alone(Frame):
 
 def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sample:
     """Run ``step`` under ``strategy`` on one sequence, forward and backward, without memory."""
-    sizes = {WHOLE: seq_len, "B": 1}
+    sizes = {letter: f.size for letter, f in program.scope.beside.items()}
+    sizes |= {WHOLE: seq_len, "B": 1}
     if program.axis.size > 1:
         sizes[SPLIT] = program.axis.layout(seq_len).local_len
     with contextlib.ExitStack() as stack:

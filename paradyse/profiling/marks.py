@@ -238,6 +238,8 @@ class HostMemory(Probe):
 class WatchedFrame(Frame):
     """A frame that marks the edges of its blocks."""
 
+    fuses = False
+
     def __init__(self, watch: Watch, *args: Any) -> None:
         super().__init__(*args)
         self.watch = watch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -18,13 +18,15 @@ from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import is_tensor, is_weight, structure
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
+from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
 from paradyse.torch_private import is_static_input, symbol_values
 from paradyse.weights.sharded_tensor import used_on
 
-SizeSource = Mapping[str, tuple[int, int]]
-"""Letter of a size -> the argument of a call and its dim that the size is read from."""
+SizeSource = Mapping[str, tuple[int, int] | int]
+"""Letter of a size -> the argument of a call and its dim that the size is read from; or the size
+itself, where the program holds for one: a number of patches that no input shows."""
 
 
 def is_model_state(node: fx.Node, example: Any) -> bool:
@@ -68,8 +70,9 @@ class TraceInputs:
     """Placeholders that are numbers, not sizes: a call with others needs a program of its own."""
     symbols: Mapping[tuple[int, int], Any]
     """(placeholder, dim) -> the symbolic size there."""
-    again: tuple[Any, ...] | None = None
-    """``values`` at other sizes, where Dynamo's guards allow any."""
+    again: Callable[[Iterable[tuple[int, int]]], tuple[Any, ...] | None] = lambda keyed: None
+    """(placeholder, dim)s to be kept -> ``values`` at other sizes; None where Dynamo's guards
+    allow none."""
     merged: bool = False
     """Whether sizes that may differ in another call are equal in ``values``, for want of others
     that the guards allow."""
@@ -102,11 +105,25 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         elif _is_number(node, example):
             scalars[i] = example.item()
 
+    states = enumerate(zip(placeholders, examples, strict=True))
+    bands = {i: band_of(e) for i, (n, e) in states if is_model_state(n, e)}
+    bands = {i: band for i, band in bands.items() if band is not None}
+
     def inputs(values: Mapping[Any, int]) -> tuple[Any, ...]:
         pairs = enumerate(zip(examples, metas, strict=True))
-        return tuple(scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs)
+        found = [scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs]
+        return tuple(
+            replace(found[i], band=bands[i]) if i in bands else x for i, x in enumerate(found)
+        )
 
-    again = inputs(others) if others else None
+    def again(keyed: Iterable[tuple[int, int]]) -> tuple[Any, ...] | None:
+        kept = {s for at in keyed for s in symbols[at].node.expr.free_symbols}
+        while more := {s for e in sizes if e.free_symbols & kept for s in e.free_symbols} - kept:
+            kept |= more
+        mixed = {s: n if s in kept else others.get(s, n) for s, n in values.items()}
+        env = next(iter(symbols.values())).node.shape_env if symbols else None
+        return inputs(mixed) if mixed != values and _allowed(env, mixed) else None
+
     return TraceInputs(inputs(values), tuple(scalars), symbols, again, merged)
 
 
@@ -212,23 +229,30 @@ def build_program(
     try:
         traced = retrace(gm, list(inputs))
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        for node, weight in zip(placeholders, weights, strict=True):
-            node.meta["weight"] = weight
+        for node, weight, given in zip(placeholders, weights, inputs, strict=True):
+            node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
         run_passes(traced, ctx, options.dump)
     except Untraceable as e:
         ctx.note(str(e))
         return None, ctx
     if ctx.schedule is None or ctx.seq is None:
         return None, ctx
-    scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, axis.session.of(VariantCache))
-    program = Program(traced, ctx, scope)
-    if find_sizes(program) is None:
-        ctx.note(
-            "no tensor argument of the graph shows the batch size and sequence length, as "
-            "input_ids or inputs_embeds do"
-        )
-        return None, ctx
-    return program, ctx
+    cache = axis.session.of(VariantCache)
+    others = _other_sizes(placeholders, ctx)
+    scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, cache, others)
+    return Program(traced, ctx, scope), ctx
+
+
+def _other_sizes(placeholders: Sequence[fx.Node], ctx: CaptureContext) -> tuple[Factor, ...]:
+    """Dims of index inputs, such as token ids, that are neither sequence nor batch, and that no
+    weight has."""
+    inputs = [n for n in placeholders if is_tensor(n)]
+    known = {f for n in inputs if is_weight(n) for dim in ctx.names.of(n) for f in dim}
+    known |= {f for f in (ctx.seq, ctx.batch) if f is not None}
+    data = [n for n in inputs if not is_weight(n) and not n.meta["val"].is_floating_point()]
+    dims = [dim for n in data for dim in ctx.names.of(n) if len(dim) == 1]
+    found = dict.fromkeys(f for (f,) in dims if f.base is None and f not in known)
+    return tuple(found)
 
 
 def fingerprint(program: Program) -> str:
@@ -243,23 +267,37 @@ def fingerprint(program: Program) -> str:
     return text.replace(program.replicas.name, "replicas")
 
 
-def find_sizes(program: Program) -> SizeSource | None:
-    """Where B and S stand in the arguments of ``program``; None where none shows the length."""
+def find_sizes(program: Program) -> SizeSource:
+    """Where the sizes that vary stand in the arguments of ``program``; a size that none shows is
+    what ``program`` was traced at."""
     scope = program.scope
-    letters = scope.labels(WHOLE).of
     found: dict[Factor, tuple[int, int]] = {}
     for i, node in enumerate(program.placeholders):
         if is_tensor(node) and not is_weight(node):
             for d, dim in enumerate(scope.names.of(node)):
                 if len(dim) == 1:
                     found.setdefault(dim[0], (i, d))
-    return {n: found[f] for f, n in letters.items()} if letters.keys() <= found.keys() else None
+    return {letter: found.get(f, f.size) for f, letter in scope.labels(WHOLE).of.items()}
+
+
+def shown_factors(program: Program) -> set[Factor]:
+    """The factors of ``program`` whose sizes are read off the arguments of each call."""
+    source, letters = find_sizes(program), program.scope.labels(WHOLE).of
+    return {f for f, letter in letters.items() if not isinstance(source[letter], int)}
 
 
 def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, int]:
-    """The sizes of a call with ``args``, read where ``source`` says: "S", "B", and, if ``axis`` has
-    several ranks, "s"."""
-    sizes: dict[str, int] = {letter: args[i].shape[d] for letter, (i, d) in source.items()}
+    """The sizes of a call with ``args``, read where ``source`` says: "S", if ``axis`` has several
+    ranks "s", and the letters of ``Scope.beside``."""
+    sizes: dict[str, int] = {
+        letter: at if isinstance(at, int) else args[at[0]].shape[at[1]]
+        for letter, at in source.items()
+    }
     if axis.size > 1:
         sizes[SPLIT] = axis.layout(sizes[WHOLE]).local_len
     return sizes
+
+
+def identity(program: Program) -> tuple[str, list[int]]:
+    """Equal for programs of one graph that differ in nothing but the sizes of a call."""
+    return fingerprint(program), [n for n in find_sizes(program).values() if isinstance(n, int)]

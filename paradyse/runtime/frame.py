@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
-from paradyse.distributed.agreement import Call, current_call
-from paradyse.distributed.facts import NO_SYNC
+from paradyse.distributed.agreement import current_call
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
@@ -28,10 +27,13 @@ from paradyse.distributed.tokens import (
 from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.passes.split_steps import Step, input_of
+from paradyse.runtime.backward import begin_backward
 from paradyse.runtime.deferred import DeferredTensor, defer
+from paradyse.runtime.joined import JoinedGradients
 from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.remake import not_kept, remade
+from paradyse.runtime.runs import Run, Unit
 from paradyse.runtime.saved_memory import storages
 from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
@@ -39,7 +41,7 @@ from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
 from paradyse.types import Point
-from paradyse.weights.gradients import AverageGradients, SumGradients, joined_by_use
+from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
@@ -58,6 +60,9 @@ class Frame:
         args: the graph's inputs, in the order of its placeholders.
         constants: of the call's sizes and plan.
     """
+
+    fuses: ClassVar[bool] = True
+    """Whether blocks in a row may run as one (``Runs``); else ``run_step`` sees each of them."""
 
     def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):
         self.program, self.constants = program, constants
@@ -78,11 +83,7 @@ class Frame:
         self.shelf = Shelf(self.axis.session.of(Overlap).on, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
-        self._summed: dict[fx.Node, Tensor] = {}
-        self._to_sum: dict[fx.Node, Step] = {}
-        self._sums: dict[int, list[int]] = {}
-        """Position of a step -> which of ``_to_sum`` it has summed."""
-        self._joined: set[fx.Node] = set()
+        self._joined = JoinedGradients(program, self.env, self.sync)
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
         self._remade: tuple[fx.Node | None, Any] = (None, None)
         """What the last block gave and makes again, and its node in autograd's graph."""
@@ -97,17 +98,39 @@ class Frame:
 
     def _run(self) -> Any:
         program = self.program
-        self._to_sum = self._whole_weights()
-        first = [step.position for step in self._to_sum.values()]
-        self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
-        for step in program.steps:
-            self._sum_gradients(step.position)
-            self._join_replicas(step.position)
-            self._join_replicas(step.position + 1)  # fetched while this step runs
-            self.run_step(step, self.constants.strategy(step))
-            self.free(program.schedule.freed[step.position])
+        self._joined.begin()
+        units: Sequence[Unit] = program.steps
+        if self.constants.together and self.fuses and not self._is_sharded:
+            units = program.runs.units(self.constants.strategies, self.sizes)
+        for unit in units:
+            steps = unit.steps if isinstance(unit, Run) else (unit,)
+            for step in steps:
+                self._joined.before(step.position)
+            if isinstance(unit, Run):
+                self._run_together(unit)
+            else:
+                self.run_step(unit, self.constants.strategy(unit))
+            for step in steps:
+                self.free(program.schedule.freed[step.position])
         self._on_host.settle()
         return fx.map_arg(program.output, self.result)
+
+    def _run_together(self, run: Run) -> None:
+        """Compute the outputs of all steps of ``run``."""
+        for step in run.steps:
+            traffic = collectives.traffic(self.axis, step.block_id)
+            traffic.strategy = self.constants.strategy(step)
+        if self.call is not None:
+            self.call.at = self.axis, run.block_id
+        self._on_host.settle()
+        with self._region(run.block_id):
+            outputs = run([self.context(step, {}) for step in run.steps])
+        self.env.update(zip(run.outputs, outputs, strict=True))
+        for step in run.steps:
+            for node, piece in step.sides.items():
+                self.env[node] = self._side(step, node, piece)
+        if self.call is not None:
+            self.call.all_ended = False
 
     def run_step(self, step: Step, strategy: str) -> None:
         """Compute the outputs of ``step`` by ``strategy``, which may have levers ("" for a piece
@@ -127,7 +150,7 @@ class Frame:
                 if gathered is not None:
                     gathered.leave()
             else:
-                with self._not_keeping_input(step), self._region(step):
+                with self._not_keeping_input(step), self._region(step.block_id):
                     outputs = variant(self.context(step, wholes))
                 if gathered is not None:
                     unread = getattr(variant, "unread", ())  # weights of a head by tiles
@@ -177,7 +200,7 @@ class Frame:
                 mine, _ = self.unshard(step, strategy)
                 if gathered is not None:
                     gathered.fetch_before()
-            with self._region(step):
+            with self._region(step.block_id):
                 out = variant(replace(context, weights=partial(self.weights, step, mine)))
             pairs = zip(step.gives(strategy).outputs, out, strict=True)
             return tuple(remade(x) if node is read_again else x for node, x in pairs)
@@ -206,9 +229,9 @@ class Frame:
             return nullcontext()
         return not_kept(self.env[node], grad_fn)
 
-    def _region(self, step: Step) -> AbstractContextManager[Any]:
-        """Inside, a profiler notes that the rank computes ``step``."""
-        block = collectives.traffic(self.axis, step.block_id)
+    def _region(self, block_id: int) -> AbstractContextManager[Any]:
+        """Inside, a profiler notes that the rank computes the block, or run, ``block_id``."""
+        block = collectives.traffic(self.axis, block_id)
         return region(block.name, block.strategy)
 
     def context(self, step: Step, wholes: Wholes) -> StepContext:
@@ -318,57 +341,13 @@ class Frame:
             x = wholes.get(node)
             if x is None:
                 x = self.env[node]
-                x = self._summed.get(node, x) if step.split else x
+                x = self._joined.summed.get(node, x) if step.split else x
             if isinstance(x, ShardedTensor):
                 assert form is not None
                 taken.append(group_rows(x, form))
             else:
                 taken.append(x if form is None else form.take(x, self.axis.rank))
         return tuple(taken)
-
-    def _whole_weights(self) -> dict[fx.Node, Step]:
-        """Weights of which every rank has the whole and computes a part of the gradients, with the
-        first step that reads each."""
-        if self.axis.size == 1 or not torch.is_grad_enabled():
-            return {}
-        return {
-            n: step
-            for n, step in self.program.schedule.first_readers.items()
-            if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
-        }
-
-    def _sum_gradients(self, position: int) -> None:
-        """Before the step at ``position``: have gradients summed over ranks that are all there when
-        the backward of the step is over. Autograd runs nodes that were made later first, so that of
-        the sum runs as soon as it can."""
-        index = self._sums.get(position)
-        if index is None:
-            return
-        held = list(self._to_sum)
-        nodes = [held[i] for i in index]
-        owners = [self._to_sum[n].block_id for n in nodes]
-        out = SumGradients.apply(self.sync, owners, *(self.env[n] for n in nodes))
-        self._summed.update(zip(nodes, out, strict=True))
-
-    def _join_replicas(self, position: int) -> None:
-        """Have the gradients of the weights of the step at ``position`` averaged over replicas,
-        where that is no part of the sum over ranks."""
-        program = self.program
-        if program.replicas.size == 1 or not torch.is_grad_enabled():
-            return
-        inputs = program.steps[position].piece.inputs if position < len(program.steps) else ()
-        nodes = [
-            n
-            for n in inputs
-            if is_weight(n)
-            and n not in self._joined
-            and n not in self._to_sum
-            and self.env[n].requires_grad
-        ]
-        if nodes:
-            out = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
-            self.env.update(zip(nodes, out, strict=True))
-            self._joined.update(nodes)
 
     # ---- outputs
 
@@ -439,7 +418,7 @@ class Frame:
         value = self._output(node)
         split = self.axis.size > 1 or self.program.replicas.size > 1
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            value.register_hook(partial(_begin_backward, self.call, self.sync, node.name))
+            value.register_hook(partial(begin_backward, self.call, self.sync, node.name))
         return value
 
     def _output(self, node: fx.Node) -> Any:
@@ -459,20 +438,6 @@ class Frame:
             return (rows,)
 
         return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
-
-
-def _begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Tensor) -> None:
-    """A hook: ``grad`` is the gradient of the output ``output`` of ``call``."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "double backward (create_graph=True) through a model that is split over ranks is not "
-            "supported: its second derivatives would be wrong. Call backward without create_graph, "
-            "or compute what needs it, such as a gradient penalty, with a copy of the model that "
-            "is neither compiled nor sharded"
-        )
-    gradients = {NO_SYNC: sync.begin()}
-    if call is not None:
-        call.backward(output, gradients)
 
 
 MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]

@@ -14,11 +14,14 @@ from torch import Tensor, fx
 
 from paradyse.distributed.axis import local_positions
 from paradyse.distributed.session import Recent
+from paradyse.graph.factors import size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
+from paradyse.runtime.known_buffers import KnownBuffers
+from paradyse.runtime.runs import Runs
 from paradyse.strategies import build_head, build_variant
-from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope
+from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, bind_factors
 from paradyse.strategies.local import LocalPiece
 from paradyse.strategies.look_up import LookUpPiece
 from paradyse.types import Point
@@ -32,25 +35,27 @@ class StepConstants:
     """What depends only on the sizes and the plan: made once, reused while both last."""
 
     sizes: Mapping[str, int]
-    """"B", "S" and, on more than one rank, "s"."""
+    """"S", on more than one rank "s", and the letters of ``Scope.beside``."""
     strategies: tuple[str, ...]
     """Per block, a strategy and its levers."""
     whole: Tensor
     """[S], all positions."""
     local: Tensor
     """[s], the positions that the rank holds."""
-    batch: Tensor
-    """[B], of which only the length is read."""
+    beside: Tensor
+    """[B, ..], of which only the shape is read: the sizes of ``Scope.beside``."""
     infos: tuple[Tensor, ...]
     """Per block, and last for the pieces between blocks: int64 [2] = (S, block id)."""
     no_seed: Tensor
     """[], the seed of a call that draws no random numbers."""
     head: str = ""
     """The levers of the head (``Plan.head``)."""
+    together: bool = False
+    """Whether the plan is used so often that blocks in a row run as one (``Runs``)."""
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
-        return self.whole, self.local, self.batch, self.infos[step.index], seed
+        return self.whole, self.local, self.beside, self.infos[step.index], seed
 
     def strategy(self, step: Step) -> str:
         """The strategy of ``step``; of a piece between blocks those levers of the head that change
@@ -76,6 +81,7 @@ class Program:
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.known_buffers = KnownBuffers(self.placeholders)
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
         self.output = nodes[-1].args[0]
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
@@ -84,6 +90,11 @@ class Program:
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
+        self.runs = Runs(self.schedule, scope, self.variant)
+
+    def num_sequences(self, sizes: Mapping[str, int]) -> int:
+        """Of a call of these ``sizes``: the batch, times what else is in attention's batch dim."""
+        return int(size_of(self.ctx.sequences, bind_factors(self.scope, WHOLE, sizes)))
 
     def variant(self, step: Step, strategy: str) -> Any:
         """What computes ``step`` by ``strategy`` ("" for a piece): ``StepContext`` -> outputs."""
@@ -148,6 +159,7 @@ class Program:
             local = local_positions(self.axis.layout(seq_len), self.axis.rank, device)
         ids = [*(s.block_id for s in self.block_steps), self.schedule.between_id]
         infos = tuple(torch.tensor([seq_len, i]) for i in ids)
-        batch = torch.empty(sizes.get("B", 1), device=device)
+        shape = [sizes.get(letter, f.size) for letter, f in self.scope.beside.items()]
+        beside = torch.empty((), device=device).expand(shape or [1])
         no_seed = torch.zeros((), dtype=torch.int64, device=device)
-        return StepConstants(sizes, (), whole, local, batch, infos, no_seed)
+        return StepConstants(sizes, (), whole, local, beside, infos, no_seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -33,8 +34,8 @@ Uses = Sequence[tuple[fx.Node, Form]]
 """Weights of a variant, and the form in which each is taken."""
 
 Common = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""All positions [S], the rank's positions [s], a marker of the batch size [B], info int64 [2] = (S,
-block id), the block's seed []."""
+"""All positions [S], the rank's positions [s], a marker of the other sizes [B, ..], info int64
+[2] = (S, block id), the block's seed []."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,18 @@ class Scope:
     axis: Axis
     inner: str
     cache: VariantCache
+    others: tuple[Factor, ...] = ()
+    """Sizes of inputs that vary besides: of another sequence, the number of choices."""
 
     def labels(self, layout: str) -> Labels:
-        of = {self.seq: layout}
-        if self.batch is not None:
-            of[self.batch] = "B"
-        return Labels(of)
+        return Labels({self.seq: layout} | {f: letter for letter, f in self.beside.items()})
+
+    @cached_property
+    def beside(self) -> dict[str, Factor]:
+        """Letter -> factor, of what varies beside the sequence: "B", and "N0", "N1", .. for
+        ``others``."""
+        batch = {} if self.batch is None else {"B": self.batch}
+        return batch | {f"N{i}": f for i, f in enumerate(self.others)}
 
 
 @dataclass(frozen=True)
@@ -285,8 +292,8 @@ def gradients(
 def common_dims(scope: Scope) -> tuple[Dims, ...]:
     """Dims of ``StepContext.common``; on one rank the two positions are the same."""
     split = SPLIT if scope.axis.size > 1 else WHOLE
-    batch: tuple[Size, ...] = ("B",) if scope.batch is not None else (1,)
-    return (((WHOLE,),), ((split,),), (batch,), ((2,),), ())
+    beside: Dims = tuple((letter,) for letter in scope.beside) or ((1,),)
+    return (((WHOLE,),), ((split,),), beside, ((2,),), ())
 
 
 def spec_dims(scope: Scope, node: fx.Node, layout: str) -> Dims:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from paradyse.distributed import collectives
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece, live_nodes, make_piece
@@ -149,8 +148,10 @@ class ChunkedVariant:
         self.before = _Side(variant, "before attention", before, None)
         self.behind = _Side(variant, "behind attention", behind, attended)
         """What both need is computed in both."""
-        bias = self.attention.bias
-        self.bias_at = variant.order.index(bias) if isinstance(bias, fx.Node) else None
+        self.bias_at, self.sinks_at = (
+            variant.order.index(x) if isinstance(x, fx.Node) else None
+            for x in (self.attention.bias, self.attention.sinks)
+        )
 
     def __call__(self, step: StepContext) -> Any:
         tensors = self.variant.tensors(step)
@@ -163,7 +164,7 @@ class ChunkedVariant:
         """The call of attention in a step, where the block's own ``tensors`` are these."""
         masks = {
             name: tensors[self.variant.order.index(node)]
-            for name in ("key_padding", "document_ids", "bias")
+            for name in ("key_padding", "document_ids", "bias", "sinks")
             if isinstance(node := getattr(self.attention, name), fx.Node)
         }
         attention = replace(self.attention, **masks)
@@ -242,8 +243,8 @@ class ChunkedVariant:
 
     def _through(self, needs: tuple[bool, ...]) -> bool:
         """Whether attention needs gradients."""
-        bias = self.bias_at is not None and needs[self.bias_at]
-        return bias or any(self._needs(self.before, needs))
+        own = (self.bias_at, self.sinks_at)
+        return any(i is not None and needs[i] for i in own) or any(self._needs(self.before, needs))
 
     def run_backward(
         self,
@@ -281,13 +282,14 @@ class ChunkedVariant:
             return found
         bias_grad = self.bias_at is not None and needs[self.bias_at]
         with computing_a_tile(call.several):
-            grads, d_bias = attend_backward(kept, d_out, call.chunks, call.spec, bias_grad)
+            grads, d_bias, d_sinks = attend_backward(kept, d_out, call.chunks, call.spec, bias_grad)
         if bias_grad and self.bias_at is not None:
             bias = tensors[self.bias_at]
             d_bias = torch.zeros_like(bias) if d_bias is None else d_bias
-            if call.own.axis.size > 1:
-                d_bias = collectives.all_reduce(d_bias, call.own.axis, call.own.block_id)
             found[self.bias_at] = _sum(found[self.bias_at], d_bias)
+        if self.sinks_at is not None and needs[self.sinks_at]:
+            sinks = tensors[self.sinks_at]
+            found[self.sinks_at] = torch.zeros_like(sinks) if d_sinks is None else d_sinks
         returning = call.fetched(*grads, dtype=kept.q.dtype)
 
         def down(piece: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ class _Call:
     sizes: Mapping[str, int]
     common: tuple[Tensor, ...]
     masks: tuple[Tensor | None, ...]
-    """Key padding, document ids and bias, whole."""
+    """Key padding and document ids, whole."""
     sync: GradientSync
 
 
@@ -160,9 +160,17 @@ class MetpVariant:
         self.masks = self.call.masks if self.call is not None else ()
         read = [*segments.gathered, *segments.replicated, *groups.slices]
         self.local = [n for n in read if n not in self.masks]
-        """Values on local tokens that the groups read."""
+        """Values on local tokens that the groups read; then the bias, which is whole."""
+        bias = self.call.bias if self.call is not None else None
+        self.bias_at = None if bias is None else len(self.local)
+        """Which of a group's tensors is the bias of its heads."""
+        self.local += [] if bias is None else [bias]
         self.weights = groups.weights
         """Weights of the groups, each in the form in which a group takes it."""
+        sinks = self.call.sinks if self.call is not None else None
+        of = [w.node for w in self.weights]
+        self.sinks_at = None if sinks is None else len(self.local) + of.index(sinks)
+        """Which of a group's tensors are the sinks of its heads."""
         self.used = [g for g, q in enumerate(groups.slots.q) if max(q) >= 0]
         self._heads: dict[int, Tensor] = {}
         self._make_stages(block)
@@ -196,9 +204,10 @@ class MetpVariant:
         env = self._weights(values)
         for node in [*self.segments.inputs, *self.local]:
             if node not in self.groups.block.pre and node not in env:
-                env[node] = values.get(node, SPLIT)
+                env[node] = values.get(node, WHOLE if node in self.masks else SPLIT)
         self.pre(values, env)
-        masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in self.masks)
+        whole = self.masks[:2]
+        masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in whole)
         call = _Call(values.sizes, values.common, masks, values.sync)
         sources = [*self.local, *(w.node for w in self.weights)]
         tensors = [env[n] for n in sources]
@@ -243,19 +252,20 @@ class MetpVariant:
             self._heads[index] = ids.to(device)
         return self._heads[index]
 
-    def _attention(self, call: _Call, index: int, qkv: Sequence[Tensor]) -> AttentionCall:
-        """The attention of group ``index``."""
+    def _attention(
+        self, call: _Call, index: int, group: Sequence[Tensor], qkv: Sequence[Tensor]
+    ) -> AttentionCall:
+        """The attention of group ``index``, whose part of the step's tensors is ``group``."""
         assert self.call is not None
-        masks = [
-            self.groups.slices[n].take(m, index).contiguous() if n in self.groups.slices else m
-            for n, m in zip(self.masks, call.masks, strict=True)
-        ]
         seeded = self.call.seeded(call.common[-1])
         heads = self.heads(index, seeded.seed.device) if seeded.seed is not None else None
         q, k, v = qkv
-        padding, documents, bias = masks
+        padding, documents = call.masks
         tensors = {"q": q, "k": k, "v": v, "key_padding": padding, "document_ids": documents}
-        return replace(seeded, **tensors, bias=bias, head_ids=heads, info=call.common[3])
+        for name, at in (("bias", self.bias_at), ("sinks", self.sinks_at)):
+            if at is not None:
+                tensors[name] = group[at].detach()
+        return replace(seeded, **tensors, head_ids=heads, info=call.common[3])
 
     def forward_groups(
         self, call: _Call, tensors: Sequence[Tensor], needs: Sequence[bool]
@@ -280,7 +290,7 @@ class MetpVariant:
                 with torch.set_grad_enabled(any(needs)):
                     qkv = [t.detach() for t in self.before(call, group, heads)]
                 with torch.no_grad():
-                    attention = self._attention(call, index, qkv)
+                    attention = self._attention(call, index, group, qkv)
                     out, (lse,) = attend_across_ranks(attention, "ring", self.scope.axis)
                 del qkv, attention
                 saved += [out, lse]
@@ -327,11 +337,15 @@ class MetpVariant:
                     grads[-1].transpose(1, 2),
                     out,
                     [lse],
-                    self._attention(call, index, [t.detach() for t in qkv]),
+                    self._attention(call, index, group, [t.detach() for t in qkv]),
                     "ring",
                     self.scope.axis,
+                    self.bias_at in where,
                 )
                 taken.add(index, where, gradients(qkv, d_qkv[:3], leaves))
+                for at, grad in zip((self.bias_at, self.sinks_at), d_qkv[3:], strict=True):
+                    if at is not None and at in where:
+                        taken.add(index, [at], [grad])
             taken.send(index)
         return taken.gradients()
 

@@ -60,6 +60,7 @@ def recorded() -> Iterator[Trace]:
     with pytest.MonkeyPatch.context() as patch:
         for name, do in inspect.getmembers(collectives, inspect.isfunction):
             sends = do not in (traffic, register_block) and not name.startswith("_")
+            sends &= do.__module__ == collectives.__name__
             if sends and "axis" in inspect.signature(do).parameters:
                 patch.setattr(collectives, name, record(name, do))
         yield trace

@@ -52,13 +52,19 @@ def test_arguments_by_keyword_and_missing_ones() -> None:
         ((None, None, None, None, 4, 0, -1), MaskSpec(left=4, right=0)),
         ((None, None, None, None, -1, -1, 8), MaskSpec(chunk=8)),
         (("padding", "documents"), MaskSpec(key_padding=True, documents=True)),
-        ((None, None, "bias"), None),
+        ((None, None, (1, 4, 9, 9)), None),
+        ((None, None, (1, 4, 1, 9)), MaskSpec(bias=True)),
+        ((None, None, (4, 2, 9), None, -1, 0), MaskSpec(right=0, bias=True)),
     ],
 )
 def test_masks_by_position(rest: tuple[Any, ...], mask: MaskSpec | None) -> None:
     graph = fx.Graph()
     q, k, v = (graph.placeholder(n) for n in "qkv")
     given = [graph.placeholder(x) if isinstance(x, str) else x for x in rest]
+    for i, shape in enumerate(given):
+        if isinstance(shape, tuple):
+            given[i] = graph.placeholder("bias")
+            given[i].meta["val"] = torch.empty(shape)
     node = graph.call_function(ATTENTION, (q, k, v, *given))
     assert AttentionCall.of(node).mask_spec == mask
 

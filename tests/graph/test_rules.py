@@ -157,6 +157,32 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "gather": [(t(*X), -1, ints(6, 5, 2)), (t(*X), 1, ints(6, 2, 4)), (t(7, 5), 0, ints(7, 5))],
     "squeeze": [(t(3, 1, 5),)],
+    "scaled_dot_product_attention": [
+        (t(2, 4, 5, 3), t(2, 4, 7, 3), t(2, 4, 7, 6)),
+        (t(2, 4, 5, 3), t(2, 4, 7, 3), t(2, 4, 7, 6), bools(2, 1, 1, 7)),
+        (t((2, 3), 5, 3), t((2, 3), 5, 3), t((2, 3), 5, 6), None, 0.0, True),
+        (t(2, 4, 5, 3), t(2, 4, 5, 3), t(2, 4, 5, 6), t(4, 5, 5)),
+    ],
+    "conv1d": [
+        (t((2, 3), 4, 9), t(5, 4, 3), t(5)),
+        (t(6, 4, 9), t(4, 1, 3), None, [1], [2], [1], 4),
+    ],
+    "conv1d.padding": [(t(6, 4, 9), t(5, 4, 3), t(5), [1], "same")],
+    "conv2d": [(t((2, 3), 4, 6, 6), t(5, 4, 2, 2), t(5), [2, 2])],
+    "conv2d.padding": [(t(6, 4, 5, 5), t(5, 4, 3, 3), t(5), [1], "same")],
+    "conv3d": [(t(6, 2, 4, 4, 4), t(5, 2, 2, 2, 2), t(5))],
+    "conv3d.padding": [(t(6, 2, 4, 4, 4), t(5, 2, 2, 2, 2), None, [1], "same")],
+    "group_norm": [(t((2, 3), 6, 5), 2, t(6), t(6))],
+    "slice_scatter": [
+        (t(*X), t(6, 4, 7), 1, 1),
+        (t(*X), t((2, 3), 4, 7), 1, 0, -1),
+        (t(*X), t(6, 5, 3), -1, 2, 5),
+        (t(*X), t(6, 3, 7), 1, 0, 5, 2),
+        (t(*X), t(*X), 1),
+    ],
+    "masked_scatter": [(t(*X), bools(6, 5, 1), t(210)), (t(*X), bools(7), t(*X))],
+    "repeat": [(t(*X), [1, 2, 1]), (t(5, 7), [2, 1, 3])],
+    "select_scatter": [(t(*X), t((2, 3), 7), 1, 2), (t(*X), t(6, 5), -1, -1)],
     "attention": [
         (Q, t(2, 2, 5, 3), t(2, 2, 5, 6), None, None, None, None, *CAUSAL),
         (Q, t(2, 4, 5, 3), t(2, 4, 5, 6), None, None, t(1, 4, 5, 5), None, *CAUSAL),
@@ -170,7 +196,9 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 }
 """Arguments that are given by name."""
 
-MIX_ALL = {"scalar_tensor", "squeeze"} | set("mean sum prod any all var std".split())
+MIX_ALL = {"scalar_tensor", "squeeze", "masked_scatter"} | set(
+    "mean sum prod any all var std".split()
+)
 """Operators of which nothing can be split."""
 
 

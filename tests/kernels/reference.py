@@ -58,7 +58,10 @@ def dense_attention(
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     visible = visible_pairs(q_positions, kv_positions, spec)
     bias = spec.head_bias(q.shape[1])
-    if bias is not None:
+    if bias is not None and bias.dim() == 3:
+        far = kv_positions - q_positions[:, None]
+        scores = scores + bias[:, (far > 0).long(), far.abs().clamp(max=spec.seq_len - 1)]
+    elif bias is not None:
         for dim, positions in ((2, q_positions), (3, kv_positions)):
             if bias.shape[dim] > 1:
                 bias = bias.index_select(dim, positions.clamp(max=spec.seq_len - 1))
@@ -68,6 +71,10 @@ def dense_attention(
             scores = scores + bias
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
+    sinks = spec.head_sinks(q.shape[1])
+    if sinks is not None:  # a row that sees no key has no lse, whatever its sink
+        column = torch.where(lse > -torch.inf, sinks[:, None], -torch.inf)
+        lse = torch.cat([scores, column[..., None]], -1).logsumexp(-1)
     base = torch.where(lse == -torch.inf, 0, lse)[..., None]
     p = torch.where(visible, scores - base, -torch.inf).exp()
     if spec.dropout_p > 0:

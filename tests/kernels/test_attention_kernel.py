@@ -5,6 +5,7 @@ operator.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,33 @@ def test_softcap(core: str, layout: str, positions: str) -> None:
             )
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("positions", ["full", "causal", "window"])
+def test_bias_by_distance(core: str, heads: int, positions: str) -> None:
+    """As if it stood for every pair; its gradient is a sum over pairs of one distance."""
+    for s, (layout, name) in itertools.product(
+        (1, 67), itertools.product(LAYOUTS.values(), ("", "holes"))
+    ):
+        bias = torch.randn(heads, 2, s, dtype=torch.float64)
+        spec = AttentionSpec(s, 0.3, **POSITIONS[positions], **data(name, 3, s), bias=bias)
+        check(spec, layout(s), (3, 4, 2, 8, 8))
+
+
+def test_bias_by_distance_of_heads_picked_by_global_index() -> None:
+    s, ids = 33, torch.tensor([4, 5, 1, 7])
+    bias = torch.randn(6, 2, s, dtype=torch.float64)
+    spec = AttentionSpec(s, 0.3, right=0, bias=bias, head_ids=ids)
+    grad, runs, given = torch.randn(2, 4, s, 8, dtype=torch.float64), ((0, s),), []
+    q, k, v, _ = make(2, 4, 2, s, s, 8, 8, torch.float64)
+    for one in (spec, replace(spec, bias=bias[ids.clamp(max=5)], head_ids=None)):
+        results = attention_forward(q, k, v, runs, runs, one)
+        given.append((*results, bias_gradient(Backward(grad, q, k, v, *results), runs, runs, one)))
+    (out, _, d_bias), (out0, _, d_bias0) = given
+    torch.testing.assert_close(out, out0)
+    assert d_bias[[0, 2, 3]].count_nonzero() == 0
+    torch.testing.assert_close(d_bias[[4, 5, 1]], d_bias0[:3])  # head 7 is padding
+
+
 def test_bias_heads_are_picked_by_global_index() -> None:
     s, ids = 33, torch.tensor([4, 5, 1, 0])
     bias = torch.randn(1, 6, s, s, dtype=torch.float64)
@@ -400,6 +428,7 @@ def test_operator_is_well_formed(dtype: torch.dtype) -> None:
             0.1,
             torch.arange(4),
             torch.tensor([29, 0]),
+            torch.randn(4, dtype=dtype, requires_grad=True),
         ),
     ):
         torch.library.opcheck(torch.ops.paradyse.attention.default, (*ins, *rest))

@@ -181,6 +181,16 @@ def test_bias(shape: tuple[int, ...]) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("runs", [((0, 20),), ((30, 12), (10, 4))])
+def test_bias_by_distance(runs: Runs) -> None:
+    """Of all heads or of some of them, at positions past the end too."""
+    for softcap, bias in ((None, torch.randn(1, 2, 40)), (3.0, torch.randn(3, 2, 40))):
+        heads = torch.tensor([2, 0], device=DEVICE) if len(bias) == 3 else None
+        given = {"bias": bias.to(DEVICE), "head_ids": heads, "softcap": softcap}
+        check(AttentionSpec(40, 0.3, right=0, **given), runs, ((0, 44),), (2, 2, 1, 16, 16))
+
+
+@kernels
 def test_scores_of_any_magnitude() -> None:
     i = torch.arange(40, device=DEVICE)
     q, k, v, _ = make((1, 1, 1, 16, 16), 40, 40, torch.float32)

@@ -15,7 +15,7 @@ from models import VOCAB, check, make_batch, make_model, redraw, run_step
 from test_recover_masks import MIN, trace
 from torch import Tensor
 
-from paradyse.passes.fold_attention import fold_attention
+from paradyse.passes.fold_attention import fold_attention, spell_out_einsums
 from paradyse.passes.recover_masks import recover_masks
 
 B, H, S, D = 2, 4, 13, 8
@@ -49,6 +49,22 @@ SCORES: dict[str, Scores] = {
     "mask first": lambda q, k: mask() + products(q, k),
     "capped and masked": lambda q, k: capped(q, k) + mask(),
     "cast": lambda q, k: products(q, k).float() + mask(),
+    "masked by filling": lambda q, k: products(q, k).masked_fill(mask() < 0, -1e4),
+    "masked by a choice": lambda q, k: torch.where(mask() == 0, products(q, k), -torch.inf),
+    "mask chosen first": lambda q, k: torch.where(mask() < 0, MIN, products(q, k)),
+    "masked by a triangle": lambda q, k: products(q, k) + torch.full((S, S), -1e9).triu(1),
+    "mask taken off": lambda q, k: products(q, k) - torch.where(mask() < 0, 1e9, 0.0),
+    "masked, then over a number": lambda q, k: (torch.matmul(q, k.mT) + mask()) / 2.5,
+    "masked twice": lambda q, k: (products(q, k) + mask()).masked_fill(mask() < 0, -torch.inf),
+    "masked, not below the lowest": lambda q, k: torch.maximum(
+        products(q, k) + mask(), torch.full((), MIN)
+    ),
+    "masked, the row's maximum off": lambda q, k: (
+        (s := products(q, k) + mask()) - s.amax(-1, keepdim=True)
+    ),
+    "keys permuted": lambda q, k: (
+        torch.matmul(q, k.transpose(1, 2).contiguous().permute(0, 2, 3, 1)) * 0.4
+    ),
 }
 
 
@@ -84,6 +100,49 @@ def test_equal(how: str, dtype: torch.dtype) -> None:
     assert not dense_values(gm, S)
 
 
+def test_batch_and_heads_in_one_dim() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.reshape(B * H, S, D) for x in (q, k, v))
+        scores = torch.baddbmm(mask()[None], q, k.transpose(1, 2), alpha=0.4)
+        p = torch.softmax(scores.view(B, H, S, S), -1).view(B * H, S, S)
+        return torch.bmm(p, v).view(B, H, S, D)
+
+    gm, qkv = trace(attend, *make()), make()
+    assert fold_attention(gm, Notes()) == 1
+    recover_masks(gm, Notes())
+    gm.recompile()
+    torch.testing.assert_close(gm(*qkv), attend(*qkv))
+    (node,) = calls(gm)
+    assert node.args[8] == 0 and node.args[10] == 0.4 and not dense_values(gm, S)
+
+
+EINSUMS = {
+    "bhid,bhjd->bhij": ((B, H, S, D), (B, H, S, D)),
+    "bihd,bjhd->bhij": ((B, S, H, D), (B, S, H, D)),
+    "ibnd,jbnd->bnij": ((S, B, H, D), (S, B, H, D)),
+    "bhij,bjhd->bihd": ((B, H, S, S), (B, S, H, D)),
+    "bhij, bhjd -> ibhd": ((B, H, S, S), (B, H, S, D)),
+}
+KEPT = {
+    "bij,bjd->bid": ((B, S, S), (B, S, D)),
+    "...ij,...jd->...id": ((B, H, S, S), (B, H, S, D)),
+    "bhid,bhjd->bhi": ((B, H, S, D), (B, H, S, D)),
+}
+
+
+@pytest.mark.parametrize("equation", [*EINSUMS, *KEPT])
+def test_einsums(equation: str) -> None:
+    shapes = (EINSUMS | KEPT)[equation]
+    a, b = (torch.randn(s) for s in shapes)
+    gm = trace(lambda a, b: torch.einsum(equation, a, b), a, b)
+    kept = torch.ops.aten.einsum.default
+    assert any(n.target is kept for n in gm.graph.nodes)
+    assert spell_out_einsums(gm) == (equation in EINSUMS)
+    gm.recompile()
+    assert any(n.target is kept for n in gm.graph.nodes) == (equation in KEPT)
+    torch.testing.assert_close(gm(a, b), torch.einsum(equation, a, b))
+
+
 def cast_after_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     p = torch.dropout(torch.softmax(products(q, k).double(), -1), 0.25, True)
     return torch.matmul(p.to(v.dtype), v)
@@ -116,6 +175,18 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "times a tensor": lambda q, k, v: torch.matmul(torch.softmax(products(q, k) * q.sum(), -1), v),
     "fewer keys": lambda q, k, v: torch.matmul(
         torch.softmax(products(q, k[:, :, :5]), -1), v[:, :, :5]
+    ),
+    "filled with an ordinary number": lambda q, k, v: torch.matmul(
+        torch.softmax(products(q, k).masked_fill(mask() < 0, -5.0), -1), v
+    ),
+    "a row's maximum of others": lambda q, k, v: torch.matmul(
+        torch.softmax((s := products(q, k)) - s.amax(-2, keepdim=True), -1), v
+    ),
+    "sinks that are no parameter": lambda q, k, v: torch.matmul(
+        torch.softmax(torch.cat([products(q, k), q[..., :1]], -1), -1)[..., :-1], v
+    ),
+    "a column of values": lambda q, k, v: torch.matmul(
+        torch.softmax(torch.cat([products(q, k), q[..., :1]], -1)[..., :-1], -1), v
     ),
     "keys as they lie": lambda q, k, v: torch.matmul(
         torch.softmax(torch.matmul(q, k.reshape(B, H, D, S)), -1), v

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pass_graphs import attend, context, toy, toy_inputs, trace
 from torch import Tensor
+from torch.nn import functional as F
 
 from paradyse.graph.attention_call import ATTENTION
 from paradyse.passes.name_dims import name_dims
@@ -32,14 +33,47 @@ def test_rows_of_a_fused_weight_are_three_times_heads_times_width() -> None:
     assert [f.size for f in ctx.names.of(qkv)[0]] == [3, 4, 2]
 
 
-def disagreeing(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return attend(x, x, x), attend(y, y, y)
+def of_two_sequences(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return attend(x, x, x), F.linear(attend(y, y, y), w)
 
 
-X, Y = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 7, 3)
+X, Y, W = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 7, 3), torch.randn(3, 3)
+
+
+@pytest.mark.parametrize(("inputs", "length"), [([X, Y, W], 7), ([Y, X, W], 5)])
+def test_of_several_sequences_the_one_with_the_most_work_is_split(
+    inputs: list[Tensor], length: int
+) -> None:
+    ctx, gm = context(), trace(of_two_sequences, *inputs, weights=1)
+    name_dims(gm, ctx)
+    assert ctx.seq is not None and ctx.seq.size == length
+    assert "over another sequence" in ctx.notes[0] and "1 of them" in ctx.notes[0]
+
+
+def test_a_batch_of_several_dims_goes_by_the_outermost() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x = x.flatten(0, 1)[:, None]
+        return attend(x, x, x)
+
+    ctx, gm = context(), trace(fn, torch.randn(2, 3, 5, 4))
+    name_dims(gm, ctx)
+    assert ctx.batch is not None and (ctx.batch.size, ctx.seq.size) == (2, 5)
+
+
+def test_rows_and_columns_of_patches_are_one_sequence() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        patches = F.conv2d(x, w, stride=2).flatten(2)
+        return attend(*[patches[:, None].transpose(2, 3)] * 3)
+
+    ctx, gm = context(), trace(fn, torch.randn(2, 3, 6, 8), torch.randn(5, 3, 2, 2), weights=1)
+    name_dims(gm, ctx)
+    assert (ctx.batch.size, ctx.seq.size) == (2, 12)
+    (x, *_) = gm.graph.nodes
+    assert ctx.names.of(x)[0] == (ctx.batch,)
+
+
 UNNAMED = {
     "no attention": (lambda x: x + 1, [X], "no scaled_dot_product_attention"),
-    "two sequences": (disagreeing, [X, Y], r"disagree on the sequence dim \(2 kinds\)"),
     "one token": (lambda x: attend(x, x, x), [X[:, :, :1]], "a sequence of one token"),
 }
 

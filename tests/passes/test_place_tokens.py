@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pass_graphs import context, operators, run, toy, toy_inputs, trace
+from pass_graphs import attend, context, operators, run, toy, toy_inputs, trace
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,6 +47,29 @@ def test_replicas_add_up_their_sums_before_they_divide() -> None:
     _, gm, _ = placed(toy, toy_inputs(), replicas=TWO)
     (loss,) = [n for n in gm.graph.nodes if n.name.startswith("loss_sums")]
     assert [u.name for u in loss.users] == ["sum_over_replicas_default"]
+
+
+def patches(x: Tensor, w: Tensor, first: Tensor, table: Tensor, *linears: Tensor) -> Tensor:
+    """Of an image, behind a learned token, with a learned position for each."""
+    x = F.conv2d(x, w, stride=2).flatten(2).transpose(1, 2)
+    x = torch.cat([first.expand(len(x), -1, -1), x], 1) + table
+    q = F.linear(x, linears[0])[:, None]
+    return F.linear(attend(q, q, q)[:, 0], linears[1])[:, 0]
+
+
+def test_patches_are_split_before_the_first_attention() -> None:
+    weights = [(8, 3, 2, 2), (1, 1, 8), (1, 13, 8), (8, 8), (8, 8), (1,), (1,)]
+    inputs = [torch.randn(2, 3, 6, 8), *map(torch.randn, weights)]
+    ctx, gm, _ = placed(patches, inputs)
+    assert ctx.seq.size == 13 and not ctx.notes
+    at = {n.name: n for n in gm.graph.nodes}
+    assert {"add", "linear", "linear_1"} <= names(ctx.split)
+    assert not {"cat", "alias_default", "select_1"} & names(ctx.split)
+    assert at["add"].all_input_nodes == [at["cat"], at["alias_default"]]
+    assert [str(n.target) for n, _ in ctx.gathered] == ["aten.select.int"]
+    assert place_tokens(gm, ctx) == len(ctx.split)  # again: nothing is read twice over
+    assert len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default)) == 1
+    torch.testing.assert_close(run(gm, *inputs), patches(*inputs))
 
 
 def with_loss(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:

@@ -76,6 +76,7 @@ UNDERSTOOD: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "all": (lambda a, d, p: torch.ones(S, S, dtype=torch.bool), {}),
     "causal": (lambda a, d, p: j() <= i(), {"right": 0}),
     "causal, turned round": (lambda a, d, p: ~(i() < j()), {"right": 0}),
+    "causal by a large number": (lambda a, d, p: torch.where(j() <= i(), 0.0, -1e9), {"right": 0}),
     "causal by tril": (lambda a, d, p: torch.ones(S, S).tril().bool(), {"right": 0}),
     "causal by triu of -inf": (
         lambda a, d, p: torch.full((S, S), float("-inf")).triu(diagonal=1),
@@ -168,12 +169,12 @@ DENSE: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda a, d, p: torch.arange(H)[:, None, None] * 2 > (i() - j()).abs(),
         "differs between heads",
     ),
-    "numbers": (lambda a, d, p: (i() - j()) * 0.5, "not known to be 0"),
+    "numbers": (lambda a, d, p: (i() * j()) * 0.5, "a bias with a number for each pair is kept"),
     "padding by the least float": (
         lambda a, d, p: torch.where(at_j(a).bool(), 0.0, MIN),
         "a query might see no key",
     ),
-    "a large number": (lambda a, d, p: torch.where(j() <= i(), 0.0, -1e9), "not known to be 0"),
+    "large numbers": (lambda a, d, p: torch.where(j() <= i(), 0.0, 1e9), "not known to be 0"),
 }
 
 

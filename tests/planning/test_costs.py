@@ -297,3 +297,39 @@ def test_predicted_bytes_of_the_core_are_those_that_are_counted(
         for training in (False, True)
     ]
     assert pool3.run(sent_by_operator, method, heads, 41, dtype) == [predicted] * 3
+
+
+SLOW = replace(GPU, latency_s=0.0, bandwidth_bytes=1e9, op_overhead_s=0.0)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("seq_len", [256, 1 << 18])
+def test_weights_travel_while_blocks_compute(seq_len: int, overlap: float) -> None:
+    """As far as there is something to hide behind; tokens and their gradients do not."""
+    w = Workload(1, seq_len, torch.bfloat16, True, 2)
+    far = replace(SLOW, bandwidth_bytes=1e30)
+
+    def time_s(point: str, machine: Machine) -> float:
+        return prior_cost(mlp(), point, w, machine, sharded=True).time_s
+
+    machine = replace(SLOW, overlap=overlap)
+    compute_s = time_s("megatron_cz", far)
+    message_s = prior_cost(mlp(), "megatron_cz", w, SLOW, sharded=True).comm_bytes / 1e9
+    hidden_s = overlap * min(compute_s, message_s)
+    assert (message_s > compute_s) == (seq_len == 256)
+    assert time_s("megatron_cz", machine) == pytest.approx(compute_s + message_s - hidden_s)
+    assert time_s("megatron_ts", machine) == pytest.approx(time_s("megatron_ts", SLOW_ALONE))
+
+
+SLOW_ALONE = replace(SLOW, overlap=0.0)
+
+
+def test_a_ring_hides_behind_attention_and_weights_behind_the_rest() -> None:
+    w = Workload(1, 1 << 16, torch.bfloat16, True, 4)
+    of = {
+        o: prior_cost(attention(), "megatron_cz", w, replace(SLOW, overlap=o)) for o in (0.0, 1.0)
+    }
+    far = prior_cost(attention(), "megatron_cz", w, replace(SLOW, bandwidth_bytes=1e30))
+    sharded = prior_cost(attention(), "megatron_cz", w, replace(SLOW, overlap=1.0), sharded=True)
+    assert of[0.0].time_s > of[1.0].time_s >= far.time_s
+    assert sharded.time_s <= of[0.0].time_s

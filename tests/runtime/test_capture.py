@@ -110,6 +110,39 @@ def test_a_number_made_of_the_length_is_not_taken_for_a_constant(dynamic):
     compile_and_compare(LengthScaled().double(), LENGTHS, dynamic)
 
 
+class Repeated(Tiny):
+    """Repeats its tokens, which no input shows: of its length there is a program for each."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        twice = None if labels is None else labels.repeat(1, 2)
+        return super().forward(ids.repeat(1, 2), twice, mask)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_length_that_no_input_shows_is_not_taken_for_that_of_all_calls(dynamic):
+    compiled = compile_and_compare(Repeated().double(), LENGTHS, dynamic)
+    assert all(c.graphs for c in captures_of(compiled))
+
+
+class Choices(Tiny):
+    """Two sequences for each of the batch."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        pairs = [x if x is None else torch.stack([x, x.flip(1)], 1) for x in (ids, labels)]
+        return super().forward(*[x if x is None else x.flatten(0, 1) for x in pairs], mask)
+
+
+def test_sequences_of_a_batch_of_two_dims_are_counted():
+    seen = []
+
+    def plan(workload: Any) -> str:
+        seen.append((workload.batch, workload.seq_len))
+        return "megatron_cz"
+
+    compile_and_compare(Choices().double(), [(2, 7), (3, 5)], plan=plan)
+    assert seen == [(4, 7), (6, 5)]
+
+
 def test_an_operator_without_a_rule_runs_as_it_is():
     compiled = compile_and_compare(Mixer().double(), LENGTHS)
     notes = [n for c in captures_of(compiled) for n in c.notes]

@@ -41,6 +41,7 @@ class Case:
     bias: str = ""
     softcap: float = 0.0
     dropout_p: float = 0.0
+    sinks: bool = False
     dtype: torch.dtype = torch.float64
 
     def mask(self) -> tuple[Any, ...]:
@@ -66,6 +67,7 @@ class Case:
                 "dense": (b, 1, s, s),
                 "heads": (1, self.heads, s, s),
                 "keys": (1, self.heads, 1, s),
+                "distance": (self.heads, 2, s),
             }
             bias = torch.randn(shape[self.bias], dtype=self.dtype, requires_grad=True)
         seed = torch.tensor(7) if self.dropout_p else None
@@ -104,10 +106,15 @@ def masks() -> Iterator[Case]:
     for h, h_kv in ((4, 2), (5, 5)):
         yield Case(batch=3, heads=h, kv_heads=h_kv, left=9, padding="holes", softcap=2.0)
     yield Case(heads=4, kv_heads=2, bias="heads", softcap=2.0, dropout_p=0.3)
-    for bias, p in itertools.product(("bool", "dense", "heads", "keys"), (0.0, 0.3)):
+    for bias, p in itertools.product(("bool", "dense", "heads", "keys", "distance"), (0.0, 0.3)):
         yield Case(
             batch=3, heads=4, kv_heads=2, seq_len=29, padding="holes", bias=bias, dropout_p=p
         )
+    for h, h_kv in ((4, 2), (5, 5), (1, 1)):
+        for s, right in ((1, 0), (5, -1), (37, 0)):
+            yield Case(batch=2, heads=h, kv_heads=h_kv, seq_len=s, right=right, bias="distance")
+            yield Case(heads=h, kv_heads=h_kv, seq_len=s, right=right, sinks=True)
+    yield Case(batch=3, heads=6, kv_heads=3, padding="left", left=7, sinks=True, dropout_p=0.3)
 
 
 def others() -> Iterator[Case]:
@@ -149,15 +156,23 @@ def compare(op: str, case: Case, axis: Axis) -> str:
     ]
     q, k, v, grad = (torch.randn(b, s, h, d, dtype=case.dtype).transpose(1, 2) for h, d in shapes)
     rest = case.mask()
+    sinks = None
+    if case.sinks:
+        sinks = torch.randn(case.heads, dtype=case.dtype, requires_grad=True)
     bias = [rest[2]] if rest[2] is not None and rest[2].requires_grad else []
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    out0, _ = torch.ops.paradyse.attention(*whole, *rest)
+    bias += [sinks] if sinks is not None else []
+    out0, _ = torch.ops.paradyse.attention(*whole, *rest, None, None, sinks)
     want = [out0.detach(), *torch.autograd.grad(out0, [*whole, *bias], grad)]
 
     mine = [local(x, axis, s).requires_grad_() for x in (q, k, v)]
     info = torch.tensor([s, 0])
-    out, _ = torch.ops.paradyse.attention_across_ranks(*mine, op, axis.name, *rest, None, info)
+    out, _ = torch.ops.paradyse.attention_across_ranks(
+        *mine, op, axis.name, *rest, None, info, sinks
+    )
     got = [out.detach(), *torch.autograd.grad(out, [*mine, *bias], local(grad, axis, s))]
+    if axis.size > 1:  # a rank has its share of the gradients of bias and sinks
+        got[4:] = [collectives.all_reduce(x, axis, 0) for x in got[4:]]
 
     at = local_positions(axis.layout(s), axis.rank)
     real = at < s

@@ -16,6 +16,7 @@ from paradyse.distributed.axis import Runs, TokenLayout
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec, position_intervals
+from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies import host_memory
 from paradyse.strategies.attention import in_chunks
 from paradyse.strategies.attention.chunked_call import places_of
@@ -73,6 +74,8 @@ SPECS = {
     "softcap": replace(SPEC, right=0, softcap=2.0),
     "dropout": replace(SPEC, right=0, dropout_p=0.3, seed=torch.tensor(5)),
     "bias": replace(SPEC, bias=drawn(1, HEADS, SEQ_LEN, SEQ_LEN)),
+    "bias by distance": replace(SPEC, bias=drawn(HEADS, 2, SEQ_LEN)),
+    "sinks": replace(SPEC, right=0, key_padding=PADDING, sinks=drawn(HEADS)),
 }
 
 
@@ -83,10 +86,11 @@ def at_once(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Any, Any]:
     given = tuple(x.to(dtype) for x in (q, k, v, d_out))
     q, k, v, d_out = given
     runs = ((0, NUM_ROWS),)
-    out, lse = attention_forward(q, k, v, runs, runs, spec)
+    out, lse = with_sinks(*attention_forward(q, k, v, runs, runs, spec), spec)
     args = Backward(d_out, q, k, v, out, lse), runs, runs, spec
     d_bias = bias_gradient(*args) if spec.bias is not None else None
-    return given, (out, lse, *attention_backward(*args), d_bias)
+    d_sinks = sink_gradient(d_out, out, lse, spec) if spec.sinks is not None else None
+    return given, (out, lse, *attention_backward(*args), d_bias, d_sinks)
 
 
 def by_chunks(spec: AttentionSpec, given: Any) -> list[Any]:
@@ -94,8 +98,8 @@ def by_chunks(spec: AttentionSpec, given: Any) -> list[Any]:
     q, k, v, d_out = (on_host(host, x) for x in given)
     out, lse = attend(q, k, v, CHUNKS, spec)
     kept = Kept(q, k, v, out, lse)
-    grads, d_bias = attend_backward(kept, d_out, CHUNKS, spec, spec.bias is not None)
-    return [*map(whole, (out, lse, *grads)), d_bias]
+    grads, *others = attend_backward(kept, d_out, CHUNKS, spec, spec.bias is not None)
+    return [*map(whole, (out, lse, *grads)), *others]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -109,7 +113,7 @@ def test_equal_to_attention_at_once(name: str) -> None:
 
 def test_sums_of_16_bit_gradients_have_32_bits() -> None:
     given, want = at_once(SPECS["causal"], torch.bfloat16)
-    out, lse, dq, dk, dv, _ = by_chunks(SPECS["causal"], given)
+    out, lse, dq, dk, dv, *_ = by_chunks(SPECS["causal"], given)
     assert (out.dtype, dq.dtype) == (torch.bfloat16, torch.bfloat16)
     assert (lse.dtype, dk.dtype, dv.dtype) == (torch.float32,) * 3
     for got, x in zip((out, lse, dq, dk, dv), want, strict=False):
@@ -121,7 +125,7 @@ def test_a_rank_without_heads_has_rows_of_nothing() -> None:
     host = HostMemory(torch.device("cpu"))
     q, k, v, d_out = (on_host(host, torch.empty(BATCH, 0, NUM_ROWS, WIDTH)) for _ in range(4))
     out, lse = attend(q, k, v, CHUNKS, SPEC)
-    grads, d_bias = attend_backward(Kept(q, k, v, out, lse), d_out, CHUNKS, SPEC, True)
+    grads, d_bias, _ = attend_backward(Kept(q, k, v, out, lse), d_out, CHUNKS, SPEC, True)
     assert whole(out).shape == (BATCH, 0, NUM_ROWS, WIDTH) and d_bias is None
     assert host.num_used == 0 and not any(whole(x).numel() for x in grads)
 

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.kernels.additive_mask import additive_mask
 from paradyse.kernels.attention_core import cap_scores, stat_dtype, times_keys, times_values
 from paradyse.kernels.attention_mask import (
     MASKED,
     Tile,
-    additive_mask,
     dropout_keep,
     position_intervals,
     run_positions,
 )
+from paradyse.kernels.sinks import with_sinks
 from paradyse.strategies.attention.method import Context
 
 
@@ -88,4 +89,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     ring(v, multiply_values)
     real.div_(total.masked_fill(total == 0, 1)[..., None])
     padding = lse.new_full((b, h, s - rows), -torch.inf)
-    return out.to(q.dtype), [torch.cat([lse, padding], -1)]
+    out, lse = with_sinks(out.to(q.dtype), torch.cat([lse, padding], -1), spec)
+    return out, [lse]

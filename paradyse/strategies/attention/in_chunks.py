@@ -22,6 +22,7 @@ from paradyse.kernels.attention import attention_backward, attention_forward, bi
 from paradyse.kernels.attention_core import Backward, stat_dtype
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.merge import merge
+from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies.host_memory import Fetched, HostRows, one_ahead
 
 Run = tuple[int, int]
@@ -127,7 +128,7 @@ def attend(
             found = part if found is None else merge(*found, *part)
             del part
         assert found is not None
-        for rows, x in zip((out, lse), found, strict=True):
+        for rows, x in zip((out, lse), with_sinks(*found, spec), strict=True):
             rows.write(runs, by_tokens(x))
     for rows in (out, lse):
         rows.settle()
@@ -136,7 +137,7 @@ def attend(
 
 def attend_backward(
     kept: Kept, d_out: HostRows, chunks: Runs, spec: AttentionSpec, bias_grad: bool
-) -> tuple[tuple[HostRows, HostRows, HostRows], Tensor | None]:
+) -> tuple[tuple[HostRows, HostRows, HostRows], Tensor | None, Tensor | None]:
     """Gradients through ``attend``.
 
     Args:
@@ -146,7 +147,8 @@ def attend_backward(
         bias_grad: whether the bias of ``spec`` needs a gradient.
     Returns:
         those of q, like it, and of k and v, in ``stat_dtype``; and what the rank's heads add to
-        the gradient of the bias, None where that is nothing or not asked for.
+        the gradients of the bias and of the sinks, None where that is nothing or, of the bias, not
+        asked for.
     """
     q, k, v = kept.q, kept.k, kept.v
     exact = stat_dtype(q.dtype)
@@ -155,6 +157,7 @@ def attend_backward(
     begun: set[Run] = set()
     """Chunks of keys of which there are sums."""
     d_bias: Tensor | None = None
+    d_sinks: Tensor | None = None
     pairs = _Pairs(q, k, v, chunks, spec)
     for own, seen in pairs.seen:
         runs = (own,)
@@ -163,6 +166,9 @@ def attend_backward(
             continue
         reads = [x.read(runs) for x in (d_out, q, kept.out, kept.lse)]
         grad, queries, out, lse = (by_heads(x.get()) for x in reads)
+        if spec.sinks is not None:
+            more = sink_gradient(grad, out, lse, spec)
+            d_sinks = more if d_sinks is None else d_sinks + more
         total: Tensor | None = None
         for keys in seen:
             # these come while the pair is computed, whose shares are then added
@@ -186,4 +192,4 @@ def attend_backward(
             unseen.fill(run, 0)
     for done in (dq, dk, dv):
         done.settle()
-    return (dq, dk, dv), d_bias
+    return (dq, dk, dv), d_bias, d_sinks

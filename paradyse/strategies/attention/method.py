@@ -36,10 +36,11 @@ class Method:
     """(q [B, H, s, D], k [B, Hk, s, D], v [B, Hk, s, Dv], context) -> (out [B, H, s, Dv] in q's
     dtype, contiguous tensors that backward needs)."""
     backward: Callable[
-        [Tensor, Sequence[Tensor], Context, bool], tuple[Tensor, Tensor, Tensor, Tensor | None]
+        [Tensor, Sequence[Tensor], Context, bool],
+        tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     ]
     """(gradient of out, saved tensors, context, whether the bias needs a gradient) -> (dq, dk, dv,
-    this rank's share of the bias's gradient; None for no share)."""
+    this rank's shares of the gradients of bias and sinks; None for no share)."""
     keeps_inputs: bool = True
     """Backward's saved tensors are q, k, v, out and what forward says; else the latter alone."""
     fake_kept: Callable[[Tensor, Tensor, Tensor, Axis], list[Tensor]] = lambda q, *_: [empty_lse(q)]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
 from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.kernels.attention_core import empty_like_heads
 from paradyse.kernels.attention_op import (
     ARGUMENTS,
     BACKWARD,
+    INFO_AT,
     Grads,
     make_spec,
     register_gradient,
@@ -35,8 +35,8 @@ METHODS = {
 
 
 def _context(num_kv_heads: int, key_width: int, axis: str, rest: Sequence[Any]) -> Context:
-    """Of ``ARGUMENTS``, the last of which is info."""
-    spec, block_id = make_spec(0, *rest), int(rest[-1][1])
+    """Of ``ARGUMENTS``."""
+    spec, block_id = make_spec(0, *rest), int(rest[INFO_AT][1])
     return Context(spec, axis_named(axis), block_id, num_kv_heads, key_width)
 
 
@@ -57,8 +57,8 @@ def attention_across_ranks(
         method: a key of ``METHODS``.
         axis: the name for ``axis_named``.
         rest: ``ARGUMENTS``. Masks and bias are of the whole sequence, equal on all ranks; a learned
-            bias gets its whole gradient on every rank. info, int64 [2] on the CPU, is required: the
-            sequence's length S, the block id.
+            bias and sinks get the rank's share of their gradient. info, int64 [2] on the CPU, is
+            required: the sequence's length S, the block id.
     Returns:
         this rank's out [B, H, s, Dv], and what the method's backward needs besides. Rows of padding
         tokens are 0.
@@ -74,7 +74,8 @@ def attention_across_ranks(
 @torch.library.custom_op(
     "paradyse::attention_across_ranks_backward",
     mutates_args=(),
-    schema=f"({BACKWARD}, str method, str axis, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({BACKWARD}, str method, str axis, {ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def attention_across_ranks_backward(
     grad_out: Tensor,
@@ -95,18 +96,20 @@ def attention_across_ranks_backward(
         bias_grad: whether the bias needs a gradient.
         method, axis, rest: as of ``attention_across_ranks``.
     Returns:
-        gradients of this rank's q, k, v, and the whole one of the bias, equal on all ranks; it has
-        no elements unless asked for.
+        gradients of this rank's q, k, v, and this rank's shares of those of the bias, of no
+        elements unless asked for, and of the sinks, of no elements where there are none.
     """
     at = _context(num_kv_heads, key_width, axis, rest)
-    dq, dk, dv, share = METHODS[method].backward(grad_out, saved, at, bias_grad)
-    d_bias = grad_out.new_empty(0)
-    if bias_grad:
-        assert at.spec.bias is not None
-        d_bias = at.spec.bias.new_zeros(at.spec.bias.shape) if share is None else share
-        if at.axis.size > 1:
-            d_bias = collectives.all_reduce(d_bias, at.axis, at.block_id)
-    return token_major(dq), token_major(dk), token_major(dv), d_bias
+    dq, dk, dv, d_bias, d_sinks = METHODS[method].backward(grad_out, saved, at, bias_grad)
+    if d_bias is None:
+        d_bias = grad_out.new_empty(0)
+        if bias_grad:
+            assert at.spec.bias is not None
+            d_bias = torch.zeros_like(at.spec.bias)
+    if d_sinks is None:
+        sinks = at.spec.sinks
+        d_sinks = grad_out.new_empty(0) if sinks is None else torch.zeros_like(sinks)
+    return token_major(dq), token_major(dk), token_major(dv), d_bias, d_sinks
 
 
 @attention_across_ranks.register_fake
@@ -143,16 +146,18 @@ def backward_across_ranks(
     call: AttentionCall,
     method: str,
     axis: Axis,
+    bias_grad: bool,
 ) -> Grads:
     """Gradients through ``attend_across_ranks``, whose results were ``out`` and ``kept``, for an
-    autograd function that recomputes q, k and v; none of the bias.
+    autograd function that recomputes q, k and v.
 
     Args:
         grad_out: [B, H, s, Dv].
         call, method, axis: as they were given there.
+        bias_grad: whether the bias needs a gradient.
     """
     op = torch.ops.paradyse.attention_across_ranks_backward
     saved = _saved((*call.qkv, method), (out, kept))
     sizes = (call.k.shape[1], call.q.shape[3])
-    grads: Grads = op(grad_out, saved, *sizes, False, method, axis.name, *call.rest)
+    grads: Grads = op(grad_out, saved, *sizes, bias_grad, method, axis.name, *call.rest)
     return grads

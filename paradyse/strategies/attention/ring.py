@@ -20,6 +20,7 @@ from paradyse.kernels.attention import (
 )
 from paradyse.kernels.attention_core import Backward, stat_dtype
 from paradyse.kernels.merge import merge
+from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies.attention.method import Context
 
 
@@ -60,12 +61,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
             message = pending.wait()
             k, v = _unpack(message, k, v)
     assert out is not None and lse is not None
+    out, lse = with_sinks(out, lse, spec)
     return out, [lse.contiguous()]
 
 
 def backward(
     grad_out: Tensor, saved: Sequence[Tensor], at: Context, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """``Method.backward``.
 
     Keys and values go round once more. Their gradients follow one hop behind, each rank adding its
@@ -77,7 +79,8 @@ def backward(
         at: the call.
         bias_grad: whether the bias needs a gradient.
     Returns:
-        dq, dk, dv in the dtypes of q, k, v, and this rank's share of the bias's gradient or None.
+        dq, dk, dv in the dtypes of q, k, v, and this rank's shares of the gradients of bias and
+        sinks, or None.
     """
     q, k, v, out, lse = saved
     axis, spec = at.axis, at.spec
@@ -86,6 +89,7 @@ def backward(
     k_own, v_own = k, v
     total_q: Tensor | None = None
     d_bias: Tensor | None = None
+    d_sinks = sink_gradient(grad_out, out, lse, spec) if spec.sinks is not None else None
     gradients_under_way: collectives.Pending | None = None
     message = _pack(k, v)
     for step in range(p):
@@ -97,7 +101,7 @@ def backward(
             d_bias_i = bias_gradient(*part)
             d_bias = d_bias_i if d_bias is None else d_bias + d_bias_i
         if p == 1:
-            return dq, dk, dv, d_bias
+            return dq, dk, dv, d_bias, d_sinks
         total_q = dq.to(exact) if total_q is None else total_q.add_(dq)
         grads = _pack(dk.to(exact), dv.to(exact))
         if gradients_under_way is not None:
@@ -108,4 +112,4 @@ def backward(
             k, v = _unpack(message, k, v)
     assert gradients_under_way is not None and total_q is not None
     dk, dv = _unpack(gradients_under_way.wait(), k_own, v_own)
-    return total_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
+    return total_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias, d_sinks

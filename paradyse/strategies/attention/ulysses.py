@@ -24,6 +24,7 @@ from paradyse.kernels.head_exchange import (
     send_tokens,
 )
 from paradyse.kernels.head_slots import HeadSlots
+from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies.attention.method import Context
 from paradyse.strategies.groups.heads import deal_heads
 
@@ -106,8 +107,9 @@ class OwnHeads:
         ids, num_heads = self.slots.head_ids(self.axis.rank), self.slots.num_heads
         if spec.head_ids is not None:
             ids = spec.head_ids.cpu()[ids]
-        elif spec.bias is not None and spec.bias.shape[1] not in (1, num_heads):
-            raise ValueError(f"bias has {spec.bias.shape[1]} heads, the query {num_heads}")
+        else:
+            spec.head_bias(num_heads)  # raises for another number
+            spec.head_sinks(num_heads)
         return replace(spec, head_ids=ids)
 
     def _exchange(self, message: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     qkv = own.gather((q, k, v))
     runs = ((0, qkv.shape[1]),)
     if own.real[0]:
-        out_h, lse = attention_forward(*own.heads(qkv), runs, runs, spec)
+        out_h, lse = with_sinks(*attention_forward(*own.heads(qkv), runs, runs, spec), spec)
     else:
         out_h = q.new_empty(q.shape[0], 0, qkv.shape[1], v.shape[3])
         lse = empty_lse(out_h)
@@ -146,7 +148,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
 
 def backward(
     grad_out: Tensor, saved: Sequence[Tensor], at: Context, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """``Method.backward``, from what ``forward`` gives for it alone.
 
     Args:
@@ -155,21 +157,23 @@ def backward(
         at: the call.
         bias_grad: whether the bias needs a gradient.
     Returns:
-        dq, dk, dv, and this rank's share of the bias's gradient; None where it computes no head.
+        dq, dk, dv, and this rank's shares of the gradients of bias and sinks; None where it
+        computes no head.
     """
     lse, out_h, qkv = saved
     own, runs = OwnHeads.of(grad_out.shape[1], grad_out.shape[3], at), ((0, qkv.shape[1]),)
     grad_h = own.output_heads(own.gather((grad_out,)))
-    d_heads, d_bias = own.heads(qkv), None
+    d_heads, d_bias, d_sinks = own.heads(qkv), None, None
     if own.real[0]:
-        given = Backward(grad_h, *d_heads, out_h, lse)
-        args = (given, runs, runs, own.spec(at.spec))
+        given, spec = Backward(grad_h, *d_heads, out_h, lse), own.spec(at.spec)
+        args = (given, runs, runs, spec)
         d_heads = attention_backward(*args)
+        d_sinks = sink_gradient(grad_h, out_h, lse, spec) if spec.sinks is not None else None
         d_bias = bias_gradient(*args) if bias_grad else None
         del args, given
     del grad_h
     dq, dk, dv = own.scatter(d_heads, own.widths)
-    return dq, dk, dv, d_bias
+    return dq, dk, dv, d_bias, d_sinks
 
 
 def fake_kept(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> list[Tensor]:

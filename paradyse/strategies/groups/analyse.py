@@ -274,7 +274,7 @@ class _Analysis:
             raise Unsplittable(f"{node} is made of more than projections and their adapters")
         moved = closure(self.scope, leaves, self.members, [node])
         index = torch.arange(shape[-1]).view([1] * (len(shape) - 1) + [-1])
-        tokens = {f: 1 for f in (self.scope.seq, self.scope.batch) if f is not None}
+        tokens = {f: 1 for dim in self.names.of(node)[:-1] for f in dim}
         piece = make_piece("movement", [n for n in moved if n is not node], leaves)
         values = [index if n is node else self._constant(n) for n in piece.inputs]
         found = run(piece, values, self.names, tokens) if leaves != [node] else (index,)

@@ -1,0 +1,123 @@
+"""Rules of whole layers that PyTorch has as one operator, and of writes into a part of a value.
+
+Factor maps are as in ``rules``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from paradyse.graph.factors import Names, rule
+from paradyse.graph.rules import (
+    argument,
+    cuts_ends,
+    factor_map,
+    mix_along,
+    overloads,
+    shape_of,
+    shifted,
+)
+
+aten = torch.ops.aten
+
+_SDPA = factor_map(
+    "q[..., s, d], k[..., t, d], v[..., t, e], mask[..., s, t] -> [..., s, e]; mixes t, d"
+)
+
+
+@rule(aten.scaled_dot_product_attention.default)
+def left_attention(names: Names, node: fx.Node) -> Any:
+    """``q[..., s, d], k[..., t, d], v[..., t, e], mask[..., s, t] -> [..., s, e]; mixes t, d``: of
+    attention that is left to PyTorch, such as that to another sequence, each query is by itself.
+
+    Mixes s too under a causal mask, which counts queries, and all under dropout, whose random
+    numbers are for the whole.
+    """
+    dims = _SDPA(names, node)
+    if dims is not None and argument(node, "dropout_p"):
+        names.mix(node, *dims)
+    elif dims is not None and argument(node, "is_causal"):
+        names.mix(node, dims[-2])
+    return dims
+
+
+@rule(*overloads("conv1d conv2d conv3d"))
+def convolution(names: Names, node: fx.Node) -> Any:
+    """``x[b, c, n, ..], w[o, i, k, ..], b[o] -> [b, o, new, ..]; mixes c, n, i, k``, and o where it
+    is in groups."""
+    x, w = names.of(node.args[0]), names.of(node.args[1])
+    shape = shape_of(node)
+    if len(x) != len(shape) or len(x) != len(w):
+        return None
+    names.mix(node, *x[1:], *w[1:])
+    if argument(node, "groups") != 1:
+        names.mix(node, w[0])
+    if len(node.args) > 2 and node.args[2] is not None:
+        names.unify_at(node, w[0], names.of(node.args[2])[0])
+    return [x[0], w[0], *names.fresh(shape[2:])]
+
+
+@rule(aten.group_norm.default)
+def group_norm(names: Names, node: fx.Node) -> Any:
+    """``x[b, c, ..], w[c], b[c] -> [b, c, ..]; mixes c, ..``"""
+    dims = names.of(node.args[0])
+    names.mix(node, *dims[1:])
+    for weight in node.args[2:4]:
+        if weight is not None:
+            names.unify_at(node, dims[1], names.of(weight)[0])
+    return dims
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...], y[..., n - k, ...] -> [..., n, ...]; mixes n, n - k`` where both are not of
+    one size.
+    """
+    dims, (d,) = mix_along(names, node)
+    part = names.of(node.args[1])
+    for i, (mine, theirs) in enumerate(zip(dims, part, strict=True)):
+        if i != d:
+            names.unify_at(node, mine, theirs)
+            dims[i] = dims[i] or theirs
+    names.mix(node, part[d])
+    size = shape_of(node.args[1])[d]
+    if dims[d] and cuts_ends(node):
+        same = size == shape_of(node)[d]
+        names.unify(dims[d] if same else shifted(names, dims[d], size), part[d])
+    return dims
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...], y[..., ...] -> [..., n, ...]; mixes n``"""
+    dims, (d,) = mix_along(names, node)
+    for mine, theirs in zip(dims[:d] + dims[d + 1 :], names.of(node.args[1]), strict=True):
+        names.unify_at(node, mine, theirs)
+    return dims
+
+
+@rule(aten.masked_scatter.default)
+def masked_scatter(names: Names, node: fx.Node) -> Any:
+    """``x[...], mask[...], y[..] -> [...]; mixes all``: what is taken of y depends on all of the
+    mask."""
+    dims = names.broadcast(node, node.args[:2], shape_of(node))
+    names.mix(node, *dims, *names.of(node.args[2]))
+    return dims
+
+
+@rule(aten.repeat.default)
+def repeat(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...] -> [new, ..., n, ...]``, with a new dim in place of n, which it mixes, where
+    n is repeated."""
+    dims, times, shape = names.of(node.args[0]), node.args[1], shape_of(node)
+    out = names.fresh(shape)
+    ahead = len(shape) - len(dims)
+    for d, dim in enumerate(dims, ahead):
+        if times[d] == 1:
+            out[d] = dim
+        else:
+            names.mix(node, dim)
+    return out

@@ -1,0 +1,93 @@
+"""Weights of one call on their way to the steps that read them: where their gradients are joined.
+
+What ranks compute parts of is summed over the sequence axis, and averaged over replicas, by nodes
+of autograd's graph through which weights pass before they are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.graph.subgraph import is_weight
+from paradyse.passes.split_steps import Step
+from paradyse.runtime.program import Program
+from paradyse.weights.gradients import AverageGradients, SumGradients, joined_by_use
+from paradyse.weights.no_sync import GradientSync
+from paradyse.weights.sharded_tensor import ShardedTensor
+
+
+class JoinedGradients:
+    """Of one call of ``program``.
+
+    Args:
+        env: the values of the call; weights in it become those whose gradients are averaged.
+        sync: how gradients of the call come together.
+    """
+
+    def __init__(self, program: Program, env: dict[fx.Node, Any], sync: GradientSync):
+        self.program, self.env, self.sync = program, env, sync
+        self.summed: dict[fx.Node, Tensor] = {}
+        """Weights for use in a part of the work: their gradients are summed over ranks."""
+        self._to_sum: dict[fx.Node, Step] = {}
+        self._sums: dict[int, list[int]] = {}
+        """Position of a step -> which of ``_to_sum`` it has summed."""
+        self._averaged: set[fx.Node] = set()
+
+    def begin(self) -> None:
+        """The call is about to run: find out which weights are summed, and where."""
+        self._to_sum = self._whole_weights()
+        first = [step.position for step in self._to_sum.values()]
+        self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
+
+    def before(self, position: int) -> None:
+        """The step at ``position`` is about to run."""
+        self._sum(position)
+        self._average(position)
+        self._average(position + 1)  # fetched while this step runs
+
+    def _whole_weights(self) -> dict[fx.Node, Step]:
+        """Weights of which every rank has the whole and computes a part of the gradients, with the
+        first step that reads each."""
+        if self.program.axis.size == 1 or not torch.is_grad_enabled():
+            return {}
+        return {
+            n: step
+            for n, step in self.program.schedule.first_readers.items()
+            if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
+        }
+
+    def _sum(self, position: int) -> None:
+        """Have gradients summed over ranks that are all there when the backward of the step at
+        ``position`` is over. Autograd runs nodes that were made later first, so that of the sum
+        runs as soon as it can."""
+        index = self._sums.get(position)
+        if index is None:
+            return
+        held = list(self._to_sum)
+        nodes = [held[i] for i in index]
+        owners = [self._to_sum[n].block_id for n in nodes]
+        out = SumGradients.apply(self.sync, owners, *(self.env[n] for n in nodes))
+        self.summed.update(zip(nodes, out, strict=True))
+
+    def _average(self, position: int) -> None:
+        """Have the gradients of the weights of the step at ``position`` averaged over replicas,
+        where that is no part of the sum over ranks."""
+        program = self.program
+        if program.replicas.size == 1 or not torch.is_grad_enabled():
+            return
+        inputs = program.steps[position].piece.inputs if position < len(program.steps) else ()
+        nodes = [
+            n
+            for n in inputs
+            if is_weight(n)
+            and n not in self._averaged
+            and n not in self._to_sum
+            and self.env[n].requires_grad
+        ]
+        if nodes:
+            out = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
+            self.env.update(zip(nodes, out, strict=True))
+            self._averaged.update(nodes)

@@ -1,0 +1,160 @@
+"""Runs: blocks in a row that a frame computes as one compiled piece, once their plan is used often.
+
+A block costs the host a fraction of a millisecond whatever it computes: a call of a compiled
+function, and a node in autograd's graph with a second call in backward. Where the sequence is short
+that is most of a step. Runs are compiled late, so that the first steps wait for nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from paradyse.distributed import collectives
+from paradyse.distributed.session import Recent
+from paradyse.passes.split_steps import BlockStep, Schedule, Step
+from paradyse.strategies.base import SPLIT, WHOLE, PieceVariant, Scope, StepContext
+from paradyse.strategies.dropout import has_dropout
+from paradyse.strategies.fused import FusedPiece, Member
+from paradyse.types import Plan, Point
+
+RUN_BLOCKS = 8
+"""Blocks of a run at most: the inner compiler takes as much longer as a run is longer, and the cost
+of a region is shared by as many blocks."""
+
+FUSE_AFTER = 16
+"""Calls under one plan before its runs are compiled."""
+
+FUSED_TOKENS = 4096
+"""Tokens of a rank up to which blocks run together. Beyond, the device has work for longer than the
+host takes."""
+
+
+class Uses:
+    """How often each plan was used, by the model as a whole: ranks may have captured it at other
+    calls than the rest, and send messages in another order where they run blocks together."""
+
+    def __init__(self) -> None:
+        self._count: Recent[Plan, int] = Recent()
+
+    def add(self, plan: Plan) -> bool:
+        """Whether ``plan``, which is used once more, was used often before."""
+        count = self._count[plan] = self._count.get(plan, 0) + 1
+        return count > FUSE_AFTER
+
+
+class Run:
+    """Consecutive blocks under one plan, as one compiled piece.
+
+    Args:
+        scope: what all variants of the capture share.
+        steps: the blocks.
+        members: what computes each.
+        outputs: what is read of them afterwards.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        steps: Sequence[BlockStep],
+        members: Sequence[Member],
+        outputs: Sequence[fx.Node],
+    ):
+        self.scope, self.steps, self.members, self.outputs = scope, steps, members, outputs
+        name = f"{steps[0].block.label} to {steps[-1].block.label}"
+        self.block_id = collectives.register_block(scope.axis, name)
+        """What errors call it by."""
+        self._fused: FusedPiece | None = None
+
+    def __call__(self, contexts: Sequence[StepContext]) -> Any:
+        """``outputs``, by the ``contexts`` of its steps."""
+        if self._fused is None:
+            self._fused = FusedPiece(self.scope, self.members, self.outputs, contexts)
+        return self._fused(contexts)
+
+
+Unit = Step | Run
+"""What a frame computes at a time."""
+
+
+class Runs:
+    """The units of a program under plans that are used often.
+
+    Args:
+        schedule: the steps.
+        scope: what all variants of the capture share.
+        variant: what computes a step by a strategy.
+    """
+
+    def __init__(
+        self, schedule: Schedule, scope: Scope, variant: Callable[[Step, str], Any]
+    ) -> None:
+        self.schedule, self.scope, self._variant = schedule, scope, variant
+        self._units: Recent[tuple[str, ...], Sequence[Unit]] = Recent()
+
+    def units(self, strategies: tuple[str, ...], sizes: Mapping[str, int]) -> Sequence[Unit]:
+        """The steps of a call, in order, those together that run as one.
+
+        Args:
+            strategies: per block, a strategy and its levers.
+            sizes: "B", "S" and, on more than one rank, "s".
+        """
+        if self.scope.inner == "eager" or len(strategies) < 2:
+            return self.schedule.steps
+        layout = SPLIT if self.scope.axis.size > 1 else WHOLE
+        if sizes.get("B", 1) * sizes[layout] > FUSED_TOKENS:
+            return self.schedule.steps
+        if strategies not in self._units:
+            self._units[strategies] = self._fused(strategies)
+        return self._units[strategies]
+
+    def _fused(self, strategies: tuple[str, ...]) -> list[Unit]:
+        units: list[Unit] = []
+        run: dict[BlockStep, Member] = {}
+
+        def end_run() -> None:
+            units.extend([self._run(run)] if len(run) > 1 else run)
+            run.clear()
+
+        for step in self.schedule.steps:
+            member = self._member(step, strategies)
+            if len(run) == RUN_BLOCKS or not _goes_on(run, step, strategies):
+                end_run()
+            if isinstance(step, BlockStep) and member is not None:
+                run[step] = member
+            else:
+                end_run()
+                units.append(step)
+        end_run()
+        return units
+
+    def _member(self, step: Step, strategies: tuple[str, ...]) -> Member | None:
+        """What computes ``step`` in a run; None where it runs by itself: it is no block, or has
+        levers, or its strategy is more than one compiled piece."""
+        if not isinstance(step, BlockStep) or step.recompute:
+            return None
+        if Point.parse(strategies[step.index]).levers:
+            return None
+        variant = self._variant(step, strategies[step.index])
+        if not isinstance(variant, PieceVariant) or variant.lowered.eager:
+            return None
+        placed = self.scope.axis.size > 1 or has_dropout(step.piece)
+        return Member(variant, step.piece.outputs, placed)
+
+    def _run(self, members: Mapping[BlockStep, Member]) -> Run:
+        steps = list(members)
+        freed = {n for s in steps for n in self.schedule.freed[s.position]}
+        freed -= {n for s in steps for piece in s.sides.values() for n in piece.inputs}
+        outputs = [n for m in members.values() for n in m.outputs if n not in freed]
+        return Run(self.scope, steps, list(members.values()), outputs)
+
+
+def _goes_on(run: Collection[BlockStep], step: Step, strategies: tuple[str, ...]) -> bool:
+    """Whether ``step`` has the strategy of the blocks of its kind in ``run``, so that runs of many
+    layers are alike."""
+    if not isinstance(step, BlockStep):
+        return False
+    alike = (strategies[s.index] for s in run if s.block.kind == step.block.kind)
+    return all(strategy == strategies[step.index] for strategy in alike)

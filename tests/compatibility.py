@@ -1,0 +1,156 @@
+"""Which families of models are exact, and what of them is split: docs/compatibility.md.
+
+    python tests/compatibility.py                         # every family that the table lacks
+    python tests/compatibility.py --only t5 vit --again   # these, also if they are in the table
+    python tests/compatibility.py --seconds 400           # begin no family after this time
+    python tests/compatibility.py --all-strategies        # each strategy, not auto alone
+
+Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
+lengths, under the plan ``auto`` or under each strategy, and one process trains it in eager mode.
+Loss and gradients have to be equal. The ranks have limited time for a family: one that crashes or
+hangs is a row of the table. So is one that eager mode cannot train, which is not tried. The table
+is written after each family; families that stand there are not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from family_run import examine, short
+from family_table import FAMILIES
+from harness import RankError, RankFailure, RankPool
+from plans import PLANS
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+NUM_RANKS = 2
+
+HEAD = """# Compatibility
+
+Written by `make compatibility` (`tests/compatibility.py`): a small model of each family, with
+random weights, on two ranks, against one process in eager mode.
+
+| column | meaning |
+|---|---|
+| exact | the plan under which loss and gradients are equal at three lengths; else what is off |
+| blocks | attention and MLP blocks that have strategies; "whole": every rank computes all of it |
+| layers | of all stacks of the model |
+| programs | captures after the first, second and third length |
+| notes | what is computed on gathered tensors or whole, and why |
+
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of the table, as text."""
+
+    family: str
+    model: str
+    exact: str
+    blocks: str
+    layers: str
+    programs: str
+    notes: str
+
+    @classmethod
+    def parse(cls, line: str) -> Result | None:
+        """The row that ``line`` of the document is; None for any other line."""
+        cells = [c.strip() for c in line.strip().strip("|").split("|")]
+        is_row = len(cells) == len(fields(cls)) and cells[0] in FAMILIES
+        return cls(*cells) if is_row else None
+
+    def line(self) -> str:
+        cells = (str(getattr(self, f.name)).replace("|", "/") for f in fields(self))
+        return "| " + " | ".join(" ".join(c.split()) for c in cells) + " |"
+
+
+def try_family(pool: RankPool, name: str, plans: Sequence[str], timeout_s: float) -> Result:
+    """The row of ``name``; that of a crash where ranks raise, die or do not come back."""
+    row = FAMILIES[name]
+    try:
+        found = pool.run(examine, row, list(plans), timeout_s=timeout_s)[0]
+    except RankFailure as e:
+        problem = f"**crash**: {crash(e)}"
+        found = {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
+    return Result(family=name, model=row.cls, **found)
+
+
+def crash(failure: RankFailure) -> str:
+    """One line of why ranks failed."""
+    if failure.timed_out:
+        return "no result in time"
+    errors: list[RankError] = list(failure.errors.values())
+    if not errors:
+        return "a rank died"
+    lines = [x.strip() for x in errors[0].text.splitlines() if x.strip()]
+    wrapped = len(lines) > 1 and lines[0].endswith("raised:")  # by Dynamo
+    said = lines[wrapped] if lines else ""
+    return f"{errors[0].type_name}: {short(said)}"
+
+
+def read(document: Path) -> dict[str, Result]:
+    """Rows by family; none where there is no document yet."""
+    lines = document.read_text().splitlines() if document.exists() else []
+    rows = (Result.parse(line) for line in lines)
+    return {r.family: r for r in rows if r is not None}
+
+
+def write(document: Path, rows: Iterable[Result]) -> None:
+    """All of ``rows``, in the order of the table of families, with how many are exact."""
+    by_name = {r.family: r for r in rows}
+    ordered = [by_name[name] for name in FAMILIES if name in by_name]
+    tried = [r for r in ordered if not r.exact.startswith("**not tried")]
+    exact = [r for r in tried if not r.exact.startswith("**")]
+    whole = sum(r.blocks == "whole" for r in exact)
+    summary = (
+        f"{len(tried)} of {len(FAMILIES)} families tried: {len(exact)} exact, of which {whole} "
+        f"are computed whole on every rank.\n\n"
+    )
+    names = [f.name for f in fields(Result)]
+    table = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    text = HEAD + summary + "\n".join([*table, *(r.line() for r in ordered)]) + "\n"
+    document.write_text(text)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="FAMILY")
+    parser.add_argument("--again", action="store_true", help="also those that are in the table")
+    parser.add_argument("--all-strategies", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds for one family (90)")
+    parser.add_argument("--out", type=Path, default=DOCUMENT, help="the document")
+    return parser
+
+
+def main() -> int:
+    args = options().parse_args()
+    start, rows = time.monotonic(), read(args.out)
+    plans = PLANS if args.all_strategies else ("auto",)
+    failed = 0
+    with RankPool(NUM_RANKS) as pool:
+        for name in args.only or FAMILIES:
+            if name in rows and not args.again:
+                continue
+            if time.monotonic() - start > args.seconds:
+                break
+            began = time.monotonic()
+            rows[name] = try_family(pool, name, plans, args.limit)
+            failed += rows[name].exact.startswith("**")
+            print(f"{time.monotonic() - began:5.1f} s {rows[name].line()}", flush=True)
+            write(args.out, rows.values())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""On a rank: trains the small model of a family and compares it with eager mode, for
+``compatibility.py``."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from models import TOLERANCE, run_step, worst
+from plans import blocks_of, choose
+from small_models import Row, batch_of, make, num_layers
+
+NOTE_CHARS = 200
+
+
+def examine(row: Row, plans: Sequence[str]) -> dict[str, Any]:
+    """On every rank: train the model of ``row`` at its lengths; what a ``Result`` says of it."""
+    import transformers
+
+    from paradyse.runtime.registry import captures_of
+
+    transformers.logging.set_verbosity_error()
+    # Models warn of their own settings, and what they do in eager mode is no matter here.
+    warnings.simplefilter("ignore")
+    try:
+        reference, model = make(row), make(row)
+        batches = [batch_of(row, reference, n) for n in row.lengths]
+        wanted = [run_step(reference, reference, batch, loss_of) for batch in batches]
+    except Exception as e:  # whatever transformers makes of a row of the table
+        problem = f"**not tried**: {type(e).__name__}: {short(str(e))}"
+        return {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
+    current: list[Any] = [None]
+    single = plans == ["auto"]
+    plan = "auto" if single else lambda workload: current[0]
+    compiled = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": "eager"})
+    off: dict[str, float] = {}
+    programs = []
+    for n, batch, want in zip(row.lengths, batches, wanted, strict=True):
+        for name in plans:
+            current[0] = _plan(name, compiled) if not single else None
+            error, what = worst(run_step(compiled, model, batch, loss_of), want)
+            if not error <= TOLERANCE[torch.float32]:
+                off[f"{name}, {n}: {what}"] = error
+        captures = [*captures_of(compiled), *captures_of(compiled, whole=True)]
+        programs.append(str(len(captures)))
+    graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
+    kinds = Counter(b.kind for b in graphs[-1].blocks) if graphs else Counter()
+    notes = dict.fromkeys(n for c in captures for n in c.notes)
+    return {
+        "exact": _exact(off, plans),
+        "blocks": ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "whole",
+        "layers": str(num_layers(reference)),
+        "programs": " ".join(programs),
+        "notes": "; ".join(short(n) for n in notes),
+    }
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    """The loss of a model's output; of one without labels the mean square of its first tensor."""
+    loss = getattr(out, "loss", None)
+    return loss if loss is not None else out[0].float().square().mean()
+
+
+def _plan(name: str, compiled: Any) -> Any:
+    from paradyse.runtime.registry import captures_of
+
+    if not any(True for _ in captures_of(compiled)):
+        return "colossal_z"  # which no block refuses; the first call finds the blocks
+    return choose(name, blocks_of(compiled))
+
+
+def _exact(off: dict[str, float], plans: Sequence[str]) -> str:
+    if not off:
+        return "auto" if plans == ["auto"] else "all strategies"
+    what = max(off, key=lambda k: off[k])
+    return f"**no**: {what} {off[what]:.0e}"
+
+
+def short(text: str) -> str:
+    text = text.split("\n")[0]
+    return text if len(text) <= NOTE_CHARS else text[: NOTE_CHARS - 3] + "..."

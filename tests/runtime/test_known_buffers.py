@@ -1,0 +1,67 @@
+"""Buffers that a program takes for known masks: what they are, and that they stay so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import make_batch, run_step
+from torch import Tensor
+from written_out import make
+
+import paradyse
+from paradyse.passes.mask_values import Band
+from paradyse.runtime.known_buffers import band_of
+
+N = 7
+ONES = torch.ones(N, N)
+BANDS: dict[str, tuple[Tensor, Band]] = {
+    "causal": (ONES.tril(), Band(None, 0, True)),
+    "causal, bool, of four dims": (ONES.tril().bool()[None, None], Band(None, 0, True)),
+    "window": (ONES.tril().triu(-2), Band(2, 0, True)),
+    "hidden": (ONES.triu(1).to(torch.uint8), Band(None, 0, False)),
+    "ahead": (ONES.tril(2), Band(None, 2, True)),
+    "all": (ONES, Band(None, None, True)),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands(name: str) -> None:
+    table, band = BANDS[name]
+    assert band_of(table) == band
+    i = torch.arange(N)
+    ones = torch.ones(N, N, dtype=torch.bool)
+    for bound, inside in ((band.left, i >= i[:, None] - (band.left or 0)),
+                          (band.right, i <= i[:, None] + (band.right or 0))):  # fmt: skip
+        ones &= inside if bound is not None else True
+    assert torch.equal(ones == band.inside, table.reshape(N, N).bool())
+
+
+OTHERS = {
+    "one place is off": ONES.tril().index_put(
+        (torch.tensor(3), torch.tensor(1)), torch.tensor(0.0)
+    ),
+    "other numbers": ONES.tril() * 2,
+    "not square": ONES.tril()[:, :5],
+    "several": ONES.tril().expand(2, N, N),
+    "trained": ONES.tril().requires_grad_(),
+    "one number": torch.ones(1, 1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_bands(name: str) -> None:
+    assert band_of(OTHERS[name]) is None
+
+
+def test_a_buffer_that_changes_is_told() -> None:
+    """Its values are no part of the program; what writes the same ones is no change."""
+    torch._dynamo.reset()
+    model, batch = make("nano_gpt"), make_batch("plain", 2, 9)
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    first = run_step(compiled, model, batch, lambda loss: loss)
+    assert "mask: causal" in str(paradyse.explain(compiled, 2, 9))
+    model.tril.copy_(model.tril.clone())
+    assert run_step(compiled, model, batch, lambda loss: loss).loss == first.loss
+    model.tril.fill_(1)
+    with pytest.raises(RuntimeError, match=r"64\] was a mask of ones .* have changed since"):
+        run_step(compiled, model, batch, lambda loss: loss)

@@ -1,0 +1,190 @@
+"""Runs: blocks in a row as one compiled piece, when their plan is used often, and exact."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from models import check, make_batch, make_model, run_step
+
+from paradyse.passes.split_steps import BlockStep
+from paradyse.runtime import runs
+from paradyse.runtime.frame import Frame, frames_by
+from paradyse.runtime.registry import captures_of
+from paradyse.runtime.runs import Run
+from paradyse.types import Plan
+
+LAYERS = 3
+"""Blocks of one whole run and of a shorter one."""
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs are of two layers, and compiled at the second call of a plan."""
+    monkeypatch.setattr(runs, "FUSE_AFTER", 1)
+    monkeypatch.setattr(runs, "RUN_BLOCKS", 4)
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_of(model: Any, inner: str = "aot_eager", **options: Any) -> Any:
+    torch._dynamo.reset()
+    options = {"inner": inner, **options}
+    return torch.compile(model, backend="paradyse", dynamic=True, options=options)
+
+
+def programs_of(compiled: Any) -> list[Any]:
+    return [g.program for c in captures_of(compiled) for g in c.graphs.values()]
+
+
+def units_of(compiled: Any, plan: str | Plan = "replicated") -> list[list[str]]:
+    """Labels of the blocks of each unit that has blocks, as a call of 13 tokens would run them."""
+    (program,) = programs_of(compiled)
+    num_blocks = len(program.block_steps)
+    strategies = plan.strategies if isinstance(plan, Plan) else (plan,) * num_blocks
+    sizes = {"B": 2, "S": 13, "s": 7}
+    units = program.runs.units(strategies, sizes)
+    steps = [u.steps if isinstance(u, Run) else [u] for u in units]
+    assert [s for unit in steps for s in unit] == list(program.steps)
+    return [[s.block.label for s in unit] for unit in steps if isinstance(unit[0], BlockStep)]
+
+
+def compiled_nodes(loss: torch.Tensor) -> int:
+    """Compiled regions that backward from ``loss`` runs."""
+    found, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [n for n, _ in node.next_functions]
+    return sum("CompiledFunction" in n.name() for n in found)
+
+
+def test_plans_are_counted_each_by_itself() -> None:
+    uses = runs.Uses()
+    plans = [Plan((name,) * 2) for name in ("metp", "ulysses_z", "metp", "metp", "ulysses_z")]
+    assert [uses.add(plan) for plan in plans] == [False, False, True, True, True]
+
+
+def test_a_region_for_eight_blocks_after_some_calls_and_none_for_long_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama", **SMALL)
+    reference, compiled = copy.deepcopy(model), compiled_of(model)
+    monkeypatch.setattr(runs, "FUSED_TOKENS", 60)
+    counts = []
+    for seq_len in (13, 17, 31):  # of two sequences: 31 are too long
+        batch = make_batch("plain", 2, seq_len)
+        counts.append(compiled_nodes(compiled(**batch).loss))
+        check(run_step(compiled, model, batch), run_step(reference, reference, batch))
+    alone = counts[0]
+    assert alone > 2 * LAYERS
+    assert counts == [alone, alone - 2 * LAYERS + 2, alone]
+
+
+def test_new_lengths_compile_nothing_and_layers_share_a_run() -> None:
+    from paradyse.strategies.base import VariantCache
+
+    model = make_model("llama", **SMALL | {"num_hidden_layers": 4, "hidden_size": 48})
+    compiled = compiled_of(model)
+    compiled(**make_batch("plain", 2, 13)).loss.backward()
+    (program,) = programs_of(compiled)
+    cache = program.axis.session.of(VariantCache)
+    before = cache.num_compiled
+    compiled(**make_batch("plain", 2, 13)).loss.backward()
+    assert cache.num_compiled == before + 1  # two runs of two layers are one function
+    for seq_len in (5, 64):
+        compiled(**make_batch("plain", 2, seq_len)).loss.backward()
+    assert cache.num_compiled == before + 1
+    assert [len(u) for u in units_of(compiled)] == [4, 4]
+
+
+def test_who_watches_blocks_sees_each_of_them() -> None:
+    seen: list[int] = []
+
+    class Watched(Frame):
+        fuses = False
+
+        def run_step(self, step: Any, strategy: str) -> None:
+            super().run_step(step, strategy)
+            seen.append(step.position)
+
+    compiled, batch = compiled_of(make_model("llama", **SMALL)), make_batch("plain", 2, 13)
+    for _ in range(3):
+        compiled(**batch)
+    with frames_by(Watched):
+        compiled(**batch)
+    (program,) = programs_of(compiled)
+    assert seen == [s.position for s in program.steps]
+
+
+def test_dropout_and_values_of_the_inside_are_those_of_single_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drops = {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2}
+    model = make_model("gpt2", torch.float64, use_cache=True, **drops).train()
+    compiled, ids = compiled_of(model), make_batch("plain", 2, 13)["input_ids"]
+    found = []
+    for calls in (10**9, 0):
+        monkeypatch.setattr(runs, "FUSE_AFTER", calls)
+        torch.manual_seed(3)
+        out = compiled(input_ids=ids)
+        keys = [layer.keys for layer in out.past_key_values.layers]
+        model.zero_grad()
+        loss = out.logits.square().mean() + sum(k.square().mean() for k in keys)
+        loss.backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        found.append([loss.detach(), *(k.detach() for k in keys), *grads])
+    assert len(units_of(compiled)) == 1
+    for single, together in zip(*found, strict=True):
+        torch.testing.assert_close(together, single, rtol=1e-9, atol=1e-12)
+
+
+def train_on_ranks(sharded: bool) -> tuple[list[list[str]], ...]:
+    """Blocks of each unit under each plan, where steps were compared with one process."""
+    import paradyse
+
+    config = SMALL | {"num_hidden_layers": 2, "use_cache": True}
+    runs.FUSE_AFTER, after = 0, runs.FUSE_AFTER
+    try:
+        model = make_model("llama", torch.float64, **config)
+        reference = copy.deepcopy(model)
+        if sharded:
+            paradyse.shard(model)
+        plan = Plan(("megatron_ts", "megatron_cz", "ulysses_z", "megatron_ts"))
+        compiled = compiled_of(model, plan=lambda workload: plan)
+        for seq_len in (9, 14):
+            batch = make_batch("plain", 2, seq_len)
+            want = run_step(reference, reference, batch)
+            check(run_step(compiled, model, batch), want, torch.float64, f"{seq_len}")
+        (program,) = programs_of(compiled)
+        used = [u for units in program.runs._units.values() for u in units if isinstance(u, Run)]
+        assert any(run._fused is not None for run in used) is not sharded
+        plans = "megatron_cz", "megatron_ts", "metp", "megatron_cz+recompute"
+        return *(units_of(compiled, name) for name in plans), units_of(compiled, plan)
+    finally:
+        runs.FUSE_AFTER = after
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_agree_with_one_process(pool2: RankPool, sharded: bool) -> None:
+    for found in pool2.run(train_on_ranks, sharded, timeout_s=300):
+        assert [[len(u) for u in units] for units in found] == [
+            [4],
+            [4],
+            [1, 1, 1, 1],  # one group of heads after the other
+            [1, 1, 1, 1],  # levers
+            [2, 2],  # where the strategy of a kind changes
+        ]

@@ -1,0 +1,88 @@
+"""The table of families: a few of them in turn, and what becomes of its rows."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+import torch
+from compatibility import Result, crash, read, try_family, write
+from family_table import FAMILIES
+from harness import RankError, RankFailure, RankPool
+from small_models import batch_of, make
+
+ALWAYS = {
+    "bart": ("2 attention, 2 mlp", "1 2 2"),
+    "vit": ("2 attention, 2 mlp", "1 2 2"),
+    "bert-choices": ("2 attention, 2 mlp", "1 2 2"),
+    "clip": ("2 attention, 2 mlp", "1 2 2"),
+}
+"""Family -> its blocks and programs. Two sequences in one graph, patches, a batch of two dims."""
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+
+
+def of_the_day() -> str:
+    """One of the families that the document calls exact, another one every day."""
+    exact = [name for name, row in read(DOCUMENT).items() if not row.exact.startswith("**")]
+    return exact[datetime.date.today().toordinal() % len(exact)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALWAYS)
+def test_blocks_and_programs_are_found(name: str, pool2: RankPool) -> None:
+    row = try_family(pool2, name, ("auto",), 120)
+    assert (row.exact, row.blocks, row.programs) == ("auto", *ALWAYS[name]), row.line()
+
+
+def test_the_family_of_the_day_is_as_the_document_says(pool2: RankPool) -> None:
+    name = of_the_day()
+    row, known = try_family(pool2, name, ("auto",), 240), read(DOCUMENT)[name]
+    assert (row.exact, row.blocks) == (known.exact, known.blocks), row.line()
+
+
+@pytest.mark.slow
+def test_every_strategy_is_exact_where_one_of_two_sequences_is_split(pool2: RankPool) -> None:
+    from plans import PLANS
+
+    row = try_family(pool2, "bart", PLANS, 240)
+    assert row.exact == "all strategies", row.line()
+
+
+def test_the_document_has_rows_of_known_families_only() -> None:
+    rows = read(DOCUMENT)
+    assert len(rows) >= 90
+    assert all(row.model == FAMILIES[name].cls for name, row in rows.items())
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = [
+        Result("t5", "T5ForConditionalGeneration", "auto", "2 attention", "4", "1 2 2", "a | b"),
+        Result("llama", "LlamaForCausalLM", "**crash**: no", "", "", "", ""),
+    ]
+    write(tmp_path / "table.md", rows)
+    found = read(tmp_path / "table.md")
+    assert list(found) == ["llama", "t5"]
+    assert found["t5"].notes == "a / b" and found["llama"] == rows[1]
+    assert "2 of" in (tmp_path / "table.md").read_text()
+    assert read(tmp_path / "none.md") == {}
+
+
+def test_a_crash_is_one_line() -> None:
+    assert crash(RankFailure("", {}, True)) == "no result in time"
+    assert crash(RankFailure("", {}, False)) == "a rank died"
+    for text in ("no", "backend='paradyse' raised:\nno\nmore", "no\nError"):
+        error = RankError("ValueError", text, "")
+        assert crash(RankFailure("", {1: error}, False)) == "ValueError: no"
+
+
+@pytest.mark.parametrize("name", ["vit", "bart", "bert-choices"])
+def test_small_models_are_small_and_alike_on_every_rank(name: str) -> None:
+    row = FAMILIES[name]
+    one, other = make(row), make(row)
+    assert sum(p.numel() for p in one.parameters()) < 100_000
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    first, again = batch_of(row, one, 13), batch_of(row, one, 13)
+    assert first.keys() == again.keys() and "labels" in first
