@@ -51,8 +51,8 @@ class AttentionSpec:
     """[B|1, S] int, tokens see their own document only."""
     bias: Tensor | None = None
     """[B|1, H|1, S|1, S|1]: bool (True = visible) or float, added to the scores. Or by
-    distance, float, [H|1, 2, S]: what is added for keys so far behind their query, or ahead. H may
-    be more than the query has, then ``head_ids`` selects."""
+    distance, float, [H|1, 2, S]: what is added for keys so far behind their query, or ahead, as 0
+    is taken to be. H may be more than the query has, then ``head_ids`` selects."""
     softcap: float | None = None
     """Before mask and bias, scores become softcap * tanh(score / softcap): Gemma 2, arXiv
     2408.00118."""

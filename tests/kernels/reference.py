@@ -60,7 +60,7 @@ def dense_attention(
     bias = spec.head_bias(q.shape[1])
     if bias is not None and bias.dim() == 3:
         far = kv_positions - q_positions[:, None]
-        scores = scores + bias[:, (far > 0).long(), far.abs().clamp(max=spec.seq_len - 1)]
+        scores = scores + bias[:, (far >= 0).long(), far.abs().clamp(max=spec.seq_len - 1)]
     elif bias is not None:
         for dim, positions in ((2, q_positions), (3, kv_positions)):
             if bias.shape[dim] > 1:

@@ -75,7 +75,7 @@ SPECS = {
     "dropout": replace(SPEC, right=0, dropout_p=0.3, seed=torch.tensor(5)),
     "bias": replace(SPEC, bias=drawn(1, HEADS, SEQ_LEN, SEQ_LEN)),
     "bias by distance": replace(SPEC, bias=drawn(HEADS, 2, SEQ_LEN)),
-    "sinks": replace(SPEC, right=0, key_padding=PADDING, sinks=drawn(HEADS)),
+    "sinks": replace(SPEC, right=0, key_padding=PADDING, sinks=drawn(1, HEADS)[0]),
 }
 
 
