@@ -1,4 +1,4 @@
-"""The hook that begins a backward: ranks are told what it is, and second derivatives are refused."""
+"""The hook that begins a backward: ranks are told what it is; second derivatives are refused."""
 
 from __future__ import annotations
 
