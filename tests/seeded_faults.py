@@ -3,7 +3,7 @@
     python tests/seeded_faults.py [--only NAME ...] [--out docs/seeded_faults.md]
     python tests/seeded_faults.py --check      each text to replace is found exactly once
 
-The table is ``fault_table.py``, with ``fault_levers.py`` and ``fault_inputs.py``.
+The table is ``fault_table.py``, with what it imports.
 """
 
 from __future__ import annotations

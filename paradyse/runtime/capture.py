@@ -299,5 +299,5 @@ def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, i
 
 
 def identity(program: Program) -> tuple[str, list[int]]:
-    """Equal for programs of one graph that differ in nothing but the sizes of a call."""
+    """Of ``program``; equal for those of one graph that differ in nothing but a call's sizes."""
     return fingerprint(program), [n for n in find_sizes(program).values() if isinstance(n, int)]

@@ -176,12 +176,12 @@ NUM_BLOCKS: dict[str, int] = {
     "multiple_choice": 2,
     "jamba": 0,
     "Concatenated": 2,
-    "Siamese": 2,
+    "Siamese": 4,
     "Repeated": 2,
     "Prefixed": 2,
     "Convolved": 2,
 }
-"""Attention and MLP of the one layer; of two sequences one is split."""
+"""Attention and MLP of the one layer, twice where two inputs of one length go through it."""
 
 
 def train(names: list[str], sharded: bool) -> dict[str, int]:
