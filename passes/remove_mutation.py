@@ -186,7 +186,7 @@ class _Memory:
             return self._emit(at, aten.slice_scatter.default, old, value, *args)
         if target is aten.select.int:
             return self._emit(at, aten.select_scatter.default, old, value, *args)
-        if target is aten.transpose.int:
+        if target in (aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.mT.default):
             return self._emit(at, target, value, *args)
         if target is aten.permute.default:
             back = sorted(range(len(shape)), key=lambda d: args[0][d] % len(shape))
