@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from paradyse.checkpoint.save import save_checkpoint as save_checkpoint
     from paradyse.data import replica_of as replica_of
     from paradyse.data import replica_sampler as replica_sampler
+    from paradyse.mixed.batches import MixedBatches as MixedBatches
+    from paradyse.mixed.training import MixedModel as MixedModel
+    from paradyse.mixed.ways import Way as Way
     from paradyse.planning.explain import PlanReport as PlanReport
     from paradyse.planning.explain import Stats as Stats
     from paradyse.planning.explain import VerifyReport as VerifyReport

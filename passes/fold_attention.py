@@ -49,6 +49,7 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
     log-sum-exp can hold.
     """
     spell_out_einsums(gm)
+    _name_dtypes(gm)
     count = 0
     masks, reasons = Recovery(gm, {}), defaultdict[str, list[str]](list)
     for node in list(gm.graph.nodes):
@@ -80,6 +81,19 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
         ctx.note(f"{', '.join(places)}: attention stays written out, its mask {why}")
     gm.graph.eliminate_dead_code()
     return count
+
+
+def _name_dtypes(gm: fx.GraphModule) -> None:
+    """Casts to another tensor's dtype name it instead, so that they do not read that tensor."""
+    for target in (aten.type_as.default, aten.to.other):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            x, val = node.args[0], node.meta["val"]
+            if len(node.args) > 2 or node.kwargs or x.meta["val"].device != val.device:
+                continue
+            node.target, node.args = aten.to.dtype, (x, val.dtype)
+            if x.meta["val"].dtype == val.dtype:
+                node.replace_all_uses_with(x)
+                gm.graph.erase_node(node)
 
 
 def _match(product: fx.Node) -> tuple[Scores, float, list[fx.Node]] | None:

@@ -76,7 +76,7 @@ class Band:
         return f"a mask of {ones} to {left} behind and {right} ahead of the diagonal, else {zeros}"
 
     def at(self, row: Lin, key: Lin) -> Bool:
-        """Whether there is a one."""
+        """Whether there is a one in ``row`` at ``key``."""
         bounds = [le0(add(sub(row, key), Lin(-self.left)))] if self.left is not None else []
         if self.right is not None:
             bounds.append(le0(add(sub(key, row), Lin(-self.right))))

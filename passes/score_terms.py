@@ -85,7 +85,7 @@ def number_of(x: Any) -> float | None:
 
 
 def below_casts(x: Any) -> Any:
-    """Without casts between floating-point types, and copies, of which nothing else reads."""
+    """``x`` without casts between floating-point types, and copies, that nothing else reads."""
     while isinstance(x, fx.Node) and alone(x):
         if x.target in CASTS and not x.args[0].meta["val"].dtype.is_floating_point:
             break
@@ -96,7 +96,7 @@ def below_casts(x: Any) -> Any:
 
 
 def below_moves(x: Any) -> Any:
-    """``below_casts``, and without what joins batch and heads or takes them apart."""
+    """``below_casts`` of ``x``, and without what joins batch and heads or takes them apart."""
     while True:
         x = below_casts(x)
         if not isinstance(x, fx.Node) or x.target not in _RESHAPES or not alone(x):

@@ -41,7 +41,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("causal sees the next key", MASK, "x + spec.right + 1)", "x + spec.right + 2)", TILES),
     Fault("chunks do not end", MASK, "torch.minimum(end, begin + spec.chunk)", "end", TILES),
     Fault("padding rows see keys", MASK, "    end = end * (x < spec.seq_len)\n", "", SIZES),
-    Fault("documents mixed", MASK, "visible & same", "visible | same", TILES),
+    Fault("documents mixed", "kernels/additive_mask.py", "visible & same", "visible | same", TILES),
     Fault(
         "dq without the scale",
         CORE,

@@ -162,14 +162,15 @@ class MixedBatches:
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(f"{self.seed} {epoch}").shuffle(order)
-        indices, lengths = list[int](), list[int]()
+        indices, lengths, tokens = list[int](), list[int](), 0
         for i in order:
             length = len(self._sequence(i)["input_ids"])
-            if indices and sum(lengths) + length > self.tokens_per_step:
+            if indices and tokens + length > self.tokens_per_step:
                 yield tuple(indices), lengths
-                indices, lengths = [], []
+                indices, lengths, tokens = [], [], 0
             indices.append(i)
             lengths.append(length)
+            tokens += length
         if indices:
             yield tuple(indices), lengths
 
@@ -195,8 +196,10 @@ class MixedBatches:
             self._axis.session.of(GroupMeshes).make((g.ranks for g in groups), self._axis)
         mine = [(n, g) for n, g in enumerate(groups) if self._axis.rank in g.ranks]
 
-        def read() -> tuple[list[Share], int]:
-            shares, counted = [], 0
+        shares: list[Share] = []
+
+        def read() -> int:
+            counted = 0
             for n, g in mine:
                 calls = self._calls([self._sequence(indices[i]) for i in g.sequences])
                 if not calls:
@@ -205,11 +208,9 @@ class MixedBatches:
                 counted += sum(targets) * (self._axis.rank == g.first_rank)
                 seed = random.Random(f"{self.seed} {self._epoch} {number} {n}").getrandbits(62)
                 shares.append(Share(g.ranks, tuple(calls), targets, seed))
-            return shares, counted
+            return counted
 
-        read_by_all = together.each(read)
-        shares, _ = read_by_all[self._axis.rank]
-        num_targets = sum(counted for _, counted in read_by_all)
+        num_targets = sum(together.each(read))
         if not num_targets:
             raise ValueError(
                 f"the batch of sequences {indices[:8]}... has no label that is a target: give "

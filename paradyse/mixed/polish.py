@@ -100,8 +100,12 @@ class Polish:
         return [self.bins(parts) for parts in self._descend(state)]
 
     def kicked(self, micros: Sequence[Sequence[Bin]], num_kicks: int) -> list[list[Bin]]:
-        """``micros``, or better ones found from where a few sequences were moved at random, which is
-        tried ``num_kicks`` times."""
+        """``micros``, or better ones found from where a few sequences were moved at random.
+
+        Args:
+            micros: to begin with.
+            num_kicks: how often.
+        """
         best = [tuple(tuple(sorted(b.sequences)) for b in bins) for bins in micros]
         rng = random.Random(0)  # equal batches have equal plans
         for _ in range(num_kicks):

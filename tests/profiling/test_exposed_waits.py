@@ -17,7 +17,6 @@ from harness import RankPool
 from tiny import Tiny, tokens
 
 from paradyse.distributed import collectives
-from paradyse.distributed.regions import region
 from paradyse.profiling.exposed_waits import LEAST_S, ExposedWait, exposed_waits
 
 LATE_S = 0.3
@@ -66,13 +65,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     nccl = write_trace(tmp_path, ("ncclDevKernel_AllGather_RING", 5, "kernel"))
     with pytest.raises(ValueError, match="NCCL carried messages"):
         exposed_waits(nccl)
-
-
-def test_a_region_is_nothing_without_a_profiler() -> None:
-    with patch("paradyse.distributed.regions.record_function") as record:
-        with region("wait", "all_gather"):
-            pass
-    assert not record.called
 
 
 def trace_step(folder: Path) -> tuple[list[ExposedWait], set[str]]:
