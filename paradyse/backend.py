@@ -296,7 +296,9 @@ class Capture:
             for i, value in enumerate(self.trace.values):
                 if isinstance(value, int) and isinstance(args[i], int):
                     inputs[i] = args[i]
-        for i, d in self.keyed_dims:
+        of = {at: n.node.expr.free_symbols for at, n in self.trace.symbols.items()}
+        keyed = set().union(*(of[at] for at in self.keyed_dims))
+        for i, d in (at for at, symbols in of.items() if symbols & keyed):
             shape = list(inputs[i].shape)
             shape[d] = args[i].shape[d]
             inputs[i] = replace(inputs[i], shape=tuple(shape))

@@ -181,12 +181,14 @@ class _Memory:
     def _scatter(self, at: fx.Node, view: fx.Node, old: fx.Node, value: fx.Node) -> fx.Node:
         """``old`` with ``value`` in the place that ``view`` shows of it."""
         target, args = view.target, view.args[1:]
+        if target is operator.getitem:  # of the parts of a split
+            raise Untraceable(f"{at.target} writes into {view}, a view by {old.target}")
         shape = list(old.meta["val"].shape)
         if target is aten.slice.Tensor:
             return self._emit(at, aten.slice_scatter.default, old, value, *args)
         if target is aten.select.int:
             return self._emit(at, aten.select_scatter.default, old, value, *args)
-        if target is aten.transpose.int:
+        if target in (aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.mT.default):
             return self._emit(at, target, value, *args)
         if target is aten.permute.default:
             back = sorted(range(len(shape)), key=lambda d: args[0][d] % len(shape))
@@ -218,4 +220,5 @@ def _has_gradient(node: fx.Node) -> bool:
 
 
 def _fake_mode(args: tuple[Any, ...]) -> Any:
-    return next(a.meta["val"].fake_mode for a in args if isinstance(a, fx.Node))
+    val = next(a.meta["val"] for a in args if isinstance(a, fx.Node))
+    return (val[0] if isinstance(val, tuple | list) else val).fake_mode

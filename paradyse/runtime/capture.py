@@ -227,7 +227,7 @@ def build_program(
     """
     ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
     try:
-        traced = retrace(gm, list(inputs))
+        traced = _traced(gm, inputs)
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         for node, weight, given in zip(placeholders, weights, inputs, strict=True):
             node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
@@ -241,6 +241,17 @@ def build_program(
     others = _other_sizes(placeholders, ctx)
     scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, cache, others)
     return Program(traced, ctx, scope), ctx
+
+
+def _traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """``retrace`` of ``gm``, whose sizes may not go with values that it computes."""
+    try:
+        return retrace(gm, list(inputs))
+    except Untraceable:
+        raise
+    except (RuntimeError, ValueError) as e:
+        why = str(e).splitlines()[0]
+        raise Untraceable(f"the graph cannot be traced at sizes that it allows: {why}") from e
 
 
 def _other_sizes(placeholders: Sequence[fx.Node], ctx: CaptureContext) -> tuple[Factor, ...]:

@@ -170,7 +170,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 NUM_BLOCKS: dict[str, int] = {
     "vit": 2,
     "dinov2": 2,
-    "beit": 0,
+    "beit": 2,
     "wav2vec2": 2,
     "deberta_v2": 0,
     "multiple_choice": 2,

@@ -21,7 +21,7 @@ def test_constants_follow_from_sizes_and_plan() -> None:
     (graph,) = capture.graphs.values()
     program = graph.program
     made = program.constants_for({WHOLE: 9, "B": 3}, ("replicated",) * 4)
-    assert made.whole.tolist() == made.local.tolist() == list(range(9)) and len(made.batch) == 3
+    assert made.whole.tolist() == made.local.tolist() == list(range(9)) and len(made.beside) == 3
     assert [i.tolist() for i in made.infos] == [
         [9, b] for b in (*(s.block_id for s in program.block_steps), program.schedule.between_id)
     ]
