@@ -122,7 +122,7 @@ def test_one_rank(family: str, pool1: RankPool) -> None:
     assert_exact(family, pool1.run(compare_plans, *args, timeout_s=300))
 
 
-@families("bert", "mixtral")
+@families("mixtral")
 def test_sharded_over_two_ranks(family: str, pool2: RankPool) -> None:
     """Every strategy, the weights spread over the ranks."""
     batches = {how: shapes[:1] for how, shapes in in_turn(family, 1).items()}

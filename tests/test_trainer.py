@@ -162,6 +162,7 @@ def assert_equal_runs(got: Any, want: Any, tolerance: float = EXACT) -> None:
         torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(want[1]), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_predictions_and_accumulation(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     """Evaluation on five samples in batches of two gives five predictions, whatever the ranks."""
     options = {"prediction_loss_only": False, "gradient_accumulation_steps": 2}

@@ -368,6 +368,7 @@ def texts_of_meshes() -> dict[tuple[str, str], str]:
     return found
 
 
+@pytest.mark.slow
 def test_meshes_that_are_refused(pool2: RankPool) -> None:
     texts = pool2.run(texts_of_meshes)[1]
     for (name, use), text in texts.items():

@@ -106,6 +106,7 @@ def test_verify_compares_every_strategy(config: str) -> None:
     assert all(s in out for s in (*ATTENTION_STRATEGIES, "mixed")) and out.endswith("ok\n")
 
 
+@pytest.mark.slow
 def test_plan_explains_each_length(config: str) -> None:
     code, out = run("plan", "--model", config, "--lengths", "64,4096")
     assert code == 0, out
@@ -133,6 +134,7 @@ def test_plan_on_paper_starts_no_rank_and_writes_a_page(config: str, tmp_path: P
     assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_plan_of_mixed_lengths_writes_ways_to_train_with(config: str, tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("30000 " + "700 90 " * 10 + "5000")
     few = ["--layers", "1", "--levers", "none", "--batch", "10", "--cut", "20000"]

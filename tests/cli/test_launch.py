@@ -89,6 +89,7 @@ def test_a_rank_that_raises_ends_the_others_and_shows_its_traceback() -> None:
     assert "what rank 1 had to say" in text
 
 
+@pytest.mark.slow
 def test_what_this_package_refuses_is_told_without_a_traceback() -> None:
     with pytest.raises(ValueError, match=r"^the plan: unknown strategy Rank\(rank=0"):
         target = "paradyse.config:check_strategy"  # which is given the rank as a name

@@ -188,6 +188,7 @@ def unsplittable() -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_what_is_refused(pool2: RankPool, pool4: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"disagree on the weights \(checksum\)"):
         pool4.run(differ, timeout_s=60)

@@ -136,6 +136,7 @@ def test_four_ranks(family: str, lengths: list[int], pool4: RankPool) -> None:
     check(pool4.run(epoch, family, lengths, 10**6))
 
 
+@pytest.mark.slow
 def test_an_epoch_of_batches_with_gradients_there_before(pool2: RankPool) -> None:
     words = check(pool2.run(epoch, "llama", [*BATCHES[0], *BATCHES[3]], 50, True))
     assert len(words) > 1

@@ -45,6 +45,7 @@ def test_degrees_are_powers_of_two_and_all_ranks() -> None:
     assert [degrees_of(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
+@pytest.mark.slow
 def test_a_block_is_fetched_from_the_whole_axis_whatever_the_group() -> None:
     run, machine = run_of(1), machine_of(CLUSTER, 1, torch.float32)
     block = run.blocks[0]
@@ -65,6 +66,7 @@ def test_a_block_is_fetched_from_the_whole_axis_whatever_the_group() -> None:
     assert 0 < times[0] < times[1]
 
 
+@pytest.mark.slow
 def test_ways_are_what_the_planner_predicts() -> None:
     run, machine = run_of(2), machine_of(CLUSTER, 2, torch.float32)
     costs = cast(Any, GroupCosts(run, machine, machine, 2))

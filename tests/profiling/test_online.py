@@ -161,6 +161,7 @@ def hasten(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(online, name, value)
 
 
+@pytest.mark.slow
 def test_an_error_at_one_length_does_not_spoil_others(pool3: RankPool) -> None:
     """Three ranks, another family; lengths that come in turn are all watched."""
     first, *others = pool3.run(slow_when_long, 15, timeout_s=200)

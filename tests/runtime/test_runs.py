@@ -178,7 +178,7 @@ def train_on_ranks(sharded: bool) -> tuple[list[list[str]], ...]:
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_agree_with_one_process(pool2: RankPool, sharded: bool) -> None:
     for found in pool2.run(train_on_ranks, sharded, timeout_s=300):
         assert [[len(u) for u in units] for units in found] == [

@@ -436,6 +436,7 @@ def _saved_bytes(plan: str) -> int:
     return sum(s.nbytes() for at, s in kept.items() if at not in parameters)
 
 
+@pytest.mark.slow
 def test_metp_keeps_less_for_backward(pool2: RankPool) -> None:
     streamed, whole = (
         pool2.run(_saved_bytes, p, timeout_s=300)[0] for p in ("metp", "megatron_cz")

@@ -216,6 +216,7 @@ def half_precision_base() -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_float32_adapters_of_a_bfloat16_base(pool2: RankPool) -> None:
     """As ``test_shard_precision`` has it; casts stand between the projections and adapters."""
     for found in pool2.run(half_precision_base, timeout_s=200):
