@@ -1,6 +1,6 @@
 """The longest sequence that trains under a memory limit, by the levers that plans may use.
 
-    python benchmarks/longest.py            # ten minutes on two cores
+    python benchmarks/longest.py            # twenty minutes on two cores
 
 A Llama with a vocabulary of 32,768, in one process and on two ranks, weights sharded. The limit is
 what --length tokens need without levers. A profile of up to --longest tokens is made first, without
@@ -37,7 +37,7 @@ from paradyse.planning.planner import format_bytes
 from paradyse.strategies import head, tiles
 from paradyse.types import LEVERS, ON_HOST, Point
 
-OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 128, "vocabulary": 32768, "length": 512}
+OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 128, "vocabulary": 32768, "length": 256}
 OPTIONS |= {"longest": 8192, "tile": 128, "ranks": (1, 2), "inner": "eager"}
 OPTIONS["strategies"] = ("megatron_ts", "megatron_cz", "metp")
 QUICK = {"hidden": 64, "layers": 1, "vocabulary": 512, "length": 128, "longest": 256, "tile": 16}

@@ -111,7 +111,6 @@ def report_limit(bench: Benchmark, row: dict[str, Any]) -> None:
 
 @benchmark(QUICK, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> None:
-    bench.name += "_sharded" * args.sharded
     with tempfile.TemporaryDirectory() as folder:
         args.profile_path = f"{folder}/profile.jsonl"
         found = bench.on_ranks(measure)

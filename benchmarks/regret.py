@@ -180,7 +180,6 @@ def report_trace(
 
 @benchmark(QUICK, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> None:
-    bench.name += "_sharded" * args.sharded + "_learned" * bool(args.learn)
     if args.profile and not Path(args.profile).exists():
         sys.exit(f"no profile {args.profile}; leave --profile out to have one made")
     traces = draw_traces(args.count, args.longest)
