@@ -37,7 +37,7 @@ from paradyse.planning.planner import format_bytes
 from paradyse.strategies import head, tiles
 from paradyse.types import LEVERS, ON_HOST, Point
 
-OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 128, "vocabulary": 32768, "length": 256}
+OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 128, "vocabulary": 32768, "length": 512}
 OPTIONS |= {"longest": 8192, "tile": 128, "ranks": (1, 2), "inner": "eager"}
 OPTIONS["strategies"] = ("megatron_ts", "megatron_cz", "metp")
 QUICK = {"hidden": 64, "layers": 1, "vocabulary": 512, "length": 128, "longest": 256, "tile": 16}
