@@ -20,7 +20,7 @@ from paradyse.runtime import offload
 from paradyse.strategies import host_memory, tiles
 from paradyse.types import Plan
 
-FEW, MANY = 90, 200
+FEW, MANY = 120, 200
 """Steps of a training run."""
 
 
