@@ -82,6 +82,7 @@ def test_ways_are_what_the_planner_predicts() -> None:
         assert fastest == pytest.approx(predicted, rel=0.1)
 
 
+@pytest.mark.slow
 def test_two_packed_sequences_are_less_than_one_as_long_as_both() -> None:
     for way in ways():
         n = way.max_tokens // 4
@@ -98,6 +99,7 @@ def test_ways_that_others_beat_are_left_out() -> None:
     assert undominated([slow, roomy]) == [roomy]
 
 
+@pytest.mark.slow
 def test_groups_are_no_slower_than_any_degree() -> None:
     most = max(w.max_tokens for w in ways())
     batches = [[most // 2, *[500] * 40], [2000] * 8]
@@ -107,6 +109,7 @@ def test_groups_are_no_slower_than_any_degree() -> None:
     assert found.groups_s <= found.best_static_s <= found.best_s * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="not one token fits"):
         ways_on_paper(run_of, CLUSTER, 2, torch.float32, memory_limit=1000)
