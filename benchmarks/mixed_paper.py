@@ -86,6 +86,17 @@ def show(bench: Benchmark, found: dict[str, Comparison]) -> None:
         bench.add("", f"{name}: {shortened(of.plans[0])}")
 
 
+def _runs(model: str, layers: int | None) -> Any:
+    """The dry run of ``model`` by the number of ranks; each is made once."""
+
+    @cache
+    def run_of(num_ranks: int) -> DryRun:
+        how = ("bfloat16", num_ranks, True)
+        return dry_run_of(config_of(model), layers, *how, levers=LEVERS)
+
+    return run_of
+
+
 @benchmark(
     {"models": ("GPT-7B",), "gpus": (4,), "layers": 1, "batches": 1, "sequences": 32},
     models=tuple(SIZES),
@@ -97,8 +108,8 @@ def show(bench: Benchmark, found: dict[str, Comparison]) -> None:
 )
 def main(bench: Benchmark, args: Namespace) -> str:
     bench.add(
-        "Seconds of a step of 512 sequences, forward and backward, weights 1/N at rest, bfloat16. "
-        "Gain: of groups over the best one degree for all batches."
+        f"Seconds of a step of {args.sequences} sequences, forward and backward, weights 1/N at "
+        "rest, bfloat16. Gain: of groups over the best one degree for all batches."
     )
     for num_gpus, device, cuts, models, published in CASES:
         if args.quick:
@@ -121,14 +132,3 @@ def main(bench: Benchmark, args: Namespace) -> str:
             for remark in remarks(machine_of(cluster, num_gpus)):
                 bench.add("", f"Note: {remark}.")
     return "one core, no device"
-
-
-def _runs(model: str, layers: int | None) -> Any:
-    """The dry run of ``model`` by the number of ranks; each is made once."""
-
-    @cache
-    def run_of(num_ranks: int) -> DryRun:
-        how = ("bfloat16", num_ranks, True)
-        return dry_run_of(config_of(model), layers, *how, levers=LEVERS)
-
-    return run_of
