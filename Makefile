@@ -1,7 +1,10 @@
 # make demo   set up, then run the main job (ARGS="--ranks 4" and the like are passed on)
 # make test   set up, then lint, format check, types, tests: what has to pass for a change to land
 # make test-all  the same with the tests marked slow, several times as long
+# make test-oldest, make test-newest  make test with the oldest versions that are supported
+#             (constraints-oldest.txt), or the newest there are, in environments of their own
 # make compatibility  the table of families: exact, split, or whole (hours; goes on where it ended)
+# make docs   the site of the documents, in build/site; warnings are errors
 # make pytest some of the tests, in one process (ARGS="-k masks" goes to pytest)
 # make setup  the virtual environment with the package installed in it, editable
 # PYTHON      the interpreter that makes the environment (3.11 or later); VENV where it lies
@@ -20,11 +23,11 @@ BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu)
 CONSTRAINTS := $(if $(GPU),,-c constraints-cpu.txt)
 # Named after what set-up depends on: a repeat with nothing changed runs no pip at all.
-STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-cpu.txt Makefile | cksum | cut -d' ' -f1)$(GPU)
+STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-*.txt Makefile | cksum | cut -d' ' -f1)$(GPU)
 # mypy knows nothing of package-dir: it reads the package as it is once installed, through links.
 TYPED := .mypy_cache/installed
 
-.PHONY: help setup demo test test-all compatibility lint types pytest format
+.PHONY: help setup demo test test-all test-oldest test-newest compatibility lint types docs pytest format
 help:
 	@sed -n 's/^# //p' Makefile | sed '/^Named/,$$d'
 
@@ -44,6 +47,12 @@ test test-all: setup lint types
 	@trap 'echo "make $@ took $$(($$(date +%s) - $(START))) s"' EXIT; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(MARKED) $(ARGS)
 
+# The environments stay apart, and each is made anew only if what it depends on has changed.
+test-oldest: GIVEN := -c constraints-oldest.txt
+test-newest: GIVEN := --upgrade
+test-oldest test-newest:
+	$(MAKE) test VENV=.venv-$(@:test-%=%) CONSTRAINTS='$(GIVEN)' ARGS='$(ARGS)'
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,6 +69,10 @@ types: setup
 
 compatibility: setup
 	$(BIN)/python tests/compatibility.py $(ARGS)
+
+docs: setup
+	$(BIN)/python -m pip install --disable-pip-version-check -q $(CONSTRAINTS) -e '.[docs]'
+	$(BIN)/python -m mkdocs -q build
 
 pytest: setup
 	$(BIN)/python -m pytest $(ARGS)

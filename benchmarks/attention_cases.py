@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
-from paradyse.kernels.selection import BACKWARD, CAUSAL, FORWARD, FULL, capability_of, supported
+from paradyse.kernels.attention_core import Backward
+from paradyse.kernels.library_attention import WINDOW_KERNELS
+from paradyse.kernels.selection import (
+    ATEN_FLASH,
+    BACKWARD,
+    CAUSAL,
+    FORWARD,
+    FULL,
+    WINDOW,
+    capability_of,
+    supported,
+)
 
 LIBRARIES = {"aten_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Kernels of ``paradyse.kernels.selection`` that SDPA can be held to."""
@@ -21,9 +32,9 @@ ANY = [*LIBRARIES.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MASKS = {
     CAUSAL: "causal",
     FULL: "full",
-    "window": "causal, a window",
+    WINDOW: "causal, a window",
     "documents": "causal, packed documents",
-    "padding": "causal, an eighth of padding in front",
+    "padding": "causal, padding in front",
 }
 PLAIN = (CAUSAL, FULL)
 
@@ -49,10 +60,12 @@ class Case:
     kv_heads: int
     window: int = 1
     num_documents: int = 3
+    padded: float = 1 / 8
+    """Share of the tokens."""
 
     @property
     def num_padded(self) -> int:
-        return self.tokens // 8
+        return int(self.tokens * self.padded)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -90,11 +103,15 @@ class Case:
             "padding": lambda i, j: (j <= i) & (j >= num_padded),
         }[self.mask]
 
+    @cached_property
+    def num_pairs(self) -> int:
+        """Visible ones of a head of a sequence."""
+        at, visible = self.positions, self.visibility()
+        return sum(int(visible(rows[:, None], at).sum()) for rows in at.split(1024))
+
     def operations(self, direction: str) -> float:
         """Of the visible pairs, forward or backward."""
-        at, visible = self.positions, self.visibility()
-        pairs = sum(int(visible(rows[:, None], at).sum()) for rows in at.split(1024))
-        each = 4.0 * self.batch * self.heads * self.width * pairs
+        each = 4.0 * self.batch * self.heads * self.width * self.num_pairs
         return each * (1 if direction == FORWARD else 2.5)
 
 
@@ -142,7 +159,8 @@ def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Cont
     """SDPA of one backend or of PyTorch's choice: plain masks by its flag, the others, or all, by
     the boolean mask [1, 1, S, S] that HuggingFace models build."""
     dense |= case.mask not in PLAIN
-    causal, groups = case.mask == CAUSAL and not dense, case.heads != case.kv_heads
+    causal, group = case.mask == CAUSAL and not dense, case.heads // case.kv_heads
+    shared = 1 if dense else group  # query heads a KV head, as the kernel sees them
 
     @cache
     def mask() -> Tensor:
@@ -152,12 +170,33 @@ def sdpa(case: Case, name: str, backend: SDPBackend | None, dense: bool) -> Cont
         return visible[None, None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if group > shared:  # as HuggingFace does: not every kernel with a mask takes groups
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         with sdpa_kernel([backend] if backend else ANY):
             return F.scaled_dot_product_attention(
-                q, k, v, mask() if dense else None, is_causal=causal, enable_gqa=groups
+                q, k, v, mask() if dense else None, is_causal=causal, enable_gqa=shared > 1
             )
 
     return Contender(name, attend)
+
+
+def windowed(case: Case) -> Contender:
+    """ATen's flash attention, which SDPA calls without a window."""
+    forward, backward = WINDOW_KERNELS[ATEN_FLASH]
+    given = case.window - 1, 0, case.width**-0.5
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = forward(q, k, v, *given)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return backward(Backward(grad, *ctx.saved_tensors).readable(), *given)
+
+    return Contender(ATEN_FLASH, Attend.apply)
 
 
 def flex(case: Case) -> Contender:
@@ -169,11 +208,13 @@ def flex(case: Case) -> Contender:
 
     @cache
     def blocks() -> Any:
+        # Eager, it makes the mask of all pairs first: 16 GiB of 128K tokens.
+        make = torch.compile(create_block_mask, dynamic=False) if cuda else create_block_mask
         sizes = None, None, case.tokens, case.tokens
-        return create_block_mask(lambda b, h, i, j: visible(i, j), *sizes, device=case.device)
+        return make(lambda b, h, i, j: visible(i, j), *sizes, device=case.device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, block_mask=blocks())
+        return attend(q, k, v, block_mask=blocks(), enable_gqa=case.heads != case.kv_heads)
 
     return Contender("flex_attention" if cuda else "flex_attention, forward", run, cuda)
 
@@ -188,18 +229,25 @@ def contenders(case: Case) -> Iterator[Contender]:
         for name, backend in LIBRARIES.items() if case.mask in PLAIN else ():
             if all(supported(name, *where, d) for d in (FORWARD, BACKWARD)):
                 yield sdpa(case, name, backend, dense=False)
+        if case.mask == WINDOW and supported(ATEN_FLASH, *where, BACKWARD):
+            yield windowed(case)
     yield sdpa(case, "efficient, dense mask", dense, dense=True)
     yield flex(case)
 
 
-def exact(case: Case, inputs: Inputs) -> Inputs:
+EXACT_BYTES = 2**29
+"""Of one block of scores in float64, of which there are four or so at a time."""
+
+
+@lru_cache(maxsize=1)
+def exact(case: Case) -> Inputs:
     """out, dq, dk, dv [H, S, D] of the last sequence's last KV head and the query heads that share
-    it, in float64, by blocks of rows."""
+    it, in float64, by blocks of rows. Kept for the next contender."""
     group = case.heads // case.kv_heads
-    *leaves, grad = (x[-1, -n:].double() for x, n in zip(inputs, (group, 1, 1, group)))
+    *leaves, grad = (x[-1, -n:].double() for x, n in zip(case.inputs(), (group, 1, 1, group)))
     q, k, v = (x.requires_grad_() for x in leaves)
     outs, visible = [], case.visibility()
-    for rows in case.positions.split(1024):
+    for rows in case.positions.split(max(1, min(1024, EXACT_BYTES // (8 * group * case.tokens)))):
         seen = visible(rows[:, None], case.positions)
         seen |= ~seen.any(-1, keepdim=True)  # a row that sees nothing has no gradient
         out = (q[:, rows] @ k.mT * case.width**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
@@ -212,7 +260,7 @@ def exact(case: Case, inputs: Inputs) -> Inputs:
 def check(case: Case, contender: Contender, inputs: Inputs) -> None:
     """Asserts that the last KV head of the last sequence is attention as in float64."""
     limit, results = TOLERANCE.get(case.dtype, 1e-5), contender.results(inputs)
-    for what, x, y in zip(("out", "dq", "dk", "dv"), results, exact(case, inputs)):
+    for what, x, y in zip(("out", "dq", "dk", "dv"), results, exact(case)):
         x = x[-1, -len(y) :]
         if case.mask == "padding" and what == "out":
             x, y = x[:, case.num_padded :], y[:, case.num_padded :]

@@ -7,46 +7,56 @@
 
 Contenders: ours (Triton); ATen's flash attention and cuDNN's, where the mask is plain; PyTorch's
 memory-efficient kernel with the dense mask that a HuggingFace model would build; flex_attention,
-compiled. 16,384 tokens a batch (one sequence where it is longer), 2,048 / width heads, documents of
-2,048 tokens on average. Operations are those of visible pairs: 4 x width each forward, 2.5 times
-that backward. Before a contender is timed, one head of its output and of every gradient is compared
-with attention computed in float64; one that does not fit the memory says so. --write-table leaves
-the fastest kernel for each plain mask, by the longest length up to 16,384, for
-``paradyse.kernels.selection`` to choose by.
+compiled. 16,384 tokens a batch (one sequence where it is longer), 2,048 / width heads, each --group
+of which share a KV head, documents of 2,048 tokens on average. Operations are those of visible
+pairs: 4 x width each forward, 2.5 times that backward. Before a contender is timed, one head of its
+output and of every gradient is compared with attention computed in float64; one that does not fit
+the memory says so. A second table has what the first forward and backward of a length took, which a
+length seen for the first time costs: plans and compilations. --write-table leaves the fastest
+kernel for each plain mask and for windows, by the longest length up to 16,384, for
+``paradyse.kernels.selection`` to choose by. Report and table are written anew after every length.
 """
 
 import json
 import math
 import os
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention_cases import MASKS, PLAIN, Case, check, contenders
-from runner import Benchmark, benchmark, log, median, take_turns
+from runner import RESULTS, Benchmark, benchmark, log, median, take_turns
 
+from paradyse.kernels import selection
 from paradyse.kernels.selection import BACKWARD, FORWARD, KERNELS, VARIABLE, capability_of
 
 LENGTHS = tuple(1024 * 2**i for i in range(8))  # 1K to 128K
 TABLE_LENGTH = 16384
 
-OPTIONS: dict[str, Any] = {"lengths": LENGTHS, "widths": (64, 128), "runs": 7}
+OPTIONS: dict[str, Any] = {"lengths": LENGTHS, "widths": (64, 128), "runs": 7, "group": 1}
 OPTIONS["masks"] = {"nargs": "+", "choices": MASKS, "default": list(MASKS)}
 OPTIONS["dtype"] = {"choices": ("bfloat16", "float16"), "default": "bfloat16"}
 OPTIONS["check"] = {"action": "store_true", "help": "correctness alone, tiny sizes"}
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
-QUICK = {"lengths": (1024,), "runs": 3}
+QUICK = {"lengths": (64, 128), "widths": (16,), "runs": 2}
 
+FIRST = "first"
 Times = dict[str, dict[str, float]]
-"""Contender -> direction -> seconds, infinitely many where it runs out of memory."""
+"""Contender -> direction -> seconds, infinitely many where it runs out of memory; and ``FIRST``:
+those of the first forward and backward of the length, not a number where it failed."""
 
 
 def seconds_of(step: Callable[[], Any], repeats: int) -> float:
-    """Seconds of one ``step`` on the GPU, the mean of ``repeats`` in a row."""
+    """Seconds of one ``step`` on the GPU, or on the CPU where there is none, the mean of
+    ``repeats`` in a row."""
+    if not torch.cuda.is_available():
+        return clock_of(lambda: [step() for _ in range(repeats)]) / repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -56,31 +66,54 @@ def seconds_of(step: Callable[[], Any], repeats: int) -> float:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
+def clock_of(step: Callable[[], Any]) -> float:
+    """Seconds of ``step`` by the host's clock, what it left to the GPU included."""
+    begin = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
 def measure(case: Case, runs: int) -> Times:
     """Every contender that can compute the case, forward and backward."""
     inputs, n = case.inputs(), case.tokens
     times: Times = {}
     turns: dict[tuple[str, str], Callable[[int], float]] = {}
     for c in contenders(case):
-        times[c.name] = dict.fromkeys((FORWARD, BACKWARD), math.inf)
+        times[c.name] = dict.fromkeys((FORWARD, BACKWARD, FIRST), math.inf)
         try:
+            times[c.name][FIRST] = clock_of(partial(c.results, inputs))
             check(case, c, inputs)
+            if not c.differentiable:
+                continue
             for direction, step in zip((FORWARD, BACKWARD), c.steps(inputs), strict=True):
                 seconds_of(step, 1)
                 repeats = max(1, int(2e-3 / seconds_of(step, 1)))
                 turns[c.name, direction] = lambda n, f=step, r=repeats: seconds_of(f, r)
         except torch.OutOfMemoryError:
+            times[c.name][FIRST] = math.inf
             log(f"{c.name}: out of memory")
-        torch.cuda.empty_cache()
+        except (RuntimeError, NotImplementedError) as e:  # a kernel that is not for this device
+            times[c.name][FIRST] = math.nan
+            log(f"{c.name}, {MASKS[case.mask]}, {n:,} tokens: {type(e).__name__}: {e}")
+        torch.cuda.empty_cache()  # which does nothing without a GPU
     for (name, direction), found in take_turns(turns, [n], range(runs)).items():
         times[name][direction] = median(found[n])
     return times
 
 
-def rate(case: Case, direction: str, seconds: float) -> str:
-    if seconds == math.inf:
+def rate(case: Case, seconds: dict[str, float]) -> str:
+    """TFLOP/s forward and backward."""
+    if math.isnan(seconds[FIRST]):
+        return "failed"
+    found = []
+    for direction in (FORWARD, BACKWARD):
+        per_s = case.operations(direction) / seconds[direction] / 1e12
+        found.append(f"{per_s:.0f}" if per_s >= 10 or not per_s else f"{per_s:.2g}")
+    if seconds[FIRST] == math.inf:
         return "out of memory"
-    return f"{case.operations(direction) / seconds / 1e12:.0f}"
+    return " / ".join(found) if seconds[FORWARD] < math.inf else "not timed"
 
 
 def add_goals(bench: Benchmark, case: Case, times: Times) -> None:
@@ -104,7 +137,9 @@ def add_goals(bench: Benchmark, case: Case, times: Times) -> None:
 def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     """The fastest kernel of ``selection`` forward and backward."""
     rows = []
-    where = {"capability": capability_of(torch.device("cuda")), "mask": case.mask}
+    device = torch.device(case.device)
+    where = {"capability": capability_of(device) if device.type == "cuda" else "cpu"}
+    where |= {"mask": case.mask}
     where |= {"dtype": str(case.dtype).removeprefix("torch."), "width": case.width}
     for d in (FORWARD, BACKWARD):
         if seconds := {n: times[n][d] for n in KERNELS if n in times and times[n][d] < math.inf}:
@@ -113,55 +148,86 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     return rows
 
 
-def run_checks() -> int:
+def run_checks(bench: Benchmark) -> None:
     """Correctness at tiny sizes, on whatever device there is."""
-    cuda, failed = torch.cuda.is_available(), 0
+    cuda, rows, right = torch.cuda.is_available(), [], 0
     device, names = ("cuda", ["bfloat16", "float16"]) if cuda else ("cpu", ["float32"])
-    for name, mask, (tokens, width) in product(names, MASKS, ((64, 16), (200, 64), (257, 24))):
-        case = Case(mask, tokens, width, getattr(torch, name), device, 2, 2, 2, tokens // 4)
+    shapes = ((64, 16, 2), (200, 64, 1), (257, 24, 2))
+    for name, mask, (tokens, width, kv_heads) in product(names, MASKS, shapes):
+        sizes = device, 2, 2, kv_heads, tokens // 4
+        case = Case(mask, tokens, width, getattr(torch, name), *sizes)
         for c in contenders(case):
             try:
                 check(case, c, case.inputs())
-                verdict = "ok"
+                right += 1
             except AssertionError as e:
-                verdict, failed = f"WRONG: {e}", failed + 1
-            print(f"{name} {mask}, {tokens} tokens, width {width}, {c.name}: {verdict}")
-    print(f"{failed} wrong" if failed else "all right")
-    return int(failed > 0)
+                what = f"{name} {mask}, {tokens} tokens, width {width}, {kv_heads} KV heads of 2"
+                rows.append([f"{what}, {c.name}", str(e)])
+    bench.add(f"Compared with float64 on {device}, {', '.join(names)}: {right} results are right.")
+    if rows:
+        bench.table(["wrong", "by"], rows)
+    bench.at_most("results that are wrong", len(rows), 0)
+
+
+def case_of(mask: str, width: int, tokens: int, args: Namespace) -> Case:
+    """The operator that is timed."""
+    cuda = torch.cuda.is_available()
+    batch, heads = max(1, 16384 // tokens) if cuda else 1, max(2048 // width if cuda else 2, 1)
+    if heads % args.group:
+        sys.exit(f"--group {args.group}: {heads} heads of width {width} are no multiple of it")
+    sizes = batch, heads, heads // args.group, min(4096, tokens // 4), max(3, tokens // 2048)
+    dtype = getattr(torch, args.dtype if cuda else "float32")
+    return Case(mask, tokens, width, dtype, "cuda" if cuda else "cpu", *sizes)
+
+
+def write_table(path: Path | None, chosen: Iterable[list[dict[str, Any]]]) -> None:
+    """Writes the ``chosen`` rows for ``paradyse.kernels.selection``, if there is a ``path``."""
+    rows = [row for of in chosen for row in of]
+    if path and rows:
+        text = json.dumps({"rows": rows}, indent=1)
+        path.write_text(text + "\n")
 
 
 @benchmark(QUICK, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> str:
-    bench.dtype = args.dtype
+    cuda = torch.cuda.is_available()
+    bench.dtype = args.dtype if cuda else "float32"
     os.environ[VARIABLE] = "triton"  # ours is timed as ours, whatever the table says
+    where = "one GPU" if cuda else "the CPU, tiny"
     if args.check:
-        sys.exit(run_checks())
-    if not torch.cuda.is_available():
+        bench.name += "_check"
+        args.out = None if args.out == RESULTS else args.out
+        run_checks(bench)
+        return where
+    if not cuda and not args.quick:
         sys.exit(
             "attention_gpu needs a CUDA device, and PyTorch sees none; `--check` compares results "
-            "on a CPU, attention_cpu.py times the CPU's kernels"
+            "on a CPU, `--quick` runs to its end there, attention_cpu.py times the CPU's kernels"
         )
     bench.add(
         f"TFLOP/s of one attention operator, medians of {args.runs} interleaved runs; forward / "
-        "backward. Correctness was checked first."
+        f"backward. {args.group} query heads a KV head. Correctness was checked first."
     )
     chosen: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    failed = 0
     for mask, width in product(args.masks, args.widths):
-        rows = []
+        rows, first = [], []
+        title = f"## {MASKS[mask]}, width {width}"
         for tokens in args.lengths:
-            batch, heads = max(1, 16384 // tokens), 2048 // width
-            sizes = batch, heads, heads, min(4096, tokens // 4), max(3, tokens // 2048)
-            case = Case(mask, tokens, width, getattr(torch, args.dtype), "cuda", *sizes)
+            case = case_of(mask, width, tokens, args)
             times = measure(case, args.runs)
-            rates = ([rate(case, d, t) for d, t in of.items()] for of in times.values())
-            rows.append([f"{tokens:,}", *map(" / ".join, rates)])
+            rows.append([f"{tokens:,}", *(rate(case, of) for of in times.values())])
+            first.append([f"{tokens:,}", *(f"{1e3 * of[FIRST]:.1f}" for of in times.values())])
             add_goals(bench, case, times)
+            failed += sum(math.isnan(of[FIRST]) for of in times.values())
             log(f"{mask}, width {width}:", *rows[-1])
-            if mask in PLAIN and tokens <= TABLE_LENGTH:
+            if mask in selection.MASKS and tokens <= TABLE_LENGTH:
                 chosen[width, mask] = table_rows(case, times)
-        bench.table(["tokens", *times], rows, f"## {MASKS[mask]}, width {width}")
+            write_table(args.write_table, chosen.values())
+            bench.draft(args.out, ["tokens", *times], rows, title)
+        bench.table(["tokens", *times], rows, title)
+        bench.table(["tokens", *times], first, "The first forward and backward of a length, ms:")
+    bench.at_most("contenders that failed, as the log says", failed, 0)
     if args.write_table:
-        text = json.dumps({"rows": [r for rows in chosen.values() for r in rows]}, indent=1)
-        args.write_table.write_text(text + "\n")
         bench.add("", f"Fastest kernels of plain masks: {args.write_table.name}")
-    return "one GPU"
+    return where

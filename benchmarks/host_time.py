@@ -5,8 +5,9 @@
 Llamas of two depths, hidden 64, float32: there is little to compute, so what is measured is what
 every step costs the host. Two depths tell what a layer costs from what a step does; forward and
 backward are timed apart, in seconds of a processor. One process of one thread trains eagerly, with
-inductor, and with us. Then two ranks with whole weights train under one plan, and the first of them
-also trains the model as it is, by itself, while the other waits: there the clock counts.
+inductor, and with us. Then two ranks with whole weights train under ``auto`` and under one plan
+that splits, and the first of them also trains the model as it is, by itself, while the other waits:
+there the clock counts.
 
 All are warmed up for as many steps as it takes until everything is compiled.
 """
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from contenders import BACKENDS, Contender, compiled, llama, ours
+from contenders import AUTO, BACKENDS, Contender, compiled, llama, ours
 from runner import Benchmark, alone, benchmark, log, median, take_turns
 
 from paradyse.cli.launch import Rank
@@ -92,7 +93,8 @@ def on_ranks(rank: Rank, args: Namespace) -> Times:
     """Ours on all ranks, and the first one by itself."""
     contenders = {(EAGER, n): Contender(llama(n, args.hidden)) for n in args.layers}
     for n in args.layers:
-        contenders[OURS, n] = ours(llama(n, args.hidden), args.plan, args.inner)
+        for plan in (AUTO, args.plan):
+            contenders[plan, n] = ours(llama(n, args.hidden), plan, args.inner)
     return time_all(contenders, args, [EAGER] if rank.rank else [], rank.report)
 
 
@@ -146,9 +148,9 @@ def main(bench: Benchmark, args: Namespace) -> str:
     per_layer = sum(found[OURS, first][:2])
     bench.at_most(f"ms of the host a layer, {first} tokens, one process", per_layer * 1e3, 0.5)
     times = bench.on_ranks(on_ranks)
-    found = add_table(bench, times, args, f"{bench.ranks}, {args.plan}")
+    found = add_table(bench, times, args, bench.ranks)
     at = min(args.lengths, key=lambda n: abs(n - 128))
-    share = found[OURS, at][-1] / found[EAGER, at][-1]
+    share = found[AUTO, at][-1] / found[EAGER, at][-1]
     what = f"a step of {at} tokens on {bench.num_ranks} ranks over an eager one of one process"
     bench.at_most(what, share, 1.5)
     return f"one process, then {bench.num_ranks}, of one thread each"

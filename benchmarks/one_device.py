@@ -2,6 +2,7 @@
 
     python benchmarks/one_device.py                     # 32K and 128K tokens
     python benchmarks/one_device.py --lengths 16384     # other lengths
+    python benchmarks/one_device.py --backends paradyse --profile  # and where its time goes
     python benchmarks/one_device.py --quick             # tiny, also on a CPU, to see that it runs
 
 torch.compile(backend="paradyse") against torch.compile(backend="inductor"): HuggingFace's Llama in
@@ -12,24 +13,34 @@ activation checkpointing, for both.
 Every contender runs in a process of its own, and they take turns, --rounds times: so a peak of
 memory is one contender's, and one that runs out of memory takes nobody along; the table then says
 so. What is compared of gradients is the projection of each on a random vector. The peak is the
-allocator's (torch.cuda.max_memory_allocated).
+allocator's (torch.cuda.max_memory_allocated). --profile adds, for each contender and length, the
+kernels that take most of the time of one more step of the first round. The report is written anew
+after every run.
 """
 
 import sys
+import textwrap
+import time
 from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from contenders import BACKENDS, compiled, llama
+from contenders import BACKENDS, Contender, compiled, llama
 from runner import Benchmark, alone, benchmark, check_equal, log, median, take_turns
 
-OPTIONS = {"lengths": (32768, 131072), "steps": 5, "rounds": 2, "checkpoint_from": 32768}
-QUICK = {"lengths": (128, 192), "steps": 2, "rounds": 1, "checkpoint_from": 192}
+OPTIONS: dict[str, Any] = {"lengths": (32768, 131072), "steps": 5, "rounds": 2}
+OPTIONS |= {"checkpoint_from": 32768, "seconds": 600.0}
+OPTIONS["backends"] = {"nargs": "+", "choices": BACKENDS, "default": list(BACKENDS)}
+OPTIONS["profile"] = {"action": "store_true", "help": "the kernels that take most of the time"}
+QUICK: dict[str, Any] = {"lengths": (128, 192), "steps": 2, "rounds": 1, "checkpoint_from": 192}
 TINY_LLAMA = {"layers": 22, "hidden": 2048, "heads": 32, "kv_heads": 4}
 TINY_LLAMA |= {"vocabulary": 32000, "intermediate": 5632}
 """Zhang et al., TinyLlama, arXiv 2401.02385, table 2."""
+
+MOST_KERNELS = 20
+"""In a table of what was profiled."""
 
 WARM_UP = 2
 """Steps of each run that are not timed: they compile."""
@@ -47,6 +58,8 @@ class Run:
     loss: float
     projections: dict[str, tuple[float, float]]
     """Of each gradient: its product with a random vector of unit length, and its norm."""
+    kernels: list[tuple[str, int, float]]
+    """Name, calls and milliseconds of those that a profiled step spent most time in."""
 
 
 def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | None:
@@ -62,7 +75,9 @@ def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | No
         losses = [contender.loss(seq_len) for _ in range(WARM_UP)]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds = [contender.time_s(seq_len) for _ in range(args.steps)]
+        seconds, end = [contender.time_s(seq_len)], time.monotonic() + args.seconds
+        while len(seconds) < args.steps and time.monotonic() < end:
+            seconds.append(contender.time_s(seq_len))
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         found = {}
         for i, (name, grad) in enumerate(contender.gradients().items()):
@@ -70,9 +85,34 @@ def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | No
             direction = torch.randn_like(grad, dtype=torch.float32)
             product = (grad.float() * direction).sum() / direction.norm()
             found[name] = float(product), float(grad.float().norm())
-        return Run(seconds, peak, losses[-1], found)
+        kernels = profiled(contender, seq_len) if args.profile else []
+        return Run(seconds, peak, losses[-1], found, kernels)
     except torch.OutOfMemoryError:
         return None
+
+
+def profiled(contender: Contender, seq_len: int) -> list[tuple[str, int, float]]:
+    """``Run.kernels`` of one step: kernels on a GPU, operators on a CPU."""
+    with torch.profiler.profile() as found:
+        contender.loss(seq_len)
+    events = found.key_averages()
+    on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
+    if on_device:
+        rows = [(e.key, e.count, e.self_device_time_total / 1e3) for e in on_device]
+    else:
+        rows = [(e.key, e.count, e.self_cpu_time_total / 1e3) for e in events]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def show_kernels(bench: Benchmark, what: str, run: Run) -> None:
+    """A table of the kernels of ``run``."""
+    total = sum(ms for *_, ms in run.kernels)
+    rows = [
+        [textwrap.shorten(name.replace("|", "/"), 70), str(n), f"{ms:.2f}", f"{ms / total:.1%}"]
+        for name, n, ms in run.kernels[:MOST_KERNELS]
+    ]
+    title = f"### {what}: {total:.1f} ms in {sum(n for _, n, _ in run.kernels):,} calls"
+    bench.table(["kernel", "calls", "ms", "share"], rows, title)
 
 
 def compare(reference: Run, other: Run, tolerance: float) -> None:
@@ -82,6 +122,16 @@ def compare(reference: Run, other: Run, tolerance: float) -> None:
         error = abs(other.projections[name][0] - product) / norm
         if not error <= tolerance:
             sys.exit(f"not timed: the gradients of {name} differ by {error:.1e}")
+
+
+def row_of(seq_len: int, runs: dict[str, list[Run]], checkpointing: bool) -> list[str]:
+    """Of the table: times, their ratio, peaks."""
+    times = [median([s for r in of for s in r.seconds]) if of else 0.0 for of in runs.values()]
+    cells = [f"{t:.3f}" if t else "out of memory" for t in times]
+    ratio = f"{times[0] / times[1]:.2f}" if len(times) == 2 and all(times) else ""
+    peaks = [max((r.peak_gib for r in of), default=0.0) for of in runs.values()]
+    what = f"{seq_len:,} tokens" + ", checkpointing" * checkpointing
+    return [what, *cells, ratio, *(f"{p:.1f}" if p else "" for p in peaks)]
 
 
 @benchmark(QUICK, **OPTIONS)
@@ -100,23 +150,26 @@ def main(bench: Benchmark, args: Namespace) -> str:
         log(f"{n:,} tokens, {backend}: {told or 'out of memory'}")
         return found
 
-    turns = {b: partial(run, backend=b) for b in BACKENDS}
-    runs = take_turns(turns, args.lengths, range(args.rounds))
-    rows = []
-    for n in args.lengths:
-        good = [[r for r in of[n] if r] for of in runs.values()]
-        if all(good):
-            compare(good[0][0], good[1][0], TOLERANCE[bench.dtype])
-        times = [median([s for r in of for s in r.seconds]) if of else 0.0 for of in good]
-        cells = [f"{t:.3f}" if t else "out of memory" for t in times]
-        ratio = f"{times[0] / times[1]:.2f}" if all(times) else ""
-        peaks = [max((r.peak_gib for r in of), default=0.0) for of in good]
-        what = f"{n:,} tokens" + ", checkpointing" * (n >= args.checkpoint_from)
-        rows.append([what, *cells, ratio, *(f"{p:.1f}" if p else "" for p in peaks)])
+    turns = {b: partial(run, backend=b) for b in args.backends}
+    columns = [[f"{b}{what}" for b in args.backends] for what in (", s", " peak, GiB")]
+    header = ["length", *columns[0], "ratio", *columns[1]]
     bench.add(
         "Training step of a Llama of 1.1 billion parameters on one device, batch 1, medians of "
-        f"{args.rounds} x {args.steps} steps."
+        f"at most {args.rounds} x {args.steps} steps; ratio: {' / '.join(args.backends[:2])}."
     )
-    header = ["length", "inductor, s", "paradyse, s", "ratio"]
-    bench.table([*header, "inductor peak, GiB", "paradyse peak, GiB"], rows)
+    rows, profiles = [], []
+    for n in args.lengths:
+        runs: dict[str, list[Run]] = {b: [] for b in args.backends}
+        for r in range(args.rounds):
+            for b, found in take_turns(turns, [n], [r]).items():
+                runs[b] += [x for x in found[n] if x]
+            row = row_of(n, runs, n >= args.checkpoint_from)
+            bench.draft(args.out, header, [*rows, row])
+        if all(runs.values()) and len(runs) == 2:
+            compare(runs[BACKENDS[0]][0], runs[BACKENDS[1]][0], TOLERANCE[bench.dtype])
+        rows.append(row)
+        profiles += [(f"{n:,} tokens, {b}", x[0]) for b, x in runs.items() if x and args.profile]
+    bench.table(header, rows)
+    for what, run in profiles:
+        show_kernels(bench, what, run)
     return "one GPU" if cuda else "the CPU, tiny"

@@ -144,6 +144,18 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], above: str | None) -> list[str]:
+    """Lines of a Markdown table."""
+    first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+
+    def line(cells: Sequence[str]) -> str:
+        rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
+        return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
+
+    rule = "|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""])
+    return [*([] if above is None else ["", above]), "", line(header), rule, *map(line, rows)]
+
+
 class Report:
     """What is shown and written: lines, tables and goals, and the machine at the end.
 
@@ -166,15 +178,19 @@ class Report:
         self, header: Sequence[str], rows: Sequence[Sequence[str]], above: str | None = None
     ) -> None:
         """A Markdown table, below a line; the first column is text, the others are numbers."""
-        self.add(*([] if above is None else ["", above]), "")
-        first, *widths = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+        self.add(*_table(header, rows, above))
 
-        def line(cells: Sequence[str]) -> str:
-            rest = [c.rjust(w) for c, w in zip(cells[1:], widths, strict=True)]
-            return "| " + " | ".join([cells[0].ljust(first), *rest]) + " |"
-
-        rule = "|".join(["", "-" * (first + 2), *("-" * (w + 1) + ":" for w in widths), ""])
-        self.add(line(header), rule, *map(line, rows))
+    def draft(
+        self,
+        folder: Path | None,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        above: str | None = None,
+    ) -> None:
+        """Writes what there is so far into ``folder``, if there is one, with a ``table`` that is to
+        have more rows: a run that is ended before its time leaves what it has measured."""
+        if folder:
+            self._save(folder, [*self.lines, *_table(header, rows, above), "", "Not complete."])
 
     def at_least(self, what: str, value: float, goal: float) -> None:
         self._goal(f"{what}: {value:.2f}, goal at least {goal:g}", value >= goal)
@@ -197,9 +213,12 @@ class Report:
             self.add("", "## Goals", "", *self.goals)
         self.add("", "## Machine", "", *(f"- {s}" for s in _machine(threads, self.dtype)))
         if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = "\n".join([f"# {self.name}", "", *self.lines]) + "\n"
-            (folder / f"{self.name}.md").write_text(text)
+            self._save(folder, self.lines)
+
+    def _save(self, folder: Path, lines: Sequence[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join([f"# {self.name}", "", *lines]) + "\n"
+        (folder / f"{self.name}.md").write_text(text)
 
 
 class Benchmark(Report):
@@ -262,7 +281,8 @@ class Benchmark(Report):
         """What rank 0 of ``--ranks`` returns of ``measure(rank, args)``, a function of a module of
         this folder. The lines that it reports are shown."""
         target = f"{Path(measure.__code__.co_filename).stem}:{measure.__name__}"
-        env = {"PYTHONPATH": str(FOLDER)}
+        path = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         setting = Setting(timeout_s=7200, silence_s=1800, env=env, rate=self.rate)
         how = {"target": target, "args": self.args}, setting, lambda _, line: log(line)
         try:

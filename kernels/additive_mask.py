@@ -89,7 +89,7 @@ def additive_mask(
     device = like.device
     visible = None
     if tile.kind == MASKED:
-        lo, hi = (x[tile.r0 : tile.r1, None].to(device) for x in (intervals.lo, intervals.hi))
+        lo, hi = (x[tile.r0 : tile.r1, None] for x in intervals.on(device))
         keys = torch.arange(tile.k0, tile.k1, device=device)
         visible = ((keys >= lo) & (keys < hi))[None, None]
     if data_mask and spec.key_padding is not None:

@@ -11,6 +11,7 @@ bfloat16 and float16; on CUDA to the Triton kernels of ``flash_runs``, but for w
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import ModuleType
 
@@ -19,6 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paradyse.kernels.additive_mask import add_bias_gradient, bias_planes, join_sides, part_sides
+from paradyse.kernels.alike_tiles import (
+    add_keys,
+    add_rows,
+    cut_alike,
+    in_batches,
+    join_alike,
+    put_rows,
+    stacked_keys,
+    stacked_rows,
+)
 from paradyse.kernels.attention_core import (
     Backward,
     Call,
@@ -59,11 +70,9 @@ def _position_tiles(
     q_runs: Runs, kv_runs: Runs, spec: AttentionSpec, bytes_per_pair: int, blocked: bool
 ) -> tuple[Tile, ...]:
     intervals = position_intervals(q_runs, kv_runs, spec)
-    return (
-        row_blocks(intervals, bytes_per_pair, _MAX_ROWS)
-        if blocked
-        else segments(intervals, bytes_per_pair)
-    )
+    if blocked:
+        return row_blocks(intervals, bytes_per_pair, _MAX_ROWS)
+    return tuple(join_alike(segments(intervals, bytes_per_pair), intervals))
 
 
 def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
@@ -99,10 +108,43 @@ def _by_sequence(own: list[Intervals], itemsize: int) -> list[Problem]:
             and torch.equal(own[b].hi, own[begin].hi)
         ):
             continue
-        tiles = segments(own[begin], itemsize)
+        tiles = tuple(join_alike(segments(own[begin], itemsize), own[begin]))
         problems.append(Problem(slice(begin, b), own[begin], tiles, False))
         begin = b
     return problems
+
+
+def _of_each(problem: Problem, tile: Tile, k: Tensor) -> Iterator[tuple[slice, Tile]]:
+    """Sequence by sequence the tiles that ``tile`` stands for, in batches."""
+    per_key = 2 * k.shape[1] * k.shape[3] * k.element_size()
+    for b in range(problem.batch.start, problem.batch.stop):
+        for part in in_batches(tile, per_key):
+            yield slice(b, b + 1), part
+
+
+def _forward_alike(
+    call: Call, problem: Problem, tile: Tile, qkv: list[Tensor], results: tuple[Tensor, Tensor]
+) -> None:
+    """Rows of both ``results`` that ``tile`` stands for."""
+    out, lse = results
+    for one, part in _of_each(problem, tile, qkv[1]):
+        q, k, v = (x[one] for x in qkv)
+        q, k, v = stacked_rows(q, part), stacked_keys(k, part), stacked_keys(v, part)
+        o, s = call.forward(problem, part, q, k, v)
+        put_rows(out[one], o[..., : out.shape[3]], part)
+        put_rows(lse[one], s, part)
+
+
+def _backward_alike(
+    call: Call, problem: Problem, tile: Tile, given: Backward, grads: Sequence[Tensor]
+) -> None:
+    """Add to ``grads`` the shares of what ``tile`` stands for."""
+    for one, part in _of_each(problem, tile, given.k):
+        own = Backward._make(x[one] for x in given)
+        dq, dk, dv = call.backward(problem, part, cut_alike(own, part))
+        add_rows(grads[0][one], dq, part)
+        add_keys(grads[1][one], dk, part)
+        add_keys(grads[2][one], dv, part)
 
 
 # Public functions
@@ -211,6 +253,9 @@ def attention_forward(
     pending: tuple[Tensor, Tensor] | None = None
     for problem in problems:
         for i, tile in enumerate(problem.tiles):
+            if tile.count > 1:
+                _forward_alike(call, problem, tile, qkv, (out, lse))
+                continue
             places = (tile.rows, tile.keys, tile.keys)
             parts = [x[problem.batch, :, at] for x, at in zip(qkv, places, strict=True)]
             o, s = call.forward(problem, tile, *parts)
@@ -255,6 +300,9 @@ def attention_backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: Atten
         grads = tuple(empty_like_heads(x, dtype=exact).zero_() for x in given[1:4])
         for problem in problems:
             for tile in problem.tiles:
+                if tile.count > 1:
+                    _backward_alike(call, problem, tile, given, grads)
+                    continue
                 shares = call.backward(problem, tile, given.cut(tile, problem.batch))
                 places = (tile.rows, tile.keys, tile.keys)
                 for grad, at, share in zip(grads, places, shares, strict=True):

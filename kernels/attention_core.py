@@ -148,7 +148,7 @@ class Problem:
     def is_one_tile(self, num_rows: int, num_keys: int) -> bool:
         """Whether one tile holds all of ``num_rows`` rows and ``num_keys`` keys."""
         bounds = [(t.r0, t.r1, t.k0, t.k1) for t in self.tiles]
-        return bounds == [(0, num_rows, 0, num_keys)]
+        return bounds == [(0, num_rows, 0, num_keys)] and self.tiles[0].count == 1
 
 
 @dataclass(frozen=True)

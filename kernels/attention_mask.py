@@ -14,11 +14,13 @@ or an element of the mask takes, over all sequences and heads that are computed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
+
+from paradyse.torch_private import FakeTensor
 
 Runs = tuple[tuple[int, int], ...]
 """Contiguous stretches of global positions, (start, length) each, in the order a tensor holds
@@ -64,11 +66,20 @@ class AttentionSpec:
     sinks: Tensor | None = None
     """[H]: one more score for each row of a head, of a key without a value (arXiv 2309.17453; GPT-
     OSS). H and ``head_ids`` as of the bias."""
+    query_len: int | None = None
+    """Where queries are of another sequence than keys, its length: ``seq_len`` is then that of the
+    keys alone. A bias is [B|1, H|1, query_len|1, S|1], and nothing else depends on positions."""
+
+    @property
+    def num_queries(self) -> int:
+        """The length of the queries' sequence."""
+        return self.seq_len if self.query_len is None else self.query_len
 
     @property
     def positional(self) -> AttentionSpec:
         """What of it depends on positions alone: a key for caches."""
-        return AttentionSpec(self.seq_len, 1.0, self.left, self.right, self.chunk)
+        reach = self.left, self.right, self.chunk
+        return AttentionSpec(self.seq_len, 1.0, *reach, query_len=self.query_len)
 
     def head_bias(self, num_heads: int) -> Tensor | None:
         """The bias of the query's own ``num_heads`` heads: [B|1, H|1, S|1, S|1] or [H|1, 2, S].
@@ -113,6 +124,22 @@ class Tile:
     kind: str
     first: bool = True
     """No earlier tile of the plan holds these rows."""
+    count: int = 1
+    """As many tiles that are masked alike, each as many rows and keys behind the one before as a
+    tile has rows; this is the first."""
+
+    def moved(self, times: int) -> Tile:
+        """``times`` as many rows and keys further as it has rows."""
+        n = times * self.num_rows
+        return replace(self, r0=self.r0 + n, r1=self.r1 + n, k0=self.k0 + n, k1=self.k1 + n)
+
+    @property
+    def num_rows(self) -> int:
+        return self.r1 - self.r0
+
+    @property
+    def num_keys(self) -> int:
+        return self.k1 - self.k0
 
     @property
     def rows(self) -> slice:
@@ -131,6 +158,19 @@ class Intervals:
 
     lo: Tensor
     hi: Tensor
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``lo`` and ``hi`` on ``device``, copied there once."""
+        if device not in self._copies:
+            copied = self.lo.to(device), self.hi.to(device)
+            if isinstance(copied[0], FakeTensor):
+                return copied
+            self._copies[device] = copied
+        return self._copies[device]
 
     def relative_to(self, tile: Tile) -> Tensor:
         """[3, R]: first and end key of the rows of ``tile``, counted from its first key, and the
@@ -170,7 +210,7 @@ def position_intervals(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Inte
     if spec.chunk is not None:
         begin = x // spec.chunk * spec.chunk
         first, end = torch.maximum(first, begin), torch.minimum(end, begin + spec.chunk)
-    end = end * (x < spec.seq_len)
+    end = end * (x < spec.num_queries)
     return _normalized(_count_below(kv_runs, first), _count_below(kv_runs, end))
 
 
@@ -354,7 +394,9 @@ def dropout_keep(
     device = q_positions.device
     assert spec.seed is not None
     seed = spec.seed.to(device)
-    heads = torch.arange(num_heads) if spec.head_ids is None else spec.head_ids
+    heads = spec.head_ids
+    if heads is None:
+        heads = torch.arange(num_heads, device=device)
     sequences = torch.arange(batch.start, batch.stop, device=device)
     rows = _mix(_mix(seed & _WORD) ^ sequences)[:, None]
     rows = _mix(rows ^ ((seed >> 32) & _WORD) ^ (heads.to(device) * 0x27D4EB2D & _WORD))[..., None]

@@ -11,6 +11,7 @@ spec, layout, gradient. The arguments of both, for S tokens:
 - ``scale``, ``softcap``: see ``AttentionSpec``; 0 for no softcap.
 - ``head_ids``: int64 [H], the global indices of the query heads, where they are not all heads.
 - ``info``: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
+  Where keys are of another sequence than queries, [3]: (length of the queries', block id, S).
 - ``sinks``: [H], one more score of each row (differentiable): see ``AttentionSpec``.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward, empty_like_heads, empty_lse
-from paradyse.kernels.attention_mask import AttentionSpec
+from paradyse.kernels.attention_mask import AttentionSpec, Runs
 from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.torch_private import overload_of, schema_of, tree_leaves
 
@@ -43,7 +44,10 @@ ARGUMENTS = (
 INFO_AT = [a.split()[1].partition("=")[0] for a in ARGUMENTS.split(", ")].index("info")
 """The place of ``info`` among ``ARGUMENTS``."""
 
-BACKWARD = "Tensor grad_out, Tensor[] saved, SymInt num_kv_heads, SymInt key_width, bool bias_grad"
+BACKWARD = (
+    "Tensor grad_out, Tensor[] saved, SymInt num_kv_heads, SymInt num_keys, SymInt key_width, "
+    "bool bias_grad"
+)
 """Of every backward operator before its own and ``ARGUMENTS``."""
 
 _GRADIENTS: dict[Any, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]] = {}
@@ -51,7 +55,7 @@ _GRADIENTS: dict[Any, tuple[Callable[..., None], Callable[..., tuple[Any, ...]]]
 
 
 def make_spec(
-    num_tokens: int,
+    num_tokens: tuple[int, int],
     key_padding: Tensor | None,
     document_ids: Tensor | None,
     bias: Tensor | None,
@@ -66,18 +70,29 @@ def make_spec(
     info: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionSpec:
-    """``ARGUMENTS`` as a spec; ``num_tokens`` is N.
+    """``ARGUMENTS`` as a spec.
 
+    Args:
+        num_tokens: of queries and of keys, where there is no ``info``.
     Raises:
         ValueError: a mask that does not fit the sequence.
     """
-    seq_len = num_tokens if info is None else int(info[0])
+    num_queries, seq_len = num_tokens
+    if info is not None:
+        num_queries, seq_len = int(info[0]), int(info[2 * (len(info) > 2)])
+    across = num_queries != seq_len
+    if across and (max(left, right, chunk) >= 0 or document_ids is not None):
+        raise ValueError(
+            f"{num_queries} queries of one sequence see {seq_len} keys of another: there is no "
+            "window, chunk or document for them"
+        )
     for name, x in (("key_padding", key_padding), ("document_ids", document_ids)):
         if x is not None and x.shape[1] != seq_len:
             raise ValueError(f"{name} is {list(x.shape)}, but the sequence has {seq_len} tokens")
-    if bias is not None and not _fits(bias, seq_len):
+    if bias is not None and not _fits(bias, num_queries, seq_len):
+        tokens = f"{num_queries} queries and {seq_len} keys" if across else f"{seq_len} tokens"
         raise ValueError(
-            f"bias is {list(bias.shape)} of {bias.dtype}; for {seq_len} tokens give "
+            f"bias is {list(bias.shape)} of {bias.dtype}; for {tokens} give "
             "[B|1, H|1, S|1, S|1], or numbers [H|1, 2, S]"
         )
     if sinks is not None and sinks.dim() != 1:
@@ -96,13 +111,16 @@ def make_spec(
         seed=seed,
         head_ids=head_ids,
         sinks=sinks,
+        query_len=num_queries if across else None,
     )
 
 
-def _fits(bias: Tensor, seq_len: int) -> bool:
+def _fits(bias: Tensor, num_queries: int, num_keys: int) -> bool:
     if bias.dim() == 3:
-        return bias.is_floating_point() and bias.shape[1:] == (2, seq_len)
-    return bias.dim() == 4 and all(n in (1, seq_len) for n in bias.shape[2:])
+        of_one = num_queries == num_keys
+        return of_one and bias.is_floating_point() and bias.shape[1:] == (2, num_keys)
+    wanted = zip(bias.shape[2:], (num_queries, num_keys), strict=False)
+    return bias.dim() == 4 and all(n in (1, m) for n, m in wanted)
 
 
 def token_major(x: Tensor) -> Tensor:
@@ -124,7 +142,7 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
     Args:
         forward: ``op(q, k, v, *rest) -> (out, others)``, ``rest`` ending in ``ARGUMENTS``. Only
             ``out`` is differentiable.
-        backward: ``op(grad_out, saved, num_kv_heads, key_width, bias_grad, *rest) -> Grads``.
+        backward: ``op`` of ``BACKWARD`` and ``rest``, which gives ``Grads``.
         saved: ``(inputs, outputs)`` -> the tensors that backward needs besides ``rest``.
     """
     names = [a.name for a in schema_of(forward).arguments]
@@ -133,7 +151,7 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         q, k, _, *rest = inputs
         kept, bias = saved(inputs, output), inputs[bias_at]
-        ctx.sizes = (k.shape[1], q.shape[3], bias is not None and bias.requires_grad)
+        ctx.sizes = (*k.shape[1:3], q.shape[3], bias is not None and bias.requires_grad)
         ctx.is_tensor = [isinstance(x, Tensor) for x in rest]
         ctx.others = [None if isinstance(x, Tensor) else x for x in rest]
         ctx.num_kept = len(kept)
@@ -158,13 +176,15 @@ def register_gradient(forward: Any, backward: Any, saved: Callable[..., Sequence
         grad_out: Tensor,
         saved: Sequence[Tensor],
         num_kv_heads: int,
+        num_keys: int,
         key_width: int,
         bias_grad: bool,
         *rest: Any,
     ) -> Grads:
-        b, _, s, width = grad_out.shape
+        b, _, _, width = grad_out.shape
         dk, dv = (
-            grad_out.new_empty((b, s, num_kv_heads, w)).transpose(1, 2) for w in (key_width, width)
+            grad_out.new_empty((b, num_keys, num_kv_heads, w)).transpose(1, 2)
+            for w in (key_width, width)
         )
         bias = rest[bias_at - 3]
         d_bias = bias.new_empty(bias.shape) if bias_grad else grad_out.new_empty(0)
@@ -204,26 +224,33 @@ def replayed(op: Any, results: Sequence[Tensor], *inputs: Any) -> tuple[Tensor, 
     return (_Replayed.apply(op, results, *inputs), *results[1:])
 
 
+def _whole(q: Tensor, k: Tensor, rest: Sequence[Any]) -> tuple[tuple[Runs, Runs], AttentionSpec]:
+    """Positions of queries and keys that are whole, and the spec of ``ARGUMENTS``."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    runs = ((0, num_queries),), ((0, num_keys),)
+    return runs, make_spec((num_queries, num_keys), *rest)
+
+
 @torch.library.custom_op(
     "paradyse::attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)",
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Attention over the whole sequence in its natural order.
+    """Attention over the whole sequence in its natural order, or of one to another.
 
     Args:
         q: [B, H, N, D].
-        k, v: [B, Hk, N, D] and [B, Hk, N, Dv]; H is a multiple of Hk.
+        k, v: [B, Hk, N, D] and [B, Hk, N, Dv]; H is a multiple of Hk. Keys of another sequence may
+            be more or fewer.
     Returns:
         out [B, H, N, Dv], laid out as [B, N, H, Dv], and lse [B, H, N], float32 (float64 for
         float64), not differentiable. A row that sees nothing has out 0, lse -inf and gradient 0.
     Raises:
         ValueError: heads that do not divide, a mask that does not fit, dropout without a seed.
     """
-    runs = ((0, q.shape[2]),)
-    spec = make_spec(q.shape[2], *rest)
-    out, lse = with_sinks(*attention_forward(q, k, v, runs, runs, spec), spec)
+    runs, spec = _whole(q, k, rest)
+    out, lse = with_sinks(*attention_forward(q, k, v, *runs, spec), spec)
     return token_major(out), lse.contiguous()
 
 
@@ -233,11 +260,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     schema=f"({BACKWARD}, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
-    grad_out: Tensor, saved: Sequence[Tensor], kv: int, width: int, bias_grad: bool, *rest: Any
+    grad_out: Tensor,
+    saved: Sequence[Tensor],
+    kv: int,
+    num_keys: int,
+    width: int,
+    bias_grad: bool,
+    *rest: Any,
 ) -> Grads:
-    runs = ((0, grad_out.shape[2]),)
-    given, spec = Backward(grad_out, *saved), make_spec(grad_out.shape[2], *rest)
-    args = (given, runs, runs, spec)
+    given = Backward(grad_out, *saved)
+    runs, spec = _whole(given.q, given.k, rest)
+    args = (given, *runs, spec)
     dq, dk, dv = attention_backward(*args)
     d_bias = bias_gradient(*args) if bias_grad else grad_out.new_empty(0)
     d_sinks = grad_out.new_empty(0)

@@ -19,12 +19,30 @@ def _shift_right(x: Tensor, n: int) -> Tensor:
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
-def hash_index(index: Tensor, seed: Tensor) -> Tensor:
-    """24 well-mixed bits per element of ``index``, int64, and ``seed``, as int64 in [0, 2**24)."""
-    x = index * _GOLDEN + seed
+def _mixed(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return _shift_right(x ^ _shift_right(x, 31), 40)
+    return x ^ _shift_right(x, 31)
+
+
+def hash_index(index: Tensor, seed: Tensor) -> Tensor:
+    """24 well-mixed bits per element of ``index``, int64, and ``seed``, as int64 in [0, 2**24)."""
+    return _shift_right(_mixed(index * _GOLDEN + seed), 40)
+
+
+def seeds_of(number: int, count: int, device: torch.device) -> Tensor:
+    """Seeds that are unlike: the splitmix64 sequence from a number on, which goes along with a
+    kernel, so that nothing is copied from the host.
+
+    Args:
+        number: below 2**62.
+        count: how many seeds.
+        device: of the seeds.
+    Returns:
+        int64 [count], in [0, 2**62).
+    """
+    steps = torch.arange(1, count + 1, device=device) * _GOLDEN
+    return _shift_right(_mixed(steps + number), 2)
 
 
 def hashed_dropout(x: Tensor, p: float, seed: Tensor, index: Tensor) -> Tensor:

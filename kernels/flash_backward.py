@@ -34,7 +34,7 @@ from paradyse.kernels.flash_pairs import (
 )
 from paradyse.kernels.flash_plan import device_configs, launch, padded_width, scalars
 from paradyse.kernels.flash_tiles import Visibility, segments_of
-from paradyse.kernels.triton_heads import Heads, head_of
+from paradyse.kernels.triton_heads import Heads, head_of, place_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -47,11 +47,12 @@ def _delta_kernel(
     """Per query what is added to gradients of probabilities, -sum(out * grad_out), and to scores,
     -lse in their units. 0 and -inf where it sees nothing, so that probabilities are 0.
     """
-    start = tl.program_id(0) * BLOCK
+    tile, head = place_of(tl.cdiv(num_rows, BLOCK))
+    start = tile * BLOCK
     at = start + tl.arange(0, BLOCK)
     inside = at < num_rows
-    b, h = (tl.program_id(1) // num_heads).to(tl.int64), (tl.program_id(1) % num_heads).to(tl.int64)
-    line = tl.program_id(1).to(tl.int64) * num_rows + at
+    b, h = (head // num_heads).to(tl.int64), (head % num_heads).to(tl.int64)
+    line = head.to(tl.int64) * num_rows + at
     value = tl.load(lse + line, mask=inside, other=-float("inf"))
     seen = value > -float("inf")
     o = load_tile(head_of(out, b, h), start, out.stride_s, seen, DV, BLOCK_DV, True, True)
@@ -73,12 +74,13 @@ def _keys_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    tile = tl.program_id(0)
-    part = tl.program_id(1) % split
+    num_tiles = tl.cdiv(num_keys, BLOCK_N)
+    tile, program = place_of(num_tiles)
+    part = program % split
     kv_heads = num_heads // group
-    kv_head = tl.program_id(1) // split % kv_heads
-    b = tl.program_id(1) // split // kv_heads
-    mask = mask_of(mask, b, tile, num_rows, num_keys)
+    kv_head = program // split % kv_heads
+    b = program // split // kv_heads
+    mask = mask_of(mask, b, tile, num_tiles, num_rows, num_keys)
     b64, kv64 = b.to(tl.int64), kv_head.to(tl.int64)
     k, v = head_of(k, b64, kv64), head_of(v, b64, kv64)
     start_n = tile * BLOCK_N
@@ -149,7 +151,7 @@ def _keys_kernel(
                         ds = ds * slope
                     dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
     # dk and dv are contiguous: [split, B, Sk, Hk, D].
-    batches = tl.num_programs(1) // (split * kv_heads)
+    batches = tl.num_programs(0) // num_tiles // (split * kv_heads)
     token = ((part * batches + b).to(tl.int64) * num_keys + start_n) * kv_heads + kv_head
     inside = at < num_keys
     store_tile(dk + token * C.D, kv_heads * C.D, dk_tile * scale, inside, C.D)
@@ -165,9 +167,11 @@ def _queries_kernel(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
-    mask = mask_of(mask, b, tile, num_rows, num_keys)
+    num_tiles = tl.cdiv(num_rows, BLOCK_M)
+    tile, head = place_of(num_tiles)
+    tile = num_tiles - 1 - tile
+    b, h = head // num_heads, head % num_heads
+    mask = mask_of(mask, b, tile, num_tiles, num_rows, num_keys)
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)
     q, k, v = head_of(q, b64, h64), head_of(k, b64, kv_head), head_of(v, b64, kv_head)
     head_bias = bias_of(pairs, b64, h64)
@@ -179,7 +183,7 @@ def _queries_kernel(
     q_tile = load_tile(q, start_m, C.STRIDE_Q, valid, C.D, BLOCK_D, True, C.WIDEN)
     g = head_of(grad, b64, h64)
     g_tile = load_tile(g, start_m, C.STRIDE_G, valid, C.DV, C.BLOCK_DV, True, C.WIDEN)
-    line = tl.program_id(1).to(tl.int64) * num_rows + at
+    line = head.to(tl.int64) * num_rows + at
     row_base = tl.load(shift + line, mask=inside, other=-float("inf")) * pairs.post
     row_delta = tl.load(delta + line, mask=inside, other=0.0)
     row_hash = at
@@ -235,7 +239,7 @@ def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec
     dv = v.new_empty((split, b, num_keys, kv_heads, dv_width), dtype=sums)
     delta, shift = torch.empty_like(lse), torch.empty_like(lse)
     if lse.numel():
-        _delta_kernel[(triton.cdiv(n, 64), b * h)](
+        _delta_kernel[(triton.cdiv(n, 64) * b * h,)](
             Heads.of(out),
             Heads.of(grad_out),
             lse,

@@ -28,7 +28,7 @@ from paradyse.kernels.flash_pairs import (
 )
 from paradyse.kernels.flash_plan import device_configs, launch
 from paradyse.kernels.flash_tiles import Visibility, segments_of
-from paradyse.kernels.triton_heads import head_of
+from paradyse.kernels.triton_heads import head_of, place_of
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -42,9 +42,11 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
-    mask = mask_of(mask, b, tile, num_rows, num_keys)
+    num_tiles = tl.cdiv(num_rows, BLOCK_M)
+    tile, head = place_of(num_tiles)
+    tile = num_tiles - 1 - tile
+    b, h = head // num_heads, head % num_heads
+    mask = mask_of(mask, b, tile, num_tiles, num_rows, num_keys)
     b64, h64, kv_head = b.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)
     q, k, v = head_of(q, b64, h64), head_of(k, b64, kv_head), head_of(v, b64, kv_head)
     head_bias = bias_of(pairs, b64, h64)
@@ -101,7 +103,7 @@ def _forward_kernel(
     store_tile(place, num_heads * C.DV, acc, inside, C.DV)
     log_total = tl.log2(tl.where(none, 1.0, total))
     value = tl.where(none, -float("inf"), (highest + log_total) * _LN_2)
-    tl.store(lse + tl.program_id(1).to(tl.int64) * num_rows + at, value, mask=inside)
+    tl.store(lse + head.to(tl.int64) * num_rows + at, value, mask=inside)
 
 
 def launch_forward(

@@ -100,15 +100,15 @@ class Pairs(NamedTuple):
 
 
 @triton.jit
-def mask_of(mask, b, tile, num_rows, num_keys):
-    """The ``Mask`` of one sequence and of ``tile``, a row of its table."""
+def mask_of(mask, b, tile, num_tiles, num_rows, num_keys):
+    """The ``Mask`` of one sequence and of ``tile``, a row of its table of ``num_tiles``."""
     i = (b % mask.num_masks).to(tl.int64)
     return Mask(
         mask.rows,
         mask.row_documents + i * num_rows,
         mask.key_positions + i * num_keys,
         mask.key_documents + i * num_keys,
-        mask.table + (i * tl.num_programs(0) + tile) * _ROW_INTS,
+        mask.table + (i * num_tiles + tile) * _ROW_INTS,
         mask.num_masks,
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,12 @@ from paradyse.kernels.triton_heads import Heads
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python on the CPU (TRITON_INTERPRET=1 before triton is imported)."""
+
+TILES_VARIABLE = "PARADYSE_TILES"
+"""Environment variable: the path of a table of tile sizes, in place of the package's own."""
+
+MEASURED_TILES = Path(__file__).parent / "tiles.json"
+"""The table that comes with the package; there is none until a device was measured."""
 
 LOG2_E = 1.4426950408889634
 MAX_WIDTH = 256
@@ -50,8 +59,10 @@ class Configs:
 _F = Config
 # Per (generation, bytes per element, width rounded up to a power of two). 8: sm_80 (163 KiB of
 # shared memory per block), 86: its smaller relatives and sm_120 (99 KiB), 9: sm_90 and sm_100 (227
-# KiB). Large tiles that compile without spilling registers (tests/aot_cases.py: bfloat16, widths 64
-# and 128, sm_80 and sm_90); not tuned on a device.
+# KiB). Large tiles that compile without spilling registers (benchmarks/compiled_kernels.py); not
+# tuned on a device. What benchmarks/tile_sweep.py measures on one goes first. At width 256 dk and
+# dv have tiles of 32 keys, too few for wgmma: with 64 their sums alone fill the registers, and a
+# thread spills 272 bytes and more (sm_90, 4 and 8 warps, triton 3.9).
 _CONFIGS: dict[tuple[int, int, int], Configs] = {
     (9, 2, 64): Configs(_F(128, 64, 4, 3, 3), _F(64, 128, 8, 3, 3), _F(128, 64, 4, 3, 3)),
     (9, 2, 128): Configs(_F(128, 128, 8, 2), _F(32, 128, 8, 3, 3), _F(128, 64, 8, 3, 3)),
@@ -76,6 +87,51 @@ def padded_width(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
+TileKey = tuple[tuple[int, int], int, int]
+"""Compute capability, bytes per element, width rounded up to a power of two."""
+
+
+def tile_row(key: TileKey, configs: Configs) -> dict[str, Any]:
+    """The ``configs`` of a ``key`` as ``load_tiles`` reads them."""
+    where = dict(zip(("capability", "itemsize", "width"), (list(key[0]), *key[1:])))
+    return where | {name: list(astuple(config)) for name, config in vars(configs).items()}
+
+
+@lru_cache(maxsize=8)
+def load_tiles(path: Path) -> Mapping[TileKey, Configs]:
+    """The table in the file ``path``, of JSON with "rows" of ``tile_row``.
+
+    Raises:
+        ValueError: the file is no such table.
+    """
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return {
+            (
+                (int(r["capability"][0]), int(r["capability"][1])),
+                r["itemsize"],
+                r["width"],
+            ): Configs(*(Config(*map(int, r[name])) for name in ("forward", "keys", "queries")))
+            for r in rows
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
+        raise ValueError(
+            f"{path}: cannot read this as a table of tiles ({type(e).__name__}: {e}); "
+            f"`python benchmarks/tile_sweep.py --write-table PATH` writes one, and without "
+            f"{TILES_VARIABLE} the package's own are used"
+        ) from e
+
+
+@cache
+def _own_tiles() -> Mapping[TileKey, Configs]:
+    return load_tiles(MEASURED_TILES) if MEASURED_TILES.is_file() else {}
+
+
+def _measured_tiles() -> Mapping[TileKey, Configs]:
+    asked = os.environ.get(TILES_VARIABLE)
+    return load_tiles(Path(asked)) if asked else _own_tiles()
+
+
 def configs_for(
     capability: tuple[int, int], itemsize: int, width: int, has_documents: bool
 ) -> Configs:
@@ -86,11 +142,13 @@ def configs_for(
         itemsize: bytes of an element of q.
         width: the wider of D and Dv.
         has_documents: whether pairs of documents are compared.
+    Raises:
+        ValueError: ``TILES_VARIABLE`` names no table.
     """
-    major, minor = capability
+    major, _ = capability
     generation = 9 if major in (9, 10) else 8 if capability in ((8, 0), (8, 7)) else 86
     key = generation, itemsize, max(64, padded_width(width))
-    configs = _CONFIGS[key]
+    configs = _measured_tiles().get((capability, *key[1:])) or _CONFIGS[key]
     if has_documents and key in _DOCUMENT_FORWARD:
         return replace(configs, forward=_DOCUMENT_FORWARD[key])
     return configs
@@ -206,7 +264,7 @@ def launch(
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         **{f"STRIDE_{name}": x.stride(2) for name, x in zip("QKVG", inputs)},
     )
-    kernel[(mask.table.shape[1], programs)](
+    kernel[(mask.table.shape[1] * programs,)](
         *map(Heads.of, inputs),
         *own,
         mask,

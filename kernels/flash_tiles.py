@@ -13,7 +13,9 @@ FlexAttention (arXiv 2412.05496), which list each tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paradyse.kernels.attention_mask import AttentionSpec
+from paradyse.kernels.triton_heads import place_of
 
 GROUP = 16
 """Tokens that share one entry of the bounds; every tile size is a multiple."""
@@ -52,7 +55,7 @@ def _group_minmax(x, valid, low, high):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_groups", "seq_len", "stride_documents"]
+    do_not_specialize=["num_rows", "num_groups", "num_queries", "seq_len", "stride_documents"]
     + ["left", "right", "chunk"]
 )
 def _describe_queries(
@@ -64,6 +67,7 @@ def _describe_queries(
     document_bounds,
     num_rows,
     num_groups,
+    num_queries,
     seq_len,
     stride_documents,
     left,
@@ -73,12 +77,12 @@ def _describe_queries(
     GROUPS: tl.constexpr,
 ) -> None:
     """Per query [lo, hi, position]; per group the least and largest lo and hi, and document."""
-    b = tl.program_id(1)
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    tile, b = place_of(tl.cdiv(num_groups, GROUPS))
+    group = tile * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = at < num_rows
     i = tl.load(positions + at, mask=inside, other=-1).to(tl.int32)
-    valid = inside & (i >= 0) & (i < seq_len)
+    valid = inside & (i >= 0) & (i < num_queries)
     lo = tl.where(left >= 0, tl.maximum(i - left, 0), 0)
     hi = tl.where(right >= 0, tl.minimum(i + right, seq_len - 1), seq_len - 1)
     size = tl.maximum(chunk, 1)
@@ -126,8 +130,9 @@ def _describe_keys(
 ) -> None:
     """Per key its position (FAR for a hidden one) and document; per group the least position of a
     visible key, the largest of one, the largest of all, and the documents of the visible ones."""
-    b = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    tile, b = place_of(tl.cdiv(num_groups, GROUPS))
+    b = b.to(tl.int64)
+    group = tile * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = at < num_keys
     j = tl.load(positions + at, mask=inside, other=-1).to(tl.int32)
@@ -240,9 +245,14 @@ def _find_segments(
     STEP: tl.constexpr,
 ):
     """One row of the table: the segments of tiles of keys for a tile of queries, or the reverse."""
-    b = tl.program_id(1).to(tl.int64)
-    outer = tl.program_id(0) + tl.zeros([1], tl.int32)
-    row = table + (b * tl.num_programs(0) + tl.program_id(0)) * _ROW_INTS
+    if ROWS_ARE_QUERIES:
+        num_outer = tl.cdiv(query_groups, QR)
+    else:
+        num_outer = tl.cdiv(key_groups, KR)
+    tile, b = place_of(num_outer)
+    b = b.to(tl.int64)
+    outer = tile + tl.zeros([1], tl.int32)
+    row = table + (b * num_outer + tile) * _ROW_INTS
     keys = key_bounds + b * 3 * key_groups
     q_docs = query_documents + b * 2 * query_groups
     k_docs = key_documents + b * 2 * key_groups
@@ -316,6 +326,8 @@ class Visibility:
     has_lo: bool
     """A query may not see keys that lie before others that it sees."""
     has_documents: bool
+    keep: Callable[[Any, Callable[[], Tensor]], Tensor] = lambda key, make: make()
+    """(key, what makes it) -> a table of ``segments``, which may have been made before."""
 
     @property
     def num_masks(self) -> int:
@@ -328,12 +340,16 @@ class Visibility:
         T counts tiles of queries and segments are of tiles of keys; ``transposed``: the reverse.
         Without ``allow_full`` tiles that everybody sees count as partial.
         """
+        tile = rows, keys, transposed, allow_full
+        return self.keep(tile, lambda: self._find_segments(*tile))
+
+    def _find_segments(self, rows: int, keys: int, transposed: bool, allow_full: bool) -> Tensor:
         assert rows % GROUP == 0 and keys % GROUP == 0, (rows, keys)
         num_q = triton.cdiv(self.rows.shape[1], rows)
         num_k = triton.cdiv(self.key_positions.shape[1], keys)
         outer, inner = (num_k, num_q) if transposed else (num_q, num_k)
         table = self.rows.new_empty((self.num_masks, outer, ROW_INTS))
-        _find_segments[(outer, self.num_masks)](
+        _find_segments[(outer * self.num_masks,)](
             table,
             self.row_bounds,
             self.key_bounds,
@@ -358,80 +374,125 @@ def _stride(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
+class Queries(NamedTuple):
+    """What of a ``Visibility`` depends on queries."""
+
+    rows: Tensor
+    row_documents: Tensor
+    row_bounds: Tensor
+    row_document_bounds: Tensor
+
+
+class Keys(NamedTuple):
+    """What of a ``Visibility`` depends on keys."""
+
+    key_positions: Tensor
+    key_documents: Tensor
+    key_bounds: Tensor
+    key_document_bounds: Tensor
+
+
+_GROUPS = 32
+"""Groups of tokens that one program describes."""
+
+
+def _num_masks(spec: AttentionSpec) -> int:
+    return max(1 if x is None else x.shape[0] for x in (spec.key_padding, spec.document_ids))
+
+
+def _documents(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    if spec.document_ids is None:
+        return None
+    documents = spec.document_ids.to(device).contiguous()
+    return documents if documents.dtype in (torch.int32, torch.int64) else documents.int()
+
+
+def describe_queries(positions: Tensor, spec: AttentionSpec) -> Queries:
+    """The queries' side of ``describe_mask`` with ``spec``, at ``positions`` [Sq]."""
+    positions, num_rows = positions.contiguous(), len(positions)
+    documents, num_masks = _documents(spec, positions.device), _num_masks(spec)
+    num_groups = triton.cdiv(num_rows, GROUP)
+    rows = positions.new_empty((3, num_rows), dtype=torch.int32)
+    bounds = positions.new_empty((4, num_groups), dtype=torch.int32)
+    row_documents, document_bounds = rows, bounds
+    if documents is not None:
+        row_documents = documents.new_empty((num_masks, num_rows))
+        document_bounds = documents.new_empty((num_masks, 2, num_groups))
+    limit = [-1 if x is None else min(x, FAR - 1) for x in (spec.left, spec.right, spec.chunk)]
+    _describe_queries[(triton.cdiv(num_groups, _GROUPS) * num_masks,)](
+        positions,
+        positions if documents is None else documents,
+        rows,
+        row_documents,
+        bounds,
+        document_bounds,
+        num_rows,
+        num_groups,
+        spec.num_queries,
+        spec.seq_len,
+        _stride(documents),
+        *limit,
+        HAS_DOCUMENTS=documents is not None,
+        GROUPS=_GROUPS,
+        enable_fp_fusion=True,
+    )
+    return Queries(rows, row_documents, bounds, document_bounds)
+
+
+def describe_keys(positions: Tensor, spec: AttentionSpec) -> Keys:
+    """The keys' side of ``describe_mask`` with ``spec``, at ``positions`` [Sk]."""
+    positions, num_keys = positions.contiguous(), len(positions)
+    documents, num_masks = _documents(spec, positions.device), _num_masks(spec)
+    padding = spec.key_padding
+    if padding is not None:
+        padding = padding.to(positions.device).contiguous().view(torch.uint8)
+    num_groups = triton.cdiv(num_keys, GROUP)
+    key_positions = positions.new_empty((num_masks, num_keys), dtype=torch.int32)
+    bounds = positions.new_empty((num_masks, 3, num_groups), dtype=torch.int32)
+    key_documents, document_bounds = key_positions, bounds
+    if documents is not None:
+        key_documents = documents.new_empty((num_masks, num_keys))
+        document_bounds = documents.new_empty((num_masks, 2, num_groups))
+    _describe_keys[(triton.cdiv(num_groups, _GROUPS) * num_masks,)](
+        positions,
+        positions if documents is None else documents,
+        positions if padding is None else padding,
+        key_positions,
+        key_documents,
+        bounds,
+        document_bounds,
+        num_keys,
+        num_groups,
+        spec.seq_len,
+        _stride(documents),
+        _stride(padding),
+        HAS_DOCUMENTS=documents is not None,
+        HAS_PADDING=padding is not None,
+        GROUPS=_GROUPS,
+        enable_fp_fusion=True,
+    )
+    return Keys(key_positions, key_documents, bounds, document_bounds)
+
+
+def visibility_of(queries: Queries, keys: Keys, spec: AttentionSpec, **given: Any) -> Visibility:
+    """``queries`` and ``keys``, both sides of the mask of ``spec``, together; ``given`` may have
+    ``Visibility.keep``."""
+    return Visibility(
+        *queries[:2],
+        *keys[:2],
+        *queries[2:],
+        *keys[2:],
+        has_lo=spec.left is not None or spec.chunk is not None,
+        has_documents=spec.document_ids is not None,
+        **given,
+    )
+
+
 def describe_mask(q_positions: Tensor, kv_positions: Tensor, spec: AttentionSpec) -> Visibility:
     """What of the mask of ``spec`` depends on positions, padding and documents.
 
     Args:
         q_positions, kv_positions: int [Sq] and [Sk] on the device, global, in any order.
     """
-    device, num_rows, num_keys = q_positions.device, len(q_positions), len(kv_positions)
-    q_positions, kv_positions = q_positions.contiguous(), kv_positions.contiguous()
-    documents, padding = spec.document_ids, spec.key_padding
-    if documents is not None:
-        documents = documents.to(device).contiguous()
-        if documents.dtype not in (torch.int32, torch.int64):
-            documents = documents.int()
-    if padding is not None:
-        padding = padding.to(device).contiguous().view(torch.uint8)
-    num_masks = max(1 if x is None else x.shape[0] for x in (padding, documents))
-    q_groups, k_groups = triton.cdiv(num_rows, GROUP), triton.cdiv(num_keys, GROUP)
-    int32 = {"dtype": torch.int32, "device": device}
-    rows = torch.empty((3, num_rows), **int32)
-    row_bounds = torch.empty((4, q_groups), **int32)
-    key_positions = torch.empty((num_masks, num_keys), **int32)
-    key_bounds = torch.empty((num_masks, 3, k_groups), **int32)
-    row_documents, row_document_bounds = rows, row_bounds
-    key_documents, key_document_bounds = key_positions, key_bounds
-    if documents is not None:
-        row_documents = documents.new_empty((num_masks, num_rows))
-        row_document_bounds = documents.new_empty((num_masks, 2, q_groups))
-        key_documents = documents.new_empty((num_masks, num_keys))
-        key_document_bounds = documents.new_empty((num_masks, 2, k_groups))
-    limit = [-1 if x is None else min(x, FAR - 1) for x in (spec.left, spec.right, spec.chunk)]
-    groups = 32
-    _describe_queries[(triton.cdiv(q_groups, groups), num_masks)](
-        q_positions,
-        q_positions if documents is None else documents,
-        rows,
-        row_documents,
-        row_bounds,
-        row_document_bounds,
-        num_rows,
-        q_groups,
-        spec.seq_len,
-        _stride(documents),
-        *limit,
-        HAS_DOCUMENTS=documents is not None,
-        GROUPS=groups,
-        enable_fp_fusion=True,
-    )
-    _describe_keys[(triton.cdiv(k_groups, groups), num_masks)](
-        kv_positions,
-        kv_positions if documents is None else documents,
-        kv_positions if padding is None else padding,
-        key_positions,
-        key_documents,
-        key_bounds,
-        key_document_bounds,
-        num_keys,
-        k_groups,
-        spec.seq_len,
-        _stride(documents),
-        _stride(padding),
-        HAS_DOCUMENTS=documents is not None,
-        HAS_PADDING=padding is not None,
-        GROUPS=groups,
-        enable_fp_fusion=True,
-    )
-    return Visibility(
-        rows,
-        row_documents,
-        key_positions,
-        key_documents,
-        row_bounds,
-        row_document_bounds,
-        key_bounds,
-        key_document_bounds,
-        has_lo=spec.left is not None or spec.chunk is not None,
-        has_documents=documents is not None,
-    )
+    queries, keys = describe_queries(q_positions, spec), describe_keys(kv_positions, spec)
+    return visibility_of(queries, keys, spec)

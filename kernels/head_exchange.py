@@ -2,8 +2,9 @@
 other.
 
 ``slots`` say which heads go to which rank. ``tensors`` are of queries alone or of queries, keys and
-values, and ``widths`` those of their heads. A ``message`` is [p, B, s, W], slice r for or from rank
-r. Tokens are in the balanced order: rank r holds chunks r and 2p-1-r.
+values, and ``widths`` those of their heads; 0 for queries leaves keys and values alone. A
+``message`` is [p, B, s, W], slice r for or from rank r. Tokens are in the balanced order: rank r
+holds chunks r and 2p-1-r.
 
 Order: the reference in plain PyTorch, the public functions. On CUDA each function is one
 pass of a kernel (``triton_exchange``) from the tensors at hand to those that are needed.
@@ -77,9 +78,10 @@ def receive_heads_reference(
 # Public functions
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    """``triton_exchange`` on CUDA. Imported late: Triton is for Linux only."""
-    if not x.is_cuda or isinstance(x, FakeTensor):
+def _kernels(x: Tensor, widths: Sequence[int] = ()) -> ModuleType | None:
+    """``triton_exchange`` on CUDA, for heads of these ``widths``, which has no place for any of 0.
+    Imported late: Triton is for Linux only."""
+    if not x.is_cuda or isinstance(x, FakeTensor) or 0 in widths:
         return None
     from paradyse.kernels import triton_exchange
 
@@ -95,7 +97,7 @@ def send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
         a message, side by side n g heads of the first tensor and n heads of each of the others;
         padding heads are 0.
     """
-    if (kernels := _kernels(tensors[0])) is not None:
+    if (kernels := _kernels(tensors[0], [x.shape[3] for x in tensors])) is not None:
         return kernels.launch_send_heads(slots, tensors)
     return send_heads_reference(slots, tensors)
 
@@ -116,7 +118,7 @@ def send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         a message as of ``send_heads``; padding heads are 0.
     """
-    if (kernels := _kernels(tensors[0])) is not None:
+    if (kernels := _kernels(tensors[0], [x.shape[3] for x in tensors])) is not None:
         return kernels.launch_send_tokens(slots, tensors)
     return send_tokens_reference(slots, tensors)
 
@@ -128,6 +130,6 @@ def receive_heads(slots: HeadSlots, message: Tensor, widths: Sequence[int]) -> t
     Returns:
         [B, H, s, D], then [B, Hk, s, D'] of each other width.
     """
-    if (kernels := _kernels(message)) is not None:
+    if (kernels := _kernels(message, widths)) is not None:
         return kernels.launch_receive_heads(slots, message, widths)
     return receive_heads_reference(slots, message, widths)

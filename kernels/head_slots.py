@@ -18,6 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paradyse.kernels.kept import Kept
+
+_HEAD_IDS = Kept()
+
 
 @dataclass(frozen=True)
 class HeadSlots:
@@ -69,13 +73,16 @@ class HeadSlots:
         """Per rank the KV head of each slot; -1 for a missing one."""
         return tuple(tuple(h // self.group for h in q[:: self.heads_per_slot]) for q in self.q)
 
-    def head_ids(self, rank: int) -> Tensor:
-        """Query head [real slots * heads per slot] int64 of each head that ``rank`` computes; one
-        that exists stands in for a missing one.
+    def head_ids(self, rank: int, device: torch.device) -> Tensor:
+        """Query head [real slots * heads per slot] int64 of each head that ``rank`` computes, on
+        ``device``, the same tensor at each call; one that exists stands in for a missing one.
         """
-        return torch.tensor(
-            self.q[rank][: self.real_slots(rank) * self.heads_per_slot], dtype=torch.int64
-        ).clamp(min=0)
+
+        def make() -> Tensor:
+            ids = self.q[rank][: self.real_slots(rank) * self.heads_per_slot]
+            return torch.tensor([max(0, i) for i in ids], dtype=torch.int64, device=device)
+
+        return _HEAD_IDS.get((self, rank, device), make)
 
     def spread_queries(self, x: Tensor) -> Tensor:
         """[B, s, H, D] to [B, s, p, n g D]: each rank's slots."""
@@ -89,7 +96,8 @@ class HeadSlots:
         """The inverse of ``spread_queries``: [B, s, p, n g D] to [B, s, H, D]."""
         b, s = x.shape[:2]
         group, g, r = self.group, self.heads_per_slot, self.replicas
-        x = x.reshape(b, s, -1, g * width)[:, :, : self.num_kv_heads * r]
+        slots = self.num_ranks * self.slots_per_rank
+        x = x.reshape(b, s, slots, g * width)[:, :, : self.num_kv_heads * r]
         x = x.reshape(b, s, self.num_kv_heads, r * g, width)[:, :, :, :group]
         return x.reshape(b, s, self.num_heads, width)
 

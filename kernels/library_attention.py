@@ -1,4 +1,5 @@
-"""Plain causal and full attention by PyTorch's own CUDA kernels, where ``selection`` says so.
+"""Plain causal and full attention, and windows over whole sequences, by PyTorch's own CUDA kernels,
+where ``selection`` says so.
 
 Order: which part of a call is plain, the kernels, public functions. Both kernels give the log-sum-
 exp, and their backward takes the final one, so parts of a ring compose as with our own.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paradyse.kernels.attention_core import Backward, Grads, adjacent, empty_like_heads
-from paradyse.kernels.attention_mask import DIAGONAL, AttentionSpec, Runs, Tile
+from paradyse.kernels.attention_mask import DIAGONAL, MASKED, AttentionSpec, Runs, Tile
 from paradyse.kernels.attention_mask import FULL as FULL_TILE
 from paradyse.kernels.selection import (
     ATEN_FLASH,
@@ -26,6 +27,7 @@ from paradyse.kernels.selection import (
     CUDNN,
     FORWARD,
     FULL,
+    WINDOW,
     capability_of,
     choose,
 )
@@ -34,6 +36,8 @@ from paradyse.torch_private import (
     cudnn_attention_backward,
     flash_attention,
     flash_attention_backward,
+    flash_window,
+    flash_window_backward,
 )
 
 # Which part is plain
@@ -80,7 +84,7 @@ def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
     data = (spec.key_padding, spec.document_ids, spec.bias)
     if any(x is not None for x in data) or spec.dropout_p > 0 or spec.softcap is not None:
         return None
-    rows, keys = _stretches(q_runs, spec.seq_len), _stretches(kv_runs, spec.seq_len)
+    rows, keys = _stretches(q_runs, spec.num_queries), _stretches(kv_runs, spec.seq_len)
     if not rows or not keys:
         return None
     whole = rows[-1][2][1] - rows[0][2][0]
@@ -109,7 +113,54 @@ def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
     return tile
 
 
+def window_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
+    """The one tile of a call whose queries and keys are the same stretch of positions, and which
+    hides no more than keys too far behind or ahead; None where it is no such call.
+    """
+    data = (spec.key_padding, spec.document_ids, spec.bias)
+    if any(x is not None for x in data) or spec.dropout_p > 0 or spec.softcap is not None:
+        return None
+    rows, keys = _stretches(q_runs, spec.seq_len), _stretches(kv_runs, spec.seq_len)
+    if len(rows) != 1 or rows != keys or (spec.left is None and spec.right is None):
+        return None
+    begin, end, (first, last) = rows[0]
+    if spec.chunk is not None and first // spec.chunk != (last - 1) // spec.chunk:
+        return None
+    return Tile(begin, end, begin, end, MASKED)
+
+
 # Kernels
+
+
+def _flash_window_forward(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[B, H, S, D] as of all kernels here; ``left`` and ``right`` -1 for no bound."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    lengths: Any = (None, None, q.shape[1], k.shape[1])
+    window = {"window_size_left": left, "window_size_right": right}
+    out, lse, *_ = flash_window(q, k, v, *lengths, 0.0, False, False, scale=scale, **window)
+    return out.transpose(1, 2), lse
+
+
+def _flash_window_backward(given: Backward, left: int, right: int, scale: float) -> Grads:
+    *tensors, lse = given
+    parts = [x.transpose(1, 2) for x in tensors]
+    q, k = parts[1:3]
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    lengths: Any = (None, None, q.shape[1], k.shape[1])
+    window = {"window_size_left": left, "window_size_right": right}
+    dq, dk, dv = flash_window_backward(
+        *parts, lse, *lengths, 0.0, False, seed, offset, scale=scale, **window
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+WINDOW_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Grads]]] = {
+    ATEN_FLASH: (_flash_window_forward, _flash_window_backward),
+}
+"""Forward, of q, k, v, left, right, scale, and backward, of ``given`` in their place."""
 
 
 def _flash_forward(
@@ -178,12 +229,23 @@ def selected_tile(
     Returns:
         None where Triton's kernels take the call.
     """
-    tile = plain_tile(q_runs, kv_runs, spec)
-    if tile is None or q.shape[3] != v.shape[3]:
+    if q.shape[3] != v.shape[3]:
         return None
-    mask = CAUSAL if tile.kind == DIAGONAL else FULL
+    tile = plain_tile(q_runs, kv_runs, spec) or window_tile(q_runs, kv_runs, spec)
+    if tile is None:
+        return None
+    mask = {DIAGONAL: CAUSAL, FULL_TILE: FULL, MASKED: WINDOW}[tile.kind]
     kernel = choose(capability_of(q.device), q.dtype, q.shape[3], mask, direction).kernel
     return (tile, kernel) if kernel in FORWARD_KERNELS else None
+
+
+def _given(tile: Tile, kernel: str, spec: AttentionSpec) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Forward and backward of ``kernel`` for ``tile``, and what both take besides tensors."""
+    if tile.kind == MASKED:
+        limits = (-1 if x is None else x for x in (spec.left, spec.right))
+        return *WINDOW_KERNELS[kernel], (*limits, spec.scale)
+    given = tile.kind == DIAGONAL, spec.scale
+    return FORWARD_KERNELS[kernel], BACKWARD_KERNELS[kernel], given
 
 
 def library_forward(
@@ -196,7 +258,8 @@ def library_forward(
     tile, kernel = selected
     rows, keys = tile.rows, tile.keys
     parts = (adjacent(x) for x in (q[:, :, rows], k[:, :, keys], v[:, :, keys]))
-    out, lse = FORWARD_KERNELS[kernel](*parts, tile.kind == DIAGONAL, spec.scale)
+    run, _, given = _given(tile, kernel, spec)
+    out, lse = run(*parts, *given)
     if (tile.r0, tile.r1) == (0, q.shape[2]):
         return out, lse
     whole = empty_like_heads(q).zero_()
@@ -217,7 +280,8 @@ def library_backward(
     tile, kernel = selected
     x = given.cut(tile)
     part = Backward(x.grad_out.to(q.dtype), x.q, x.k, x.v, x.out.to(q.dtype), x.lse).readable()
-    grads = BACKWARD_KERNELS[kernel](part, tile.kind == DIAGONAL, spec.scale)
+    _, run, limits = _given(tile, kernel, spec)
+    grads = run(part, *limits)
     found = []
     for grad, like, at in zip(grads, qkv, (tile.rows, tile.keys, tile.keys), strict=True):
         if grad.shape == like.shape:

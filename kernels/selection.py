@@ -1,8 +1,8 @@
-"""Which kernel computes a plain causal or full tile on a GPU: a table, measured, that can be
-overridden.
+"""Which kernel computes a plain causal or full tile, or a window over a whole sequence, on a GPU: a
+table, measured, that can be overridden.
 
-``benchmarks/attention_gpu.py --write-table`` measures it. Masks that are not plain are always
-Triton's.
+``benchmarks/attention_gpu.py --write-table`` measures it. Windows are Triton's unless the table
+says otherwise, and all other masks always.
 
 A ``kernel`` is one of ``KERNELS``, a ``mask`` one of ``MASKS``, a ``direction`` one of
 ``DIRECTIONS``; ``capability`` is a device's compute capability ("9.0"), ``dtype`` that of q, k and
@@ -23,7 +23,8 @@ import torch
 TRITON, ATEN_FLASH, CUDNN = KERNELS = ("triton", "aten_flash", "cudnn")
 """Ours; PyTorch's build of FlashAttention-2; cuDNN's attention as PyTorch calls it."""
 
-CAUSAL, FULL = MASKS = ("causal", "full")
+CAUSAL, FULL, WINDOW = MASKS = ("causal", "full", "window")
+"""The last one: keys so far behind and ahead of a query, of all tokens of a sequence."""
 FORWARD, BACKWARD = DIRECTIONS = ("forward", "backward")
 
 VARIABLE = "PARADYSE_KERNELS"
@@ -106,7 +107,7 @@ def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, dire
 
 
 def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction: str) -> Choice:
-    """The kernel for a plain tile.
+    """The kernel for a plain tile, or a window.
 
     Raises:
         ValueError: ``VARIABLE`` names neither a kernel nor a table.
@@ -119,9 +120,12 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
     elif key in asked:
         kernel, why = asked[key], f"measured, {Path(value) if value else 'own table'}"
     else:
-        kernel, why = ATEN_FLASH, "not measured for this device, dtype and width"
-    if not supported(kernel, capability, dtype, width, direction):
+        kernel = TRITON if mask == WINDOW else ATEN_FLASH
+        why = "not measured for this device, dtype and width"
+    no_window = mask == WINDOW and kernel == CUDNN
+    if no_window or not supported(kernel, capability, dtype, width, direction):
         can_not = f"{key[1]} of width {width} on compute capability {capability}"
+        can_not = "windows" if no_window else can_not
         return Choice(TRITON, f"{kernel} ({why}) cannot do {can_not}")
     return Choice(kernel, why)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paradyse.kernels.head_slots import HeadSlots
-from paradyse.kernels.triton_heads import Heads, head_of, tile_options
+from paradyse.kernels.triton_heads import Heads, head_of, place_of, tile_options
 
 
 @triton.jit
@@ -33,12 +33,15 @@ def _copy(SOURCE, source_row, PLACE, place_row, there, filled, width, WIDTH: tl.
 
 
 @triton.jit
-def _program_rows(num_rows, ROWS: tl.constexpr):
-    """The sequence and the rows of it that a program copies, and which of them there are."""
+def _program_rows(num_sequences, num_rows, ROWS: tl.constexpr):
+    """The sequence and the rows of it that a program copies, and which of them there are; and which
+    part of these rows, of those that the grid counts beside tiles of rows of all sequences.
+    """
     blocks = tl.cdiv(num_rows, ROWS)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return b, row, row < num_rows
+    tile, part = place_of(num_sequences * blocks)
+    b = (tile // blocks).to(tl.int64)
+    row = (tile % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return b, row, row < num_rows, part
 
 
 @triton.jit
@@ -81,8 +84,8 @@ def _send_heads_kernel(
     """Grid: tiles of tokens of all sequences, heads of the message of all ranks."""
     n, g = slots_per_rank, heads_per_slot
     query_heads = n * g
-    b, row, there = _program_rows(num_rows, ROWS)
-    rank, part = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    b, row, there, part = _program_rows(num_sequences, num_rows, ROWS)
+    rank, part = (part // heads).to(tl.int64), part % heads
     place = ((rank * num_sequences + b) * num_rows + row) * columns
     if part < query_heads:
         slot, member = rank * n + part // g, part % g
@@ -108,9 +111,9 @@ def _receive_tokens_kernel(
 ):  # fmt: skip
     """Grid: tiles of rows of all sequences, tiles of columns."""
     num_rows = rows_per_rank * num_ranks
-    b, row, there = _program_rows(num_rows, ROWS)
+    b, row, there, part = _program_rows(num_sequences, num_rows, ROWS)
     rank, local, position = _balanced_position(row, rows_per_rank, chunk, num_ranks)
-    begin = tl.program_id(1).to(tl.int64) * WIDTH
+    begin = part.to(tl.int64) * WIDTH
     source = ((rank * num_sequences + b) * rows_per_rank + local) * columns + begin
     place = (b * num_rows + position) * columns + begin
     rest = columns - begin
@@ -127,9 +130,9 @@ def _send_tokens_kernel(
     n, g = slots_per_rank, heads_per_slot
     query_heads = n * g
     num_rows = rows_per_rank * num_ranks
-    b, row, there = _program_rows(num_rows, ROWS)
+    b, row, there, part = _program_rows(num_sequences, num_rows, ROWS)
     rank, local, position = _balanced_position(row, rows_per_rank, chunk, num_ranks)
-    part = tl.program_id(1).to(tl.int64)
+    part = part.to(tl.int64)
     place = ((rank * num_sequences + b) * rows_per_rank + local) * columns
     if part < query_heads:
         filled = tl.where(part < real_slots * g, width, 0)
@@ -174,9 +177,9 @@ def _receive_heads_kernel(
 ):  # fmt: skip
     """Grid: tiles of tokens of all sequences, heads of all results, which are [B, s, heads, D]."""
     n, g = slots_per_rank, heads_per_slot
-    b, row, there = _program_rows(num_rows, ROWS)
+    b, row, there, part = _program_rows(num_sequences, num_rows, ROWS)
     token = b * num_rows + row
-    head = tl.program_id(1).to(tl.int64)
+    head = part.to(tl.int64)
     if head < num_heads:
         in_group = head % group
         slot = head // group * REPLICAS + in_group // g
@@ -221,7 +224,7 @@ def launch_send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     tile = tile_options(max(widths))
     if message.numel():
         heads = sum(slots.message_heads(len(tensors)))
-        grid = (b * triton.cdiv(s, tile["ROWS"]), p * heads)
+        grid = (b * triton.cdiv(s, tile["ROWS"]) * p * heads,)
         _send_heads_kernel[grid](
             *map(Heads.of, (q, k, v)), message, b, s, d, v.shape[3], message.shape[3], heads,
             slots.num_kv_heads, slots.group, slots.replicas, slots.slots_per_rank,
@@ -244,7 +247,7 @@ def launch_receive_tokens(message: Tensor) -> Tensor:
     tokens = message.new_empty(b, p * s, w)
     tile = tile_options(min(w, 1024))
     if tokens.numel():
-        grid = (b * triton.cdiv(p * s, tile["ROWS"]), triton.cdiv(w, tile["WIDTH"]))
+        grid = (b * triton.cdiv(p * s, tile["ROWS"]) * triton.cdiv(w, tile["WIDTH"]),)
         _receive_tokens_kernel[grid](message, tokens, b, s, _chunk(s, p), p, w, **tile)
     return tokens
 
@@ -258,7 +261,7 @@ def launch_send_tokens(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
     message = q.new_empty(p, b, s, sum(slots.columns(widths)))
     tile = tile_options(max(widths))
     if message.numel():
-        grid = (b * triton.cdiv(n, tile["ROWS"]), sum(slots.message_heads(len(tensors))))
+        grid = (b * triton.cdiv(n, tile["ROWS"]) * sum(slots.message_heads(len(tensors))),)
         _send_tokens_kernel[grid](
             *map(Heads.of, (q, k, v)), message, b, s, _chunk(s, p), p, d, v.shape[3],
             message.shape[3], slots.slots_per_rank, h // slots.heads_per_slot,
@@ -278,7 +281,7 @@ def launch_receive_heads(
     q, k, v = _three(results)
     tile = tile_options(max(widths))
     if message.numel():
-        grid = (b * triton.cdiv(s, tile["ROWS"]), sum(heads))
+        grid = (b * triton.cdiv(s, tile["ROWS"]) * sum(heads),)
         _receive_heads_kernel[grid](
             message, q, k, v, b, s, widths[0], widths[-1], message.shape[3],
             slots.num_heads, slots.num_kv_heads, slots.group, slots.slots_per_rank,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
 TILE = 4096
@@ -30,6 +31,13 @@ class Heads(NamedTuple):
 def head_of(x, b, h):
     """Where head ``h`` of sequence ``b``, both int64, of the ``Heads`` ``x`` begins."""
     return x.first + b * x.stride_b + h * x.stride_h
+
+
+@triton.jit
+def place_of(num_tiles):
+    """Tile of its head, and head, of this program, of ``num_tiles`` a head. Grids have one dim, as
+    there may be more heads of all sequences than the 65,535 programs that the others can have."""
+    return tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
 
 
 def tile_options(width: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:
+    from paradyse.accelerator import AcceleratorMixin as AcceleratorMixin
     from paradyse.checkpoint.load_safetensors import LoadReport as LoadReport
     from paradyse.checkpoint.load_safetensors import load_safetensors as load_safetensors
     from paradyse.checkpoint.save import load_checkpoint as load_checkpoint
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from paradyse.planning.explain import Stats as Stats
     from paradyse.planning.explain import VerifyReport as VerifyReport
     from paradyse.profiling.measure import profile as profile
+    from paradyse.profiling.step_reports import StepReport as StepReport
+    from paradyse.profiling.step_reports import on_step as on_step
     from paradyse.reports import explain as explain
     from paradyse.reports import stats as stats
     from paradyse.trainer import TrainerMixin as TrainerMixin
@@ -48,9 +51,12 @@ _API = {
     "load_safetensors": "paradyse.checkpoint.load_safetensors",
     "explain": "paradyse.reports",
     "stats": "paradyse.reports",
+    "on_step": "paradyse.profiling.step_reports",
+    "StepReport": "paradyse.profiling.step_reports",
     "verify": "paradyse.verification",
     "profile": "paradyse.profiling.measure",
     "TrainerMixin": "paradyse.trainer",
+    "AcceleratorMixin": "paradyse.accelerator",
     "MixedBatches": "paradyse.mixed.batches",
     "MixedModel": "paradyse.mixed.training",
     "Way": "paradyse.mixed.ways",

@@ -7,7 +7,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,10 +35,14 @@ from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
 from paradyse.passes.dump import write
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.explain import text_table
+from paradyse.planning.explain import plan_table
+from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime import registry
 from paradyse.runtime.capture import (
+    build_alone,
     build_program,
+    check_shards,
+    empty_input,
     find_sizes,
     fingerprint,
     identity,
@@ -50,10 +54,10 @@ from paradyse.runtime.capture import (
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
-from paradyse.strategies.base import WHOLE
+from paradyse.strategies.base import SPLIT, WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
-from paradyse.types import HEAD, Plan
+from paradyse.types import Plan, Workload
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
 from paradyse.weights.unshard import Shelf, gather
@@ -61,6 +65,9 @@ from paradyse.weights.unshard import Shelf, gather
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Lengths = tuple[tuple[int, int], ...]
+"""(batch, tokens) of sequences."""
 
 
 def paradyse(
@@ -98,6 +105,8 @@ class Capture:
         self.replicas = resolve_replicas(options.mesh)
         self.agreement = agreement_of(axis, options.mesh)
         self.placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        targets = (str(n.target).removeprefix("L_") for n in self.placeholders)
+        self.names = [t.removeprefix("kwargs_").removesuffix("_") for t in targets]
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
         ]
@@ -105,7 +114,7 @@ class Capture:
         self.sharded = {
             i: weakref.ref(e) for i, e in enumerate(examples) if isinstance(e, ShardedTensor)
         }
-        _check_shards(examples, axis)
+        check_shards(examples, axis)
         self.fallback: Any = None
         self.num_steps = 0
         self.notes: list[str] = []
@@ -120,7 +129,7 @@ class Capture:
         plan = "a function" if callable(options.plan) else options.plan
         limits = options.levers, options.memory_limit, options.host_memory, options.smoothing
         self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
-        problem = _empty_input(self.placeholders, examples)
+        problem = empty_input(self.placeholders, examples)
         if problem:
 
             def fail(*args: Any) -> Any:
@@ -142,7 +151,7 @@ class Capture:
             if self.replicas.size > 1:
                 self._check_untrained(examples)
             if axis.size > 1 and self.parameters:
-                log.warning("computed whole on every rank: %s", "; ".join(self.notes))
+                axis.session.of(_Told).say("; ".join(self.notes))
             self.fallback = self._whole_graph(examples)
 
     def _check_untrained(self, examples: Sequence[Any]) -> None:
@@ -174,14 +183,14 @@ class Capture:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
         if self.agreement is None:
             return None
-        names = (str(self.placeholders[i].target).removeprefix("L_") for i in self.data)
+        names = (self.names[i] for i in self.data)
         first = self.num_steps == 1
         trains = torch.is_grad_enabled()
         call = self.agreement.begin(
             trains and bool(self.parameters),
             {
                 GRADIENTS: trains,
-                INPUTS: ", ".join(n.removeprefix("kwargs_").removesuffix("_") for n in names),
+                INPUTS: ", ".join(names),
                 "the options": self._options,
                 **facts,
                 **self._batch.fact([args[i] for i in self.data]),
@@ -229,7 +238,7 @@ class Capture:
         if program is None:
             return None
         self._lay_out(program)
-        graph = _Graph(program, self)
+        graph = _Graph(program, self, inputs)
         named = shown_factors(program)
         if not self.keyed_dims:
             self.keyed_dims = tuple(
@@ -258,7 +267,7 @@ class Capture:
             return
         held = {program.placeholders[i]: ref() for i, ref in self.sharded.items()}
         for step in program.block_steps:
-            for node, layout in rest_layouts(program.scope, step.block).items():
+            for node, layout in rest_layouts(program.scope_of(step), step.block).items():
                 weight = held.pop(node, None)
                 if weight is not None:
                     relayout(weight, layout)
@@ -309,18 +318,34 @@ def _scalar(x: Any) -> Any:
     return x.item() if isinstance(x, Tensor) else x
 
 
-class _Graph:
-    """A program with the guard that chooses its plan."""
+class _Told(set[str]):
+    """What was said on an axis: models break into graphs, of which many have the same to say."""
 
-    def __init__(self, program: Program, capture: Capture):
-        self.program, self.capture = program, capture
+    def say(self, notes: str) -> None:
+        """Log once that a graph is computed whole, and why."""
+        level = logging.DEBUG if notes in self else logging.WARNING
+        log.log(level, "computed whole on every rank: %s", notes)
+        self.add(notes)
+
+
+class _Graph:
+    """A program with the guard that chooses its plan.
+
+    Args:
+        inputs: that it was traced with.
+    """
+
+    def __init__(self, program: Program, capture: Capture, inputs: Sequence[Any]):
+        self.program, self.capture, self._inputs = program, capture, inputs
         self.sizes = find_sizes(program)
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
         weights = [w for w in (p() for p in capture.parameters) if w is not None]
         text = fingerprint(program)
         how = capture.options, self.axis, capture.agreement
-        self.choice = choice_of(text, *how, self.blocks, weights, describe_head(program))
+        head, replicas = describe_head(program), capture.replicas.size
+        self.choice = choice_of(text, *how, self.blocks, weights, head, replicas)
+        self.steps = steps_of(weights)
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
             "how many weights are trained": sum(w.requires_grad for w in weights),
@@ -342,7 +367,7 @@ class _Graph:
         tried: list[Plan] = []
 
         def compute() -> Any:
-            tried.append(guard(*shape))
+            tried.append(self._plan(shape))
             return self._run(args, sizes, tried[-1])
 
         try:
@@ -350,7 +375,7 @@ class _Graph:
         except OutOfMemoryError as e:
             if not (self.capture.options.retry_out_of_memory and e.may_repeat):
                 raise
-            safer = guard(*shape)  # ranks agree on it: only where all of them come here
+            safer = self._plan(shape)  # ranks agree on it: only where all of them come here
             if safer in tried:
                 raise
             log.warning("%s. This forward is run again by the plan %s", e, safer.key)
@@ -359,30 +384,80 @@ class _Graph:
         return call.forward(compute)
 
     def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
-        self.program.known_buffers.check(args)
-        together, make_frame = self.choice.uses.add(plan), current_frames()
-        constants = replace(self._make(sizes, plan), together=together)
-        feedback, training = self.choice.feedback, torch.is_grad_enabled()
-        if feedback is None or not training:
-            return make_frame(self.program, args, constants).run()
+        # counted before anything may raise on one rank alone: ranks run blocks together alike
+        together = self.choice.uses.add(plan)
         workload = self.choice.guard.workload(*self._shape(sizes))
-        return feedback.run(self.program, args, constants, workload, make_frame)
+        if self.steps is None:
+            return self._compute(args, sizes, plan, workload, together)
+        device, predict = self.program.device, partial(self.choice.predict, plan, workload)
+        step = self.steps.begin(device, workload, plan, predict)
+        try:
+            outputs = self._compute(args, sizes, plan, workload, together)
+        except BaseException:
+            step.failed()
+            raise
+        step.forward_ended(outputs, device)
+        return outputs
 
-    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool]:
+    def _compute(
+        self,
+        args: Sequence[Any],
+        sizes: dict[str, int],
+        plan: Plan,
+        workload: Workload,
+        together: bool,
+    ) -> Any:
+        make_frame = current_frames()
+        program = self.alone if plan.alone else self.program
+        assert program is not None
+        program.known_buffers.check(args)
+        program.shown_keys.check(args, self.capture.names)
+        constants = replace(self._make(program, sizes, plan), together=together)
+        feedback = self.choice.feedback
+        if feedback is None or not workload.training:
+            return make_frame(program, args, constants).run()
+        return feedback.run(program, args, constants, workload, make_frame)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Those that were built so far."""
+        alone = vars(self).get("alone")
+        return (self.program,) if alone is None else (self.program, alone)
+
+    @cached_property
+    def alone(self) -> Program | None:
+        """What computes the whole on every rank; None where that has other blocks."""
+        at = self.capture
+        built_of = at.gm, self._inputs, at.is_weight, at.options
+        return build_alone(self.program, *built_of, self.axis)
+
+    def _plan(self, shape: tuple[int, int, bool, bool, Lengths]) -> Plan:
+        """The guard's for a call of this ``shape``, which can be run."""
+        plan = self.choice.guard(*shape)
+        if plan.alone and self.alone is None:
+            why = "the graph has other blocks on one rank than on several"
+            log.warning("every rank cannot compute the whole: %s", why)
+            self.choice.refuse_alone(why)
+            plan = self.choice.guard(*shape)
+        return plan
+
+    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool, Lengths]:
         """What the guard asks of a call."""
         keeps_gradients = self._gradients() != AT_ONCE
         num_sequences = self.program.num_sequences(sizes)
-        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients
+        others = self.program.other_lengths(sizes)
+        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients, others
 
     def _gradients(self) -> str:
         weights = (w for w in (p() for p in self.capture.parameters) if w is not None)
         return gradients_are(self.axis, weights) if torch.is_grad_enabled() else AT_ONCE
 
-    def _make(self, sizes: dict[str, int], plan: Plan) -> StepConstants:
+    def _make(self, program: Program, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan)
         found = self._constants.get(key)
         if found is None:
-            found = self.program.constants_for(sizes, plan.strategies, plan.head)
+            own = {k: n for k, n in sizes.items() if k != SPLIT} if plan.alone else sizes
+            found = program.constants_for(own, plan.strategies, plan.head)
             self._constants[key] = found
             if self.capture.options.dump is not None:
                 folder = Path(self.capture.options.dump)
@@ -393,14 +468,8 @@ class _Graph:
         """The first rank writes the table of the plan for these sizes, beside the graphs."""
         if self.axis.rank:
             return
-        rows = [
-            (b.name, s, str(b.mask or "") or "-", b.structure)
-            for b, s in zip(self.blocks, plan.strategies, strict=True)
-        ]
-        rows += [(HEAD, plan.head, "-", "-")] * bool(plan.head)
-        table = text_table(("block", "strategy", "mask", "structure"), rows)
         name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
-        write(folder, name, table + "\n")
+        write(folder, name, plan_table(self.blocks, plan) + "\n")
 
     def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         first, dropout = self.capture.num_steps == 1, self.program.schedule.has_dropout
@@ -408,31 +477,10 @@ class _Graph:
         return {
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
+            "the lengths of other sequences": str(self.program.other_lengths(sizes)),
             **self._program_facts,
             NO_SYNC: self._gradients(),
             OPTIMIZERS: self.choice.optimizers.count,
             RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
             PROFILE: profile.profile.checksum if first and profile else 0,
         }
-
-
-def _check_shards(examples: Sequence[Any], axis: Axis) -> None:
-    for e in examples:
-        if isinstance(e, ShardedTensor) and e.placement.axis != axis:
-            at = e.placement.axis
-            raise ValueError(
-                f"the weights are sharded over {at.size} ranks ({at.name}), but "
-                f"the backend's mesh has {axis.size} ({axis.name}): give paradyse.shard and "
-                "the option 'mesh' the same mesh"
-            )
-
-
-def _empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
-    for node, example in zip(placeholders, examples, strict=True):
-        if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
-            name = str(node.target).removeprefix("L_").removesuffix("_")
-            return (
-                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be "
-                "at least 1; drop empty batches before calling the model"
-            )
-    return None

@@ -17,11 +17,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paradyse.config import BLOCK_KINDS, Options
+from paradyse.config import BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, device_of
 from paradyse.distributed.facts import PLAN
 from paradyse.distributed.session import Recent
+from paradyse.planning.alone import REPLICAS, SHARDED, Alone
 from paradyse.planning.costs import Machine
 from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
 from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
@@ -32,9 +33,9 @@ from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
 from paradyse.runtime.runs import Uses
 from paradyse.types import (
-    ATTENTION_STRATEGIES,
     HEAD,
     LEVER_SETS,
+    REPLICATED,
     BlockSpec,
     HeadSpec,
     Plan,
@@ -50,10 +51,10 @@ _POINTS = tuple(
         str(Point(s, levers))
         for kind in BLOCK_KINDS
         for levers in LEVER_SETS[kind]
-        for s in ATTENTION_STRATEGIES
+        for s in STRATEGIES
     )
 )
-_HEADS = tuple("+".join(levers) for levers in LEVER_SETS[HEAD])
+_HEADS = (*("+".join(levers) for levers in LEVER_SETS[HEAD]), REPLICATED)
 """What plans may say of a block and of the head: ranks tell each other places in these."""
 
 _ALONE = Machine(
@@ -78,6 +79,7 @@ class Choice:
         blocks: of the program.
         weights: of the model, as they lie on this rank.
         head: of the program; None: it has none that could be computed otherwise.
+        num_replicas: size of the data-parallel axis.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Choice:
         blocks: Sequence[BlockSpec],
         weights: Sequence[torch.nn.Parameter],
         head: HeadSpec | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self.options, self.axis, self.agreement = options, axis, agreement
         self.blocks = tuple(blocks)
@@ -101,6 +104,8 @@ class Choice:
         kept = bytes_kept(weights, axis)
         known = self._machine, static, self.sharded, self.cost_model, head, kept
         self.planner = Planner(options, self.blocks, axis.size, *known)
+        refused = SHARDED if self.sharded else REPLICAS if num_replicas > 1 else ""
+        self.alone = Alone(self.planner, refused)
         reduce_dtype = shards[0].reduce_dtype if shards else None
         masks = describe_masks(self.blocks)
         like = Workload(0, 0, self.dtype, True, axis.size, masks, reduce_dtype)
@@ -152,12 +157,12 @@ class Choice:
         if self.agreement is None or not self.blocks:
             return self.planner.plan(workload)
         if callable(self.options.plan):
-            plan = self.planner.plan(workload)
+            plan = self.alone.settle(self.planner.plan(workload), workload)
             self.agreement.compare("makes a plan", {PLAN: plan.key})
             return plan
         mine, error = [-1] * (len(self.blocks) + 1), None
         try:
-            chosen = self.planner.plan(workload)
+            chosen = self.alone.settle(self.planner.plan(workload), workload)
             mine = [*map(_POINTS.index, chosen.strategies), _HEADS.index(chosen.head)]
         except ValueError as e:
             error = e
@@ -165,15 +170,26 @@ class Choice:
         if told[0] < 0:
             raise error or ValueError("the first rank of the group found no plan: see its error")
         plan = Plan(tuple(_POINTS[i] for i in told[:-1]), _HEADS[told[-1]])
-        if told != mine:
+        if told != mine and not plan.alone:
             self.planner.settle(workload, plan)
         return plan
+
+    def predict(self, plan: Plan, workload: Workload) -> tuple[float, int] | None:
+        """Seconds and peak bytes of ``plan`` for ``workload`` as the planner compared them; None
+        where nothing was chosen, since asking then would send messages."""
+        return self.planner.predict(plan, workload) if self.planner.chooses else None
 
     def ran_out(self, workload: Workload) -> None:
         """A rank ran out of memory at ``workload``: from now on its plan is the smallest."""
         if self.planner.chooses:
             self.planner.ran_out(workload)
+            self.alone.ran_out(workload)
             self.guard.forget()
+
+    def refuse_alone(self, why: str) -> None:
+        """The program cannot be computed whole on every rank: ``why``, as all find out."""
+        self.alone.refused = why
+        self.guard.forget()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped: from now on plans count with what it holds."""
@@ -208,12 +224,13 @@ def choice_of(
     blocks: Sequence[BlockSpec],
     weights: Sequence[torch.nn.Parameter],
     head: HeadSpec | None = None,
+    num_replicas: int = 1,
 ) -> Choice:
     """The ``Choice`` of all captures of one model with equal arguments.
 
     Args:
         program: its fingerprint.
-        options, axis, agreement, blocks, weights, head: as of ``Choice``.
+        options, axis, agreement, blocks, weights, head, num_replicas: as of ``Choice``.
     """
     form = tuple((tuple(w.shape), w.dtype, w.requires_grad, type(w)) for w in weights)
     choices = axis.session.of(_Choices)
@@ -222,5 +239,6 @@ def choice_of(
         known = choices.of_weight.setdefault(weights[0], {})
     key = program, form, str(options)
     if key not in known:
-        known[key] = Choice(options, axis, agreement, blocks, weights, head)
+        given = options, axis, agreement, blocks, weights, head, num_replicas
+        known[key] = Choice(*given)
     return known[key]

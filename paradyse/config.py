@@ -11,7 +11,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVER_SETS, LEVERS, Plan, Point
+from paradyse.types import (
+    ATTENTION_STRATEGIES,
+    EXPERTS,
+    HEAD,
+    LEVER_SETS,
+    LEVERS,
+    REPLICATED,
+    Plan,
+    Point,
+)
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +32,9 @@ AUTO = "auto"
 
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 UNSUPPORTED = ("gather", "error")
-BLOCK_KINDS = ("attention", "mlp")
+BLOCK_KINDS = ("attention", "mlp", EXPERTS)
+STRATEGIES = (*ATTENTION_STRATEGIES, REPLICATED)
+"""Names that a plan may say, and ``strategies`` may list."""
 
 MOST_BYTES = 2**60
 """No device has more."""
@@ -37,8 +48,8 @@ _UNITS |= {f"{c}IB": 1024**i for i, c in enumerate("KMGTP", 1)}
 
 @dataclass(frozen=True)
 class PlanByKind:
-    """The plan option ``{"attention": ..., "mlp": ..., "head": ...}``: a name or a list of them for
-    each kind of block."""
+    """The plan option ``{"attention": ..., "mlp": ..., "experts": ..., "head": ...}``: a name or a
+    list of them for each kind of block."""
 
     attention: str | tuple[str, ...] = AUTO
     """A strategy, which may have levers, "auto", or one of these for every attention block."""
@@ -46,6 +57,13 @@ class PlanByKind:
     """The same for the MLP blocks."""
     head: str = AUTO
     """The levers of the head, joined by "+", or "auto"."""
+    experts: str | tuple[str, ...] = AUTO
+    """As of the others, for the blocks of experts."""
+
+    @property
+    def of_blocks(self) -> tuple[str | tuple[str, ...], ...]:
+        """What each kind of block is given, in the order of ``BLOCK_KINDS``."""
+        return self.attention, self.mlp, self.experts
 
 
 PlanOption = str | tuple[str, ...] | PlanByKind | Plan | Callable[..., Any]
@@ -58,7 +76,7 @@ class Options:
 
     plan: PlanOption = AUTO
     """"auto", a strategy name, one name per layer, ``PlanByKind``, a ``Plan``, or a function."""
-    strategies: tuple[str, ...] = ATTENTION_STRATEGIES
+    strategies: tuple[str, ...] = STRATEGIES
     """What "auto" may choose from."""
     levers: tuple[str, ...] = LEVERS
     """What "auto" may trade time for memory by, where the limit asks for it."""
@@ -83,6 +101,11 @@ class Options:
     passes_off: tuple[str, ...] = ()
     """Names of passes to leave out."""
 
+    @property
+    def splitting(self) -> tuple[str, ...]:
+        """Of ``strategies`` those by which ranks share the work of a block."""
+        return tuple(s for s in self.strategies if s != REPLICATED)
+
 
 OPTION_NAMES = tuple(f.name for f in fields(Options))
 
@@ -102,9 +125,9 @@ def check_strategy(name: Any, where: str, auto: bool = True) -> str:
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(name, str) and (name in ATTENTION_STRATEGIES or (auto and name == AUTO)):
+    if isinstance(name, str) and (name in STRATEGIES or (auto and name == AUTO)):
         return name
-    legal = ((AUTO,) if auto else ()) + ATTENTION_STRATEGIES
+    legal = ((AUTO,) if auto else ()) + STRATEGIES
     raise ValueError(f"{where}: unknown strategy {_not_legal(name, legal)}")
 
 
@@ -205,7 +228,8 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
         return _by_kind(vars(value), where)
     if isinstance(value, Plan):
         names = tuple(check_point(s, where) for s in value.strategies)
-        return Plan(names, check_head(value.head, where))
+        head = value.head if value.alone else check_head(value.head, where)
+        return Plan(names, head)
     if isinstance(value, Mapping):
         return _by_kind(value, where)
     if callable(value):
@@ -269,10 +293,10 @@ def _strategies(value: Any) -> tuple[str, ...]:
     if not names:
         raise ValueError(
             f"option 'strategies': the list is empty; give some of "
-            f"{', '.join(ATTENTION_STRATEGIES)}, or leave the option out to allow all"
+            f"{', '.join(STRATEGIES)}, or leave the option out to allow all"
         )
     # One order on all ranks, even from a set.
-    return tuple(s for s in ATTENTION_STRATEGIES if s in names)
+    return tuple(s for s in STRATEGIES if s in names)
 
 
 def _cost_model(value: Any) -> str:

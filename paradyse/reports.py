@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,26 +11,35 @@ import torch
 from paradyse.config import check_count
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import device_of
-from paradyse.planning.explain import PlanReport, Stats, attention_kernels, explain_plan
+from paradyse.distributed.collectives import REPLICAS
+from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.planning.explain import PlanReport, Stats, explain_plan
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import VariantCache
-from paradyse.types import Point
+from paradyse.types import BlockSpec, Point
 
 
-def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
+def explain(
+    compiled_model: Any, batch_size: int, seq_len: int, other_lens: Sequence[int] = ()
+) -> PlanReport:
     """Why each block gets its strategy at this workload. Call it on every rank.
 
     Args:
         compiled_model: has run at least once.
         batch_size: sequences of one call.
-        seq_len: tokens of each.
+        seq_len: tokens of each; of the sequence with the most work where the model has several,
+            such as those of an encoder and a decoder.
+        other_lens: tokens of the other ones; by default as many.
     Raises:
         ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
-            split; a size that is no whole number of at least 1.
+            split; a size that is no whole number of at least 1; other lengths than the model has
+            sequences.
     """
     check_count("batch_size", batch_size)
     check_count("seq_len", seq_len)
+    for length in other_lens:
+        check_count("other_lens", length)
     graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
     if not graphs:
         notes = dict.fromkeys(n for c in captures_of(compiled_model, whole=True) for n in c.notes)
@@ -39,9 +49,34 @@ def explain(compiled_model: Any, batch_size: int, seq_len: int) -> PlanReport:
             else "no graph of this model is known yet: run one step of the compiled model first"
         )
     capture, graph = graphs[-1]
-    like = graph.choice.guard.workload(batch_size, seq_len, torch.is_grad_enabled())
+    num_others = len(graph.program.ctx.seqs) - 1
+    if len(other_lens) not in (0, num_others):
+        raise ValueError(
+            f"other_lens has {len(other_lens)} lengths, and this model {num_others} sequences "
+            "beside that of seq_len: give one for each, or none"
+        )
+    others = tuple((batch_size, n) for n in other_lens)
+    trains = torch.is_grad_enabled()
+    like = graph.choice.guard.workload(batch_size, seq_len, trains, others=others)
     kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
-    return explain_plan(graph.choice.planner, like, tuple(graph.program.ctx.notes), kernels)
+    choice, program = graph.choice, graph.program
+    return explain_plan(choice.planner, like, program.ctx.notes, kernels, choice.alone)
+
+
+def attention_kernels(
+    blocks: Sequence[BlockSpec], dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
+    """Which kernel computes the attention of ``blocks`` in ``dtype``, if ``device`` is a GPU;
+    nothing on a CPU, where there is one kernel."""
+    if device.type != "cuda":
+        return ()
+    capability = capability_of(device)
+    widths = sorted({b.head_dim for b in blocks if b.kind == "attention" and b.head_dim})
+    return tuple(
+        f"width {width}, {line}"
+        for width in widths
+        for line in describe_choices(capability, dtype, width)
+    )
 
 
 def stats(compiled_model: Any) -> Stats:
@@ -51,15 +86,19 @@ def stats(compiled_model: Any) -> Stats:
     variants = {
         (block.structure, canonical_strategy(block.kind, s))
         for _, g in graphs
-        for block, step in zip(g.blocks, g.program.block_steps, strict=True)
-        for s in {Point.parse(s).variant for s in g.program.variants[step.position]}
+        for program in g.programs
+        for block, step in zip(g.blocks, program.block_steps, strict=True)
+        for s in {Point.parse(s).variant for s in program.variants[step.position]}
     }
     traffic = [
         collectives.traffic(c.axis, i)
         for c, g in graphs
         for i in (*(s.block_id for s in g.program.block_steps), g.program.schedule.between_id)
     ]
+    traffic += [collectives.traffic(axis, REPLICAS) for axis in {c.axis for c in captures}]
     guards = dict.fromkeys(g.choice.guard for _, g in graphs)
+    steps = dict.fromkeys(g.steps for _, g in graphs if g.steps is not None)
+    lasts = [s.last for s in steps if s.last is not None]
     sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
     for t in traffic:
         sent.update(t.sent_bytes)
@@ -69,7 +108,8 @@ def stats(compiled_model: Any) -> Stats:
         captures=len(captures),
         variants_compiled=len(variants),
         pieces_compiled=sum(
-            session.of(VariantCache).num_compiled for session in {c.axis.session for c in captures}
+            session.of(VariantCache).num_compiled
+            for session in {p.axis.session for _, g in graphs for p in g.programs}
         ),
         steps=sum(c.num_steps for c in captures),
         plan_switches=sum(g.num_switches for g in guards),
@@ -77,4 +117,5 @@ def stats(compiled_model: Any) -> Stats:
         bytes_per_collective=dict(sent),
         calls_per_collective=dict(calls),
         bytes_per_block=dict(per_block),
+        last=max(lasts, key=lambda step: step.number, default=None),
     )

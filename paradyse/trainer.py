@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from paradyse.accelerator import is_sharded, over_replicas, plain_optimizer
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
-from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import resolve_axis, resolve_replicas
+from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime.registry import captures_of
 from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
-from paradyse.weights.no_sync import no_sync
 from paradyse.weights.shard import full_state_dict
-from paradyse.weights.sharded_tensor import ShardedTensor
 
 SHARDS = "shards"
 """Folder in a checkpoint of Trainer's with a sharded model and its optimizer."""
@@ -58,14 +57,22 @@ class TrainerMixin(_Trainer):
     Args:
         mesh: as the option of the backend; it must hold every rank. None: one sequence group.
         backend_options: ``options`` of ``torch.compile(..., backend="paradyse")`` besides ``mesh``.
+        log_steps: add the latest call's length, plan and speed (``StepReport.scalars``) to what
+            Trainer logs, and so to TensorBoard, wandb or whatever it reports to.
     Raises:
         ValueError: a mesh without some of the ranks; arguments of Trainer's that split data or
             wrap the model in a way of their own.
     """
 
     def __init__(
-        self, *args: Any, mesh: Any = None, backend_options: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        mesh: Any = None,
+        backend_options: Any = None,
+        log_steps: bool = False,
+        **kwargs: Any,
     ) -> None:
+        self._log_steps = log_steps
         self._sequence, self._replicas = resolve_axis(mesh), resolve_replicas(mesh)
         self._whole_state: dict[str, Any] | None = None
         self._ran = False
@@ -84,11 +91,7 @@ class TrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        accelerator = self.accelerator
-        accelerator.__class__ = _over_replicas(type(accelerator), self._sequence, self._replicas)
-        if accelerator.dataloader_config.dispatch_batches is None:
-            # Batches of an iterable dataset would be read by rank 0 and split over all ranks.
-            accelerator.dataloader_config.dispatch_batches = False
+        over_replicas(self.accelerator, self._sequence, self._replicas)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples that all replicas together take in one step with ``args``."""
@@ -110,11 +113,18 @@ class TrainerMixin(_Trainer):
         self._ran = True
         return loss
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's own, of ``logs`` of training with the latest call's, where they are wanted."""
+        steps = steps_of(list(self.model.parameters())) if self._log_steps else None
+        if "loss" in logs and steps is not None and steps.last is not None:
+            logs = logs | steps.last.scalars()
+        super().log(logs, *args, **kwargs)
+
     # Checkpoints: model files are whole; the optimizer's state of a sharded model is not.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a whole model to ``output_dir``; Trainer itself sets ``_internal_call``."""
-        if _is_sharded(self.model):
+        if is_sharded(self.model):
             one = not self.args.save_on_each_node
             self._whole_state = full_state_dict(self.model, cpu=True, rank0_only=one)
         super().save_model(output_dir, _internal_call)
@@ -124,10 +134,12 @@ class TrainerMixin(_Trainer):
         super()._save(output_dir, self._whole_state if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not _is_sharded(self.model):
+        if not is_sharded(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
         step = self.state.global_step
-        save_checkpoint(Path(output_dir, SHARDS), self.model, _plain(self.optimizer), step=step)
+        save_checkpoint(
+            Path(output_dir, SHARDS), self.model, plain_optimizer(self.optimizer), step=step
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
@@ -140,24 +152,15 @@ class TrainerMixin(_Trainer):
         if checkpoint is None or not Path(checkpoint, SHARDS).is_dir():
             files = [Path(checkpoint, n) for n in WHOLE_OPTIMIZER] if checkpoint else []
             whole = [file for file in files if file.exists()]
-            if whole and _is_sharded(self.model):
+            if whole and is_sharded(self.model):
                 raise ValueError(
                     f"{whole[0]} was written by a run whose weights were whole on every rank; "
                     "leave paradyse.shard out to go on from it"
                 )
             return super()._load_optimizer_and_scheduler(checkpoint)
-        load_checkpoint(Path(checkpoint, SHARDS), self.model, _plain(self.optimizer))
+        load_checkpoint(Path(checkpoint, SHARDS), self.model, plain_optimizer(self.optimizer))
         saved = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(p, ShardedTensor) for p in model.parameters())
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _check(args: Any, world: int) -> None:
@@ -179,36 +182,3 @@ def _check(args: Any, world: int) -> None:
             f"TrainingArguments set {', '.join(found)}, which splits the batch or the model over "
             "ranks by itself; leave it out and give paradyse.TrainerMixin a mesh"
         )
-
-
-def _over_replicas(cls: type, sequence: Axis, replicas: Axis) -> type:
-    """accelerate's Accelerator ``cls`` in a world of replicas: a process is a sequence group."""
-
-    class ReplicaAccelerator(cls):
-        @property
-        def num_processes(self) -> int:
-            return replicas.size
-
-        @property
-        def process_index(self) -> int:
-            return replicas.rank
-
-        def prepare_model(self, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
-            # As for evaluation: autocast, but no DistributedDataParallel.
-            kwargs["evaluation_mode"] = True
-            return super().prepare_model(model, device_placement, **kwargs)
-
-        def no_sync(self, model: Any) -> Any:
-            # For DistributedDataParallel accelerate asks the model for its own.
-            return no_sync(model)
-
-        def gather(self, tensor: Any) -> Any:
-            from accelerate.utils import recursively_apply
-
-            def one_of_each_group(everyone: torch.Tensor) -> torch.Tensor:
-                apart = everyone.unflatten(0, (replicas.size, sequence.size, -1))
-                return apart[:, 0].flatten(0, 1)
-
-            return recursively_apply(one_of_each_group, super().gather(tensor))
-
-    return ReplicaAccelerator

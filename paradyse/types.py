@@ -12,7 +12,8 @@ ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z",
 """Names a plan may use. For an MLP block the three ``*_z`` names mean the same variant."""
 
 REPLICATED = "replicated"
-"""How blocks run on one rank, or where a capture has nothing to split; a plan cannot choose it."""
+"""Every rank computes all tokens, with whole weights, and nothing crosses ranks but gradients. So
+do blocks on one rank, and on several either all of them and the head or none (``Plan.alone``)."""
 
 VOCABULARY = "vocabulary"
 """The lever of the head under which ranks share the words."""
@@ -29,6 +30,9 @@ other levers lies on the host until its backward."""
 
 ON_HOST = ("chunked", "offload")
 """Levers under which something lies on the host until the block's backward."""
+
+EXPERTS = "experts"
+"""Kind of the blocks of which each token is computed by a few of many MLPs."""
 
 HEAD = "head"
 """Kind of the last linear with the loss, beside the kinds of blocks."""
@@ -56,6 +60,7 @@ LEVER_SETS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("selective", "offload"),
         ("tiled", "offload"),
     ),
+    EXPERTS: ((), ("recompute",), ("offload",), ("recompute", "offload")),
     HEAD: ((), ("tiled",), (VOCABULARY,), ("tiled", VOCABULARY)),
 }
 """Kind -> the levers that may be used together there. Those of blocks exclude each other, as each
@@ -172,7 +177,7 @@ class BlockSpec:
     name: str
     """A label for people: ``layers.3.attention``."""
     kind: str
-    """``attention`` or ``mlp``."""
+    """``attention``, ``mlp`` or ``experts``."""
     layer: int
     """Index among the blocks of its kind, in the order of computation."""
     structure: str
@@ -185,19 +190,33 @@ class BlockSpec:
     num_kv_heads: int = 0
     head_dim: int = 0
     intermediate: int = 0
-    """MLP width I; 0 for attention."""
+    """MLP width I, of experts that of each; 0 for attention."""
+    num_experts: int = 0
+    experts_per_token: int = 0
+    """By how many of them each token is computed."""
     num_weight_elements: int = 0
     """Elements of all weights of the block."""
     num_split_weight_elements: int = 0
     """Of these, elements a head- or column-parallel strategy splits over the ranks."""
     mask: MaskSpec | None = None
-    """None for an MLP, and for attention under a dense mask that was not recovered."""
+    """None for attention under a dense mask that was not recovered, and for other blocks."""
     refused_levers: Mapping[str, str] = field(default_factory=dict)
     """Lever, or point -> why the block cannot have it."""
     recompute: bool = False
     """The user demands that nothing inside is kept for backward (activation checkpointing)."""
     follows: bool = False
     """It is an MLP, and its input is what the attention right before it gives."""
+    sequence: int = 0
+    """Which sequence of the graph its tokens are of: 0 for that of ``Workload.seq_len``, else one
+    more than the place in ``Workload.others``."""
+    keys: int | None = None
+    """The same of its keys, where these are of another sequence (cross-attention)."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """What says how wide the values inside are."""
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return self.hidden, *heads, self.intermediate, self.num_experts, self.experts_per_token
 
     def feasible(self) -> tuple[str, ...]:
         """The strategies that can compute it."""
@@ -258,6 +277,29 @@ class Workload:
     """In which gradients of sharded weights are added up over ranks; None: ``dtype``."""
     keeps_gradients: bool = False
     """Gradients of whole weights lie here, of this call or earlier ones (``paradyse.no_sync``)."""
+    others: tuple[tuple[int, int], ...] = ()
+    """(batch, tokens) of the other sequences of the graph, such as that of an encoder; empty: they
+    are as ``batch`` and ``seq_len``, if there are any."""
+    key_len: int | None = None
+    """Of one block (``of``): tokens of the sequence that its keys are of; None: its own."""
+
+    @property
+    def lengths(self) -> str:
+        """Tokens of each sequence, for people: ``2048``, or ``2048 and 128``."""
+        return " and ".join(map(str, (self.seq_len, *(n for _, n in self.others))))
+
+    def of(self, block: BlockSpec) -> Workload:
+        """What ``block`` alone works on: the batch and the tokens of its own sequence."""
+        if not block.sequence and block.keys is None:
+            return self
+        each = ((self.batch, self.seq_len), *self.others)
+
+        def lengths(sequence: int) -> tuple[int, int]:
+            return each[sequence] if self.others else each[0]
+
+        batch, seq_len = lengths(block.sequence)
+        key_len = None if block.keys is None else lengths(block.keys)[1]
+        return replace(self, batch=batch, seq_len=seq_len, others=(), key_len=key_len)
 
 
 @dataclass(frozen=True)
@@ -267,7 +309,13 @@ class Plan:
     strategies: tuple[str, ...]
     """Per block, in the order of computation, a strategy and its levers as ``Point`` has them."""
     head: str = ""
-    """The levers of the head, joined by "+"; "": whole logits."""
+    """The levers of the head, joined by "+"; "": whole logits; ``REPLICATED`` where ranks do not
+    share the work at all."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether every one of several ranks computes the whole."""
+        return self.head == REPLICATED
 
     @property
     def key(self) -> str:

@@ -13,7 +13,9 @@ def readable(gm: fx.GraphModule, ctx: Any) -> str:
     """``gm`` as text. Dims show B, S for batch and sequence; ``/p`` marks what is split over
     ranks.
     """
-    letters = {f: name for f, name in ((ctx.seq, "S"), (ctx.batch, "B")) if f is not None}
+    others = [(f, f"S{i}") for i, f in enumerate(ctx.seqs) if i]
+    named = [(ctx.seq, "S"), *others, (ctx.batch, "B")]
+    letters = {f: name for f, name in named if f is not None}
     block_of = {n: b.label for b in ctx.blocks for n in b.nodes}
     block_of |= {n: "head" for head in ctx.heads for n in head.nodes}
     lines = [f"# sequence axis: {ctx.axis.size} rank{'s' * (ctx.axis.size > 1)}"]
@@ -46,6 +48,10 @@ def write(folder: Path, name: str, text: str) -> None:
         ) from e
 
 
+def _part(dim: str, own: str, num_ranks: int) -> str:
+    return f"{dim}/{num_ranks}" if dim == own else dim
+
+
 def _line(node: fx.Node, ctx: Any, letters: dict[Any, str]) -> str:
     val = node.meta.get("val")
     shape = ""
@@ -56,7 +62,8 @@ def _line(node: fx.Node, ctx: Any, letters: dict[Any, str]) -> str:
                 "*".join(letters.get(f, str(f.size)) for f in d) or "1" for d in ctx.names.of(node)
             ]
         if node in ctx.split and ctx.axis.size > 1:
-            dims = [d.replace("S", f"S/{ctx.axis.size}") for d in dims]
+            own = letters[ctx.split[node]]
+            dims = ["*".join(_part(x, own, ctx.axis.size) for x in d.split("*")) for d in dims]
         shape = f": {str(val.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
     if node.op == "placeholder":
         return (

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.factors import Factor, Names
+from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.graph.infer import infer_names
 
 aten = torch.ops.aten
@@ -24,31 +24,33 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     after:  ctx.names.of(q) = [(B,), (H,), (S,), (D,)], ctx.seq = S, ctx.batch = B (None for one
             sequence; the outermost factor where the batch is several dims in one)
     A sequence that is made of several dims, such as rows and columns of patches, has a name of its
-    own. Where attention is over several sequences, S is the one whose tokens have the most work in
-    linears; a note says what is over another one and stays whole.
+    own. Where attention is over several sequences, as in encoder and decoder, ctx.seqs has all, and
+    S is the one whose tokens have the most work in linears.
     Refuses nothing: ctx.seq is None where no attention says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
-    queries = {n: AttentionCall.of(n).q for n in gm.graph.nodes if n.target is ATTENTION}
-    merged = _merged_sequences(gm.graph, ctx.names, list(queries.values()))
+    calls = [AttentionCall.of(n) for n in gm.graph.nodes if n.target is ATTENTION]
+    heads = [x for call in calls for x in (call.q, call.k)]
+    merged = _merged_sequences(gm.graph, ctx.names, heads)
     if merged:
         ctx.names = infer_names(gm.graph, merged)
-    over: dict[Factor, list[fx.Node]] = defaultdict(list)
-    dims = {n: ctx.names.of(q)[2] for n, q in queries.items()}
-    for node, dim in dims.items():
-        if len(dim) == 1:
-            over[dim[0]].append(node)
-    ctx.seq, ctx.batch, ctx.sequences = None, None, ()
+    over: dict[Factor, dict[Dim, None]] = defaultdict(dict)
+    dims = {x: ctx.names.of(x) for x in heads}
+    for batch, _, seq, _ in dims.values():
+        if len(seq) == 1:
+            over[seq[0]][batch] = None
+    ctx.seq, ctx.batch, ctx.sequences, ctx.seqs = None, None, (), {}
+    for factor in [f for f in over if f.origin()[0] is not f and f.origin()[0] in over]:
+        del over[factor]  # another sequence with some tokens more
     if over:
-        ctx.seq = max(over, key=lambda f: _work(gm.graph, ctx.names, f))
-        batches = {ctx.names.of(queries[n])[0] for n in over[ctx.seq]}
-        if len(batches) == 1:
-            (ctx.sequences,) = batches
-            ctx.batch = next(iter(ctx.sequences), None)
-        _note_others([n for n in queries if n not in over[ctx.seq]], ctx)
-    elif not queries:
+        order = sorted(over, key=lambda f: -_work(gm.graph, ctx.names, f))
+        batches = {f: next(iter(over[f])) if len(over[f]) == 1 else () for f in order}
+        ctx.seqs = {f: next(iter(batches[f]), None) for f in order}
+        ctx.seq = order[0]
+        ctx.batch, ctx.sequences = ctx.seqs[ctx.seq], batches[ctx.seq]
+    elif not calls:
         ctx.note("no scaled_dot_product_attention in the graph: nothing says what the sequence is")
-    elif not any(dims.values()):
+    elif not any(seq for _, _, seq, _ in dims.values()):
         ctx.note("a sequence of one token: computed whole on every rank")
     else:
         ctx.note("the sequence of an attention is several dims in one: nothing is split")
@@ -56,11 +58,11 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _merged_sequences(
-    graph: fx.Graph, names: Names, queries: list[fx.Node]
+    graph: fx.Graph, names: Names, heads: list[fx.Node]
 ) -> list[tuple[fx.Node, int]]:
     """Where dims become a sequence, such as rows and columns of patches: reshapes, and the dims
-    that they make of several."""
-    compound = {dim for dim in (names.of(q)[2] for q in queries) if len(dim) > 1}
+    that they make of several; ``heads`` are queries and keys."""
+    compound = {dim for dim in (names.of(x)[2] for x in heads) if len(dim) > 1}
     return [
         (node, d)
         for node in graph.nodes
@@ -77,12 +79,3 @@ def _work(graph: fx.Graph, names: Names, seq: Factor) -> int:
         for n in graph.nodes
         if n.target == aten.linear.default and any(seq in dim for dim in names.of(n))
     )
-
-
-def _note_others(attentions: list[fx.Node], ctx: Any) -> None:
-    if attentions:
-        first = attentions[0].meta.get("module") or attentions[0].name
-        ctx.note(
-            f"attention over another sequence than the one that is split is computed whole on "
-            f"every rank: {len(attentions)} of them, the first in {first}"
-        )

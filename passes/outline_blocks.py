@@ -16,11 +16,15 @@ import torch
 from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.passes.place_tokens import place_tokens
+from paradyse.graph.expert_rules import GROUPED_MM
+from paradyse.graph.factors import Factor
+from paradyse.passes.expert_regions import ExpertRegion, expert_regions
+from paradyse.passes.place_tokens import each_query_alone, place_tokens
+from paradyse.types import EXPERTS
 
 aten = torch.ops.aten
 
-_HEAVY = {aten.linear.default, aten.matmul.default, ATTENTION}
+_HEAVY = {aten.linear.default, aten.matmul.default, ATTENTION, GROUPED_MM}
 """Operators that no tail of a cache has."""
 
 _PASSED = {aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
@@ -37,20 +41,33 @@ class Block:
     layer: int
     up: list[fx.Node]
     """The linears that heads (or columns) are made by: QKV, or the MLP's first ones. The second
-    one of a low-rank adapter is among them; its first one belongs to ``pre``."""
+    one of a low-rank adapter is among them; its first one belongs to ``pre``. Of experts the first
+    matmuls."""
     region: list[fx.Node]
     """Between ``up`` and ``downs``: rotary embedding, attention, activation, gating."""
     downs: list[fx.Node]
     """The linears that heads (or columns) go into, the widest first: the one that writes the
-    block's contribution, and the first one of an adapter of it."""
+    block's contribution, and the first one of an adapter of it. Of experts the last matmul."""
     attention: fx.Node | None = None
+    experts: ExpertRegion | None = None
+    """Where rows are in the order of experts; ``region`` has all of it that is no matmul at its
+    start or end, the way back with it."""
     pre: list[fx.Node] = field(default_factory=list)
     post: list[fx.Node] = field(default_factory=list)
     label: str = ""
+    seq: Factor | None = None
+    """The sequence of its tokens: of an attention, of the queries."""
+    keys: Factor | None = None
+    """That of the keys, where it is another one."""
 
     @property
     def down(self) -> fx.Node:
         return self.downs[0]
+
+    @property
+    def gives(self) -> list[fx.Node]:
+        """What others read of the core: ``downs``, or the rows that experts put back."""
+        return self.downs if self.experts is None else self.experts.ways_back
 
     @property
     def core(self) -> list[fx.Node]:
@@ -62,7 +79,7 @@ class Block:
 
     @property
     def output(self) -> fx.Node:
-        return self.post[-1] if self.post else self.down
+        return self.post[-1] if self.post else self.gives[0]
 
 
 def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
@@ -72,18 +89,20 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
             y)
     after:  ctx.blocks = [Block(pre=[norm], up=[linear x3], region=[.., attention, ..], down,
             post=[add]), ..]
-    Refuses attention whose core is read from elsewhere (shared keys and values), with a note.
+    Experts are a block from the sort of their ids to the way back, with a router that nothing else
+    reads. Refuses attention whose core is read from elsewhere (shared keys and values), with a
+    note.
     """
     while True:
         ctx.tails = set()
         ctx.blocks = _Finder(gm.graph, ctx).find()
         inside = {n for b in ctx.blocks for n in b.nodes}
-        loose = {
-            n
-            for n in gm.graph.nodes
-            if n.target is ATTENTION and n in ctx.split and n not in inside
-        }
+        attentions = [n for n in gm.graph.nodes if n.target is ATTENTION]
+        free = [n for n in attentions if n in ctx.split and n not in inside]
+        loose = {n for n in free if not each_query_alone(AttentionCall.of(n))}
         if not loose:
+            why = "its keys are of another sequence, and no block has it"
+            ctx.gathered += [(n, why) for n in free]
             return len(ctx.blocks)
         ctx.whole_attention |= loose  # no strategy computes them: they run on gathered tensors
         place_tokens(gm, ctx)
@@ -122,6 +141,9 @@ class _Finder:
         blocks = [
             self._attention(n) for n in self.nodes if n.target is ATTENTION and n in self.split
         ]
+        if self.ctx.seq is not None:
+            regions = expert_regions(self.nodes[0].graph, self.ctx.names, self.ctx.seq, self.split)
+            blocks += [self._experts(region) for region in regions]
         blocks += [
             self._mlp(n)
             for n in self.nodes
@@ -129,15 +151,18 @@ class _Finder:
         ]
         found = sorted((b for b in blocks if b), key=lambda b: self.order[b.down])
         for block in found:
+            block.seq = self.split[block.down]
             block.pre = self._pre(block)
         found = self._grow_posts(found)
-        counts = {"attention": 0, "mlp": 0}
+        counts = dict.fromkeys(("attention", "mlp", EXPERTS), 0)
         for block in found:
             block.layer = counts[block.kind]
             counts[block.kind] += 1
             parts = re.split(r"[].[]", block.down.meta.get("module", ""))
             layer = next(filter(str.isdigit, parts), block.layer)
-            block.label = f"layers.{layer}.{block.kind}"
+            kind = block.kind if block.keys is None else f"cross_{block.kind}"
+            others = list(self.ctx.seqs).index(block.seq)
+            block.label = f"sequence{others}." * (others > 0) + f"layers.{layer}.{kind}"
         return found
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -155,7 +180,7 @@ class _Finder:
         """The block, unless something outside reads its inside; graph outputs may."""
         inside = set(block.core)
         for node in block.core:
-            if node in block.downs:
+            if node in block.gives:
                 continue
             strangers = [u for u in node.users if u not in inside and not self._is_tail(u)]
             if strangers:
@@ -209,7 +234,8 @@ class _Finder:
         after: list[fx.Node] = []
         downs: list[fx.Node] = []
         results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-        frontier = results.get(0)
+        keys = self.split.get(AttentionCall.of(node).k)
+        frontier = results.get(0) if keys is not None else None
         while frontier is not None and not downs:
             after.append(frontier)
             passed, downs = self._fan_out(frontier)
@@ -228,8 +254,14 @@ class _Finder:
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
             return None
+        dropped = (n for n in before if n.target == aten.dropout.default)
+        if any(self.split[n] is not self.split[node] for n in dropped):
+            self.ctx.note(f"attention {node} is not switchable: keys are dropped out inside")
+            return None
         region = self._sorted([*before, node, *after])
-        return self._claim(Block("attention", 0, up, region, downs, attention=node))
+        keys = None if keys is self.split[node] else keys
+        block = Block("attention", 0, up, region, downs, attention=node, keys=keys)
+        return self._claim(block)
 
     def _mlp(self, down: fx.Node) -> Block | None:
         x = down.args[0]
@@ -253,9 +285,32 @@ class _Finder:
             passed, downs = [], [down]
         return self._claim(Block("mlp", 0, up, self._sorted([*region, *passed]), downs))
 
+    def _experts(self, region: ExpertRegion) -> Block | None:
+        """The block around ``region``: at least two matmuls, one after the other."""
+        if region.route not in self.split or not region.ways_back:
+            return None
+        ahead: dict[fx.Node, set[fx.Node]] = {}
+        for node in region.inside:
+            before = [a for a in node.all_input_nodes if a in ahead]
+            ahead[node] = set().union(*(ahead[a] for a in before))
+            ahead[node] |= {a for a in before if a.target is GROUPED_MM}
+        matmuls = region.matmuls
+        up = [n for n in matmuls if not ahead[n]]
+        downs = [n for n in matmuls if not any(n in ahead[m] for m in matmuls)]
+        if len(downs) != 1 or downs[0] in up:
+            self.ctx.note(
+                f"experts around {region.route} are not switchable: {len(matmuls)} matmuls, of "
+                f"which {len(downs)} are the last of their row"
+            )
+            return None
+        ends = {*up, *downs}
+        rest = [n for n in region.nodes if n not in ends]
+        return self._claim(Block(EXPERTS, 0, up, self._sorted(rest), downs, experts=region))
+
     def _pre(self, block: Block) -> list[fx.Node]:
         """What nothing but the block reads, so that it may be computed inside."""
-        pre = read_by_none_but(block.core, self.nodes, self.split - self.taken.keys())
+        free = {n for n, f in self.split.items() if f is block.seq} - self.taken.keys()
+        pre = read_by_none_but(block.core, self.nodes, free)
         self.taken.update(dict.fromkeys(pre, block))
         return pre
 
@@ -271,7 +326,7 @@ class _Finder:
             cut = self._common_cut(group, [growths[b] for b in group])
             for block in group:
                 nodes, cuts = growths[block]
-                several = len(block.downs) > 1
+                several = len(block.gives) > 1
                 if several and not cuts:
                     self._drop(block)
                     continue
@@ -281,7 +336,7 @@ class _Finder:
         return [b for b in blocks if self.taken.get(b.down) is b]
 
     def _drop(self, block: Block) -> None:
-        others = ", ".join(map(str, block.downs[1:]))
+        others = ", ".join(map(str, block.gives[1:]))
         self.ctx.note(
             f"{block.kind} around {block.down} is not switchable: {others} read the same values, "
             "and what they give is not added up"
@@ -296,10 +351,10 @@ class _Finder:
     def _growth(self, block: Block) -> tuple[list[fx.Node], list[int]]:
         """Nodes that may follow ``block``, and the lengths at which a single value leaves them."""
         available = set(block.nodes)
-        start = self.order[block.core[0]]
+        start = min(self.order[n] for n in block.core)
         absorbed: list[fx.Node] = []
         cuts: list[int] = []
-        active = [*block.downs]
+        active = [*block.gives]
         while True:
             users = self._sorted(
                 u for a in active for u in a.users if u not in available and u not in self.ctx.tails
@@ -307,7 +362,8 @@ class _Finder:
             if not users or any(u.op == "output" for u in users):
                 return absorbed, cuts
             node = users[0]
-            if node.op != "call_function" or node not in self.split or node in self.taken:
+            along = self.split.get(node) is block.seq
+            if node.op != "call_function" or not along or node in self.taken:
                 return absorbed, cuts
             for arg in node.all_input_nodes:
                 outside = arg not in available and arg in self.split

@@ -56,7 +56,7 @@ def outline_head(gm: fx.GraphModule, ctx: Any) -> int:
         logits = _logits(core, mine, ctx)
         if logits is None:
             continue
-        pre = read_by_none_but(core, nodes, ctx.split - taken - set(core))
+        pre = read_by_none_but(core, nodes, ctx.split.keys() - taken - set(core))
         head = Head(tuple(pre), tuple(mine), tuple(core), tuple(logits))
         taken.update(head.nodes)
         ctx.heads.append(head)
@@ -128,4 +128,5 @@ def _width(node: fx.Node, ctx: Any) -> float:
     if not is_tensor(node):
         return math.inf
     factors = (f for d in ctx.names.of(node) for f in d)
-    return math.prod(f.size for f in factors if f.origin()[0] not in (ctx.seq, ctx.batch))
+    tokens = {*ctx.seqs, *ctx.seqs.values()}
+    return math.prod(f.size for f in factors if f.origin()[0] not in tokens)

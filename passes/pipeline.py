@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from paradyse.distributed.axis import SINGLE, Axis
 from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
+from paradyse.passes.fold_experts import fold_experts
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
 from paradyse.passes.outline_head import Head, outline_head
@@ -37,6 +38,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     unify_linears,
     merge_equals,
     fold_attention,
+    fold_experts,
     recover_masks,
     pad_labels,
     name_dims,
@@ -57,6 +59,7 @@ OPTIONAL = tuple(
         unify_linears,
         merge_equals,
         fold_attention,
+        fold_experts,
         recover_masks,
         pad_labels,
         outline_blocks,
@@ -76,12 +79,15 @@ class CaptureContext:
     """The data-parallel axis."""
     notes: list[str] = field(default_factory=list)
     names: Names = field(default_factory=Names)
+    seqs: Mapping[Factor, Factor | None] = field(default_factory=dict)
+    """The sequences whose tokens are split, that with the most work first, and the batch of each;
+    ``seq`` and ``batch`` are those of the first."""
     seq: Factor | None = None
     batch: Factor | None = None
     sequences: Dim = ()
     """The batch dim of attention: ``batch``, and whatever else is in it."""
-    split: set[fx.Node] = field(default_factory=set)
-    """Values split along the sequence when there is more than one rank."""
+    split: dict[fx.Node, Factor] = field(default_factory=dict)
+    """Values split along a sequence when there is more than one rank, and which."""
     partial: set[fx.Node] = field(default_factory=set)
     """Split values that are partial sums: their whole is the sum over ranks."""
     fills: dict[fx.Node, int] = field(default_factory=dict)
@@ -92,6 +98,10 @@ class CaptureContext:
     """Operators computed on gathered tensors, and why."""
     whole_attention: set[fx.Node] = field(default_factory=set)
     """Attention that no block could be made of: computed on gathered tensors."""
+    own_experts: dict[fx.Node, Factor] = field(default_factory=dict)
+    """Operators on rows in the order of experts, which each rank sorts for its own tokens."""
+    whole_experts: set[fx.Node] = field(default_factory=set)
+    """The same where something sees that order: computed on gathered tensors."""
     blocks: list[Block] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
     """What makes logits, and their losses."""

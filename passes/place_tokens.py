@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import fx
 
 from paradyse.distributed.replicas import SUM_OVER_REPLICAS
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
+from paradyse.graph.expert_rules import ROUTE_ROWS
 from paradyse.graph.factors import Factor, Names, resolve
 from paradyse.graph.subgraph import is_tensor, is_weight
+from paradyse.passes.expert_regions import expert_region
 from paradyse.strategies.loss import loss_sums
 from paradyse.strategies.weight_stream import sum_dtype
 
@@ -27,40 +29,47 @@ UNJOINED = (
 
 
 def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
-    """Decide for every value whether it is replicated or split along the sequence.
+    """Decide for every value whether it is replicated or split along a sequence, and which.
 
     before: x = embedding(w, ids); ..; loss = cross_entropy_loss(logits, labels)
-    after:  ctx.split = {x, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
+    after:  ctx.split = {x: S, ..}; sums = loss_sums(logits, labels); loss = div(sums[0], sums[1])
             where ctx.partial = {sums} is to be summed over ranks; with a data-parallel axis
             sums = sum_over_replicas(sums) before a mean
     Where attention would see replicated tokens (patches of images, features that were put between
     the embeddings), they are split as soon as they have the sequence.
+    Rows in the order of experts are split where nothing sees that order: each rank sorts its own.
     Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on
-            gathered tensors.
+            gathered tensors; also what reads tokens of another sequence, which are gathered.
     """
-    ctx.split, ctx.partial, ctx.gathered = set(), set(), []
+    _begin(ctx)
     if ctx.seq is None:
         return 0
     _read_tables_by_position(gm, ctx)
     _place_all(gm, ctx, frozenset())
     late = _before_replicated_attention(gm, ctx)
     if late:
-        ctx.split, ctx.partial, ctx.gathered = set(), set(), []
+        _begin(ctx)
         _place_all(gm, ctx, late)
     return len(ctx.split)
+
+
+def _begin(ctx: Any) -> None:
+    ctx.split, ctx.partial, ctx.gathered, ctx.own_experts = {}, set(), [], {}
+    ctx.whole_experts = set()
 
 
 def _place_all(gm: fx.GraphModule, ctx: Any, starts: Collection[fx.Node]) -> None:
     """Place every value; of ``starts`` also those of which no input is split."""
     for node in list(gm.graph.nodes):
         if node.op == "placeholder":
-            if _is_token_input(node, ctx):
-                ctx.split.add(node)
+            if (along := _token_input(node, ctx)) is not None:
+                ctx.split[node] = along
         elif node.op == "call_function":
             if node.target == aten.cross_entropy_loss.default:
                 node = _rewrite_loss(gm, node, ctx)
-            if node in starts and _may_start(node, ctx):
-                ctx.split.add(node)
+            along = _may_start(node, ctx) if node in starts else None
+            if along is not None:
+                ctx.split[node] = along
             else:
                 _place(node, ctx)
 
@@ -70,7 +79,7 @@ def _read_tables_by_position(gm: fx.GraphModule, ctx: Any) -> None:
     their own: what it gives is a value like others, which can be split."""
     first = next(n for n in gm.graph.nodes if n.op != "placeholder")
     for node in list(gm.graph.nodes):
-        if not is_weight(node) or not is_tensor(node) or _times(ctx.names.of(node), ctx.seq) != 1:
+        if not is_weight(node) or not is_tensor(node) or not _sequences(node, ctx):
             continue
         if all(u.target is aten.alias.default for u in node.users):
             continue
@@ -82,62 +91,105 @@ def _read_tables_by_position(gm: fx.GraphModule, ctx: Any) -> None:
 
 
 def _before_replicated_attention(gm: fx.GraphModule, ctx: Any) -> set[fx.Node]:
-    """What the queries, keys and values are computed from of attention over the sequence that
+    """What the queries, keys and values are computed from of attention over a sequence that
     sees replicated tokens."""
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        if node.target is ATTENTION and node not in ctx.split | ctx.whole_attention:
-            call = AttentionCall.of(node)
-            if _times(ctx.names.of(call.q), ctx.seq) == 1:
-                found.update(call.qkv)
+        if node.target is ATTENTION and node not in ctx.whole_attention:
+            qkv = AttentionCall.of(node).qkv
+            found.update(x for x in qkv if x not in ctx.split and _sequences(x, ctx))
         if node in found:
             found.update(node.all_input_nodes)
     return found
 
 
-def _may_start(node: fx.Node, ctx: Any) -> bool:
-    """Whether each rank can compute its rows of ``node`` from rows of replicated values."""
+def _may_start(node: fx.Node, ctx: Any) -> Factor | None:
+    """The sequence of which each rank can compute its rows of ``node`` from rows of replicated
+    values."""
     if not is_tensor(node) or not node.meta["val"].is_floating_point():
-        return False
+        return None
     inputs = [a for a in node.all_input_nodes if is_tensor(a) and not is_weight(a)]
-    sliced = any(_times(ctx.names.of(a), ctx.seq) == 1 for a in inputs)
-    return sliced and can_split(ctx.names, node, ctx.seq, ctx.split)
+    sliced = {f for a in inputs for f in _sequences(a, ctx)}
+    return _along(node, [f for f in ctx.seqs if f in sliced], ctx)
 
 
 def _place(node: fx.Node, ctx: Any) -> None:
-    if node.target is loss_sums:
-        if node.args[0] in ctx.split:
-            ctx.split.add(node)
-            ctx.partial.add(node)
-    elif node.target is operator.getitem:
-        if node.args[0] in ctx.split:
-            ctx.split.add(node)
-    elif node.target == aten.embedding.default or any(a in ctx.split for a in node.all_input_nodes):
-        if any(a in ctx.partial for a in node.all_input_nodes):
+    split = [a for a in node.all_input_nodes if a in ctx.split]
+    if node.target is loss_sums or node.target is operator.getitem:
+        if (source := node.args[0]) in ctx.split:
+            ctx.split[node] = ctx.split[source]
+            ctx.partial |= {node} if node.target is loss_sums else set()
+    elif node.target is ROUTE_ROWS:
+        _place_rows(node, ctx)
+    elif node in ctx.own_experts:
+        ctx.split[node] = ctx.own_experts[node]
+    elif node in ctx.whole_experts:
+        return
+    elif node.target == aten.embedding.default or split:
+        if any(a in ctx.partial for a in split):
             return
-        if node not in ctx.whole_attention and can_split(ctx.names, node, ctx.seq, ctx.split):
-            ctx.split.add(node)
-        elif node.target != aten.embedding.default:
+        looks_up = node.target == aten.embedding.default
+        found = dict.fromkeys(ctx.split[a] for a in split) or (ctx.seqs if looks_up else ())
+        along = None if node in ctx.whole_attention else _along(node, found, ctx)
+        if along is not None:
+            ctx.split[node] = along
+            other = next((a for a in split if ctx.split[a] is not along), None)
+            if other is not None and node.target is not ATTENTION:
+                ctx.gathered.append((node, f"it reads {other}, which is of another sequence"))
+        elif not looks_up:
             ctx.gathered.append((node, ctx.names.unnamed.get(node, f"{node.target} mixes tokens")))
 
 
-def _is_token_input(node: fx.Node, ctx: Any) -> bool:
-    """A floating-point input [B, S, ..], such as inputs_embeds."""
+def _place_rows(route: fx.Node, ctx: Any) -> None:
+    """Split the rows that ``route`` sorts, or none of what is computed from them."""
+    along = ctx.split.get(route.args[0])
+    region = expert_region(route, ctx.names, along or ctx.seq)
+    if along is not None and not region.seen:
+        ctx.own_experts.update(dict.fromkeys(region.nodes, along))
+        ctx.split[route] = along
+        return
+    ctx.whole_experts.update(region.nodes)
+    if any(a in ctx.split for n in region.nodes for a in n.all_input_nodes):
+        ctx.gathered.append((route, region.seen or "the experts' ids are computed on all tokens"))
+
+
+def _along(node: fx.Node, seqs: Iterable[Factor], ctx: Any) -> Factor | None:
+    """The first of ``seqs`` that ``node`` can be split along."""
+    return next((f for f in seqs if can_split(ctx.names, node, f, ctx.split)), None)
+
+
+def _token_input(node: fx.Node, ctx: Any) -> Factor | None:
+    """The sequence of a floating-point input [B, S, ..], such as inputs_embeds."""
     if not is_tensor(node) or is_weight(node) or not node.meta["val"].is_floating_point():
-        return False
-    return node.meta["val"].ndim >= 3 and _times(ctx.names.of(node), ctx.seq) == 1
+        return None
+    return next(iter(_sequences(node, ctx)), None) if node.meta["val"].ndim >= 3 else None
+
+
+def _sequences(node: fx.Node, ctx: Any) -> list[Factor]:
+    """Those of ``ctx.seqs`` that ``node`` has once."""
+    return [f for f in ctx.seqs if _times(ctx.names.of(node), f) == 1]
 
 
 def _times(dims: list[Any], factor: Factor) -> int:
     return sum(f is factor for d in dims for f in d)
 
 
-def can_split(names: Names, node: fx.Node, seq: Factor, split: set[fx.Node]) -> bool:
+def each_query_alone(call: AttentionCall) -> bool:
+    """Whether a rank can compute ``call`` for some of the queries as if there were no others, given
+    all keys: those of another sequence, whose masks are of keys alone."""
+    return call.is_cross and call.dropout_p == 0
+
+
+def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, Factor]) -> bool:
     """Whether each rank can compute its rows of ``node``, along ``seq``, from its rows of the
-    inputs; of attention, whether all its inputs are ``split``.
+    inputs; of attention, whether its queries are ``split`` along it, and its keys and values as
+    well, unless each query is by itself.
     """
     if node.target is ATTENTION:
-        return all(x in split for x in AttentionCall.of(node).qkv)
+        call = AttentionCall.of(node)
+        keys = (split.get(call.k), split.get(call.v))
+        own = (seq, seq) if not call.is_cross else (*names.of(call.k)[2], *names.of(call.v)[2])
+        return split.get(call.q) is seq and (keys == own or each_query_alone(call))
     if seq in names.mixed(node):
         return False
     val = node.meta["val"]
@@ -157,7 +209,7 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
         return node
     dense = labels.meta["val"].is_floating_point()
     dims = ctx.names.of(logits)
-    split = logits in ctx.split and len(dims) == 2 and ctx.seq in dims[0]
+    split = logits in ctx.split and len(dims) == 2 and ctx.split[logits] in dims[0]
     if not split or (labels in ctx.split and not dense):
         if reduction == MEAN and ctx.replicas.size > 1:
             ctx.note(UNJOINED)

@@ -18,8 +18,11 @@ from paradyse.passes.distance_bias import by_distance, is_ordinary
 from paradyse.passes.mask_domain import (
     TRUE,
     Bool,
+    Eq0,
     Expr,
     Lin,
+    Load,
+    Not,
     as_bool,
     conj,
     negate,
@@ -33,6 +36,7 @@ from paradyse.types import MaskSpec
 
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
+_CHOICES = (aten.where.self, aten.where.ScalarOther)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default)
 _MERGES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
@@ -47,8 +51,9 @@ def recover_masks(gm: fx.GraphModule, ctx: Any) -> int:
             o = attention(q, k, v, key_padding=p, right=0)[0]
     A mask may be the sum of one that is understood and of biases, such as slopes times distances:
     then these alone are the bias, by distance where they depend on that alone (``distance_bias``).
-    Refuses, with a note: more or fewer queries than keys, other than 4 dims, a learned mask that is
-    not understood (all stays); another goes along whole, as a dense bias.
+    Refuses, with a note: more or fewer queries than keys, unless each query sees the same keys of
+    another sequence and there are several of both; other than 4 dims; a learned mask that is not
+    understood (all stays); another goes along whole, as a dense bias.
     """
     nodes = [n for n in gm.graph.nodes if _is_dense(n)]
     if not nodes:
@@ -130,14 +135,14 @@ class Recovery:
         k, v = _without_repeat(call.k), _without_repeat(call.v)
         if shape_of(k)[1] != shape_of(v)[1]:
             k, v = call.k, call.v
-        emit = Emitter(self.graph, node, (shape_of(q)[0], shape_of(q)[2]))
+        emit = Emitter(self.graph, node, (shape_of(q)[0], shape_of(k)[2]))
         spec = Recovered(right=call.right)
         padding = documents = bias = None
         if mask is not None:
-            found = self.recover(mask, call.sinks is not None)
+            found = self._found(call)
             if isinstance(found, str):
                 self.reasons[f"dense mask kept, it {found}"].append(label(node))
-                bias = self._bias((mask,), emit)
+                bias = self._bias((mask,), emit, call.is_cross)
             else:
                 spec = found.spec if call.right < 0 else replace(found.spec, right=call.right)
                 if spec.padding != TRUE:
@@ -145,7 +150,7 @@ class Recovery:
                 if spec.documents:
                     documents = self._emit(spec.documents, emit)
                 if found.biases:
-                    bias = self._bias(found.biases, emit)
+                    bias = self._bias(found.biases, emit, call.is_cross)
                     if 1 not in shape_of(bias)[2:] and len(shape_of(bias)) == 4:
                         why = "a bias with a number for each pair is kept"
                         self.reasons[why].append(label(node))
@@ -159,10 +164,11 @@ class Recovery:
         emit.replace_by(replace(call, q=q, k=k, v=v, **masks))
         return True
 
-    def _bias(self, parts: tuple[fx.Node, ...], emit: Emitter) -> fx.Node:
-        """The sum of ``parts``: by distance if all of it is, else for every pair."""
+    def _bias(self, parts: tuple[fx.Node, ...], emit: Emitter, across: bool) -> fx.Node:
+        """The sum of ``parts``: by distance if all of it is, else for every pair, as all pairs
+        ``across`` two sequences."""
         if parts not in self.biases:
-            found = by_distance(parts, emit, self.values)
+            found = None if across else by_distance(parts, emit, self.values)
             if found is None:
                 parts_4d = [emit.four_dims(x) for x in parts]
                 found = reduce(lambda a, b: emit.call(aten.add.Tensor, (a, b)), parts_4d)
@@ -173,14 +179,27 @@ class Recovery:
         q, k, v = (shape_of(x) for x in call.qkv)
         if not len(q) == len(k) == len(v) == 4:
             return f"queries have {len(q)} dims and keys {len(k)}, not 4"
-        if q[2] != k[2]:
+        if call.is_cross and (min(q[2], k[2]) == 1 or not self._is_of_keys(call)):
             return f"{q[2]} queries see {k[2]} keys"
         if not q[0] == k[0] == v[0]:
             return "batches differ"
         if call.bias is not None and _is_learned(call.bias):
-            if isinstance(self.recover(call.bias, call.sinks is not None), str):
+            if isinstance(self._found(call), str):
                 return f"the mask `{call.bias.name}` is learned"
         return None
+
+    def _found(self, call: AttentionCall) -> Understood | str:
+        """What the bias of ``call`` means, or why that is not known: words to follow its name."""
+        return self.recover(call.bias, call.sinks is not None)
+
+    def _is_of_keys(self, call: AttentionCall) -> bool:
+        """Whether the mask of ``call`` is understood, and the same for each query."""
+        if call.right >= 0 or call.bias is None:
+            return call.right < 0
+        found = self._found(call)
+        if isinstance(found, str) or replace(found.spec, padding=TRUE) != Recovered():
+            return False
+        return all(len(s := shape_of(x)) < 2 or s[-2] == 1 for x in found.biases)
 
     def refusal(self, mask: fx.Node, has_sinks: bool) -> str:
         """Why attention under ``mask`` is not computed by the operator, in words to follow its
@@ -215,7 +234,10 @@ class Recovery:
         found = self._split(mask)
         spec = classify(found.seen, self.values)
         if not found.infinite and not has_sinks and not spec.sees_itself:
-            raise Unrecoverable("hides with a finite number, and a query might see no key")
+            source = _given_padding(spec)
+            if source is None or not (_is_learned(mask) or len({*shape_of(mask)[-2:], 1}) == 3):
+                raise Unrecoverable("hides with a finite number, and a query might see no key")
+            source.meta["shows_keys"] = True
         return Understood(spec, found.biases)
 
     def _split(self, mask: fx.Node) -> _Addends:
@@ -244,6 +266,13 @@ class Recovery:
                 inner, hidden = self._addends(args[0]), as_bool(self._formula(args[1]))
                 infinite = inner.infinite and args[2] == float("-inf")
                 return replace(inner, seen=conj(inner.seen, negate(hidden)), infinite=infinite)
+        if mask.target in _CHOICES:
+            condition, inner, fill = mask.args
+            if isinstance(inner, fx.Node) and (number := _number(fill)) is not None:
+                if number <= HIDDEN:
+                    rest, shown = self._addends(inner), as_bool(self._formula(condition))
+                    infinite = rest.infinite and number == float("-inf")
+                    return replace(rest, seen=conj(rest.seen, shown), infinite=infinite)
         if mask.target is aten.unsqueeze.default and not is_ordinary(mask):
             return self._addends(args[0])
         if not is_ordinary(mask):
@@ -291,6 +320,14 @@ def _without_repeat(x: fx.Node) -> fx.Node:
     return source if whole and shape_of(grouped) == (b, kv_heads, h // kv_heads, s, d) else x
 
 
+def _number(x: Any) -> float | None:
+    """The number that ``x`` is, in a graph or as it stands; None where it is none."""
+    if isinstance(x, fx.Node):
+        made = x.target in (aten.full.default, aten.scalar_tensor.default) and not shape_of(x)
+        x = x.args[-1 if x.target is aten.full.default else 0] if made else None
+    return float(x) if isinstance(x, int | float) else None
+
+
 def _below_copies(x: fx.Node) -> fx.Node:
     def real(n: fx.Node) -> bool:
         return bool(n.meta["val"].dtype.is_floating_point)
@@ -298,6 +335,17 @@ def _below_copies(x: fx.Node) -> fx.Node:
     while x.target in _COPIES or (x.target is aten.to.dtype and real(x) and real(x.args[0])):
         x = x.args[0]
     return x
+
+
+def _given_padding(spec: Recovered) -> fx.Node | None:
+    """The input [B, S] of the graph that says by itself which keys every query of ``spec`` sees;
+    None where there is no such one. It can be looked at before each call (``shown_keys``)."""
+    load: Any = spec.padding
+    if isinstance(load, Not) and isinstance(load.value, Eq0):
+        load = load.value.value.single()
+    plain = isinstance(load, Load) and load.index == (var(0), var(1))
+    alone = plain and replace(spec, padding=TRUE) == Recovered()
+    return load.node if alone and load.node.op == "placeholder" else None
 
 
 def _is_learned(mask: fx.Node) -> bool:

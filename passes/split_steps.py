@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from paradyse.distributed import collectives
+from paradyse.graph.factors import Factor
 from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import Piece, is_tensor, is_weight, live_nodes, make_piece
 from paradyse.passes.outline_blocks import Block
@@ -47,6 +48,16 @@ class BlockStep:
     """Nothing inside is kept for backward: the user asked for activation checkpointing."""
     split: ClassVar[bool] = True
 
+    @property
+    def seq(self) -> Factor | None:
+        """The sequence of its tokens."""
+        return self.block.seq
+
+    @property
+    def keys(self) -> Factor | None:
+        """That of the keys of its attention, where it is another one."""
+        return self.block.keys
+
     def gives(self, strategy: str) -> Piece:
         """What is computed at once under ``strategy``."""
         return self.piece
@@ -66,6 +77,9 @@ class PieceStep:
     split: bool
     eager: bool
     """Run operator by operator: too small to compile."""
+    seq: Factor | None
+    """The sequence whose tokens its values have; None where they are replicated."""
+    keys: ClassVar[None] = None
     index: ClassVar[int] = -1
     """Of what belongs to it where there is one of each block and a last one for all pieces."""
     recompute: ClassVar[bool] = False
@@ -131,9 +145,10 @@ def input_of(steps: Sequence[Step], step: Step) -> fx.Node | None:
     return output if is_pair and output in step.piece.inputs else None
 
 
-_Unit = tuple[int, bool, int, int, bool]
+_Unit = tuple[int, bool, int, int, int]
 """What a step is made of, and when it runs: number of blocks before it, whether it is one itself,
-changes of layout since, number of the head if it is one, whether its values are split."""
+changes of layout since, number of the head if it is one, of the sequence that its values are split
+along (0: of none)."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +225,8 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
     between_id = collectives.register_block(ctx.axis, "between blocks")
     order = {n: i for i, n in enumerate(nodes)}
     steps: list[Step] = []
-    for (stage, is_block, sub, head, split), group in sorted(groups.items()):
+    seqs = (None, *ctx.seqs)
+    for (stage, is_block, sub, head, along), group in sorted(groups.items()):
         outputs = [n for n in group if n in read]
         if is_block:
             block = ctx.blocks[stage]
@@ -224,8 +240,8 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
         elif outputs:
             name = f"head_{head}" if head else f"piece_{stage}_{sub}"
             piece = _closed_piece(name, group, outputs, fixed, order)
-            split = split and ctx.axis.size > 1
-            common = len(steps), piece, between_id, split, _is_small(piece)
+            split = along > 0 and ctx.axis.size > 1
+            common = len(steps), piece, between_id, split, _is_small(piece), seqs[along]
             look_ups = _look_ups(piece, ctx) if split else ()
             if head:
                 steps.append(_head_step(ctx.heads[head - 1], common))
@@ -242,14 +258,18 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
 def _levels(nodes: Sequence[fx.Node], ctx: Any, fixed: nx.DiGraph) -> dict[fx.Node, _Unit]:
     """The unit of every operator: outside blocks the first one that its inputs allow. What is
     ``fixed`` is at hand everywhere."""
+    number = {f: i for i, f in enumerate(ctx.seqs, 1)}
     found: dict[fx.Node, _Unit] = {
-        n: (i, True, 0, 0, True) for i, block in enumerate(ctx.blocks) for n in block.nodes
+        n: (i, True, 0, 0, number[block.seq])
+        for i, block in enumerate(ctx.blocks)
+        for n in block.nodes
     }
     heads = {n: i for i, head in enumerate(ctx.heads, 1) for n in head.nodes}
     for node in nodes:
         if node.op != "call_function" or node in found:
             continue
-        split, head, level = node in ctx.split, heads.get(node, 0), (0, 0)
+        split = number[ctx.split[node]] if node in ctx.split else 0
+        head, level = heads.get(node, 0), (0, 0)
         members = ctx.heads[head - 1].nodes if head else (node,)
         for a in (a for n in members for a in n.all_input_nodes):
             if a in found and a not in fixed:
@@ -271,7 +291,8 @@ def _from_weights(nodes: Sequence[fx.Node], ctx: Any) -> nx.DiGraph:
         if node.op != "call_function" or node in inside or not inputs:
             continue
         dims = ctx.names.of(node) if is_tensor(node) else ()
-        if all(a in weights or a in found for a in inputs) and not any(ctx.seq in d for d in dims):
+        known = all(a in weights or a in found for a in inputs)
+        if known and not any(f in d for d in dims for f in ctx.seqs):
             found.add_node(node)
             found.add_edges_from((a, node) for a in inputs if a in found)
     return found
@@ -291,7 +312,7 @@ def _closed_piece(
     return make_piece(name, live_nodes(sorted(members, key=order.__getitem__), outputs), outputs)
 
 
-def _head_step(head: Head, common: tuple[int, Piece, int, bool, bool]) -> HeadStep:
+def _head_step(head: Head, common: tuple[int, Piece, int, bool, bool, Factor | None]) -> HeadStep:
     """The step of ``head``; ``common`` are the fields of its ``PieceStep``."""
     piece = common[1]
     sums = [n for n in piece.outputs if n not in head.logits]

@@ -40,7 +40,7 @@ random weights, on two ranks, against one process in eager mode.
 | column | meaning |
 |---|---|
 | exact | the plan under which loss and gradients are equal at three lengths; else what is off |
-| blocks | attention and MLP blocks that have strategies; "whole": every rank computes all of it |
+| blocks | those that have strategies, by kind; "whole": every rank computes all of it |
 | layers | of all stacks of the model |
 | programs | captures after the first, second and third length |
 | notes | what is computed on gathered tensors or whole, and why |

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 # a pool of compile workers for each rank costs more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# On a GPU, tests that ask PyTorch for deterministic algorithms need it before cuBLAS starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import harness
 import pytest

@@ -6,6 +6,7 @@ from fault import Fault
 
 LANES = "tests/distributed/test_lanes.py::"
 COMING = "tests/weights/test_coming_gradient.py::"
+WHOLE = "tests/test_whole_on_every_rank.py::"
 
 OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -18,8 +19,8 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a rank that is behind takes part on the axis alone",
         "paradyse/distributed/collectives.py",
-        "x.device.type, root, axis.lane)",
-        'x.device.type, root, "")',
+        "x.device.type, root, axis.lane, counts)",
+        'x.device.type, root, "", counts)',
         (f"{LANES}test_a_rank_that_is_behind_takes_part_on_all_lanes",),
     ),
     Fault(
@@ -63,5 +64,33 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "min(ahead_s, compute_s - behind_attention_s)",
         "min(ahead_s + others_s, compute_s - behind_attention_s)",
         ("tests/planning/test_costs.py::test_weights_travel_while_blocks_compute",),
+    ),
+    Fault(
+        "ring: own share of the gradients of keys lost",
+        "paradyse/strategies/attention/ring.py",
+        "_unpack(kept.add_(gradients_under_way.wait()), k_own, v_own)",
+        "_unpack(gradients_under_way.wait(), k_own, v_own)",
+        ("tests/strategies/test_attention_ranks.py",),
+    ),
+    Fault(
+        "gradients of keys from the first part of a window's blocks",
+        "kernels/alike_tiles.py",
+        "for begin in range(0, tile.num_keys, step):",
+        "for begin in range(0, step, step):",
+        ("tests/kernels/test_alike_tiles.py",),
+    ),
+    Fault(
+        "each rank trains what it has computed by itself",
+        "paradyse/runtime/joined.py",
+        "            return self._read_alone()",
+        "            return {}",
+        (f"{WHOLE}test_all_ranks_go_on_from_the_same_bits",),
+    ),
+    Fault(
+        "the whole on every rank whatever it takes",
+        "paradyse/planning/alone.py",
+        "return fits and alone_s * (1 + planner.options.smoothing) < time_s",
+        "return True",
+        ("tests/planning/test_alone.py",),
     ),
 )

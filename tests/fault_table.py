@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from fault import Fault
 from fault_biases import BIAS_FAULTS
+from fault_device import DEVICE_FAULTS
+from fault_experts import EXPERT_FAULTS
 from fault_inputs import INPUT_FAULTS
 from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
 from fault_overlap import OVERLAP_FAULTS
+from fault_workflows import WORKFLOW_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
 RANKS = "tests/strategies/test_attention_ranks.py::test_equal_to_one_rank"
@@ -40,7 +43,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("window one too narrow", MASK, "x - spec.left)", "x - spec.left + 1)", TILES),
     Fault("causal sees the next key", MASK, "x + spec.right + 1)", "x + spec.right + 2)", TILES),
     Fault("chunks do not end", MASK, "torch.minimum(end, begin + spec.chunk)", "end", TILES),
-    Fault("padding rows see keys", MASK, "    end = end * (x < spec.seq_len)\n", "", SIZES),
+    Fault("padding rows see keys", MASK, "    end = end * (x < spec.num_queries)\n", "", SIZES),
     Fault("documents mixed", "kernels/additive_mask.py", "visible & same", "visible | same", TILES),
     Fault(
         "dq without the scale",
@@ -201,8 +204,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ulysses: bias of the first rank's heads",
         ULYSSES,
-        "self.slots.head_ids(self.axis.rank)",
-        "self.slots.head_ids(0)",
+        "self.slots.head_ids(self.axis.rank, device)",
+        "self.slots.head_ids(0, device)",
         MASKS,
     ),
     Fault("colossal: no scale", COLOSSAL, ".to(exact) * spec.scale", ".to(exact)", SIZES),
@@ -217,8 +220,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "megatron_ts: bias added on every rank before the sum",
         "paradyse/strategies/tensor_parallel.py",
-        "partial = torch.ops.aten.linear.default(core_env[d.x], weight)",
-        "partial = torch.ops.aten.linear.default(core_env[d.x], weight, bias)",
+        "summand = torch.ops.aten.linear.default(core_env[d.x], weight)",
+        "summand = torch.ops.aten.linear.default(core_env[d.x], weight, bias)",
         SHARDED,
     ),
     Fault(
@@ -260,7 +263,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a group's padding holds a weight",
         "paradyse/weights/slices.py",
-        "return taken * (index >= 0).to(weight.dtype).view(shape)",
+        "return taken * there.to(weight.dtype).view(shape)",
         "return taken",
         ROWS,
     ),
@@ -369,14 +372,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "stale plan for another length",
         "paradyse/runtime/guard.py",
-        "key = (batch, seq_len, training, keeps_gradients)",
-        "key = (batch, training, keeps_gradients)",
+        "key = (batch, seq_len, training, keeps_gradients, others)",
+        "key = (batch, training, keeps_gradients, others)",
         ("tests/runtime/test_guard.py", "tests/test_dropin.py::test_dynamic"),
     ),
     Fault(
         "a converted value of an earlier layout",
         "paradyse/runtime/frame.py",
-        "        return forms[layout]",
+        "        return forms[form]",
         "        return next(iter(forms.values()))",
         WHOLE,
     ),
@@ -448,7 +451,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a list's first layout for all of it",
         "paradyse/weights/sharded_tensor.py",
-        "return [v if like is None else _rows_of(v, like) for v, like in zip(x, likes)]",
+        "return [_whole(v) if like is None else _rows_of(v, like) for v, like in zip(x, likes)]",
         "return [v if likes[0] is None else _rows_of(v, likes[0]) for v in x]",
         (f"{STEPS}test_five_steps",),
     ),
@@ -470,6 +473,9 @@ FAULTS: tuple[Fault, ...] = (
     *LEVER_FAULTS,
     *INPUT_FAULTS,
     *BIAS_FAULTS,
+    *DEVICE_FAULTS,
     *OVERLAP_FAULTS,
     *MIXED_FAULTS,
+    *EXPERT_FAULTS,
+    *WORKFLOW_FAULTS,
 )

@@ -86,8 +86,9 @@ FAMILIES: dict[str, Family] = {
         packs=False,
     ),
     "falcon": Family("FalconForCausalLM", _BASE | {"num_attention_heads": 4}, packs=False),
-    # which expert computes a token depends on values: no block
-    "mixtral": Family("MixtralForCausalLM", _GQA | {"num_local_experts": 4}, kinds=("attention",)),
+    "mixtral": Family(
+        "MixtralForCausalLM", _GQA | {"num_local_experts": 4}, kinds=("attention", "experts")
+    ),
 }
 
 

@@ -19,7 +19,8 @@ from paradyse.cli.launch import Rank
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SHARED = ("runner", "bounded", "contenders", "counterparts", "attention_cases")
-NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - set(SHARED))
+ITS_OWN = ("gpu_day",)  # test_gpu_day.py
+NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {*SHARED, *ITS_OWN})
 
 
 @pytest.fixture
@@ -67,6 +68,23 @@ def test_the_report_has_goals_machine_and_command(
     assert "| 96 layers |" in text and "## Goals" in text and "## Machine" in text
     assert "choice --tables 1 --report-only --out" in text
     assert text.split("\n", 2)[2] == capsys.readouterr().out
+
+
+def test_what_is_measured_is_written_before_the_table_is_complete(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = benchmark("runner").Report("x")
+    report.add("A line.")
+    report.draft(tmp_path, ["n", "s"], [["1", "2.5"]], "## Times")
+    draft = (tmp_path / "x.md").read_text()
+    assert draft.startswith("# x\n\nA line.\n\n## Times\n\n| n |   s |\n")
+    assert "| 1 | 2.5 |" in draft and draft.endswith("\nNot complete.\n")
+    report.draft(None, ["n", "s"], [["1", "2.5"]])
+    report.table(["n", "s"], [["1", "2.5"], ["2", "3.5"]], "## Times")
+    report.write(tmp_path, "one thread")
+    text = (tmp_path / "x.md").read_text()
+    assert "Not complete" not in text and text.count("## Times") == 1 and "| 2 | 3.5 |" in text
+    assert capsys.readouterr().out == text.removeprefix("# x\n\n")
 
 
 def test_a_missed_goal_is_the_exit_status_unless_only_the_report_is_wanted(

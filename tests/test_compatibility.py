@@ -13,10 +13,10 @@ from harness import RankError, RankFailure, RankPool
 from small_models import batch_of, make
 
 ALWAYS = {
-    "bart": ("2 attention, 2 mlp", "1 2 2"),
+    "bart": ("6 attention, 4 mlp", "1 2 2"),
     "vit": ("2 attention, 2 mlp", "1 2 2"),
     "bert-choices": ("2 attention, 2 mlp", "1 2 2"),
-    "clip": ("2 attention, 2 mlp", "1 2 2"),
+    "clip": ("4 attention, 4 mlp", "1 2 2"),
 }
 """Family -> its blocks and programs. Two sequences in one graph, patches, a batch of two dims."""
 
@@ -43,7 +43,7 @@ def test_the_family_of_the_day_is_as_the_document_says(pool2: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_every_strategy_is_exact_where_one_of_two_sequences_is_split(pool2: RankPool) -> None:
+def test_every_strategy_is_exact_where_two_sequences_are_split(pool2: RankPool) -> None:
     from plans import PLANS
 
     row = try_family(pool2, "bart", PLANS, 240)

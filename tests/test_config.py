@@ -18,7 +18,7 @@ from paradyse.config import (
     parse_options,
     with_environment,
 )
-from paradyse.types import ATTENTION_STRATEGIES, LEVERS, Plan
+from paradyse.types import ATTENTION_STRATEGIES, LEVERS, REPLICATED, Plan
 
 MESH = type("MeshLike", (), {"ndim": 1, "get_group": lambda self, dim=0: None})()
 
@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     o = Options()
     assert (o.plan, o.strategies, o.cost_model, o.memory_limit) == (
         "auto",
-        ATTENTION_STRATEGIES,
+        (*ATTENTION_STRATEGIES, REPLICATED),
         None,
         None,
     )

@@ -40,7 +40,7 @@ from dataclasses import replace
 
 from paradyse.strategies.local import MEGATRON_CZ
 
-TOY = replace(MEGATRON_CZ, name="toy", mlp_of="")
+TOY = replace(MEGATRON_CZ, name="toy", same_as={})
 """,
     "passes/count_adds.py": """
 import torch

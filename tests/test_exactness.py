@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from harness import RankPool
 from models import FAMILIES, TOLERANCE, make_batch, make_model, run_step, worst
 from plans import PLANS, Blocks, blocks_of, choose
+
+from paradyse.runtime import runs
 
 Batches = Mapping[str, tuple[tuple[int, int], ...]]
 """Kind of batch -> (B, S) of each."""
@@ -179,6 +182,21 @@ def test_inductor(plans: tuple[str, ...], pool2: RankPool) -> None:
     """The default inner compiler."""
     args = ("llama", torch.float32, {"left": ((3, 13), (3, 10))}, "inductor", plans)
     assert_exact("llama", pool2.run(compare_plans, *args, timeout_s=500))
+
+
+def compare_in_runs(*args: Any) -> Any:
+    with patch.object(runs, "FUSE_AFTER", -1):
+        return compare_plans(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_runs(family: str, nproc: int, ranks: Callable[[int], RankPool]) -> None:
+    """Blocks in a row as one piece from the first call on."""
+    plans = PLANS if nproc > 1 else PLANS[-1:]
+    args = (family, torch.float32, in_turn(family), "aot_eager", plans)
+    assert_exact(family, ranks(nproc).run(compare_in_runs, *args, timeout_s=500))
 
 
 def ask_for_refused() -> list[str]:

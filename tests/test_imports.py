@@ -28,7 +28,8 @@ LAYERS = (
     ("offline",),
     ("choice",),
     ("backend",),
-    ("reports", "trainer", "verification"),
+    ("accelerator", "reports", "verification"),
+    ("trainer",),
     ("cli",),
     ("__main__",),
     ("__init__",),
@@ -47,7 +48,7 @@ LEAVES = {"kernels": {"torch", "triton"}, "torch_private": {"torch"}, "types": {
 OPTIONAL = {
     "transformers": "paradyse/cli/models.py",
     "safetensors": "paradyse/checkpoint/load_safetensors.py",
-    "accelerate": "paradyse/trainer.py",
+    "accelerate": "paradyse/accelerator.py",
     "matplotlib": "paradyse/cli/charts.py",
 }
 """Not a dependency: the one file that may import it."""

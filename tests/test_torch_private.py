@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import private_operators
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,6 @@ class Wrapper(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(func)
-
-
-def arguments(op: Any) -> list[str]:
-    return [a.name for a in private.schema_of(op.default).arguments]
 
 
 # One check per name. The names of functions here are those of ``private``.
@@ -292,33 +289,6 @@ def check_cpu_flash() -> None:
 
 check_cpu_flash_backward = check_cpu_flash
 
-QKV = ["query", "key", "value"]
-GRADS = ["grad_out", *QKV]
-REST = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
-RANDOM = ["philox_seed", "philox_offset"]
-
-
-def check_flash_attention() -> None:
-    """Arguments alone: the operator needs a GPU."""
-    got = arguments(private.flash_attention)
-    assert got == [*QKV, "dropout_p", "is_causal", "return_debug_mask", "scale"]
-
-
-def check_flash_attention_backward() -> None:
-    got = arguments(private.flash_attention_backward)
-    assert got == [*GRADS, "out", "logsumexp", *REST, *RANDOM, "scale"]
-
-
-def check_cudnn_attention() -> None:
-    got = arguments(private.cudnn_attention)
-    options = ["dropout_p", "is_causal", "return_debug_mask", "scale"]
-    assert got == [*QKV, "attn_bias", "compute_log_sumexp", *options]
-
-
-def check_cudnn_attention_backward() -> None:
-    got = arguments(private.cudnn_attention_backward)
-    assert got == [*GRADS, "out", "logsumexp", *RANDOM, "attn_bias", *REST, "scale"]
-
 
 def check_schema_of() -> None:
     assert [a.name for a in private.schema_of(doubled).arguments] == ["x", "times"]
@@ -477,7 +447,9 @@ def check_compiled_call_of() -> None:
 check_set_compiled_call = check_compiled_call_of
 
 CHECKS: dict[str, Callable[[], None]] = {
-    name.removeprefix("check_"): fn for name, fn in globals().items() if name.startswith("check_")
+    name.removeprefix("check_"): fn
+    for name, fn in {**vars(private_operators), **globals()}.items()
+    if name.startswith("check_")
 }
 FUNCTIONS = {
     n for n, x in vars(private).items() if callable(x) and x.__module__ == private.__name__

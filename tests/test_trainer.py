@@ -28,10 +28,11 @@ EXACT = 1e-5
 
 def example() -> Any:
     """The example as a module."""
+    if str(SCRIPT.parent) not in sys.path:
+        sys.path.append(str(SCRIPT.parent))  # what examples share lies beside them
     spec = importlib.util.spec_from_file_location("trainer_example", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["trainer_example"] = module  # its dataset must pickle by name
     spec.loader.exec_module(module)
     return module
 

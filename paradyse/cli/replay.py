@@ -22,6 +22,7 @@ from torch import Tensor
 from paradyse.cli import models as integrations
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
+from paradyse.config import BLOCK_KINDS
 from paradyse.planning.explain import count_names
 from paradyse.profiling.steps import peak_beyond, static_bytes
 from paradyse.strategies import canonical_strategy
@@ -103,15 +104,19 @@ def describe_plan(key: str, kinds: Sequence[str]) -> str:
     """
     plan = Plan.of_key(key)
     pairs = list(zip(kinds, plan.strategies))
-    attention, mlp = ([name for k, name in pairs if k == kind] for kind in ("attention", "mlp"))
-    if len(set(attention)) == 1:
-        # An MLP's variant has several names: say the one that its neighbours have.
-        same = canonical_strategy("mlp", attention[0])
-        mlp = [attention[0] if canonical_strategy("mlp", m) == same else m for m in mlp]
-    texts = count_names(attention), count_names(mlp)
-    words = f"attention {texts[0]}, mlp {texts[1]}"
-    if not all(texts) or texts[0] == texts[1]:
-        words = texts[0] or texts[1]
+    of = {kind: [name for k, name in pairs if k == kind] for kind in BLOCK_KINDS}
+    if len(set(of["attention"])) == 1:
+        # A variant of other blocks has several names: say the one that their neighbours have.
+        near = of["attention"][0]
+        for kind in BLOCK_KINDS[1:]:
+            same = canonical_strategy(kind, near)
+            of[kind] = [near if canonical_strategy(kind, n) == same else n for n in of[kind]]
+    texts = {kind: count_names(names) for kind, names in of.items() if names}
+    words = ", ".join(f"{kind} {text}" for kind, text in texts.items())
+    if len(set(texts.values())) == 1:
+        words = next(iter(texts.values()))
+    if plan.alone:
+        return f"{words} on every rank"
     return f"{words}, head {plan.head}" if plan.head else words
 
 

@@ -18,9 +18,10 @@ from paradyse.cli.outputs import write_whole
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
 from paradyse.cli.screen import Screen
+from paradyse.config import STRATEGIES
 from paradyse.planning.explain import format_seconds
 from paradyse.planning.planner import format_bytes
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import REPLICATED
 
 COLUMNS = ("index", "num_tokens", "choice", "plan", "time_s", "median_s", "cumulative_s")
 """Of the CSV, a row for every run: the median of its sequence's runs under the choice, and those
@@ -172,7 +173,8 @@ class Results:
         out = []
         for kind in dict.fromkeys(kind for p in planned for kind in p.shares):
             shares = {p.num_tokens: p.shares[kind] for p in planned if kind in p.shares}
-            if all(name in ATTENTION_STRATEGIES for of in shares.values() for name in of):
+            names = {name for of in shares.values() for name in of}
+            if names - {REPLICATED} and names <= set(STRATEGIES):
                 title = f"Strategies of {kind} blocks under auto"
                 out.append(Bands(title, tuple(shares), tuple(shares.values())))
         return out

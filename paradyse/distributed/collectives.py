@@ -149,6 +149,10 @@ def settled(pause_s: float = 1e-3) -> Iterator[None]:
         pauses.pop()
 
 
+Counts = Sequence[Sequence[int]]
+"""[p][p], how many rows rank i has for rank j."""
+
+
 @dataclass(frozen=True)
 class Message:
     """What a rank must know of a collective to take part in it without the values."""
@@ -161,11 +165,14 @@ class Message:
     root: int = 0
     lane: str = ""
     """Of the axis, that carries it."""
+    counts: Counts = ()
+    """Of ``start_rows``."""
 
     def take_part(self, axis: Axis) -> None:
         """Send and receive unspecified values, so that the other ranks of ``axis`` go on."""
         axis = lane_of(axis, self.lane)
-        x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        shape = (sum(self.counts[axis.rank]), *self.shape[1:]) if self.counts else self.shape
+        x = torch.zeros(shape, dtype=self.dtype, device=self.device)  # ranks may count by them
         again: dict[str, Callable[[], Any]] = {
             "all_to_all": lambda: all_to_all(x, axis, AGREEMENT),
             "all_gather": lambda: all_gather(x, axis, AGREEMENT),
@@ -174,6 +181,7 @@ class Message:
             "broadcast": lambda: broadcast(x, axis, self.root, AGREEMENT).wait(),
             "reduce": lambda: reduce_to(x, axis, self.root, AGREEMENT).wait(),
             "ring_exchange": lambda: ring_exchange(x, axis, AGREEMENT).wait(),
+            "rows": lambda: start_rows(x, self.counts, axis, AGREEMENT).wait(),
         }
         again[self.kind]()
 
@@ -288,6 +296,7 @@ def _start(
     result: Any,
     kind: str = "",
     root: int = 0,
+    counts: Counts = (),
 ) -> Pending:
     """Call ``launch`` to start the collective ``what`` with ``x``; ``kind`` where it is carried by
     another one."""
@@ -303,7 +312,7 @@ def _start(
         raise
     except RuntimeError as e:
         raise failure(what, axis, block_id, e) from e
-    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root, axis.lane)
+    message = Message(kind or what, tuple(x.shape), x.dtype, x.device.type, root, axis.lane, counts)
     started.add(message, block_id)
     return Pending(works if isinstance(works, list) else [works], result, what, axis, block_id, x)
 
@@ -326,6 +335,19 @@ def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Send slice i of ``x`` [p, ...] to rank i; slice j of the result came from rank j."""
     num_bytes = x.nbytes * (axis.size - 1) // axis.size
     return _all_to_all_async(x, axis, block_id, "all_to_all", num_bytes).wait()
+
+
+def start_rows(x: Tensor, counts: Counts, axis: Axis, block_id: int) -> Pending:
+    """Start sending rows of ``x`` [n, ...], those for rank 0 first, to the ranks of ``axis``: as
+    many as ``counts`` says, which all ranks know. ``wait()`` gives those of rank 0, then 1, .."""
+    x, width = x.contiguous(), math.prod(x.shape[1:])
+    to_ranks, from_ranks = counts[axis.rank], [row[axis.rank] for row in counts]
+    out = x.new_empty(sum(from_ranks), *x.shape[1:])
+    leave, arrive = ([n * width for n in rows] for rows in (to_ranks, from_ranks))
+    num_bytes = (sum(leave) - leave[axis.rank]) * x.itemsize
+    most = max(map(max, counts)) * width
+    launch = partial(start_all_to_all, out.view(-1), x.view(-1), arrive, leave, axis, most)
+    return _start("all_to_all", x, axis, block_id, num_bytes, launch, out, "rows", counts=counts)
 
 
 def all_gather(x: Tensor, axis: Axis, block_id: int) -> Tensor:

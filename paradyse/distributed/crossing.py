@@ -24,7 +24,12 @@ of 17 to 21; one of 0.25 MiB is no faster."""
 
 
 def start_all_to_all(
-    out: Tensor, x: Tensor, from_ranks: Sequence[int], to_ranks: Sequence[int], axis: Axis
+    out: Tensor,
+    x: Tensor,
+    from_ranks: Sequence[int],
+    to_ranks: Sequence[int],
+    axis: Axis,
+    most: int | None = None,
 ) -> list[Any]:
     """Start sending a part of ``x`` to every rank of ``axis``.
 
@@ -32,12 +37,14 @@ def start_all_to_all(
         out: [sum of ``from_ranks``], filled with what comes from rank 0, then from rank 1, ...
         x: [sum of ``to_ranks``], what goes to rank 0, then to rank 1, ...
         from_ranks, to_ranks: elements, per rank.
+        most: the largest number of elements between any two ranks, where it may be between others.
     Returns:
         what to wait for, of ``torch.distributed``.
     """
     split, rank = partial(dist.all_to_all_single, async_op=True), axis.rank
     downward = downward_group(axis)
-    if downward is None or max(*from_ranks, *to_ranks) * x.itemsize < CROSSING_BYTES:
+    most = max(*from_ranks, *to_ranks) if most is None else most  # ranks go the same way
+    if downward is None or most * x.itemsize < CROSSING_BYTES:
         return [split(out, x, [*from_ranks], [*to_ranks], group=axis.group)]
     sizes = [[sum(n[:rank]), n[rank], sum(n[rank + 1 :])] for n in (from_ranks, to_ranks)]
     (from_below, kept, from_above), (to_below, own, to_above) = (

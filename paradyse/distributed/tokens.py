@@ -184,17 +184,30 @@ class SplitTokens(torch.autograd.Function):
 
 
 class GatherTokens(torch.autograd.Function):
-    """This rank's rows [.., s, ..] to the whole [.., S, ..] on every rank; backward slices."""
+    """This rank's rows [.., s, ..] to the whole [.., S, ..] on every rank; backward slices, or
+    where each rank has a summand of the gradient, scatters the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, seq_len: int, axis: Axis, block_id: int) -> Tensor:
-        ctx.where = (axis.layout(seq_len), axis.rank, dim)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        seq_len: int,
+        axis: Axis,
+        block_id: int,
+        summed: bool = False,
+    ) -> Tensor:
+        ctx.where = (axis, axis.layout(seq_len), dim, block_id, summed)
         return _gather(x, axis, block_id, dim, seq_len)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        layout, rank, dim = ctx.where
-        return take_own(grad, layout, rank, dim), None, None, None, None
+        axis, layout, dim, block_id, summed = ctx.where
+        if summed:
+            rows = collectives.reduce_scatter(_rank_order(grad, layout, dim), axis, block_id)
+        else:
+            rows = take_own(grad, layout, axis.rank, dim)
+        return rows, None, None, None, None, None
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -69,6 +69,12 @@ class AttentionCall:
         return self.q, self.k, self.v
 
     @property
+    def is_cross(self) -> bool:
+        """Whether its keys are of another sequence than its queries; of nodes in a graph."""
+        q, k = (x.meta["val"].shape for x in (self.q, self.k))
+        return bool(q[2] != k[2])
+
+    @property
     def masks(self) -> tuple[Any, Any, Any]:
         """Key padding, document ids and bias; they stay whole when tokens are split."""
         return self.key_padding, self.document_ids, self.bias

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import paradyse.graph.expert_rules
 import paradyse.graph.layer_rules
 import paradyse.graph.rules  # noqa: F401  registers the rules
 from paradyse.graph.factors import RULES, Names

@@ -99,6 +99,31 @@ def select_scatter(names: Names, node: fx.Node) -> Any:
     return dims
 
 
+@rule(aten.repeat_interleave.self_int)
+def repeat_interleave(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...] -> [..., n k, ...]``, where each element is there k times."""
+    dims, repeats = names.of(node.args[0]), argument(node, "repeats")
+    if argument(node, "dim") is None and len(dims) > 1:
+        return None
+    d = argument(node, "dim") or 0
+    dims[d] = (*dims[d], *names.fresh([repeats])[0])
+    return dims
+
+
+@rule(aten.scatter.src, aten.scatter.value)
+def scatter(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...], i[..., k, ...], y[..., k, ...] -> [..., n, ...]; mixes n, k``, and where
+    ``i`` is shorter."""
+    dims, (d,) = mix_along(names, node)
+    for other in (a for a in node.args[2:] if isinstance(a, fx.Node)):
+        for i, (mine, theirs) in enumerate(zip(dims, names.of(other), strict=True)):
+            if i == d:
+                names.mix(node, theirs)
+            else:
+                names.unify_at(node, mine, theirs)
+    return dims
+
+
 @rule(aten.masked_scatter.default)
 def masked_scatter(names: Names, node: fx.Node) -> Any:
     """``x[...], mask[...], y[..] -> [...]; mixes all``: what is taken of y depends on all of the

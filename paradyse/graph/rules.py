@@ -151,12 +151,12 @@ def cross_entropy(names: Names, node: fx.Node) -> Any:
     return _CROSS_ENTROPY[labels, len(shape_of(node)) == 1](names, node)
 
 
-_ATTENTION, _ATTENTION_BY_DISTANCE = (
+_ATTENTION, _ATTENTION_BY_DISTANCE, _ACROSS = (
     factor_map(
-        "q[b, h, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s], "
-        f"bias[{bias}] -> [b, h, s, e], [b, h, s]; mixes s, d"
+        f"q[b, h, s, d], k[b, k, {t}, d], v[b, k, {t}, e], padding[b, {t}], documents[b, {t}], "
+        f"bias[{bias}] -> [b, h, s, e], [b, h, s]; mixes s, {t}, d"
     )
-    for bias in ("b, h, s, s", "h, n, s")
+    for t, bias in (("s", "b, h, s, s"), ("s", "h, n, s"), ("t", "b, h, s, t"))
 )
 
 
@@ -166,7 +166,7 @@ def attention(names: Names, node: fx.Node) -> Any:
 
     ``q[b, k g, s, d], k[b, k, s, d], v[b, k, s, e], padding[b, s], documents[b, s],
     bias[b, k g, s, s] or [k g, n, s], sinks[k g] -> [b, k g, s, e], [b, k g, s]; mixes s, d``,
-    where g query heads read the same KV head.
+    where g query heads read the same KV head. Keys of another sequence have another s.
     """
     call = AttentionCall.of(node)
     heads, kv_heads = shape_of(call.q)[1], shape_of(call.k)[1]
@@ -174,18 +174,20 @@ def attention(names: Names, node: fx.Node) -> Any:
     by_distance = isinstance(call.bias, fx.Node) and len(shape_of(call.bias)) == 3
     for x in [call.bias] * by_distance + [call.sinks] * isinstance(call.sinks, fx.Node):
         names.unify_at(node, names.of(call.q)[1], names.of(x)[0])
+    if call.is_cross:
+        return _ACROSS(names, node)
     return (_ATTENTION_BY_DISTANCE if by_distance else _ATTENTION)(names, node)
 
 
 _ELEMENTWISE = """
-    add sub mul div pow neg exp exp2 log log1p expm1 tanh sigmoid gelu silu relu relu6 leaky_relu
-    elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin reciprocal
-    square clamp clamp_min clamp_max maximum minimum where.self where.ScalarSelf where.ScalarOther
-    where.Scalar rsub floor_divide remainder fmod floor ceil round sign addcmul addcdiv lerp isnan
-    isinf eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
-    __and__ __or__ masked_fill zeros_like ones_like full_like empty_like to.device to.dtype
-    to.dtype_layout _to_copy clone contiguous alias detach dropout lift_fresh lift_fresh_copy
-    expand broadcast_to
+    add sub mul div pow neg exp exp2 log log1p expm1 tanh sigmoid gelu silu relu relu6
+    leaky_relu elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin
+    reciprocal square clamp clamp_min clamp_max maximum minimum max.other min.other where.self
+    where.ScalarSelf where.ScalarOther where.Scalar rsub floor_divide remainder fmod floor ceil
+    round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge logical_and logical_or
+    logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill zeros_like
+    ones_like full_like empty_like to.device to.dtype to.dtype_layout _to_copy clone contiguous
+    alias detach dropout lift_fresh lift_fresh_copy expand broadcast_to
 """
 
 
@@ -201,7 +203,8 @@ def cast_like(names: Names, node: fx.Node) -> Any:
     return names.of(node.args[0])
 
 
-@rule(*overloads("arange zeros ones full empty new_ones new_zeros new_full scalar_tensor"))
+@rule(*overloads("arange scalar_tensor zeros ones full empty"))
+@rule(*overloads("new_zeros new_ones new_full new_empty"))
 def creation(names: Names, node: fx.Node) -> Any:
     """``-> [new, ...]``: names that nothing else has yet."""
     return names.fresh(shape_of(node))

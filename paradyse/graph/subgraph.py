@@ -27,6 +27,7 @@ _SHAPED_SECOND = {
     aten._unsafe_view.default,
     aten.expand.default,
     aten.broadcast_to.default,
+    aten.new_empty.default,
     aten.new_ones.default,
     aten.new_zeros.default,
     aten.new_full.default,

@@ -53,7 +53,8 @@ class MixedModel:
 
         After the last one the gradients of all ranks are summed: those of the mean over all labels
         of the whole batch, added to what was there before; and ``step.loss`` is that mean. So go
-        through all of them, on every rank, also where this rank has none.
+        through all of them, on every rank, also where this rank has none. A step that fails, or
+        that a rank does not go through, leaves there what was there before.
 
         Raises:
             ValueError: ranks are at different steps.
@@ -65,13 +66,18 @@ class MixedModel:
         for p in weights:
             p.grad = None
         total = torch.zeros((), dtype=torch.float64)
-        for share in step.shares:
-            loss = self._loss(share, step.num_targets)
-            total += loss.detach().double().cpu()
-            yield loss
-            del loss
-        together.compare({"micro-batches": "all done"})
-        self._sum(weights)
+        try:
+            for share in step.shares:
+                loss = self._loss(share, step.num_targets)
+                total += loss.detach().double().cpu()
+                yield loss
+                del loss
+            together.compare({"micro-batches": "all done"})
+            self._sum(weights)
+        except BaseException:  # also where the loop over the losses was left
+            for p, grad in zip(weights, before, strict=True):
+                p.grad = grad
+            raise
         for p, grad in zip(weights, before, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)

@@ -336,7 +336,7 @@ class _Alone(Frame):
         self.held: list[Tensor] = []
         """Weights that the step took."""
         self.layouts = (
-            rest_layouts(program.scope, step.block) if isinstance(step, BlockStep) else {}
+            rest_layouts(program.scope_of(step), step.block) if isinstance(step, BlockStep) else {}
         )
         for node in step.piece.inputs:
             if is_tensor(node) and not is_weight(node):
@@ -344,9 +344,10 @@ class _Alone(Frame):
 
     def _input(self, node: fx.Node) -> Tensor:
         here = node in self.ctx.split and node.op != "placeholder" and self.axis.size > 1
-        dims = spec_dims(self.program.scope, node, SPLIT if here else WHOLE)
+        scope, sizes = self._scope_along(node) if here else (self.program.scope, self.sizes)
+        dims = spec_dims(scope, node, SPLIT if here else WHOLE)
         like = node.meta["val"]
-        x = torch.empty([dim_size(d, self.sizes) for d in dims], dtype=like.dtype)
+        x = torch.empty([dim_size(d, sizes) for d in dims], dtype=like.dtype)
         self.given.append(x.requires_grad_(_has_gradient(node)))
         return x
 
@@ -396,8 +397,10 @@ class _Alone(Frame):
 
 
 def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sample:
-    """Run ``step`` under ``strategy`` on one sequence, forward and backward, without memory."""
-    sizes = {letter: f.size for letter, f in program.scope.beside.items()}
+    """Run ``step`` under ``strategy`` on one sequence, forward and backward, without memory; where
+    there are several, such as those of an encoder and a decoder, all have ``seq_len`` tokens."""
+    lengths = dict.fromkeys(program.ctx.seqs, seq_len) | dict.fromkeys(program.ctx.seqs.values(), 1)
+    sizes = {letter: lengths.get(f, f.size) for letter, f in program.scope.beside.items()}
     sizes |= {WHOLE: seq_len, "B": 1}
     if program.axis.size > 1:
         sizes[SPLIT] = program.axis.layout(seq_len).local_len

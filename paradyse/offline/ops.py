@@ -62,15 +62,20 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
 
     def with_numbers(op: Any) -> Callable[..., Any]:
         """The body of ``op``, told the sequence's length; a ring's on the short axis."""
-        at = [a.name for a in schema_of(op).arguments].index
+        names = [a.name for a in schema_of(op).arguments]
+        at = names.index
 
         def run(*args: Any) -> Any:
             given, length, name = list(args), 0, axis.name
+            keys: tuple[int, ...] = ()
             if op in attention:
                 length = args[0].shape[2] * p
+                if len(args[at("info")]) > 2:  # of another sequence
+                    local = args[at("k")].shape[2] if "k" in names else args[at("num_keys")]
+                    keys = (local * p,)
                 if METHODS[args[at("method")]].steps_alike:
                     name = short.name
-            given[at("info")], given[at("axis")] = (length, block_id), name
+            given[at("info")], given[at("axis")] = (length, block_id, *keys), name
             return body_of(op)(*given)
 
         return run

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.planning.alone import Alone
 from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
@@ -41,6 +39,14 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
     lines = [header, ["-" * w for w in widths], *rows]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
+
+
+def plan_table(blocks: Sequence[BlockSpec], plan: Plan) -> str:
+    """Of each of ``blocks``, and of the head, what ``plan`` has, as text."""
+    pairs = zip(blocks, plan.strategies, strict=True)
+    rows = [(b.name, s, str(b.mask or "") or "-", b.structure) for b, s in pairs]
+    rows += [(HEAD, plan.head, "-", "-")] * bool(plan.head)
+    return text_table(("block", "strategy", "mask", "structure"), rows)
 
 
 def _rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
@@ -182,27 +188,12 @@ class PlanReport:
         return Group(Text(self._headline()), *tables, Text(self._notes()))
 
 
-def attention_kernels(
-    blocks: Sequence[BlockSpec], dtype: torch.dtype, device: torch.device
-) -> tuple[str, ...]:
-    """Which kernel computes the attention of ``blocks`` in ``dtype``, if ``device`` is a GPU;
-    nothing on a CPU, where there is one kernel."""
-    if device.type != "cuda":
-        return ()
-    capability = capability_of(device)
-    widths = sorted({b.head_dim for b in blocks if b.kind == "attention" and b.head_dim})
-    return tuple(
-        f"width {width}, {line}"
-        for width in widths
-        for line in describe_choices(capability, dtype, width)
-    )
-
-
 def explain_plan(
     planner: Planner,
     workload: Workload,
     gathered: Sequence[str] = (),
     kernels: tuple[str, ...] = (),
+    alone: Alone | None = None,
 ) -> PlanReport:
     """The report on the plan ``planner`` makes for ``workload``.
 
@@ -210,9 +201,12 @@ def explain_plan(
 
     Args:
         gathered: what runs on gathered tensors, and why.
-        kernels: as of ``attention_kernels``.
+        kernels: on a GPU, which kernel computes the attention of which mask.
+        alone: weighs computing the whole on every rank; None: that is no choice.
     """
-    plan = planner.plan(workload)
+    plan = (
+        planner.plan(workload) if alone is None else alone.settle(planner.plan(workload), workload)
+    )
     costs = planner.costs(workload)
     limit = planner.memory_limit(workload.dtype)
     time_s, peak = planner.predict(plan, workload)
@@ -224,7 +218,10 @@ def explain_plan(
         workload,
         plan,
         (*blocks, *_head_report(planner, workload, plan, costs)),
-        tuple(_static_row(planner, workload, plan, s) for s in _strategies(planner)),
+        (
+            *(_static_row(planner, workload, plan, s) for s in _strategies(planner)),
+            *_alone_row(planner, workload, plan, alone),
+        ),
         time_s,
         peak,
         limit,
@@ -292,10 +289,14 @@ def _head_report(
         point, name = "+".join(levers), "+".join(levers) or WHOLE_LOGITS
         if reasons := [head.infeasible[v] for v in levers if v in head.infeasible]:
             rows.append(StrategyRow(name, f"infeasible: {reasons[0]}"))
+        elif plan.alone:
+            rows.append(StrategyRow(name, why_not(planner, workload, plan, i, point)))
         elif point == plan.head:
             rows.append(_row(name, costs[i][point], why_chosen(planner, workload, plan, i, point)))
         elif set(levers) <= set(planner.options.levers):
             rows.append(_row(name, costs[i][point], why_not(planner, workload, plan, i, point)))
+    if plan.alone:
+        rows.append(_row(REPLICATED, costs[i][REPLICATED], "chosen"))
     return (BlockReport(HEAD, HEAD, "", plan.head or WHOLE_LOGITS, tuple(rows)),)
 
 
@@ -335,16 +336,33 @@ def _without(plan: Plan, lever: str) -> Plan:
     return Plan(tuple(map(less, plan.strategies)), less(plan.head))
 
 
+def _alone_row(
+    planner: Planner, workload: Workload, plan: Plan, alone: Alone | None
+) -> tuple[StrategyRow, ...]:
+    """What it takes to compute the whole on every rank, where there are several."""
+    if alone is None or planner.num_ranks == 1:
+        return ()
+    if alone.refused:
+        return (StrategyRow(REPLICATED, f"infeasible: {alone.refused}"),)
+    return (_plan_row(planner, workload, plan, REPLICATED, alone.plan(workload)),)
+
+
 def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> StrategyRow:
     for b in planner.blocks:
         if s in b.infeasible:
             return StrategyRow(s, f"infeasible for {b.name}")
-    static = planner.static(s, workload)
+    return _plan_row(planner, workload, plan, s, planner.static(s, workload))
+
+
+def _plan_row(
+    planner: Planner, workload: Workload, plan: Plan, s: str, static: Plan
+) -> StrategyRow:
+    """Of the plan ``static``, called ``s``, against ``plan``."""
     time_s, peak = planner.predict(static, workload)
     costs, limit = planner.costs(workload), planner.memory_limit(workload.dtype)
     chosen = [c[point] for c, point in zip(costs, static.strategies)]
     sent = sum(c.comm_bytes for c in chosen)
-    if planner.variants(static) == planner.variants(plan):
+    if planner.variants(static) == planner.variants(plan) and static.alone == plan.alone:
         why = "this is the plan"
     elif peak > limit:
         why = over(peak, limit)
@@ -377,6 +395,8 @@ class Stats:
     """Collective -> how often."""
     bytes_per_block: Mapping[str, int] = field(default_factory=dict)
     """Block -> bytes this rank sent for it."""
+    last: Any = None
+    """The latest call that is over (a ``StepReport``); None before the first."""
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
         counters = ("captures", "variants_compiled", "pieces_compiled", "steps", "plan_switches")
@@ -411,6 +431,8 @@ def short_key(key: str) -> str:
     """A plan's ``key`` for people: each point once, with how many blocks it has, and the head's."""
     plan = Plan.of_key(key)
     blocks = count_names(plan.strategies)
+    if plan.alone:
+        return f"{blocks} on every rank"
     return f"{blocks}; head {plan.head}" if plan.head else blocks
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paradyse.config import AUTO, BLOCK_KINDS, PlanByKind, PlanOption, parse_plan
-from paradyse.types import BlockSpec, Plan
+from paradyse.types import EXPERTS, BlockSpec, Plan
 
 
 def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Plan:
@@ -40,12 +40,17 @@ def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Pla
     return Plan(names, AUTO if AUTO in names else "")
 
 
+def _kinds(blocks: Sequence[BlockSpec]) -> list[str]:
+    """Of the blocks that there are, and those that every model may be expected to have."""
+    return [kind for kind in BLOCK_KINDS if kind != EXPERTS or _num_blocks(blocks, kind)]
+
+
 def _num_blocks(blocks: Sequence[BlockSpec], kind: str) -> int:
     return sum(b.kind == kind for b in blocks)
 
 
 def _counts(blocks: Sequence[BlockSpec]) -> str:
-    return ", ".join(f"{_num_blocks(blocks, kind)} {kind}" for kind in BLOCK_KINDS)
+    return ", ".join(f"{_num_blocks(blocks, kind)} {kind}" for kind in _kinds(blocks))
 
 
 def _by_layer(names: tuple[str, ...], blocks: Sequence[BlockSpec], where: str) -> tuple[str, ...]:
@@ -53,7 +58,8 @@ def _by_layer(names: tuple[str, ...], blocks: Sequence[BlockSpec], where: str) -
     if len(counts) > 1:
         raise ValueError(
             f"{where}: a list with one name per layer is ambiguous for a model whose blocks do "
-            f"not pair up ({_counts(blocks)}); give {{'attention': [...], 'mlp': [...]}}"
+            f"not pair up ({_counts(blocks)}); give "
+            f"{{{', '.join(f'{kind!r}: [...]' for kind in _kinds(blocks))}}}"
         )
     if len(names) not in counts:
         raise ValueError(
@@ -64,7 +70,7 @@ def _by_layer(names: tuple[str, ...], blocks: Sequence[BlockSpec], where: str) -
 
 
 def _by_kind(form: PlanByKind, blocks: Sequence[BlockSpec], where: str) -> tuple[str, ...]:
-    of = {"attention": form.attention, "mlp": form.mlp}
+    of = dict(zip(BLOCK_KINDS, form.of_blocks, strict=True))
     for kind, given in of.items():
         if not isinstance(given, str) and len(given) != _num_blocks(blocks, kind):
             raise ValueError(

@@ -59,7 +59,7 @@ def describe_workload(w: Workload) -> str:
     """The workload ``w`` for people."""
     mode = "training" if w.training else "inference"
     dtype = str(w.dtype).removeprefix("torch.")
-    return f"batch {w.batch} x {w.seq_len} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
+    return f"batch {w.batch} x {w.lengths} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class Planner:
         """Whether any block's point is the planner's to choose. A plan that does not fit the
         model is told of when it is asked for, not here."""
         form = self.options.plan
-        parts = (form.attention, form.mlp) if isinstance(form, PlanByKind) else (form,)
+        parts = form.of_blocks if isinstance(form, PlanByKind) else (form,)
         return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
 
     def keys(self, plan: Plan) -> tuple[Key, ...]:
@@ -193,9 +193,9 @@ class Planner:
         def predicted(block: BlockSpec) -> Mapping[str, BlockCost]:
             return CostTable(
                 lambda point: (
-                    model.cost(block, point, workload)
+                    model.cost(block, point, workload.of(block))
                     if model
-                    else prior_cost(block, point, workload, machine, self.sharded)
+                    else prior_cost(block, point, workload.of(block), machine, self.sharded)
                 )
             )
 
@@ -266,7 +266,7 @@ class Planner:
             training: without backward only some levers have an effect.
         """
         by_variant: dict[str, str] = {}
-        for s in (REPLICATED,) if self.num_ranks == 1 else self.options.strategies:
+        for s in (REPLICATED,) if self.num_ranks == 1 else self.options.splitting:
             if s not in block.infeasible:
                 by_variant.setdefault(canonical_strategy(block.kind, s), s)
         points = map(Point.parse, block.points(tuple(by_variant.values())))
@@ -287,11 +287,10 @@ class Planner:
         return tuple(p for p in points if self._allows(p.split("+") if p else (), training))
 
     def _kind(self, b: BlockSpec) -> Hashable:
-        widths = (b.hidden, b.num_heads, b.num_kv_heads, b.head_dim, b.intermediate)
         weights = (b.num_weight_elements, b.num_split_weight_elements)
-        measured_as = "" if self.cost_model is None else b.structure
+        measured_as = (b.sequence, b.keys, "" if self.cost_model is None else b.structure)
         limits = tuple(sorted(b.infeasible)), tuple(sorted(b.refused_levers)), b.recompute
-        return b.kind, widths, weights, b.mask, limits, measured_as
+        return b.kind, b.widths, weights, b.mask, limits, measured_as
 
     def _form(self, workload: Workload) -> PlanOption:
         """The plan option; where it is a function, what it returns for ``workload``."""
@@ -359,7 +358,7 @@ class Planner:
                     f"feasible there: {feasible}"
                 )
             if name == AUTO and not self._free(training)[i]:
-                reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in self.options.strategies)
+                reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in self.options.splitting)
                 raise ValueError(
                     f"no strategy in option 'strategies' can compute block '{block.name}' "
                     f"({reasons}); feasible there: {feasible}"
@@ -468,7 +467,7 @@ class Planner:
                 "'host_memory', use more ranks, or shorter or fewer sequences"
             )
         if self.options.memory_limit is not None:
-            allowed = ", ".join((*self.options.strategies, *self.options.levers))
+            allowed = ", ".join((*self.options.splitting, *self.options.levers))
             raise ValueError(
                 f"{text}, but option 'memory_limit' is {format_bytes(limit)}; raise it, use more "
                 "ranks or shorter or fewer sequences, or allow more strategies or levers (now: "

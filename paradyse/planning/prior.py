@@ -81,9 +81,12 @@ def head_cost(
 def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
     """Per block of ``blocks`` the bytes of its input, where the attention right before it may make
     that again, else 0."""
-    layout = TokenLayout(workload.num_ranks, workload.seq_len)
-    wide = workload.batch * layout.local_len * workload.dtype.itemsize * workload.training
-    return [b.hidden * wide if b.follows else 0 for b in blocks]
+
+    def wide(w: Workload) -> int:
+        local_len = TokenLayout(w.num_ranks, w.seq_len).local_len
+        return w.batch * local_len * w.dtype.itemsize * w.training
+
+    return [b.hidden * wide(workload.of(b)) if b.follows else 0 for b in blocks]
 
 
 def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:

@@ -43,6 +43,8 @@ def why_not(planner: Planner, workload: Workload, plan: Plan, i: int, point: str
     strategies = (REPLICATED, *planner.options.strategies)
     if not of_head and Point.parse(point).strategy not in strategies:
         return "not in option 'strategies'"
+    if REPLICATED in (point, chosen) and point != chosen and planner.num_ranks > 1:
+        return "blocks are whole on every rank all together or not at all: see below"
     text = slower(costs[point].time_s, costs[chosen].time_s)
     if costs[point].time_s >= costs[chosen].time_s:
         return text

@@ -286,7 +286,7 @@ class _MarkGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, watch: Watch, at: str, block: int, x: Tensor) -> Tensor:
         ctx.args = (watch, at, block)
-        return x.view_as(x)
+        return x.detach()  # no view: the user may write into what the graph returns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

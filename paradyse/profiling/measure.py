@@ -130,7 +130,7 @@ def profile(
     asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
     limit = asked.memory_limit
     steps = Steps(model, options or {}, batch, training, make_batch)
-    strategies = asked.strategies if steps.axis.size > 1 else (REPLICATED,)
+    strategies = asked.splitting if steps.axis.size > 1 else (REPLICATED,)
     names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
     machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
     header = Header(

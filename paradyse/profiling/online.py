@@ -132,7 +132,7 @@ class _Agreement:
         device, on_cuda = program.device, program.device.type == "cuda"
         mine = torch.tensor(list(slots.values()), dtype=torch.float64, pin_memory=on_cuda)
         mine = mine.to(device, non_blocking=True)
-        self._sent = collectives.start_all_gather(mine, program.axis, collectives.ONLINE)
+        self._sent = collectives.start_all_gather(mine, program.ranks, collectives.ONLINE)
         self._event: Any = None
         if on_cuda:  # the copy waits on the device for the message, and the host for neither
             self._answer = self._sent.wait().to("cpu", non_blocking=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.config import Options
-from paradyse.distributed.axis import Axis, resolve_replicas
+from paradyse.distributed.axis import SINGLE, Axis, resolve_replicas
 from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import is_tensor, is_weight, structure
 from paradyse.passes.pipeline import CaptureContext, run_passes
@@ -22,7 +22,7 @@ from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
 from paradyse.torch_private import is_static_input, symbol_values
-from paradyse.weights.sharded_tensor import used_on
+from paradyse.weights.sharded_tensor import ShardedTensor, used_on
 
 SizeSource = Mapping[str, tuple[int, int] | int]
 """Letter of a size -> the argument of a call and its dim that the size is read from; or the size
@@ -211,7 +211,12 @@ def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
 
 
 def build_program(
-    gm: fx.GraphModule, inputs: Sequence[Any], weights: Sequence[bool], options: Options, axis: Axis
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    weights: Sequence[bool],
+    options: Options,
+    axis: Axis,
+    ranks: Axis | None = None,
 ) -> tuple[Program | None, CaptureContext]:
     """Run the passes on ``gm`` at the sizes of ``inputs``; None where there is nothing to switch.
 
@@ -220,6 +225,7 @@ def build_program(
         weights: per placeholder whether it is a parameter or a buffer.
         options: of the backend.
         axis: the sequence axis.
+        ranks: as of ``Program``.
     Returns:
         The program, or None, and what the passes found out, with notes that say why.
     Raises:
@@ -240,7 +246,7 @@ def build_program(
     cache = axis.session.of(VariantCache)
     others = _other_sizes(placeholders, ctx)
     scope = Scope(ctx.names, ctx.seq, ctx.batch, axis, options.inner, cache, others)
-    return Program(traced, ctx, scope), ctx
+    return Program(traced, ctx, scope, ranks), ctx
 
 
 def _traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -255,25 +261,26 @@ def _traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def _other_sizes(placeholders: Sequence[fx.Node], ctx: CaptureContext) -> tuple[Factor, ...]:
-    """Dims of index inputs, such as token ids, that are neither sequence nor batch, and that no
-    weight has."""
+    """Sizes that vary besides the first sequence and its batch: other sequences and their batches,
+    and dims of index inputs, such as token ids, that no weight has."""
     inputs = [n for n in placeholders if is_tensor(n)]
+    mine = ctx.seq, ctx.batch
+    of_all = (f for pair in ctx.seqs.items() for f in pair)
+    others = dict.fromkeys(f for f in of_all if f is not None and f not in mine)
     known = {f for n in inputs if is_weight(n) for dim in ctx.names.of(n) for f in dim}
-    known |= {f for f in (ctx.seq, ctx.batch) if f is not None}
+    known |= {f for f in (*mine, *others) if f is not None}
     data = [n for n in inputs if not is_weight(n) and not n.meta["val"].is_floating_point()]
     dims = [dim for n in data for dim in ctx.names.of(n) if len(dim) == 1]
     found = dict.fromkeys(f for (f,) in dims if f.base is None and f not in known)
-    return tuple(found)
+    return (*others, *found)
 
 
 def fingerprint(program: Program) -> str:
     """Text of ``program`` that another one, also of another process, shares exactly when they
     differ in nothing but the sizes traced at."""
-    scope = program.scope
-    texts = (
-        f"{structure(step.piece, scope.names, scope.labels(WHOLE))}\n{step.recompute}"
-        for step in program.steps
-    )
+    labels = [(s, program.scope_of(s).labels(WHOLE)) for s in program.steps]
+    names = program.scope.names
+    texts = (f"{structure(s.piece, names, of)}\n{s.recompute}" for s, of in labels)
     text = re.sub(r" at 0x[0-9a-f]+", "", "\n\n".join(texts))
     return text.replace(program.replicas.name, "replicas")
 
@@ -312,3 +319,51 @@ def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, i
 def identity(program: Program) -> tuple[str, list[int]]:
     """Of ``program``; equal for those of one graph that differ in nothing but a call's sizes."""
     return fingerprint(program), [n for n in find_sizes(program).values() if isinstance(n, int)]
+
+
+def empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:
+    """What is wrong with ``examples``, the values of ``placeholders``, where one is empty; else
+    None."""
+    for node, example in zip(placeholders, examples, strict=True):
+        if isinstance(example, Tensor) and not is_model_state(node, example) and 0 in example.shape:
+            name = str(node.target).removeprefix("L_").removesuffix("_")
+            return (
+                f"input '{name}' has shape {list(example.shape)}: batch and sequence must both be "
+                "at least 1; drop empty batches before calling the model"
+            )
+    return None
+
+
+def check_shards(examples: Sequence[Any], axis: Axis) -> None:
+    """
+    Raises:
+        ValueError: shards among ``examples`` lie on other ranks than those of ``axis``.
+    """
+    for e in examples:
+        if isinstance(e, ShardedTensor) and e.placement.axis != axis:
+            at = e.placement.axis
+            raise ValueError(
+                f"the weights are sharded over {at.size} ranks ({at.name}), but "
+                f"the backend's mesh has {axis.size} ({axis.name}): give paradyse.shard and "
+                "the option 'mesh' the same mesh"
+            )
+
+
+def build_alone(
+    like: Program,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    weights: Sequence[bool],
+    options: Options,
+    ranks: Axis,
+) -> Program | None:
+    """What computes the whole of ``like`` on each of ``ranks``; None where that has other blocks.
+
+    Args:
+        gm, inputs, weights, options: that ``like`` was built of.
+    """
+    program, _ = build_program(gm, inputs, weights, replace(options, dump=None), SINGLE, ranks)
+    kinds = [step.block.kind for step in like.block_steps]
+    if program is None or [step.block.kind for step in program.block_steps] != kinds:
+        return None
+    return program if find_sizes(program).keys() == find_sizes(like).keys() else None

@@ -32,7 +32,7 @@ def describe_head(program: Program) -> HeadSpec | None:
     tied = any(user.target == torch.ops.aten.embedding.default for user in widest.users)
     refused: dict[str, str] = {}
     for s in steps:
-        refused |= refused_by_head(program.scope, s.head, s.closed)
+        refused |= refused_by_head(program.scope_of(s), s.head, s.closed)
     tables = {n.args[0] for s in program.steps if isinstance(s, LookUpStep) for n in s.look_ups}
     num_looked_up = sum(n.meta["val"].numel() for n in tables)
     return HeadSpec(hidden, vocabulary, tied, refused, num_looked_up)
@@ -45,17 +45,21 @@ def describe_masks(blocks: Sequence[BlockSpec]) -> str:
 
 
 def _describe(program: Program, step: BlockStep) -> BlockSpec:
-    block, scope = step.block, program.scope
+    block, scope = step.block, program.scope_of(step)
+    order = [None, *program.ctx.seqs]
     weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
     split = [n.args[1].meta["val"] for n in (*block.up, *block.downs)]
     down = block.down.args[1].meta["val"]
-    heads = kv_heads = head_dim = intermediate = 0
+    heads = kv_heads = head_dim = num_experts = experts_per_token = 0
+    if block.experts is not None:
+        num_experts, intermediate, hidden = down.shape
+        experts_per_token = max((n.args[3] for n in block.experts.takes), default=1)
+    else:
+        hidden, intermediate = down.shape
     call = AttentionCall.of(block.attention) if block.attention is not None else None
     if call is not None:
         q, k = call.q.meta["val"].shape, call.k.meta["val"].shape
-        heads, kv_heads, head_dim = q[1], k[1], q[3]
-    else:
-        intermediate = down.shape[1]
+        heads, kv_heads, head_dim, intermediate = q[1], k[1], q[3], 0
     text = structure(step.piece, scope.names, scope.labels(WHOLE))
     return BlockSpec(
         name=block.label,
@@ -63,15 +67,19 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         layer=block.layer,
         structure=f"{zlib.crc32(text.encode()):08x}",
         infeasible=infeasible_reasons(scope, block),
-        hidden=down.shape[0],
+        hidden=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=intermediate,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
         num_weight_elements=sum(w.numel() for w in weights),
         num_split_weight_elements=sum(w.numel() for w in split),
         mask=call.mask_spec if call is not None else None,
         refused_levers=refused_levers(scope, block),
         recompute=step.recompute,
         follows=input_of(program.steps, step) is not None,
+        sequence=order.index(step.seq) - 1,
+        keys=None if step.keys is None else order.index(step.keys) - 1,
     )

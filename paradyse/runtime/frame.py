@@ -24,8 +24,9 @@ from paradyse.distributed.tokens import (
     SumOverRanks,
     take_own,
 )
-from paradyse.graph.factors import size_of
+from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.subgraph import Piece, is_weight
+from paradyse.kernels.dropout import seeds_of
 from paradyse.passes.split_steps import Step, input_of
 from paradyse.runtime.backward import begin_backward
 from paradyse.runtime.deferred import DeferredTensor, defer
@@ -35,11 +36,12 @@ from paradyse.runtime.program import Program, StepConstants
 from paradyse.runtime.remake import not_kept, remade
 from paradyse.runtime.runs import Run, Unit
 from paradyse.runtime.saved_memory import storages
-from paradyse.strategies.base import SPLIT, WHOLE, StepContext, Uses, bind_factors
+from paradyse.strategies.base import SPLIT, WHOLE, Scope, StepContext, Uses, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
+from paradyse.torch_private import unset_fake_temporarily
 from paradyse.types import Point
 from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
@@ -67,7 +69,7 @@ class Frame:
     def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):
         self.program, self.constants = program, constants
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
-        self.call = current_call(self.axis)
+        self.call = current_call(program.ranks)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
@@ -75,11 +77,13 @@ class Frame:
         n = len(program.block_steps) + 1
         self.seeds: Sequence[Tensor] = [constants.no_seed] * n
         if program.schedule.has_dropout:
-            self.seeds = torch.randint(2**62, (n,)).to(program.device).unbind(0)
+            with unset_fake_temporarily():  # a dry run draws a number as well
+                number = int(torch.randint(2**62, (), device="cpu"))
+            self.seeds = seeds_of(number, n, program.device).unbind(0)
         pairs = zip(program.placeholders, args, strict=True)
         weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
-        between = program.schedule.between_id
-        self.sync = GradientSync(weights, self.axis, program.replicas, between)
+        between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
+        self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         self.shelf = Shelf(self.axis.session.of(Overlap).on, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
@@ -239,7 +243,7 @@ class Frame:
         return StepContext(
             step.position,
             step.block_id,
-            self.sizes,
+            self.constants.scopes[step.position].sizes,
             self.constants.common(step, self.seeds[step.index]),
             partial(self.get, step) if step.split else lambda n, _: self.replicated(n),
             self.raw,
@@ -260,30 +264,44 @@ class Frame:
         value = self.env.get(node)
         if self.axis.size == 1 or not isinstance(value, Tensor):
             return value
-        if (node in self.ctx.split and node.op != "placeholder") and layout == SPLIT:
+        if (along := self._along(node)) is None:
+            mine = factors_of(self.program.scope, node) if layout == SPLIT else ()
+            own = next((f for f in (step.seq, step.keys) if f in mine), None)
+            return self._form(node, own or WHOLE, lambda: self._convert(step, node, value, own))
+        if layout == SPLIT and along in (step.seq, step.keys):
             return value
-        return self._form(node, layout, lambda: self._convert(step, node, value, layout))
+        return self._form(node, WHOLE, lambda: self._gather(node, value, summed=True))
 
-    def _form(self, node: fx.Node, layout: str, make: Callable[[], Tensor]) -> Tensor:
+    def _along(self, node: fx.Node) -> Factor | None:
+        """The sequence that the value of ``node`` lies split along; None where it is whole."""
+        if self.axis.size == 1 or node.op == "placeholder":
+            return None
+        return self.ctx.split.get(node)
+
+    def _form(self, node: fx.Node, form: Any, make: Callable[[], Tensor]) -> Tensor:
+        """The value of ``node`` in ``form``: ``_REPLICATED``; ``WHOLE``, for a part of the work; or
+        split along a sequence."""
         forms = self.forms.setdefault(node, {})
-        if layout not in forms:
-            forms[layout] = make()
-        return forms[layout]
+        if form not in forms:
+            forms[form] = make()
+        return forms[form]
 
-    def _convert(self, step: Step, node: fx.Node, value: Tensor, layout: str) -> Tensor:
-        scope = self.program.scope
-        if layout == WHOLE or scope.seq not in factors_of(scope, node):
+    def _convert(self, step: Step, node: fx.Node, value: Tensor, own: Factor | None) -> Tensor:
+        """The whole ``value`` of ``node`` for use in ``step``: the rank's tokens of the sequence
+        ``own``, or the whole."""
+        if own is None:
             # whole, but used for a part of the work: its gradient is a part too
             where = (self.axis, step.block_id)
             return ReduceGrad.apply(value, *where) if value.requires_grad else value
         last = (self.axis, step.block_id, self.ctx.fills.get(node))
-        sizes = bind_factors(scope, WHOLE, self.sizes)
+        scope = self.program.scope_of(step)
+        sizes = bind_factors(scope, WHOLE, self.constants.scopes[step.position].sizes)
         return on_tokens(scope, node, value, sizes, lambda x, d: SplitTokens.apply(x, d, *last))
 
     def replicated(self, node: fx.Node) -> Any:
         """``node`` whole on every rank, for use in work that every rank repeats."""
         value = self.env[node]
-        if node not in self.ctx.split or self.axis.size == 1 or node.op == "placeholder":
+        if self._along(node) is None:
             return value
         if node in self.ctx.partial:
             return self._form(node, _REPLICATED, lambda: self._sum_over_ranks(value))
@@ -295,12 +313,19 @@ class Frame:
             self.call.all_ended = collectives.waits_on_host(self.axis)
         return total
 
-    def _gather(self, node: fx.Node, value: Tensor) -> Tensor:
+    def _gather(self, node: fx.Node, value: Tensor, summed: bool = False) -> Tensor:
+        """The split ``value`` of ``node`` whole; ``summed``: its gradient is a rank's summand."""
         if self.axis.size == 1:
             return value
-        scope, sizes = self.program.scope, bind_factors(self.program.scope, SPLIT, self.sizes)
-        where = (self.sizes[WHOLE], self.axis, self.program.schedule.between_id)
-        return on_tokens(scope, node, value, sizes, lambda x, d: GatherTokens.apply(x, d, *where))
+        scope, sizes = self._scope_along(node)
+        where = (sizes[WHOLE], self.axis, self.program.schedule.between_id, summed)
+        factors = bind_factors(scope, SPLIT, sizes)
+        return on_tokens(scope, node, value, factors, lambda x, d: GatherTokens.apply(x, d, *where))
+
+    def _scope_along(self, node: fx.Node) -> tuple[Scope, Mapping[str, int]]:
+        """The scope of steps over the sequence that ``node`` is split along, and its sizes."""
+        scope = self.program.scope_along(self.ctx.split[node])
+        return scope, self.program.sizes_in(scope, self.sizes)
 
     # ---- weights
 
@@ -354,7 +379,7 @@ class Frame:
     def _side(self, step: Step, node: fx.Node, piece: Piece) -> DeferredTensor:
         """A value inside a block or head, computed from what the step reads if it is ever read."""
         layout = SPLIT if self.axis.size > 1 else WHOLE
-        body = LocalPiece(self.program.scope, piece, layout, "side", eager=True)
+        body = LocalPiece(self.program.scope_of(step), piece, layout, "side", eager=True)
         context, num_inputs = self.context(step, {}), len(body.inputs)
 
         def taken(x: Any) -> Any:
@@ -380,7 +405,8 @@ class Frame:
             for n in piece.inputs
             if n in self.ctx.split and not isinstance(self.env[n], DeferredTensor)
         }
-        context = self.context(self.program.steps[-1], {})
+        steps, scope_of = self.program.steps, self.program.scope_of
+        context = self.context(next(s for s in reversed(steps) if scope_of(s) is body.scope), {})
 
         def compute(*given: Any) -> Tensor:
             values = {
@@ -430,11 +456,12 @@ class Frame:
             return value
         if node in self.ctx.partial or node.op == "placeholder":
             return self.replicated(node)
-        scope, sizes = self.program.scope, bind_factors(self.program.scope, WHOLE, self.sizes)
-        layout, rank = self.axis.layout(self.sizes[WHOLE]), self.axis.rank
+        scope, sizes = self._scope_along(node)
+        layout, rank = self.axis.layout(sizes[WHOLE]), self.axis.rank
+        factors = bind_factors(scope, WHOLE, sizes)
 
         def own_rows(grad: Tensor) -> tuple[Tensor]:
-            rows = on_tokens(scope, node, grad, sizes, lambda x, d: take_own(x, layout, rank, d))
+            rows = on_tokens(scope, node, grad, factors, lambda x, d: take_own(x, layout, rank, d))
             return (rows,)
 
         return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from paradyse.distributed.session import Recent
 from paradyse.types import Plan, Workload
@@ -20,23 +21,29 @@ class Guard:
 
     def __init__(self, plan: Callable[[Workload], Plan], fixed: bool, like: Workload):
         self._plan, self._fixed, self._like = plan, fixed, like
-        self._known: Recent[tuple[int, int, bool, bool], Plan] = Recent()
+        self._known: Recent[tuple[Any, ...], Plan] = Recent()
         self.num_switches = 0
         self.plan_of: Recent[int, str] = Recent()
         """Length -> key of its latest plan."""
         self._last: Plan | None = None
 
     def workload(
-        self, batch: int, seq_len: int, training: bool, keeps_gradients: bool = False
+        self,
+        batch: int,
+        seq_len: int,
+        training: bool,
+        keeps_gradients: bool = False,
+        others: tuple[tuple[int, int], ...] = (),
     ) -> Workload:
-        """``batch`` sequences of ``seq_len`` tokens; ``training``: with gradients, which are as
-        ``keeps_gradients`` says."""
+        """``batch`` sequences of ``seq_len`` tokens, beside ``others``; ``training``: with
+        gradients, which are as ``keeps_gradients`` says."""
         return replace(
             self._like,
             batch=batch,
             seq_len=seq_len,
             training=training,
             keeps_gradients=keeps_gradients,
+            others=others,
         )
 
     def forget(self) -> None:
@@ -44,13 +51,19 @@ class Guard:
         self._known.clear()
 
     def __call__(
-        self, batch: int, seq_len: int, training: bool, keeps_gradients: bool = False
+        self,
+        batch: int,
+        seq_len: int,
+        training: bool,
+        keeps_gradients: bool = False,
+        others: tuple[tuple[int, int], ...] = (),
     ) -> Plan:
         """The plan of the ``workload`` of these, asked for anew only if it may change."""
-        key = (batch, seq_len, training, keeps_gradients)
+        key = (batch, seq_len, training, keeps_gradients, others)
         plan = self._known.get(key) if self._fixed else None
         if plan is None:
-            plan = self._plan(self.workload(batch, seq_len, training, keeps_gradients))
+            like = self.workload(batch, seq_len, training, keeps_gradients, others)
+            plan = self._plan(like)
             if self._fixed:
                 self._known[key] = plan
             self.plan_of[seq_len] = plan.key

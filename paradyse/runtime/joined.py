@@ -51,7 +51,11 @@ class JoinedGradients:
     def _whole_weights(self) -> dict[fx.Node, Step]:
         """Weights of which every rank has the whole and computes a part of the gradients, with the
         first step that reads each."""
-        if self.program.axis.size == 1 or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return {}
+        if self.program.alone:
+            return self._read_alone()
+        if self.program.axis.size == 1:
             return {}
         return {
             n: step
@@ -59,15 +63,29 @@ class JoinedGradients:
             if self.env[n].requires_grad and not isinstance(self.env[n], ShardedTensor)
         }
 
+    def _read_alone(self) -> dict[fx.Node, Step]:
+        """Trained weights, of which every rank computes the whole gradient, with the first step
+        that reads each."""
+        found: dict[fx.Node, Step] = {}
+        for step in self.program.steps:
+            for node in filter(is_weight, step.piece.inputs):
+                if isinstance(self.env[node], Tensor) and self.env[node].requires_grad:
+                    found.setdefault(node, step)
+        return found
+
     def _sum(self, position: int) -> None:
         """Have gradients summed over ranks that are all there when the backward of the step at
-        ``position`` is over. Autograd runs nodes that were made later first, so that of the sum
-        runs as soon as it can."""
+        ``position`` is over, or averaged where all ranks compute the whole. Autograd runs nodes
+        that were made later first, so that of the sum runs as soon as it can."""
         index = self._sums.get(position)
         if index is None:
             return
         held = list(self._to_sum)
         nodes = [held[i] for i in index]
+        if self.program.alone:
+            averaged = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
+            self.env.update(zip(nodes, averaged, strict=True))
+            return
         owners = [self._to_sum[n].block_id for n in nodes]
         out = SumGradients.apply(self.sync, owners, *(self.env[n] for n in nodes))
         self.summed.update(zip(nodes, out, strict=True))

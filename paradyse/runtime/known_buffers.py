@@ -1,7 +1,8 @@
 """Buffers whose values a program takes for known: causal masks that a model has registered.
 
 A mask that is a buffer of the model hides by position, which only its values show. They are looked
-at when a graph is captured, and again by every call in which the buffer may have changed.
+at when a graph is captured, and again by every call in which the buffer may have changed, as its
+counter of writes says. A write through ``.data`` is not counted by PyTorch, and is not seen.
 """
 
 from __future__ import annotations
@@ -64,12 +65,15 @@ class KnownBuffers:
         """
         for i, band in self.bands.items():
             x = args[i]
+            # Tensors made under inference_mode count no writes: they are looked at by every call.
+            version = None if x.is_inference() else x._version
             seen = self._seen.get(i)
-            if seen is not None and seen[1] == x._version and seen[0]() is x:
+            if seen is not None and version is not None and seen[1] == version and seen[0]() is x:
                 continue
             if band_of(x) != band:
                 raise RuntimeError(
                     f"a buffer {list(x.shape)} was {band} when the model was compiled, and its "
                     "values have changed since: call torch.compiler.reset() and compile it again"
                 )
-            self._seen[i] = weakref.ref(x), x._version
+            if version is not None:
+                self._seen[i] = weakref.ref(x), version

@@ -12,22 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.distributed.axis import local_positions
+from paradyse.distributed.axis import Axis, local_positions
 from paradyse.distributed.session import Recent
-from paradyse.graph.factors import size_of
+from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
 from paradyse.runtime.known_buffers import KnownBuffers
 from paradyse.runtime.runs import Runs
+from paradyse.runtime.shown_keys import ShownKeys
 from paradyse.strategies import build_head, build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, bind_factors
 from paradyse.strategies.local import LocalPiece
 from paradyse.strategies.look_up import LookUpPiece
-from paradyse.types import Point
+from paradyse.types import REPLICATED, Point
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import fits
+
+
+@dataclass(frozen=True)
+class ScopeConstants:
+    """What the steps of one scope share in calls of the same sizes."""
+
+    sizes: Mapping[str, int]
+    """"S", on more than one rank "s", and the letters of ``Scope.marked``."""
+    whole: Tensor
+    """[S], all positions."""
+    local: Tensor
+    """[s], the positions that the rank holds."""
+    beside: Tensor
+    """[B, ..], of which only the shape is read: the sizes of ``Scope.marked``."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +50,13 @@ class StepConstants:
     """What depends only on the sizes and the plan: made once, reused while both last."""
 
     sizes: Mapping[str, int]
-    """"S", on more than one rank "s", and the letters of ``Scope.beside``."""
+    """Of the first scope: "S", on more than one rank "s", and the letters of ``Scope.beside``."""
     strategies: tuple[str, ...]
     """Per block, a strategy and its levers."""
-    whole: Tensor
-    """[S], all positions."""
-    local: Tensor
-    """[s], the positions that the rank holds."""
-    beside: Tensor
-    """[B, ..], of which only the shape is read: the sizes of ``Scope.beside``."""
+    scopes: tuple[ScopeConstants, ...]
+    """Per step."""
     infos: tuple[Tensor, ...]
-    """Per block, and last for the pieces between blocks: int64 [2] = (S, block id)."""
+    """Per step, on the CPU: ``info`` of ``Common``."""
     no_seed: Tensor
     """[], the seed of a call that draws no random numbers."""
     head: str = ""
@@ -55,14 +66,15 @@ class StepConstants:
 
     def common(self, step: Step, seed: Tensor) -> Common:
         """``StepContext.common`` of ``step``, with the ``seed`` [] of its dropout."""
-        return self.whole, self.local, self.beside, self.infos[step.index], seed
+        at = self.scopes[step.position]
+        return at.whole, at.local, at.beside, self.infos[step.position], seed
 
     def strategy(self, step: Step) -> str:
         """The strategy of ``step``; of a piece between blocks those levers of the head that change
         how it is computed."""
         if isinstance(step, BlockStep):
             return self.strategies[step.index]
-        return step.levers(self.head)
+        return step.levers("" if self.head == REPLICATED else self.head)
 
 
 class Program:
@@ -71,17 +83,27 @@ class Program:
     Args:
         gm: the graph after all passes.
         ctx: what the passes found out, the schedule with it.
-        scope: what all variants share.
+        scope: what all variants share whose tokens are of the first sequence.
+        ranks: where it is for one rank, those that each compute it at the same time, with the same
+            inputs, and train the same weights; None: those of its own axis.
     """
 
-    def __init__(self, gm: fx.GraphModule, ctx: CaptureContext, scope: Scope):
+    def __init__(
+        self, gm: fx.GraphModule, ctx: CaptureContext, scope: Scope, ranks: Axis | None = None
+    ):
         assert ctx.schedule is not None
         self.ctx, self.scope, self.axis, self.replicas = ctx, scope, ctx.axis, ctx.replicas
+        self.ranks, self.alone = self.axis, ranks is not None
+        """The ranks that compare their calls."""
+        if ranks is not None:
+            self.ranks = self.replicas = ranks
+        self._scopes: dict[tuple[Factor, Factor | None], Scope] = {(scope.seq, None): scope}
         self.schedule = ctx.schedule
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         self.known_buffers = KnownBuffers(self.placeholders)
+        self.shown_keys = ShownKeys(self.placeholders)
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
         self.output = nodes[-1].args[0]
         self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
@@ -90,29 +112,61 @@ class Program:
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
-        self.runs = Runs(self.schedule, scope, self.variant)
+        self.runs = Runs(self.schedule, scope.inner, self.scope_of, self.variant)
+
+    def scope_along(self, seq: Factor, keys: Factor | None = None) -> Scope:
+        """The scope of steps whose tokens are of ``seq``, and their keys of ``keys`` if those are
+        of another sequence."""
+        if (seq, keys) not in self._scopes:
+            batch = self.ctx.seqs[seq]
+            varying = (self.scope.seq, self.scope.batch, *self.scope.others)
+            others = tuple(f for f in varying if f is not None and f not in (seq, batch))
+            self._scopes[seq, keys] = replace(
+                self.scope, seq=seq, batch=batch, others=others, keys=keys
+            )
+        return self._scopes[seq, keys]
+
+    def scope_of(self, step: Step) -> Scope:
+        """The scope of ``step``; of replicated values that of the first sequence."""
+        return self.scope_along(step.seq or self.scope.seq, step.keys)
+
+    def sizes_in(self, scope: Scope, sizes: Mapping[str, int]) -> dict[str, int]:
+        """``sizes`` of a call, which have the letters of the first scope, by those of ``scope``."""
+        of = {f: sizes[letter] for letter, f in self.scope.beside.items() if letter in sizes}
+        of[self.scope.seq] = sizes[WHOLE]
+        found = {WHOLE: of[scope.seq]}
+        found |= {letter: of[f] for letter, f in scope.beside.items() if f in of}
+        if self.axis.size > 1:
+            found[SPLIT] = self.axis.layout(found[WHOLE]).local_len
+            if scope.keys is not None:
+                layout = self.axis.layout(of[scope.keys])
+                found[scope.keys_at[SPLIT]] = layout.local_len
+        return found
 
     def num_sequences(self, sizes: Mapping[str, int]) -> int:
         """Of a call of these ``sizes``: the batch, times what else is in attention's batch dim."""
         return int(size_of(self.ctx.sequences, bind_factors(self.scope, WHOLE, sizes)))
 
+    def other_lengths(self, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+        """(batch, tokens) of the sequences beside the first, in a call of these ``sizes``."""
+        own = (self.sizes_in(self.scope_along(f), sizes) for f in list(self.ctx.seqs)[1:])
+        return tuple((of.get("B", 1), of[WHOLE]) for of in own)
+
     def variant(self, step: Step, strategy: str) -> Any:
         """What computes ``step`` by ``strategy`` ("" for a piece): ``StepContext`` -> outputs."""
-        known = self.variants[step.position]
+        known, scope = self.variants[step.position], self.scope_of(step)
         if strategy not in known:
             if (same := Point.parse(strategy).variant) != strategy:
                 known[strategy] = self.variant(step, same)
             elif isinstance(step, BlockStep):
-                known[strategy] = build_variant(self.scope, step.block, step.piece, strategy)
+                known[strategy] = build_variant(scope, step.block, step.piece, strategy)
             elif isinstance(step, HeadStep) and strategy:
-                known[strategy] = build_head(self.scope, step.head, step.closed, strategy)
+                known[strategy] = build_head(scope, step.head, step.closed, strategy)
             elif isinstance(step, LookUpStep) and strategy:
-                known[strategy] = LookUpPiece(self.scope, step.piece, step.look_ups, step.eager)
+                known[strategy] = LookUpPiece(scope, step.piece, step.look_ups, step.eager)
             else:
                 layout = SPLIT if step.split else WHOLE
-                known[strategy] = LocalPiece(
-                    self.scope, step.piece, layout, "between", eager=step.eager
-                )
+                known[strategy] = LocalPiece(scope, step.piece, layout, "between", eager=step.eager)
         return known[strategy]
 
     def gathers(self, step: Step, strategy: str, weights: Mapping[fx.Node, Any]) -> list[fx.Node]:
@@ -152,14 +206,29 @@ class Program:
 
     def make_constants(self, sizes: Mapping[str, int]) -> StepConstants:
         """The same of ``sizes`` without a plan, made anew."""
+        made: dict[tuple[Factor, Factor | None], ScopeConstants] = {}
+        known: dict[tuple[int, ...], Tensor] = {}
+        scopes, infos = [], []
+        for step in self.steps:
+            scope = self.scope_of(step)
+            key = scope.seq, scope.keys
+            if key not in made:
+                made[key] = self._make_scope(scope, self.sizes_in(scope, sizes))
+            scopes.append(made[key])
+            keys = (scope.keys_at[WHOLE],) if scope.keys is not None else ()
+            info = made[key].sizes[WHOLE], step.block_id, *(made[key].sizes[x] for x in keys)
+            infos.append(known.setdefault(info, torch.tensor(info)))
+        no_seed = torch.zeros((), dtype=torch.int64, device=self.device)
+        return StepConstants(sizes, (), tuple(scopes), tuple(infos), no_seed)
+
+    def _make_scope(self, scope: Scope, sizes: Mapping[str, int]) -> ScopeConstants:
+        """Of ``scope``, in calls of these ``sizes`` in its own letters."""
         seq_len, device = sizes[WHOLE], self.device
         whole = torch.arange(seq_len, device=device)
         local = whole
         if self.axis.size > 1:
             local = local_positions(self.axis.layout(seq_len), self.axis.rank, device)
-        ids = [*(s.block_id for s in self.block_steps), self.schedule.between_id]
-        infos = tuple(torch.tensor([seq_len, i]) for i in ids)
-        shape = [sizes.get(letter, f.size) for letter, f in self.scope.beside.items()]
+        traced = {letter: f.size for letter, f in scope.beside.items()} | dict(sizes)
+        shape = [traced[letter] for letter in scope.marked]
         beside = torch.empty((), device=device).expand(shape or [1])
-        no_seed = torch.zeros((), dtype=torch.int64, device=device)
-        return StepConstants(sizes, (), whole, local, beside, infos, no_seed)
+        return ScopeConstants(sizes, whole, local, beside)

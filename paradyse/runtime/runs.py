@@ -84,14 +84,24 @@ class Runs:
 
     Args:
         schedule: the steps.
-        scope: what all variants of the capture share.
+        inner: the compiler's name.
+        scope_of: what all variants share that may compute a step.
         variant: what computes a step by a strategy.
     """
 
     def __init__(
-        self, schedule: Schedule, scope: Scope, variant: Callable[[Step, str], Any]
+        self,
+        schedule: Schedule,
+        inner: str,
+        scope_of: Callable[[Step], Scope],
+        variant: Callable[[Step, str], Any],
     ) -> None:
-        self.schedule, self.scope, self._variant = schedule, scope, variant
+        self.schedule, self.inner, self._scope_of, self._variant = (
+            schedule,
+            inner,
+            scope_of,
+            variant,
+        )
         self._units: Recent[tuple[str, ...], Sequence[Unit]] = Recent()
 
     def units(self, strategies: tuple[str, ...], sizes: Mapping[str, int]) -> Sequence[Unit]:
@@ -99,12 +109,11 @@ class Runs:
 
         Args:
             strategies: per block, a strategy and its levers.
-            sizes: "B", "S" and, on more than one rank, "s".
+            sizes: "B", "S" and, on more than one rank, "s", of the first sequence.
         """
-        if self.scope.inner == "eager" or len(strategies) < 2:
+        if self.inner == "eager" or len(strategies) < 2:
             return self.schedule.steps
-        layout = SPLIT if self.scope.axis.size > 1 else WHOLE
-        if sizes.get("B", 1) * sizes[layout] > FUSED_TOKENS:
+        if sizes.get("B", 1) * sizes.get(SPLIT, sizes[WHOLE]) > FUSED_TOKENS:
             return self.schedule.steps
         if strategies not in self._units:
             self._units[strategies] = self._fused(strategies)
@@ -120,7 +129,7 @@ class Runs:
 
         for step in self.schedule.steps:
             member = self._member(step, strategies)
-            if len(run) == RUN_BLOCKS or not _goes_on(run, step, strategies):
+            if len(run) == RUN_BLOCKS or not self._goes_on(run, step, strategies):
                 end_run()
             if isinstance(step, BlockStep) and member is not None:
                 run[step] = member
@@ -140,7 +149,7 @@ class Runs:
         variant = self._variant(step, strategies[step.index])
         if not isinstance(variant, PieceVariant) or variant.lowered.eager:
             return None
-        placed = self.scope.axis.size > 1 or has_dropout(step.piece)
+        placed = self._scope_of(step).axis.size > 1 or has_dropout(step.piece)
         return Member(variant, step.piece.outputs, placed)
 
     def _run(self, members: Mapping[BlockStep, Member]) -> Run:
@@ -148,13 +157,13 @@ class Runs:
         freed = {n for s in steps for n in self.schedule.freed[s.position]}
         freed -= {n for s in steps for piece in s.sides.values() for n in piece.inputs}
         outputs = [n for m in members.values() for n in m.outputs if n not in freed]
-        return Run(self.scope, steps, list(members.values()), outputs)
+        return Run(self._scope_of(steps[0]), steps, list(members.values()), outputs)
 
-
-def _goes_on(run: Collection[BlockStep], step: Step, strategies: tuple[str, ...]) -> bool:
-    """Whether ``step`` has the strategy of the blocks of its kind in ``run``, so that runs of many
-    layers are alike."""
-    if not isinstance(step, BlockStep):
-        return False
-    alike = (strategies[s.index] for s in run if s.block.kind == step.block.kind)
-    return all(strategy == strategies[step.index] for strategy in alike)
+    def _goes_on(self, run: Collection[BlockStep], step: Step, strategies: tuple[str, ...]) -> bool:
+        """Whether ``step`` has the strategy of the blocks of its kind in ``run``, so that runs of
+        many layers are alike, and their tokens and keys."""
+        if not isinstance(step, BlockStep):
+            return False
+        alike = (strategies[s.index] for s in run if s.block.kind == step.block.kind)
+        same = all(strategy == strategies[step.index] for strategy in alike)
+        return same and all(self._scope_of(s) is self._scope_of(step) for s in run)

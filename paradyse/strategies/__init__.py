@@ -10,6 +10,7 @@ from typing import Any
 import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
 from paradyse.graph.subgraph import Piece
 from paradyse.strategies.base import Scope, Strategy
+from paradyse.strategies.experts.model import split_experts
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
 from paradyse.strategies.head import TiledHead
@@ -22,6 +23,7 @@ from paradyse.strategies.vocabulary import VocabularyHead, vocabulary_of
 from paradyse.strategies.work import Work
 from paradyse.types import (
     ATTENTION_STRATEGIES,
+    EXPERTS,
     HEAD,
     LEVER_SETS,
     REPLICATED,
@@ -61,7 +63,7 @@ def _alone(scope: Scope, block: Any, piece: Piece) -> Any:
 
 _BY_NAME = {
     **by_name(STRATEGIES, ATTENTION_STRATEGIES),
-    REPLICATED: replace(MEGATRON_CZ, name=REPLICATED, build=_alone, mlp_of=""),
+    REPLICATED: replace(MEGATRON_CZ, name=REPLICATED, build=_alone, same_as={}),
 }
 
 
@@ -79,11 +81,11 @@ def strategy_named(name: str) -> Strategy:
 @cache
 def canonical_strategy(kind: str, point: str) -> str:
     """The point whose variant computes a block of ``kind`` under ``point``: strategies that differ
-    in attention alone share an MLP's.
+    in attention alone share those of other blocks.
     """
     at = Point.parse(point)
     known = _BY_NAME.get(at.strategy)
-    shared = known.mlp_of if kind == "mlp" and known is not None else ""
+    shared = known.same_as.get(kind, "") if known is not None else ""
     return str(replace(at, strategy=shared)) if shared else point
 
 
@@ -140,12 +142,16 @@ def infeasible_reasons(scope: Scope, block: Any) -> dict[str, str]:
     """Strategy -> why it cannot compute ``block``, a block of the capture of ``scope``."""
     mixed = ""
     try:
-        analyse(scope, block)
+        if block.kind == EXPERTS:
+            split_experts(scope, block)
+        else:
+            analyse(scope, block)
     except Unsplittable as e:
         mixed = str(e)
     reasons = {s.name: s.refuses(block) for s in STRATEGIES}
+    variants = {s.name: strategy_named(canonical_strategy(block.kind, s.name)) for s in STRATEGIES}
     # with whole weights, heads or columns need not be computed apart
-    reasons |= {s.name: mixed for s in STRATEGIES if mixed and s.weights != "whole"}
+    reasons |= {name: mixed for name, v in variants.items() if mixed and v.weights != "whole"}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -158,7 +164,8 @@ def refused_levers(scope: Scope, block: Any) -> dict[str, str]:
 
 
 def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) -> Work:
-    """What ``block`` does on one rank under ``point``.
+    """What ``block`` does on one rank under ``point``; where every rank computes the whole, its
+    gradients cross ranks all the same.
 
     Args:
         workload: batch, length, dtype, number of ranks, training or not.
@@ -166,7 +173,7 @@ def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) 
     Raises:
         ValueError: the strategy is unknown.
     """
-    at = Point.parse(point)
+    at = Point.parse(canonical_strategy(block.kind, point))
     strategy = strategy_named(at.strategy)
 
     def counted(workload: Workload) -> Work:
@@ -175,9 +182,11 @@ def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) 
         strategy.count(work)
         return work
 
-    work = counted(workload)
+    alone = at.strategy == REPLICATED
+    work = counted(replace(workload, num_ranks=1) if alone else workload)
     for lever in at.levers:
         LEVER_WORK[lever](work, counted)
+    work.p = workload.num_ranks
     work.take_rows(strategy.weights, sharded, kept=not at.recomputes)
     work.fetch_weights(strategy.weights, sharded)
     return work

@@ -27,7 +27,8 @@ from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.slices import Form
 
 SPLIT, WHOLE = "s", "S"
-"""Labels of the sequence factor: the rank's tokens, or all of them."""
+"""Labels of the sequence factor: the rank's tokens, or all of them. Of another sequence, whose
+tokens are keys, the labels are those of ``Scope.keys_at``."""
 
 
 Uses = Sequence[tuple[fx.Node, Form]]
@@ -35,7 +36,8 @@ Uses = Sequence[tuple[fx.Node, Form]]
 
 Common = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """All positions [S], the rank's positions [s], a marker of the other sizes [B, ..], info int64
-[2] = (S, block id), the block's seed []."""
+[2] = (S, block id) or, with keys of another sequence, [3] = (S, block id, number of the keys), the
+block's seed []."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class VariantCache:
 
 @dataclass(frozen=True)
 class Scope:
-    """What all variants of one capture share."""
+    """What all variants of one capture share whose tokens are of one sequence."""
 
     names: Names
     seq: Factor
@@ -133,9 +135,35 @@ class Scope:
     cache: VariantCache
     others: tuple[Factor, ...] = ()
     """Sizes of inputs that vary besides: of another sequence, the number of choices."""
+    keys: Factor | None = None
+    """The sequence, one of ``others``, that attention takes keys from where these are not tokens of
+    ``seq``."""
 
     def labels(self, layout: str) -> Labels:
-        return Labels({self.seq: layout} | {f: letter for letter, f in self.beside.items()})
+        keys = {self.keys: self.keys_at[layout]} if self.keys is not None else {}
+        return Labels({f: letter for letter, f in self.beside.items()} | {self.seq: layout} | keys)
+
+    @cached_property
+    def keys_at(self) -> dict[str, str]:
+        """Layout -> the label of ``keys`` in it; "n0" is what a rank holds of "N0"."""
+        letter = next(x for x, f in self.beside.items() if f is self.keys)
+        return {WHOLE: letter, SPLIT: letter.lower()}
+
+    @property
+    def tokens(self) -> tuple[Factor, ...]:
+        """The sequences whose tokens are split: ``seq``, and that of the keys."""
+        return (self.seq,) if self.keys is None else (self.seq, self.keys)
+
+    @property
+    def marked(self) -> tuple[str, ...]:
+        """Letters of the sizes that a marker in ``Common`` shows."""
+        own = (self.keys_at[SPLIT],) if self.keys is not None and self.axis.size > 1 else ()
+        return *self.beside, *own
+
+    def sequence_of(self, node: fx.Node) -> Factor:
+        """Which of ``tokens`` is a dim of ``node``."""
+        dims = self.names.of(node)
+        return next(f for f in self.tokens if any(f in d for d in dims))
 
     @cached_property
     def beside(self) -> dict[str, Factor]:
@@ -158,8 +186,8 @@ class Strategy:
     weights: Literal["whole", "split", "streamed"] = "whole"
     """What a rank computes with: all weights of the block, those of its own heads or columns, or
     those of one group of heads or columns after the other."""
-    mlp_of: str = ""
-    """The strategy whose variant computes an MLP, where that is another's."""
+    same_as: Mapping[str, str] = field(default_factory=dict)
+    """Kind of block -> the strategy whose variant computes it, where that is another's."""
     refuses: Callable[[Any], str] = lambda block: ""
     """Block -> why it cannot be computed, besides heads or columns that it mixes; "" if it can."""
     without: Mapping[str, str] = field(default_factory=dict)
@@ -292,8 +320,8 @@ def gradients(
 def common_dims(scope: Scope) -> tuple[Dims, ...]:
     """Dims of ``StepContext.common``; on one rank the two positions are the same."""
     split = SPLIT if scope.axis.size > 1 else WHOLE
-    beside: Dims = tuple((letter,) for letter in scope.beside) or ((1,),)
-    return (((WHOLE,),), ((split,),), beside, ((2,),), ())
+    beside: Dims = tuple((letter,) for letter in scope.marked) or ((1,),)
+    return (((WHOLE,),), ((split,),), beside, ((2 if scope.keys is None else 3,),), ())
 
 
 def spec_dims(scope: Scope, node: fx.Node, layout: str) -> Dims:

@@ -49,6 +49,8 @@ def unchunkable(scope: Scope, block: Any) -> str:
     """Why ``block``, of the capture of ``scope``, cannot be computed in chunks; "" if it can."""
     if block.attention is None:
         return "it has no attention"
+    if block.keys is not None:
+        return "its keys are of another sequence than its queries"
     results = (block.attention, *block.attention.users)
     around = [n for n in block.nodes if n not in results]
     return masks_inside(block) or mixes_tokens(scope, around)

@@ -16,9 +16,15 @@ from torch import Tensor, fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.lower import Dims
-from paradyse.strategies.base import NUM_COMMON, LoweredPiece, PieceVariant, Scope, StepContext
+from paradyse.strategies.base import (
+    NUM_COMMON,
+    LoweredPiece,
+    PieceVariant,
+    Scope,
+    StepContext,
+    common_dims,
+)
 from paradyse.torch_private import cpu_flash
-from paradyse.types import MaskSpec
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class FusedPiece:
         dims: list[Dims] = []
         lines = ["fused", " ".join(made[n] for n in outputs)]
         for member, sources in zip(members, self._sources, strict=True):
-            dims += [((2,),), ()] if member.placed else []
+            dims += common_dims(member.variant.lowered.scope)[3:] if member.placed else []
             own = zip(member.variant.lowered.dims[NUM_COMMON:], sources, strict=True)
             dims += [d for d, source in own if source is None]
             wires = " ".join("-" if n is None else made[n] for n in sources)
@@ -73,7 +79,7 @@ class FusedPiece:
             sizes: by letter.
             common: of any of the steps.
             own: the tensors of the members, one after the other; where a member is ``placed``, its
-                info int64 [2] and seed [] before them. Those that members make are left out.
+                info and seed [] before them. Those that members make are left out.
         """
         made: dict[fx.Node, Any] = {}
         for member, sources in zip(self.members, self._sources, strict=True):
@@ -109,10 +115,6 @@ def _sources(member: Member, step: StepContext) -> list[fx.Node | None]:
     return sources
 
 
-_PLAIN = MaskSpec(None, 0, None), MaskSpec(None, None, None)
-"""The masks that PyTorch's kernel knows by a flag: causal, and none."""
-
-
 def attend(op: Any, *args: Any) -> Any:
     """The results of ``op``, an operator of attention, for ``args``: an ``Apply``. Where it is one
     call of PyTorch's kernel for CPUs, that stands in the graph by itself, as our own operators cost
@@ -122,11 +124,13 @@ def attend(op: Any, *args: Any) -> Any:
     call = AttentionCall(*args)
     q, k, v = call.qkv
     on_cpu = q.device.type == "cpu" and cpu_flash is not None
-    drawn = call.dropout_p > 0 or call.softcap > 0
-    if not on_cpu or drawn or call.mask_spec not in _PLAIN or q.shape[-1] != v.shape[-1]:
+    # Whatever else the operator may be asked for, the kernel does not know.
+    plain = AttentionCall(q, k, v, right=call.right, scale=call.scale)
+    unread = replace(call, head_ids=None, info=None)  # by plain attention on one rank
+    if not on_cpu or unread != plain or call.right > 0 or q.shape[-1] != v.shape[-1]:
         return op(*args)
     group = q.shape[1] // k.shape[1]
     if group > 1 and k.shape[1] < torch.get_num_threads():  # it divides its work by key heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return cpu_flash(q, k, v, 0.0, call.mask_spec == _PLAIN[0], scale=call.scale)
+    return cpu_flash(q, k, v, 0.0, call.right == 0, scale=call.scale)

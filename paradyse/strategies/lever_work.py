@@ -21,7 +21,7 @@ from paradyse.strategies.work import (
     Work,
     count_chunk_pairs,
 )
-from paradyse.types import HEAD, VOCABULARY, BlockSpec, HeadSpec, Workload
+from paradyse.types import HEAD, REPLICATED, VOCABULARY, BlockSpec, HeadSpec, Workload
 
 MOVE_OPS = 300
 """Python time of what autograd's hooks do for a block, and of starting its copies, in launches of a
@@ -169,13 +169,16 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
         head: its widths.
         levers: as of ``Plan.head``. Under any of them gradients are computed with each tile's
             forward, and wait in float32; nothing is done again. ``vocabulary``: a rank multiplies
-            the tokens of all ranks by its rows of the weight.
+            the tokens of all ranks by its rows of the weight. ``replicated``: every rank
+            multiplies all tokens, without levers.
         workload: batch, length, dtype, number of ranks, training or not.
         sharded: 1/p of the weight on each rank at rest; False: whole on every rank.
     """
     n = head.hidden * head.vocabulary
     block = BlockSpec(HEAD, HEAD, 0, "", hidden=head.hidden, num_weight_elements=n)
-    work = Work(block, workload)
+    alone = levers == REPLICATED
+    work = Work(block, replace(workload, num_ranks=1) if alone else workload)
+    levers = "" if alone else levers
     by_rows = VOCABULARY in levers
     share = work.p if by_rows else 1
     tokens = work.tokens * share
@@ -197,6 +200,7 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
         work.workspace_bytes += work.x_bytes  # beside its gradient, which is what is saved
     if by_rows:
         _share_words(work, tiles, rows, wide)
+    work.p = workload.num_ranks
     _fetch_tables(work, head, levers, sharded)
     return work
 

@@ -38,6 +38,7 @@ from paradyse.strategies.base import (
 from paradyse.strategies.dropout import dropout_overrides
 from paradyse.strategies.groups.evaluate import local_shape
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
+from paradyse.types import EXPERTS
 
 _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "colossal"}
 """How attention crosses ranks under each strategy."""
@@ -154,7 +155,7 @@ def zero_variant(
 
 
 def _count_ring(work: Work) -> None:
-    work.ring(work.heads_bytes(2 * work.block.num_kv_heads), work.block.num_heads)
+    work.ring(work.keys_bytes(2 * work.block.num_kv_heads), work.block.num_heads)
     work.attend(work.block.num_heads, work.pairs / work.p)
     work.workspace_bytes += work.out_bytes
 
@@ -162,8 +163,9 @@ def _count_ring(work: Work) -> None:
 def _count_exchange(work: Work) -> None:
     """q, k, v in one message, the output in another."""
     p, passes = work.p, 1 + work.back
-    moved = work.heads_bytes((2 * work.own_heads + 2 * work.own_kv) * p)
-    work.send("all_to_all", moved * (p - 1) / p * passes, 2 * passes)
+    moved = work.heads_bytes(2 * work.own_heads * p) + work.keys_bytes(2 * work.own_kv * p)
+    messages = 2 if work.workload.key_len is None else 3
+    work.send("all_to_all", moved * (p - 1) / p * passes, messages * passes)
     work.attend(work.own_heads, work.pairs)
     work.moved_bytes += 12 * moved * passes  # six copies, each read and written
     work.num_ops += (CORE_OPS + EXCHANGE_OPS) * passes
@@ -173,8 +175,8 @@ def _count_exchange(work: Work) -> None:
 
 def _count_scores(work: Work) -> None:
     """K goes round, then V; rows [s, p s] of the scores are dense, in float32."""
-    heads, pairs = work.block.num_heads, work.local_len**2 * work.p
-    work.ring(work.heads_bytes(2 * work.block.num_kv_heads), heads, messages=2)
+    heads, pairs = work.block.num_heads, work.local_len * work.local_keys * work.p
+    work.ring(work.keys_bytes(2 * work.block.num_kv_heads), heads, messages=2)
     work.attend(heads, pairs)
     scores_bytes = 4.0 * work.workload.batch * heads * pairs
     work.moved_bytes += scores_bytes * (4 + 6 * work.back)
@@ -188,15 +190,15 @@ def _strategy(
         return zero_variant(scope, piece, block.attention, name)
 
     def count(work: Work) -> None:
-        in_out = 2 * work.block.hidden + work.columns
-        work.project(work.tokens, work.block.num_weight_elements, in_out, 1 + 2 * work.back)
+        work.project_here(1 + 2 * work.back)
         work.saved_bytes += work.between_bytes
         if work.is_attention:
             count_core(work)
         else:
             work.workspace_bytes += work.between_bytes
 
-    return Strategy(name, build, count, mlp_of="megatron_cz", without=without or {})
+    same_as = dict.fromkeys(("mlp", EXPERTS), "megatron_cz")
+    return Strategy(name, build, count, same_as=same_as, without=without or {})
 
 
 MEGATRON_CZ = _strategy("megatron_cz", _count_ring, {"chunked": KEYS_GO_ROUND})

@@ -7,6 +7,7 @@ group's queries, keys and values exist at a time:
     Y = 0;  for g in 0..p-1:  q, k, v = x W_qkv^g;  O_g, lse_g = ring(q, k, v);  Y += O_g W_o^g
 
 Saved for backward are x, O_g and lse_g; q, k, v (for an MLP: the columns) are computed again there.
+Groups of experts are in ``experts.streamed``.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from paradyse.strategies.base import (
     piece_key,
 )
 from paradyse.strategies.dropout import dropout_overrides, has_dropout
+from paradyse.strategies.experts.streamed import StreamedExpertsVariant, count_streamed_experts
 from paradyse.strategies.groups.analyse import analyse, closure, may_be_split
 from paradyse.strategies.groups.evaluate import (
     Segments,
@@ -48,6 +50,7 @@ from paradyse.strategies.groups.model import Projection, Unsplittable, Weight, u
 from paradyse.strategies.local import KEYS_GO_ROUND, LocalPiece
 from paradyse.strategies.weight_stream import GroupTensors, sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
+from paradyse.types import EXPERTS
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import fits
@@ -380,7 +383,11 @@ class _Stream(torch.autograd.Function):
 
 
 def _count(work: Work) -> None:
-    """One piece for each group; in backward q, k, v (an MLP's columns) are computed again."""
+    """One piece for each group; in backward q, k, v (an MLP's columns) are computed again. Experts
+    are apart."""
+    if work.block.kind == EXPERTS:
+        count_streamed_experts(work)
+        return
     p, b = work.p, work.block
     work.num_ops += (p - 1) * PIECE_OPS * (1 + 2 * work.back)
     again = 1 + work.back * (2 + work.up_share)
@@ -389,9 +396,9 @@ def _count(work: Work) -> None:
         work.workspace_bytes += work.x_bytes + work.between_bytes / p * (1 + work.back)
         return
     num_kv = b.num_kv_heads
-    work.project(work.tokens, work.padded_weights, 2 * b.hidden + work.columns, again)
+    work.project(work.projected, work.padded_weights, 2 * b.hidden + work.columns, again)
     each_once = work.own_kv * p == num_kv
-    kv_bytes = work.heads_bytes(2 * num_kv / p if each_once else 2 * work.own_kv)
+    kv_bytes = work.keys_bytes(2 * num_kv / p if each_once else 2 * work.own_kv)
     for _ in range(p):
         work.ring(kv_bytes, work.own_heads)
     # one group at a time
@@ -399,9 +406,14 @@ def _count(work: Work) -> None:
     work.attend(work.own_heads, work.pairs)
 
 
+def _build(scope: Scope, block: Any, piece: Piece) -> Any:
+    kind = StreamedExpertsVariant if block.kind == EXPERTS else MetpVariant
+    return kind(scope, block, piece)
+
+
 METP = Strategy(
     "metp",
-    MetpVariant,
+    _build,
     _count,
     weights="streamed",
     refuses=masks_inside,

@@ -2,13 +2,15 @@
 
 Each rank gathers the tokens of the block's normalized input, computes its own heads (or
 intermediate columns) over the whole sequence with its part of the weights, and the partial sums are
-scattered back to the ranks' tokens. Norm, bias, dropout and residual stay local.
+scattered back to the ranks' tokens. Norm, bias, dropout and residual stay local. Of experts each
+rank computes its own (``experts.parallel``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from paradyse.strategies.base import (
     spec_dims,
 )
 from paradyse.strategies.dropout import dropout_overrides, has_dropout
+from paradyse.strategies.experts.parallel import ExpertParallelVariant, count_expert_parallel
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import (
     Segments,
@@ -42,6 +45,7 @@ from paradyse.strategies.groups.evaluate import (
 )
 from paradyse.strategies.groups.model import up_weights
 from paradyse.strategies.work import CORE_OPS, GATHER_OPS, Work
+from paradyse.types import EXPERTS
 
 
 class TensorParallelVariant(PieceVariant):
@@ -75,7 +79,7 @@ class TensorParallelVariant(PieceVariant):
     ) -> Sequence[Any]:
         """See ``PieceVariant``: of ``sizes``, ``common``, ``own`` and ``apply``."""
         scope, groups, segments, block = self.scope, self.groups, self.segments, self.groups.block
-        whole, local, _, info, _ = common
+        whole, local, beside, info, _ = common
         heads = next(own) if self.needs_heads else None
         env: dict[fx.Node, Any] = {n: next(own) for n in segments.inputs}
         core_env: dict[fx.Node, Any] = {n: next(own) for n in self.replicated}
@@ -93,8 +97,12 @@ class TensorParallelVariant(PieceVariant):
         if block.attention is not None:
             overrides[block.attention] = self._attention(common, heads, apply)
 
-        def gather(x: Tensor, dim: int) -> Tensor:
-            return torch.ops.paradyse.gather_tokens(x, local, whole, info, dim, scope.axis.name)
+        def gather(of: fx.Node, x: Tensor, dim: int) -> Tensor:
+            lengths = local, whole
+            if scope.sequence_of(of) is scope.keys:
+                at = (scope.keys_at[SPLIT], scope.keys_at[WHOLE])
+                lengths = tuple(beside.new_empty(sizes[letter]) for letter in at)
+            return torch.ops.paradyse.gather_tokens(x, *lengths, info, dim, scope.axis.name)
 
         def scatter(x: Tensor, dim: int) -> Tensor:
             return torch.ops.paradyse.reduce_scatter_tokens(
@@ -105,15 +113,15 @@ class TensorParallelVariant(PieceVariant):
         for nodes in self._messages():
             parts = [env[n] for n in nodes]
             sent = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            came = on_tokens(scope, nodes[0], sent, here, gather)
+            came = on_tokens(scope, nodes[0], sent, here, partial(gather, nodes[0]))
             widths = [x.shape[-1] for x in parts]
             # one alone may have the sequence last, which is longer now
             core_env.update(zip(nodes, came.split(widths, -1) if len(nodes) > 1 else [came]))
         core_env.update(evaluate_ups(scope, groups.ups, core_env, ups, everywhere))
         evaluate(scope, groups.core, core_env, everywhere, overrides)
         for d, weight, bias in zip(groups.downs, downs, biases, strict=True):
-            partial = torch.ops.aten.linear.default(core_env[d.x], weight)
-            y = on_tokens(scope, d.node, partial, everywhere, scatter)
+            summand = torch.ops.aten.linear.default(core_env[d.x], weight)
+            y = on_tokens(scope, d.node, summand, everywhere, scatter)
             env[d.node] = y if bias is None else y + bias
         evaluate(scope, segments.post, env, here, overrides)
         return [env[block.output]]
@@ -125,7 +133,7 @@ class TensorParallelVariant(PieceVariant):
         together: dict[Any, list[fx.Node]] = {}
         for node in self.segments.gathered:
             val, dims = node.meta["val"], self.scope.names.of(node)
-            alone = node is widest or node not in inputs or self.scope.seq in dims[-1]
+            alone = node is widest or node not in inputs or {*self.scope.tokens} & {*dims[-1]}
             key = node if alone else (val.dtype, *map(tuple, dims[:-1]))
             together.setdefault(key, []).append(node)
         return list(together.values())
@@ -163,14 +171,20 @@ class TensorParallelVariant(PieceVariant):
 
 
 def _count(work: Work) -> None:
-    """All-gather in, reduce-scatter out; backward the reverse."""
+    """All-gather in, reduce-scatter out; backward the reverse. Experts are apart."""
+    if work.block.kind == EXPERTS:
+        count_expert_parallel(work)
+        return
     p, passes, in_out = work.p, 1 + work.back, 2 * work.block.hidden + work.columns
-    work.project(work.tokens * p, work.padded_weights / p, in_out / p, 1 + 2 * work.back)
-    for collective in ("all_gather", "reduce_scatter"):
-        work.send(collective, (p - 1) * work.x_bytes * passes, passes)
+    work.project(work.projected * p, work.padded_weights / p, in_out / p, 1 + 2 * work.back)
+    gathers = 1 if work.workload.key_len is None else 2
+    there, back = ("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")
+    for (gather, scatter), turns in ((there, 1), (back, work.back)):
+        work.send(gather, (p - 1) * work.read_bytes * turns, gathers * turns)
+        work.send(scatter, (p - 1) * work.x_bytes * turns, turns)
     work.moved_bytes += 8 * p * work.x_bytes * passes
     work.num_ops += 2 * GATHER_OPS * passes
-    work.saved_bytes += (p - 1) * work.x_bytes  # the gathered input, for the weights' gradients
+    work.saved_bytes += (p - 1) * work.read_bytes  # the gathered input, for the weights' gradients
     work.saved_bytes += work.between_bytes
     work.workspace_bytes += 2 * p * work.x_bytes + work.between_bytes + work.out_bytes
     if work.is_attention:
@@ -178,9 +192,14 @@ def _count(work: Work) -> None:
         work.num_ops += CORE_OPS * passes
 
 
+def _build(scope: Scope, block: Any, piece: Piece) -> Any:
+    kind = ExpertParallelVariant if block.kind == EXPERTS else TensorParallelVariant
+    return kind(scope, block, piece)
+
+
 MEGATRON_TS = Strategy(
     "megatron_ts",
-    TensorParallelVariant,
+    _build,
     _count,
     weights="split",
     without={"chunked": "megatron_ts gathers all tokens before it projects any"},

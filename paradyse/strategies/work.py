@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from paradyse.distributed.axis import TokenLayout
 from paradyse.strategies.groups.heads import deal_heads
-from paradyse.types import BlockSpec, MaskSpec, Workload
+from paradyse.types import EXPERTS, BlockSpec, MaskSpec, Workload
 
 ATTENTION_BACKWARD = 2.5
 """Matmuls of flash attention, backward over forward: five against two (arXiv 2205.14135)."""
@@ -85,29 +85,53 @@ class Work:
         self.tokens = workload.batch * self.local_len
         self.x_bytes = self.tokens * block.hidden * self.itemsize
         """Bytes of the residual stream on the rank's tokens."""
+        key_len = workload.seq_len if workload.key_len is None else workload.key_len
+        self.local_keys = TokenLayout(self.p, key_len).local_len
+        """Tokens that a rank holds of one sequence of keys: its own, or another one."""
+        self.key_tokens = workload.batch * self.local_keys
+        across = workload.key_len is not None
+        self.read_bytes = self.x_bytes + across * self.key_tokens * block.hidden * self.itemsize
+        """Bytes of what the projections read: with the keys' sequence, where that is another."""
         self.out_bytes = self.heads_bytes(block.num_heads)
         """Bytes of attention's output on the rank's tokens; 0 for an MLP."""
+        self.projected: float = self.tokens
+        """Tokens of the rank that a weight is multiplied with, of all weights in the mean."""
         self.is_attention = block.kind == "attention"
-        n = block.num_weight_elements
+        n = self.computed_weights = block.num_weight_elements
+        """Elements of the weights that a token is multiplied with."""
         if self.is_attention:
             slots = deal_heads(block.num_heads, block.num_kv_heads, self.p)
             self.own_heads, self.own_kv = slots.queries_per_rank, slots.slots_per_rank
             """Query and KV heads of one of p groups, padding and copies included."""
             self.padded_weights = n * self.own_heads * self.p / block.num_heads
             """Elements of the weights of all groups."""
-            self.pairs = count_visible_pairs(block.mask, workload.seq_len)
-            ups = (block.num_heads + 2 * block.num_kv_heads) * block.head_dim
-            read, downs = ups, block.num_heads * block.head_dim
+            self.pairs = workload.seq_len * key_len
+            if not across:
+                self.pairs = count_visible_pairs(block.mask, workload.seq_len)
+            of_keys = 2 * block.num_kv_heads * block.head_dim
+            downs = block.num_heads * block.head_dim
+            ups = downs + of_keys
+            self.between_bytes = (self.tokens * downs + self.key_tokens * of_keys) * self.itemsize
+            self.projected += (self.key_tokens - self.tokens) * of_keys / (ups + downs)
+        elif block.kind == EXPERTS:
+            of_experts, k = block.num_split_weight_elements, block.experts_per_token
+            each = of_experts / block.num_experts
+            gated = max(1, round(each / max(1, block.hidden * block.intermediate)) - 1)
+            downs, self.padded_weights = k * block.intermediate, n
+            ups = gated * downs
+            read = ups + downs + 2 * k * block.hidden  # rows in the order of experts, and results
+            self.between_bytes = self.tokens * read * self.itemsize
+            self.computed_weights = n - of_experts + round(k * each)
         else:
             gated = max(1, round(n / max(1, block.hidden * block.intermediate)) - 1)
             ups, downs, self.padded_weights = gated * block.intermediate, block.intermediate, n
-            read = ups + downs
+            self.between_bytes = self.tokens * (ups + downs) * self.itemsize
+            """Bytes of the values between the projections that backward reads: q, k, v or an
+            MLP's."""
         self.columns = ups + downs
         """What projections give and take per token, besides the residual stream."""
         self.up_share = ups / max(1, ups + downs)
         """Share of the projections' operations that precede attention or the activation."""
-        self.between_bytes = self.tokens * read * self.itemsize
-        """Bytes of the values between the projections that backward reads: q, k, v or an MLP's."""
         self.flops = self.attention_flops = 0.0
         """Operations of linears, and of attention."""
         self.moved_bytes = self.num_ops = 0.0
@@ -130,6 +154,10 @@ class Work:
     def heads_bytes(self, num_heads: float) -> float:
         """Bytes of ``num_heads`` heads on the rank's tokens."""
         return self.tokens * num_heads * self.block.head_dim * self.itemsize
+
+    def keys_bytes(self, num_heads: float) -> float:
+        """Bytes of ``num_heads`` heads of keys, or of values, on the rank's tokens."""
+        return self.key_tokens * num_heads * self.block.head_dim * self.itemsize
 
     def send(
         self, collective: str, num_bytes: float, messages: float = 1, ahead: bool = False
@@ -167,6 +195,22 @@ class Work:
         self.flops += 2 * tokens * weights * passes
         self.moved_bytes += (weights + tokens * in_out) * self.itemsize * passes
 
+    def project_here(self, passes: float, of_experts: float = 1) -> None:
+        """The linears of the block over as many tokens as the rank has, so many ``passes`` of them.
+
+        Args:
+            passes: as of ``project``.
+            of_experts: share of the experts that the rank computes. All of their weights are read,
+                also for few tokens, each by a matmul of its own.
+        """
+        block, used = self.block, self.computed_weights
+        self.project(self.projected, used, 2 * block.hidden + self.columns, passes)
+        read = float(block.num_weight_elements - used)
+        if block.kind == EXPERTS:
+            read -= (1 - of_experts) * block.num_split_weight_elements
+        self.moved_bytes += max(0, read) * self.itemsize * passes
+        self.num_ops += 2 * block.num_experts * of_experts * passes
+
     def copy(self, forward: float, backward: float) -> None:
         """Copy so many bytes between device and host in ``forward`` and in ``backward``."""
         before = self.copied_bytes
@@ -195,12 +239,13 @@ class Work:
         self.attention_flops += forward * (1 + ATTENTION_BACKWARD * self.back)
 
     def ring(self, kv_bytes: float, num_heads: float, messages: int = 1) -> None:
-        """K and V once round; in backward again, their gradients with them and one hop home.
+        """K and V once round; in backward again, and their gradients one hop behind, back to where
+        they came from.
 
         Args:
             kv_bytes: of the rank's K and V.
             num_heads: query heads.
-            messages: sent per step.
+            messages: sent per step of forward.
         """
         p, back = self.p, self.back
         if p == 1:
@@ -209,7 +254,7 @@ class Work:
         self.send("ring_exchange", (p - 1) * kv_bytes, (p - 1) * messages)
         if back:  # gradients travel in float32 at least
             grads = kv_bytes * max(self.itemsize, 4) / self.itemsize
-            self.send("ring_exchange", (p - 1) * kv_bytes + p * grads, (2 * p - 1) * messages)
+            self.send("ring_exchange", (p - 1) * (kv_bytes + grads), 2 * (p - 1))
         merged = self.tokens * num_heads * self.block.head_dim * 4
         self.moved_bytes += 2 * p * merged * (1 + back)
         self.num_ops += (CORE_OPS + p * RING_STEP_OPS) * (1 + back)

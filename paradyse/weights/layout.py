@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed.axis import SINGLE, Axis, Runs
+from paradyse.torch_private import foreach_copy
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,27 @@ class ShardLayout:
 
     def put(self, whole: Tensor, rank: int, rows: Tensor) -> None:
         """Write ``rows``, which ``rank`` holds, to their places in ``whole``."""
+        copy_all(self.places(whole, rank, rows))
+
+    def places(self, whole: Tensor, rank: int, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each stretch of ``rank`` in ``whole``, and in the ``rows`` that it holds."""
         for start, n, at in self.stretches(rank):
-            whole.narrow(self.dim, start, n).copy_(rows.narrow(self.dim, at, n))
+            yield whole.narrow(self.dim, start, n), rows.narrow(self.dim, at, n)
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write to the first tensor of each of ``pairs`` the second one: on a GPU, of those that lie in
+    adjacent memory and have one dtype, by one launch for many."""
+    together: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for to, of in pairs:
+        if to.is_contiguous() and of.is_contiguous():
+            mine = together.setdefault((to.dtype, of.dtype), ([], []))
+            mine[0].append(to)
+            mine[1].append(of)
+        else:
+            to.copy_(of)
+    for to_all, of_all in together.values():
+        foreach_copy(to_all, of_all)
 
 
 @dataclass(frozen=True)

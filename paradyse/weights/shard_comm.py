@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
-from paradyse.weights.layout import Shard
+from paradyse.weights.layout import Shard, copy_all
 
 Messages = list[tuple[list[int], collectives.Pending]]
 """Indices of tensors, and the message that brings them."""
@@ -115,9 +115,12 @@ def gather_shards(
     wholes = list(out) if out is not None else [s.new_whole() for s in shards]
     for index, pending in coming if coming is not None else start_gather(shards, block_id):
         group, every = [shards[i] for i in index], pending.wait()
-        for rank, part in enumerate(every):
-            for i, rows in zip(index, split_rows(part, group, rank), strict=True):
-                shards[i].placement.put(wholes[i], rank, rows)
+        copy_all(
+            place
+            for rank, part in enumerate(every)
+            for i, rows in zip(index, split_rows(part, group, rank), strict=True)
+            for place in shards[i].placement.places(wholes[i], rank, rows)
+        )
     return wholes
 
 
@@ -149,9 +152,12 @@ def start_scatter(grads: Sequence[Tensor], shards: Sequence[Shard], block_id: in
         travels = collectives.travel_dtype(grads[index[0]].dtype, dtype, axis)
         sent = grads[index[0]].new_empty(axis.size, max(totals), dtype=travels)
         sent[:, min(totals) :].zero_()
-        for rank, part in enumerate(sent):
-            for i, rows in zip(index, split_rows(part, group, rank), strict=True):
-                rows.copy_(shards[i].placement.take(grads[i], rank))
+        copy_all(
+            (to, of)
+            for rank, part in enumerate(sent)
+            for i, rows in zip(index, split_rows(part, group, rank), strict=True)
+            for of, to in shards[i].placement.places(grads[i], rank, rows)
+        )
         message = collectives.start_reduce_scatter(sent, axis, block_id, dtype)
         out.append((index, message.then(partial(_own_rows, shards=group))))
     return out

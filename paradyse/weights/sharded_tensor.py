@@ -1,22 +1,23 @@
 """Tensors whose rows lie spread over the ranks of an axis, each row on one rank.
 
 ``ShardedTensor`` is a parameter (or its gradient, or optimizer state) at rest: it has the shape of
-the whole tensor and the memory of the rank's rows. Elementwise operators, norms and the optimizers
-run on the rows; any other operator raises and names ``full_tensor()``. While a model is traced, a
+the whole tensor and the memory of the rank's rows. Elementwise operators, reductions
+(``reductions.py``) and the optimizers run on the rows; any other operator takes whole tensors
+(``whole_operators.py``), and raises where a gradient would be lost. While a model is traced, a
 sharded parameter stands for the whole tensor, so the forward and the parameter names stay as they
 are; at run time the backend takes the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paradyse.distributed import collectives
 from paradyse.distributed.agreement import compare
 from paradyse.distributed.collectives import OPTIMIZER
 from paradyse.distributed.replicas import average
@@ -32,7 +33,9 @@ from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.layout import GradientSum, ShardLayout
 from paradyse.weights.norms import joined_norms, local_norms
 from paradyse.weights.partial_gradient import PartialGradient
+from paradyse.weights.reductions import REDUCTIONS, every_rank
 from paradyse.weights.shard_comm import gather_shards
+from paradyse.weights.whole_operators import ShardedView, on_whole, writes_plain
 
 aten = torch.ops.aten
 
@@ -130,10 +133,50 @@ class ShardedTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if is_traced(self):
             return f"ShardedTensor({list(self.shape)})"
+        rows = repr(self.local.detach())
         return (
             f"ShardedTensor({list(self.shape)}, {self.dtype}, rank {self.placement.axis.rank} of "
-            f"{self.placement.axis.size} holds {list(self.local.shape)})"
+            f"{self.placement.axis.size} holds {list(self.local.shape)}: {rows})"
         )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array, on every rank; call it on every rank.
+
+        Args:
+            force: as of ``torch.Tensor.numpy``: of a tensor with gradients, or on a device, too.
+        Raises:
+            RuntimeError: the tensor requires gradients, and ``force`` is not set.
+        """
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a tensor that requires grad: use .detach().numpy()")
+        return self.detach().full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole tensor as lists, on every rank; call it on every rank."""
+        return self.detach().full_tensor().tolist()
+
+    @property
+    def data(self) -> Any:
+        """As of any tensor: the same rows, without gradients."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Have the rows of ``value``, whole or sharded, of this one's shape.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if value.shape != self.shape:
+            raise ValueError(
+                f".data of a sharded tensor of shape {list(self.shape)} cannot become a tensor of "
+                f"shape {list(value.shape)}: give one of its shape, whole or sharded"
+            )
+        if not isinstance(value, ShardedTensor):
+            value = self.with_rows(self.placement.take_own(value.detach()))
+        Tensor.data.__set__(self, value)
+        self.local, self.placement, self._token = value.local, value.placement, value._token
+        self.on_host = value.on_host
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         out: Any = self.with_rows(self.local.clone())
@@ -189,19 +232,23 @@ class ShardedTensor(Tensor):
         sharded = [x for x in _flat(args, kwargs) if isinstance(x, ShardedTensor)]
         if any(map(is_traced, sharded)):
             return _traced(func, args, kwargs)
-        handler = _REDUCTIONS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if func == aten.copy_.default and not isinstance(args[0], ShardedTensor):
-            raise _refused(func, args[1])
+        reduced = _REDUCTIONS.get(func)
+        if reduced is not None and ShardedView not in types:
+            return reduced(*args, **kwargs)
         kind = _kind_of(func)
-        if not kind.on_rows:
-            raise _refused(func, sharded[0])
+        if func == aten.new_empty.default and "device" not in kwargs:  # who copies states names one
+            return func(args[0].local, *args[1:], **kwargs)  # initializers transpose it in place
+        if not kind.on_rows or ShardedView in types:
+            return on_whole(func, args, kwargs)
         if func in _SIZED:
             return _sized(func, args, kwargs)
         if kind.on_lists:
             return _on_lists(func, kind.writes, args, kwargs)
-        return _on_rows(func, kind.writes, sharded[0], args, kwargs)
+        like = max(sharded, key=Tensor.numel)  # a result of all is likeliest to have its shape
+        into_plain = kind.writes and writes_plain(func, args, kwargs)
+        if into_plain or not _meets_rows(like, args, kwargs):
+            return on_whole(func, args, kwargs)
+        return _on_rows(func, kind.writes, like, args, kwargs)
 
 
 join_foreach_types(ShardedTensor)
@@ -287,21 +334,6 @@ def lies_on_host(x: Tensor) -> bool:
     return isinstance(x, ShardedTensor) and x.on_host
 
 
-def _every(x: Tensor, like: ShardedTensor) -> Tensor:
-    """``x``, computed from the rows of ``like``, of every rank, stacked, where ``x`` lies."""
-    every = collectives.all_gather(x.to(like.used_on), like.placement.axis, OPTIMIZER)
-    return every.to(x.device)
-
-
-def _refused(func: Any, x: ShardedTensor) -> Exception:
-    return NotImplementedError(
-        f"{func} is not defined for a sharded tensor of shape {list(x.shape)}: each rank holds "
-        "some of its rows. Compute with .full_tensor() of it, on every rank, which takes gradients "
-        'back to the rows, or run the model through torch.compile(model, backend="paradyse"); '
-        "before trainers of transformers and TRL put paradyse.TrainerMixin"
-    )
-
-
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` with whole (fake) tensors in place of sharded ones."""
     if func in (aten.detach.default, aten.alias.default):
@@ -368,9 +400,15 @@ def _sized(func: Any, args: Any, kwargs: Any) -> Tensor:
     """A new tensor like a sharded one."""
     like, size = args[0], tuple(args[1])
     if size != tuple(like.shape):
-        raise _refused(func, like)
+        return func(like.local, *args[1:], **kwargs)
     options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
     return like.with_rows(_SIZED[func](like.local, **options))
+
+
+def _meets_rows(like: ShardedTensor, args: Any, kwargs: Any) -> bool:
+    """Whether what is computed with all tensors given has the shape of ``like``."""
+    shapes = (x.shape for x in _flat(args, kwargs) if isinstance(x, Tensor))
+    return torch.broadcast_shapes(*shapes) == like.shape
 
 
 def _on_rows(func: Any, writes: bool, like: ShardedTensor, args: Any, kwargs: Any) -> Any:
@@ -390,17 +428,19 @@ def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
     num = len(lists[0])
     together = zip(*(x for x in lists if len(x) == num), strict=True)
     likes = [next((x for x in at if isinstance(x, ShardedTensor)), None) for at in together]
+    if writes:  # into whole tensors: whole ones
+        likes = [like if isinstance(x, ShardedTensor) else None for x, like in zip(args[0], likes)]
 
     def rows(x: Any) -> Any:
         if isinstance(x, list | tuple) and len(x) == num:
-            return [v if like is None else _rows_of(v, like) for v, like in zip(x, likes)]
+            return [_whole(v) if like is None else _rows_of(v, like) for v, like in zip(x, likes)]
         return x
 
     out = func(*map(rows, args), **{k: rows(v) for k, v in kwargs.items()})
     if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
         first = next(x for x in likes if x is not None)
         compare(first.placement.axis, "looks for infinite gradients")
-        args[1].copy_(_every(args[1], first).amax(0))
+        args[1].copy_(every_rank(args[1], first).amax(0))
     if writes:
         return out
     return [x if like is None else like.with_rows(x) for x, like in zip(out, likes, strict=True)]
@@ -408,6 +448,8 @@ def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
 
 def _rows_of(x: Any, like: ShardedTensor) -> Any:
     """The part of ``x`` that meets the rows of ``like``; values without rows as they are."""
+    if isinstance(x, ShardedTensor) and x.shape != like.shape:
+        x = _whole(x)
     if isinstance(x, ShardedTensor):
         if x.placement is like.placement:
             return x.local
@@ -418,25 +460,18 @@ def _rows_of(x: Any, like: ShardedTensor) -> Any:
         return x.local
     if not isinstance(x, Tensor):
         return x
-    if x.numel() == 1 and x.ndim <= 1:
-        return x
-    if x.shape == like.shape:
-        return like.placement.take(x, like.placement.axis.rank)
-    raise NotImplementedError(
-        f"a tensor of shape {list(x.shape)} meets a sharded one of shape {list(like.shape)}: "
-        "only numbers and tensors of the whole shape can; call .full_tensor() first"
-    )
+    dim = x.ndim - (like.ndim - like.placement.dim)
+    if dim < 0 or x.shape[dim] != like.shape[like.placement.dim]:
+        return x  # the same for all rows
+    return replace(like.placement, dim=dim).take(x, like.placement.axis.rank)
+
+
+def _whole(x: Any) -> Any:
+    """``x``, of a sharded tensor all of it."""
+    return x.detach().full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 # Reductions
-
-
-def _vector_norm(
-    x: ShardedTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
-    if dim is not None or keepdim:
-        raise _refused(aten.linalg_vector_norm.default, x)
-    return _foreach_norm([x], ord, dtype)[0]
 
 
 def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
@@ -447,22 +482,13 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
     exact = torch.promote_types(dtypes[0], torch.float32)  # rounded once, as of one tensor
     norms = local_norms([rows_here(x) for x in tensors], ord, exact)
     compare(like.placement.axis, "computes norms of sharded tensors")
-    every = _every(torch.stack([norms[i] for i in shards]), like)
+    every = every_rank(torch.stack([norms[i] for i in shards]), like)
     for i, norm in zip(shards, joined_norms(every, ord).unbind(0), strict=True):
         norms[i] = norm
     return [norm.to(dtype) for norm, dtype in zip(norms, dtypes, strict=True)]
 
 
-def _sum(x: ShardedTensor, *, dtype: Any = None) -> Tensor:
-    compare(x.placement.axis, "sums a sharded tensor")
-    return _every(x.local.sum(dtype=dtype), x).sum(0)
-
-
-_REDUCTIONS: dict[Any, Callable[..., Any]] = {
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.sum.default: _sum,
-}
+_REDUCTIONS = REDUCTIONS | {aten._foreach_norm.Scalar: _foreach_norm}
 
 
 def relayout(x: ShardedTensor, layout: ShardLayout) -> None:

@@ -13,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from paradyse.torch_private import FakeTensor
+
 MANY_RUNS = 64
 """Rows in more stretches than this are taken by one index, as each stretch costs a launch."""
 
@@ -39,10 +41,10 @@ class Rows:
     def take(self, weight: Tensor, group: int) -> Tensor:
         """W_g of ``group`` from ``weight`` W, differentiably; a view where it is one stretch."""
         if len(self.runs[group]) > MANY_RUNS:
-            index = torch.tensor(self.groups[group], device=weight.device)
+            index, there = self._index("take", group, weight.device)
             shape = [-1 if d == self.dim else 1 for d in range(weight.ndim)]
-            taken = weight.index_select(self.dim, index.clamp(min=0))
-            return taken * (index >= 0).to(weight.dtype).view(shape)
+            taken = weight.index_select(self.dim, index)
+            return taken * there.to(weight.dtype).view(shape)
         parts = []
         for start, n in self.runs[group]:
             if start >= 0:
@@ -58,6 +60,28 @@ class Rows:
             return weight.narrow(self.dim, 0, 1) * parts[0]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    @cached_property
+    def _indices(self) -> dict[tuple[str, int, torch.device], Tensor]:
+        """What ``_index`` has made: on a GPU each would be a copy from the host, at every use."""
+        return {}
+
+    def _index(self, use: str, group: int, device: torch.device) -> Tensor:
+        """int64 [2, n] on ``device``: to "take" rows of ``group``, each of them and 1, or 0 and 0
+        for a row of zeros; to "add" to them, where those that are none lie in the group, and they.
+        """
+        key = use, group, device
+        if key in self._indices:
+            return self._indices[key]
+        rows = self.groups[group]
+        if use == "take":
+            pairs = [(max(0, row), int(row >= 0)) for row in rows]
+        else:
+            pairs = [(i, row) for i, row in enumerate(rows) if row >= 0]
+        index = torch.tensor(pairs, device=device).T.contiguous()
+        if not isinstance(index, FakeTensor):
+            self._indices[key] = index
+        return index
+
     def packed(self, group: int) -> Rows:
         """The same rows of ``group``, as indices into a tensor of those that are not padding."""
         at = iter(range(len(self.groups[group])))
@@ -70,8 +94,7 @@ class Rows:
     def add(self, out: Tensor, group: int, grad: Tensor) -> None:
         """Add ``grad``, of the W_g of ``group``, to its rows of ``out``, the gradient of W."""
         if len(self.runs[group]) > MANY_RUNS:
-            kept = [(i, row) for i, row in enumerate(self.groups[group]) if row >= 0]
-            source, index = torch.tensor(kept, device=out.device).unbind(1)
+            source, index = self._index("add", group, out.device)
             out.index_add_(self.dim, index, grad.index_select(self.dim, source))
             return
         at = 0

@@ -40,7 +40,6 @@ OPTIONS: tuple[tuple[Any, Words], ...] = (
     ({"plan": "metp "}, "unknown strategy 'metp ' (did you mean 'metp'?)"),
     ({"plan": "AUTO"}, "option 'plan': unknown strategy 'AUTO'"),
     ({"plan": ""}, f"option 'plan': unknown strategy ''; {LEGAL_PLANS}"),
-    ({"plan": "replicated"}, "unknown strategy 'replicated'"),
     ({"plan": "metp,metp"}, "unknown strategy 'metp,metp'"),
     ({"plan": b"metp"}, ("option 'plan': cannot read b'metp'", READABLE_PLANS)),
     ({"plan": 3}, ("option 'plan': cannot read 3", READABLE_PLANS)),
@@ -57,7 +56,6 @@ OPTIONS: tuple[tuple[Any, Words], ...] = (
     ({"plan": {"mlp": None}}, "option 'plan'['mlp']: give a name or a list of names, not None"),
     ({"plan": {"mlp": by_length}}, "option 'plan'['mlp']: give a name or a list of names"),
     ({"plan": {"mlp": {"mlp": "metp"}}}, "option 'plan'['mlp']: give a name or a list of names"),
-    ({"plan": Plan(("replicated",))}, "unknown strategy 'replicated'"),
     # levers of a plan
     ({"plan": "metp+recomputed"}, "lever 'recomputed' (did you mean 'recompute'?); legal: recomp"),
     ({"plan": "metp+"}, "option 'plan': unknown lever ''; legal: recompute, selective, tiled"),

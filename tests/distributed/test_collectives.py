@@ -11,6 +11,7 @@ from harness import RankPool
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import SINGLE, Axis, resolve_axis
 from paradyse.distributed.collectives import CollectiveError, Pending, register_block, traffic
 
@@ -63,6 +64,46 @@ def test_values_and_bytes(n: int, pool3: RankPool) -> None:
         assert got["all_reduce bytes"] == 4 * size // 3
         assert got["broadcast bytes"] == (2 * size if r == 1 else 0)
         assert got["reduce bytes"] == (0 if r == 1 else size)
+
+
+COUNTS = ((2, 0, 3), (0, 0, 1), (4, 1, 0))
+"""Rows from each rank to each: one has none for any other but one, one none for itself."""
+
+
+def rows(width: int, absent: bool) -> tuple[Tensor, int]:
+    """What came of rows that tell where they are from and to, and the bytes that were sent.
+
+    Args:
+        absent: the last rank takes part without values of its own, as one does that is behind.
+    """
+    axis = resolve_axis()
+    agreement_of(axis)  # which opens the group of large messages to lower ranks
+    block = register_block(axis, "rows")
+    if absent and axis.rank == axis.size - 1:
+        message = collectives.Message("rows", (5, width), torch.float32, "cpu", counts=COUNTS)
+        message.take_part(axis)
+        return torch.empty(0), 0
+    numbers = [
+        100 * axis.rank + 10 * to for to, n in enumerate(COUNTS[axis.rank]) for _ in range(n)
+    ]
+    x = torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, width)
+    return collectives.start_rows(x, COUNTS, axis, block).wait(), traffic(
+        axis, block
+    ).sent_bytes.total()
+
+
+@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("width", [3, 1 << 16])
+def test_rows_of_any_number(width: int, absent: bool, pool3: RankPool) -> None:
+    """Also where some messages are so large that they travel by another group, and some are not."""
+    for rank, (came, sent) in enumerate(pool3.run(rows, width, absent, timeout_s=30)):
+        if absent and rank == 2:
+            continue
+        sources = [(r, COUNTS[r][rank]) for r in range(3) for _ in range(COUNTS[r][rank])]
+        want = [0 if absent and r == 2 else 100 * r + 10 * rank for r, _ in sources]
+        assert came.shape == (len(want), width)
+        assert came[:, 0].tolist() == want and came.eq(came[:, :1]).all()
+        assert sent == 4 * width * (sum(COUNTS[rank]) - COUNTS[rank][rank])
 
 
 def shares() -> tuple[int, int]:

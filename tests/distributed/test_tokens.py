@@ -33,6 +33,8 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
         (rows * mine * ReduceGrad.apply(scale, axis, block)).sum(), axis, block
     )
     (gathered,) = torch.autograd.grad((whole * w).sum(), x, retain_graph=True)
+    read = GatherTokens.apply(rows, 1, seq_len, axis, block, True)
+    (parts,) = torch.autograd.grad((read * w * (axis.rank + 1)).sum(), x, retain_graph=True)
     loss.backward()
     assert x.grad is not None and scale.grad is not None
     want, past = (x.detach() * w).sum(), positions >= seq_len
@@ -56,6 +58,7 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
         "sum": loss.detach() - 3 * want,
         "gradient of what is split": x.grad - 3 * w,
         "gradient of what is gathered": gathered - w,
+        "gradient of what each rank reads": parts - w * sum(range(1, axis.size + 1)),
         "gradient of what is used for a part": scale.grad - want,
         "what every rank has": from_all.detach()
         - pad(x.detach(), (0, num_past))[:, positions, None] * numbers,

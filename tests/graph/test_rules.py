@@ -87,6 +87,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "ones": [([3, 5],)],
     "full": [([3, 5], 2.0)],
     "empty.memory_format": [([3, 5],)],
+    "new_empty": [(t(3, 7), [3, 5])],
     "new_ones": [(t(3, 7), [3, 5])],
     "new_zeros": [(t(3, 7), [3, 5])],
     "new_full": [(t(3, 7), [3, 5], 2.0)],
@@ -182,6 +183,12 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "masked_scatter": [(t(*X), bools(6, 5, 1), t(210)), (t(*X), bools(7), t(*X))],
     "repeat": [(t(*X), [1, 2, 1]), (t(5, 7), [2, 1, 3])],
+    "repeat_interleave.self_int": [(t(*X), 3, 1), (t(*X), 2, 0), (t(5), 3)],
+    "scatter.src": [(t(*X), 1, ints(6, 2, 7, high=5), t(6, 2, 7))],
+    "scatter.value": [(t(*X), 1, ints((2, 3), 2, 7, high=5), 2.0), (t(5), 0, ints(5), 2.0)],
+    "route_rows": [(ints(7, high=3), 3)],
+    "take_rows": [(t(4, (2, 3)), ints(8, high=8), ints(8, high=8), 2)],
+    "grouped_mm": [(t(7, 3), t(4, 3, 5), ints(4, high=8))],
     "select_scatter": [(t(*X), t((2, 3), 7), 1, 2), (t(*X), t(6, 5), -1, -1)],
     "attention": [
         (Q, t(2, 2, 5, 3), t(2, 2, 5, 6), None, None, None, None, *CAUSAL),
@@ -196,7 +203,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 }
 """Arguments that are given by name."""
 
-MIX_ALL = {"scalar_tensor", "squeeze", "masked_scatter"} | set(
+MIX_ALL = {"scalar_tensor", "squeeze", "masked_scatter", "route_rows"} | set(
     "mean sum prod any all var std".split()
 )
 """Operators of which nothing can be split."""

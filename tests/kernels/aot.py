@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from unittest import mock
 
 import torch
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming
 Guide, table "Technical Specifications per Compute Capability")."""
 
@@ -101,19 +102,37 @@ def _specialized(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return Launch(kernel, signature, constants, tuple(aligned), options)
 
 
-def launches(run: Callable[[], Any]) -> list[Launch]:
-    """What ``run`` launches, each once, in its order. No kernel runs."""
+@contextmanager
+def noted(note: Callable[[Any, Any, Any, Any], object]) -> Iterator[None]:
+    """Inside no kernel runs; ``note(kernel, grid, args, kwargs)`` is told of each launch."""
     from triton.runtime.jit import JITFunction
 
+    def told(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        note(kernel, grid, args, kwargs)
+
+    with mock.patch.object(JITFunction, "run", told):
+        yield
+
+
+def launches(run: Callable[[], Any]) -> list[Launch]:
+    """What ``run`` launches, each once, in its order. No kernel runs."""
     found: dict[str, Launch] = {}
 
-    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def note(kernel: Any, grid: Any, args: Any, kwargs: Any) -> None:
         launch = _specialized(kernel, args, kwargs)
         found.setdefault(launch.key, launch)
 
-    with mock.patch.object(JITFunction, "run", note):
+    with noted(note):
         run()
     return list(found.values())
+
+
+def grids(run: Callable[[], Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Kernel and grid of all that ``run`` launches. No kernel runs."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    with noted(lambda kernel, grid, *_: found.append((kernel.__name__, tuple(grid)))):
+        run()
+    return found
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -131,9 +150,13 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
-def compiled(launch: Launch, arch: int) -> dict[str, int]:
+TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+"""Products of tiles in PTX: of sm_80, of sm_90 by groups of warps, of sm_100."""
+
+
+def compiled(launch: Launch, arch: int) -> dict[str, Any]:
     """What ``launch`` takes of a device of compute capability ``arch``: registers, bytes spilled
-    and bytes of shared memory.
+    and bytes of shared memory; and how often each of ``TENSOR_CORES`` is in its code.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -144,4 +167,6 @@ def compiled(launch: Launch, arch: int) -> dict[str, int]:
     kernel = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options)
     )
-    return {**_usage(kernel.asm["cubin"]), "shared": kernel.metadata.shared}
+    counts = {name: kernel.asm["ptx"].count(name) for name in TENSOR_CORES}
+    used = {name: n for name, n in counts.items() if n}
+    return {**_usage(kernel.asm["cubin"]), "shared": kernel.metadata.shared, "products": used}

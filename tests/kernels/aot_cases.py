@@ -1,6 +1,7 @@
 """What is compiled ahead of time: every kernel as models of width 64 and 128 launch it.
 
     python tests/kernels/aot_cases.py [--arch 90] [NAME ...]   one JSON line a kernel and device
+    python tests/kernels/aot_cases.py --every                  of more widths and masks
 
 In a process of its own, as kernels that the interpreter has taken over cannot be compiled.
 """
@@ -70,6 +71,21 @@ def flash(width: int, **mask: Any) -> None:
     launch_backward(Backward(torch.empty_like(out), q, k, v, out, lse), visibility, spec)
 
 
+def more_cases() -> Iterator[Case]:
+    """Attention at every width that has tiles of its own, with what each mask and score needs."""
+    documents = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    masks: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "window": {"left": 4095},
+        "documents": {"document_ids": documents},
+        "bias": {"bias": torch.empty(1, HEADS, TOKENS, TOKENS, dtype=BF16, device="meta")},
+        "dropout": {"dropout_p": 0.1, "seed": seed},
+    }
+    for width, (name, mask) in itertools.product((64, 128, 256), masks.items()):
+        yield f"{name}, width {width}", lambda w=width, m=mask: flash(w, **m)
+
+
 def cases() -> Iterator[Case]:
     for width, (running, result) in itertools.product(
         (64, 128), ((F32, F32), (F32, BF16), (BF16, F32))
@@ -92,13 +108,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--arch", type=int, action="append", help="compute capability, as 90")
+    parser.add_argument("--every", action="store_true", help="attention of all widths and masks")
     parser.add_argument("names", nargs="*", help="kernels whose name has one of these in it")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 is set: kernels are interpreted, there is nothing to compile")
     for arch in args.arch or SHARED_LIMIT:
         seen: set[str] = set()
-        for name, run in cases():
+        for name, run in more_cases() if args.every else cases():
             # Tile sizes depend on the device, of which there need not be one.
             with mock.patch.object(flash_plan, "_capability", lambda index, a=arch: divmod(a, 10)):
                 found = launches(run)

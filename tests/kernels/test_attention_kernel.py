@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paradyse.kernels.attention as kernel
 import paradyse.kernels.attention_mask as masks
 import paradyse.kernels.attention_op  # noqa: F401  registers the operator
+from paradyse.kernels.alike_tiles import join_alike
 from paradyse.kernels.attention import (
     attention_backward,
     attention_forward,
@@ -179,6 +180,15 @@ def test_every_mask(core: str, layout: str, positions: str) -> None:
 def test_odd_sizes_and_grouped_heads(core: str, s: int, sizes: tuple[int, ...]) -> None:
     for layout in LAYOUTS.values():
         check(AttentionSpec(s, 0.5, right=0), layout(s), sizes)
+
+
+@pytest.mark.parametrize("name", ["", "left padding", "packed"])
+@pytest.mark.parametrize("reach", [(99, 0), (70, 80)])
+def test_blocks_of_a_window(reach: tuple[int, int], name: str) -> None:
+    s = 700
+    spec = AttentionSpec(s, 0.3, *reach, **data(name, 2, s))
+    for layout in (WHOLE, "ring, own keys"):
+        check(spec, LAYOUTS[layout](s), (2, 4, 2, 8, 6))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -377,7 +387,8 @@ def test_nothing_has_s_times_s_elements(positions: str, name: str, monkeypatch: 
 def plan(q_runs: Runs, kv_runs: Runs, seq_len: int, **positions: Any) -> tuple[masks.Tile, ...]:
     where = (positions.get("left"), positions.get("right"), positions.get("chunk"))
     spec = AttentionSpec(seq_len, 1.0, *where)
-    return masks.segments(masks.position_intervals(q_runs, kv_runs, spec), 4)
+    intervals = masks.position_intervals(q_runs, kv_runs, spec)
+    return tuple(join_alike(masks.segments(intervals, 4), intervals))
 
 
 def test_plain_cases_are_one_call_without_a_mask() -> None:
@@ -394,8 +405,9 @@ def test_plain_cases_are_one_call_without_a_mask() -> None:
 def test_windows_skip_what_they_hide(window: int) -> None:
     n = 8192
     tiles = plan(((0, n),), ((0, n),), n, left=window - 1, right=0)
-    area = sum((t.r1 - t.r0) * (t.k1 - t.k0) for t in tiles)
+    area = sum(t.num_rows * t.num_keys * t.count for t in tiles)
     assert area < n * (window + 128)
+    assert len(tiles) < 32  # calls of the kernel: blocks of a window go together
     assert plan(((0, 64),), ((4096, 64),), n, left=window - 1, right=0) == ()
 
 

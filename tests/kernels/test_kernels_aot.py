@@ -62,5 +62,8 @@ def test_kernels_compile_without_spills_and_fit_the_device(
         if r["spilled"] > most_spilled()
     ]
     assert not spilled, spilled
+    products = ("_forward_kernel", "_keys_kernel", "_queries_kernel")
+    slow = [r["kernel"] for r in rows if r["kernel"].endswith(products) and not r["products"]]
+    assert not slow, f"without tensor cores: {slow}"
     too_large = [r for r in rows if r["shared"] > SHARED_LIMIT[r["arch"]]]
     assert not too_large, too_large

@@ -21,6 +21,7 @@ from paradyse.kernels.attention import (
 from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import (
     DIAGONAL,
+    MASKED,
     AttentionSpec,
     Runs,
     Tile,
@@ -28,7 +29,12 @@ from paradyse.kernels.attention_mask import (
     run_positions,
     runs_len,
 )
-from paradyse.kernels.library_attention import library_backward, library_forward, plain_tile
+from paradyse.kernels.library_attention import (
+    library_backward,
+    library_forward,
+    plain_tile,
+    window_tile,
+)
 from paradyse.kernels.selection import choose, describe_choices, load_table
 
 POSITIONS: list[dict[str, Any]] = [
@@ -96,6 +102,124 @@ def test_whatever_is_not_position_alone_is_not_plain() -> None:
     ]
     for other in others:
         assert plain_tile(runs, runs, AttentionSpec(8, 1.0, right=0, **other)) is None
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"left": 5, "right": 0},
+    {"left": 3, "right": 3},
+    {"right": 2},
+    {"left": 4},
+    {"left": 2, "right": 0, "chunk": 64},
+]
+
+
+@pytest.mark.parametrize("positions", WINDOWS, ids=str)
+def test_a_window_tile_is_a_whole_stretch_under_a_window(positions: dict[str, Any]) -> None:
+    for s, padding in ((13, 0), (13, 3)):
+        runs: Runs = ((0, s + padding),)
+        spec = AttentionSpec(seq_len=s, scale=1.0, **positions)
+        tile = window_tile(runs, runs, spec)
+        assert tile == Tile(0, s, 0, s, MASKED)
+        x = torch.arange(s + padding)
+        behind = x[:, None] - x
+        left, right = (positions.get(k, s) for k in ("left", "right"))
+        seen = (behind <= left) & (-behind <= right) & (x < s) & (x[:, None] < s)
+        assert torch.equal(visible(runs, runs, spec), seen)
+
+
+def test_what_is_no_window_over_one_stretch_has_no_window_tile() -> None:
+    whole, spec = ((0, 16),), AttentionSpec(16, 1.0, left=3, right=0)
+    ring = TokenLayout(2, 16)
+    assert window_tile(ring.runs(0), ring.runs(0), spec) is None  # two stretches
+    assert window_tile(((0, 8),), ((8, 8),), spec) is None  # other keys
+    assert window_tile(whole, whole, AttentionSpec(16, 1.0)) is None  # all is visible
+    assert window_tile(whole, whole, AttentionSpec(16, 1.0, right=0, chunk=8)) is None
+    for other in (
+        {"key_padding": torch.ones(1, 16, dtype=torch.bool)},
+        {"document_ids": torch.zeros(1, 16, dtype=torch.int64)},
+        {"bias": torch.zeros(1, 1, 16, 16)},
+        {"dropout_p": 0.1, "seed": torch.tensor(0)},
+        {"softcap": 5.0},
+    ):
+        assert window_tile(whole, whole, AttentionSpec(16, 1.0, left=3, right=0, **other)) is None
+
+
+def test_windows_are_tritons_unless_a_table_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "9.0", torch.bfloat16, 128, "window", "forward"
+    assert choose(*where).kernel == "triton"
+    row = {**ROW, "mask": "window", "direction": "forward", "kernel": "aten_flash"}
+    monkeypatch.setenv(selection.VARIABLE, write(tmp_path / "table.json", row))
+    assert choose(*where).kernel == "aten_flash"
+    monkeypatch.setenv(selection.VARIABLE, "cudnn")
+    assert choose(*where).kernel == "triton" and "cannot do windows" in choose(*where).why
+
+
+def _window(
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    runs: Runs = ((0, q.shape[2]),)
+    return attention_forward(q, k, v, runs, runs, _window_spec(q, left, right, scale))
+
+
+def _window_backward(given: Backward, left: int, right: int, scale: float) -> tuple[Any, ...]:
+    runs: Runs = ((0, given.q.shape[2]),)
+    return attention_backward(given, runs, runs, _window_spec(given.q, left, right, scale))
+
+
+def _window_spec(q: Tensor, left: int, right: int, scale: float) -> AttentionSpec:
+    limits = (None if x < 0 else x for x in (left, right))
+    return AttentionSpec(q.shape[2], scale, *limits)
+
+
+def _compare_windows(dtype: torch.dtype, device: str, tolerance: float) -> None:
+    """Whole sequences, of which some end in padding, by the library's kernel."""
+    torch.manual_seed(0)
+    for positions, padding in itertools.product(WINDOWS, (0, 3)):
+        s, runs = 45, ((0, 45 + padding),)
+        spec = AttentionSpec(seq_len=s, scale=0.3, **positions)
+        shapes = [(2, s + padding, heads, 16) for heads in (4, 2, 2, 4)]
+        q, k, v, grad = (torch.randn(x, device=device).to(dtype).transpose(1, 2) for x in shapes)
+        got = library_forward(q, k, v, runs, runs, spec)
+        assert got is not None
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        at = run_positions(runs, q.device)
+        want = dense_attention(*leaves, at, at, spec)
+        grads = torch.autograd.grad(want[0], leaves, grad.double())
+        back = library_backward(Backward(grad, q, k, v, *got), runs, runs, spec)
+        assert back is not None
+        for x, y in zip((got[0], *back), (want[0], *grads), strict=True):
+            assert float((x.double() - y.detach()).norm() / y.detach().norm()) <= tolerance
+
+
+def test_windows_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins on the CPU for kernels that need a GPU."""
+    windows = {"aten_flash": (_window, _window_backward)}
+    monkeypatch.setattr(library_attention, "WINDOW_KERNELS", windows)
+    monkeypatch.setattr(library_attention, "capability_of", lambda device: "9.0")
+    monkeypatch.setattr(selection, "LIBRARY_DTYPES", (torch.float64,))
+    monkeypatch.setenv(selection.VARIABLE, "aten_flash")
+    _compare_windows(torch.float64, "cpu", 1e-12)
+
+
+def test_flash_attention_takes_what_it_is_given_of_a_window() -> None:
+    """By PyTorch's own account of the operators, on tensors without memory."""
+    shapes = [(2, 45, heads, 16) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (
+        torch.empty(x, device="meta", dtype=torch.bfloat16).transpose(1, 2) for x in shapes
+    )
+    forward, backward = library_attention.WINDOW_KERNELS[selection.ATEN_FLASH]
+    out, lse = forward(q, k, v, 5, 0, 0.3)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    grads = backward(Backward(grad, q, k, v, out, lse), 5, 0, 0.3)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.gpu
+def test_windows_of_the_library_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(selection.VARIABLE, selection.ATEN_FLASH)
+    _compare_windows(torch.bfloat16, "cuda", 2e-2)  # as below
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -173,7 +297,7 @@ def test_the_table_decides_where_it_has_a_row(
     other = choose("9.0", torch.bfloat16, 64, "causal", "backward")
     assert other.kernel == "aten_flash" and "not measured" in other.why
     lines = describe_choices("9.0", torch.bfloat16, 128)
-    assert len(lines) == 5 and any(x.startswith("causal backward: triton") for x in lines)
+    assert len(lines) == 7 and any(x.startswith("causal backward: triton") for x in lines)
 
 
 def test_a_kernel_that_cannot_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import paradyse
 from paradyse.cli.models import whole_graphs
-from paradyse.mixed.ways import Way
+from paradyse.mixed.batches import MixedStep, Share
+from paradyse.mixed.ways import StepPlan, Way
 
 BATCHES = ([40, 9, 7, 5, 1, 3, 11], [1, 1, 1, 2, 1, 1, 1, 1, 30], [30, 9, 9], [13, 17, 5, 5, 5])
 """One as long as all others together, many of one token, one alone, several of one length."""
@@ -140,3 +141,27 @@ def test_four_ranks(family: str, lengths: list[int], pool4: RankPool) -> None:
 def test_an_epoch_of_batches_with_gradients_there_before(pool2: RankPool) -> None:
     words = check(pool2.run(epoch, "llama", [*BATCHES[0], *BATCHES[3]], 50, True))
     assert len(words) > 1
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(fails: bool) -> None:
+    """It fails at its second micro-batch, or the loop over its losses is left before."""
+    data, model = dataset_of([9, 7]), make_model("llama", num_hidden_layers=1)
+    calls = [{n: x[None] for n, x in s.items()} for s in data]
+    if fails:
+        calls[1]["labels"] = calls[1]["labels"][:, :-1]
+    share = [Share(range(1), (call,), (1,), 0) for call in calls]
+    step = MixedStep(StepPlan(()), (0, 1), tuple(share), 2)
+    mixed = paradyse.MixedModel(model, {"inner": "eager"})
+    before = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    for n, p in model.named_parameters():
+        p.grad = before[n]
+    losses = mixed.losses(step)
+    next(losses).backward()
+    if fails:
+        with pytest.raises(Exception, match=r".+"):
+            next(losses)
+    else:
+        losses.close()
+    for n, p in model.named_parameters():
+        assert p.grad is before[n] and bool((p.grad == 1).all()), n

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from paradyse.graph.attention_call import AttentionCall
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.simplify import merge_equals
 
@@ -326,11 +327,33 @@ def test_grouped_heads_stay_grouped() -> None:
 
 def test_left_to_pytorch() -> None:
     q, k, v = tensors()
-    short = lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :5], k, v)  # noqa: E731
+    short = lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :5], k, v, is_causal=True)  # noqa: E731
+    later = lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 8:], k, v, j() <= i()[8:])  # noqa: E731
+    one = lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :1], k, v)  # noqa: E731
     flat = lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0])  # noqa: E731
-    for fn, reason in ((short, "5 queries see 13 keys"), (flat, "3 dims")):
+    reasons = {short: "5 queries see 13 keys", later: "5 queries", one: "1 queries", flat: "3 dims"}
+    for fn, reason in reasons.items():
         gm, notes, count = recovered(fn, q, k, v)
         assert (count, len(calls(gm, SDPA))) == (0, 1) and reason in notes[0]
+
+
+@pytest.mark.parametrize("fill", [None, -torch.inf, MIN])
+def test_keys_of_another_sequence(fill: float | None) -> None:
+    """Hidden for all queries alike; where a finite number hides, the input has to show some."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> Tensor:
+        mask = ((torch.arange(5) >= 0)[:, None] & (at_j(a) != 0)).expand(B, 1, 5, S)
+        if fill is not None:
+            mask = torch.where(mask, torch.zeros(1, H, 5, S), fill)
+        return F.scaled_dot_product_attention(q[:, :, :5], k, v, attn_mask=mask)
+
+    gm, notes, count = recovered(fn, *tensors(), ATTENTION_MASK)
+    (node,) = calls(gm)
+    call = AttentionCall.of(node)
+    assert (count, notes) == (1, []) and call.is_cross and call.bias is None
+    assert call.key_padding.meta["val"].shape == (B, S)
+    checked = [n.name for n in gm.graph.nodes if n.meta.get("shows_keys")]
+    assert len(checked) == (fill == MIN)
 
 
 def test_learned_mask_is_left_to_pytorch() -> None:

@@ -35,7 +35,7 @@ class Toy:
 
     def __init__(self, axis: Axis = TWO, dropout: bool = False) -> None:
         self.graph = fx.Graph()
-        self.axis, self.seq, self.batch = axis, SEQ, None
+        self.axis, self.seq, self.batch, self.seqs = axis, SEQ, None, {SEQ: None}
         self.names, self.partial, self.tails = Names(), set[fx.Node](), set[fx.Node]()
         self.schedule: Schedule | None = None
         self.options = SimpleNamespace(passes_off=())
@@ -56,12 +56,13 @@ class Toy:
         self.graph.output((self.loss, self.inside, self.tail, self.table))
         nodes = list(self.graph.nodes)
         replicated = {self.ids, self.cast, self.table, self.loss}
-        self.split = {n for n in nodes if n.op == "call_function"} - replicated
+        split = {n for n in nodes if n.op == "call_function"} - replicated
+        self.split = dict.fromkeys(split, SEQ)
         self.partial = {self.total}
         self.tails = {self.tail}
         self.heads: list[Any] = []
         self.blocks = [
-            Block("mlp", i, [up], [act], [down], label=f"layers.{i}.mlp")
+            Block("mlp", i, [up], [act], [down], label=f"layers.{i}.mlp", seq=SEQ)
             for i, (up, act, down) in enumerate(self._made)
         ]
 

@@ -18,7 +18,7 @@ from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.attention.operators import attend_across_ranks
 from paradyse.strategies.work import count_visible_pairs
-from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, MaskSpec, Workload
+from paradyse.types import ATTENTION_STRATEGIES, EXPERTS, BlockSpec, MaskSpec, Workload
 
 CAUSAL = MaskSpec(right=0)
 GPU = Machine(3e14, 2e12, 1e-5, 2e11, overlap=0.9)
@@ -55,6 +55,19 @@ def mlp(h: int = 256, width: int = 1024, matrices: int = 2) -> BlockSpec:
         hidden=h,
         intermediate=width,
         num_weight_elements=n,
+        num_split_weight_elements=n,
+    )
+
+
+def experts(num: int = 8, top: int = 2, h: int = 256, width: int = 512) -> BlockSpec:
+    """Gated ones, and their router."""
+    n = 3 * num * h * width
+    return replace(
+        mlp(h, width),
+        kind=EXPERTS,
+        num_experts=num,
+        experts_per_token=top,
+        num_weight_elements=n + num * h,
         num_split_weight_elements=n,
     )
 
@@ -110,6 +123,53 @@ def test_gradients_are_counted_in_the_dtype_that_they_are_added_up_in(strategy: 
     assert cost.time_s > narrow.time_s
     for_whole = (prior_cost(block, strategy, x, GPU) for x in (w, wide))
     assert len(set(for_whole)) == 1
+
+
+def test_experts_send_rows_where_they_are_apart_and_weights_where_they_are_not() -> None:
+    """A row for each of a token's experts, there and back, in backward their gradients; and once
+    how many rows each expert has."""
+    p, h, s, top, itemsize = 4, 256, 1024, 2, 2
+    block = experts(top=top, h=h)
+    router = block.num_weight_elements - block.num_split_weight_elements
+    w = work(s, p, training=False)
+    counts = (p - 1) * block.num_experts * 8
+
+    def sent(elements: int) -> int:
+        return elements * itemsize * (p - 1) // p
+
+    rows = w.batch * s // p * top * h
+    apart = prior_cost(block, "megatron_ts", w, GPU, sharded=True)
+    assert apart.comm_bytes == sent(2 * rows) + counts + sent(router)
+    trained = prior_cost(block, "megatron_ts", work(s, p), GPU, sharded=True)
+    assert trained.comm_bytes == sent(4 * rows) + counts + sent(3 * router)
+    for name in ("megatron_cz", "metp"):
+        gathered = prior_cost(block, name, w, GPU, sharded=True)
+        assert gathered.comm_bytes == sent(block.num_weight_elements)
+    names = {canonical_strategy(EXPERTS, name) for name in ATTENTION_STRATEGIES}
+    assert names == {"megatron_ts", "megatron_cz", "metp"}
+
+
+def test_a_token_costs_as_much_as_the_experts_that_it_has() -> None:
+    far = replace(
+        GPU, bandwidth_bytes=1e30, memory_bandwidth=1e30, op_overhead_s=0.0, latency_s=0.0
+    )
+    times = [
+        prior_cost(experts(num, top), "megatron_cz", work(1 << 16), far).time_s
+        for num, top in ((8, 1), (8, 4), (64, 4))
+    ]
+    assert times[1] == pytest.approx(4 * times[0], rel=0.02)  # the router is for all of them
+    assert times[2] == pytest.approx(times[1], rel=0.05)
+
+
+def test_few_tokens_go_to_their_experts_and_many_have_experts_come() -> None:
+    block = experts(h=4096, width=14336)
+
+    def best(s: int) -> str:
+        costs = {n: prior_cost(block, n, work(s), GPU, True) for n in ATTENTION_STRATEGIES}
+        return min(costs, key=lambda n: costs[n].time_s)
+
+    assert best(64) == "megatron_ts"
+    assert canonical_strategy(EXPERTS, best(1 << 17)) == "megatron_cz"
 
 
 def test_grouped_kv_heads_and_padding_change_the_bytes() -> None:
@@ -263,17 +323,21 @@ def test_unknown_strategy_is_refused() -> None:
         prior_cost(attention(), "ring", work(8), GPU)
 
 
-def sent_by_operator(method: str, heads: tuple[int, int], s: int, dtype: torch.dtype) -> list[int]:
-    """Bytes this rank sent in a forward, and in a forward and a backward."""
+def sent_by_operator(
+    method: str, heads: tuple[int, int], lengths: tuple[int, ...], dtype: torch.dtype
+) -> list[int]:
+    """Bytes this rank sent in a forward, and in a forward and a backward; ``lengths`` are of the
+    tokens, and of the keys where they are of another sequence."""
     axis = resolve_axis()
-    local = axis.layout(s).local_len
+    own, keys = (axis.layout(n).local_len for n in (lengths[0], lengths[-1]))
     q, k, v = (
         torch.randn(2, n, local, 16, dtype=dtype, requires_grad=True)
-        for n in (heads[0], heads[1], heads[1])
+        for n, local in ((heads[0], own), (heads[1], keys), (heads[1], keys))
     )
     block_id = collectives.register_block(axis, "block")
-    info = torch.tensor([s, block_id])
-    call = AttentionCall(q, k, v, right=0, scale=0.25, info=info)
+    info = torch.tensor([lengths[0], block_id, *lengths[1:]])
+    right = 0 if len(lengths) == 1 else -1
+    call = AttentionCall(q, k, v, right=right, scale=0.25, info=info)
     out, _ = attend_across_ranks(call, method, axis)
     sent = collectives.traffic(axis, block_id).sent_bytes
     forward = sum(sent.values())
@@ -282,21 +346,49 @@ def sent_by_operator(method: str, heads: tuple[int, int], s: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("lengths", [(41,), (41, 7), (5, 90)])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(
     ("method", "strategy"), [("ring", "megatron_cz"), ("ulysses", "ulysses_z")]
 )
 def test_predicted_bytes_of_the_core_are_those_that_are_counted(
-    pool3: RankPool, method: str, strategy: str, heads: tuple[int, int], dtype: torch.dtype
+    pool3: RankPool,
+    method: str,
+    strategy: str,
+    heads: tuple[int, int],
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
 ) -> None:
     block = replace(
         attention(heads[0] * 16, *heads), num_weight_elements=0, num_split_weight_elements=0
     )
-    predicted = [
-        prior_cost(block, strategy, Workload(2, 41, dtype, training, 3), GPU).comm_bytes
-        for training in (False, True)
-    ]
-    assert pool3.run(sent_by_operator, method, heads, 41, dtype) == [predicted] * 3
+    if len(lengths) > 1:
+        block = replace(block, mask=MaskSpec(), keys=1)
+
+    def predicted(training: bool) -> int:
+        others = tuple((2, n) for n in lengths[1:])
+        w = Workload(2, lengths[0], dtype, training, 3, others=others)
+        return prior_cost(block, strategy, w.of(block), GPU).comm_bytes
+
+    want = [predicted(False), predicted(True)]
+    assert pool3.run(sent_by_operator, method, heads, lengths, dtype) == [want] * 3
+
+
+def test_blocks_of_an_encoder_cost_what_its_length_costs() -> None:
+    """A plan is for the lengths of all sequences: each block counts with its own."""
+    w = replace(work(64), others=((2, 4096),))
+    encoder, cross = (
+        replace(attention(mask=None), sequence=1),
+        replace(attention(mask=None), keys=1),
+    )
+    for s in ATTENTION_STRATEGIES:
+        want = prior_cost(attention(mask=None), s, replace(work(4096), batch=2), GPU)
+        assert prior_cost(encoder, s, w.of(encoder), GPU) == want
+        decoder, seen = prior_cost(attention(), s, w, GPU), prior_cost(cross, s, w.of(cross), GPU)
+        assert decoder.time_s < seen.time_s < want.time_s
+        peaks = [c.saved_bytes + c.workspace_bytes for c in (decoder, seen, want)]
+        assert peaks == sorted(set(peaks))
+    assert w.of(attention()) is w and w.lengths == "64 and 4096"
 
 
 SLOW = replace(GPU, latency_s=0.0, bandwidth_bytes=1e9, op_overhead_s=0.0)

@@ -16,12 +16,12 @@ from paradyse.planning.explain import (
     Stats,
     VerifyReport,
     VerifyRow,
-    attention_kernels,
     explain_plan,
     format_seconds,
     short_key,
     text_table,
 )
+from paradyse.reports import attention_kernels
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVERS, HeadSpec
 
 

@@ -31,6 +31,15 @@ def test_a_workload_seen_before_costs_a_look_up() -> None:
     assert plans.asked[0].num_ranks == 2 and plans.asked[0].mask == "causal"
 
 
+def test_the_lengths_of_other_sequences_count() -> None:
+    plans = Plans()
+    guard = Guard(plans, True, LIKE)
+    for others in (((2, 5),), ((2, 6),), ((2, 5),)):
+        guard(2, 7, True, others=others)
+    assert [w.others for w in plans.asked] == [((2, 5),), ((2, 6),)]
+    assert plans.asked[0].lengths == "7 and 5"
+
+
 def test_a_function_is_asked_at_every_call_and_forgotten_plans_anew() -> None:
     plans = Plans()
     guard = Guard(plans, False, LIKE)

@@ -25,7 +25,8 @@ def summed_before(sharded: bool, frozen: bool) -> tuple[list[tuple[int, int, int
         paradyse.shard(model)
     if frozen:
         next(model.parameters()).requires_grad_(False)
-    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    options = {"inner": "eager", "plan": "megatron_cz"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
     ids, found = tokens(2, 11), list[tuple[int, int, int]]()
     original, frames = JoinedGradients.before, list[Frame]()
 

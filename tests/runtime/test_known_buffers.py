@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from models import make_batch, run_step
-from torch import Tensor
+from torch import Tensor, fx
 from written_out import make
 
 import paradyse
 from paradyse.passes.mask_values import Band
-from paradyse.runtime.known_buffers import band_of
+from paradyse.runtime.known_buffers import KnownBuffers, band_of
 
 N = 7
 ONES = torch.ones(N, N)
@@ -65,3 +65,17 @@ def test_a_buffer_that_changes_is_told() -> None:
     model.tril.fill_(1)
     with pytest.raises(RuntimeError, match=r"64\] was a mask of ones .* have changed since"):
         run_step(compiled, model, batch, lambda loss: loss)
+
+
+def test_a_buffer_that_counts_no_writes_is_looked_at_by_every_call() -> None:
+    """Such as one that was made, or loaded, under inference_mode."""
+    with torch.inference_mode():
+        table = ONES.tril()
+    node = fx.Graph().placeholder("mask")
+    node.meta["band"] = band_of(table)
+    known = KnownBuffers([node])
+    known.check([table])
+    with torch.inference_mode():
+        table.fill_(1)
+    with pytest.raises(RuntimeError, match="have changed since"):
+        known.check([table])

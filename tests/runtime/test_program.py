@@ -21,10 +21,9 @@ def test_constants_follow_from_sizes_and_plan() -> None:
     (graph,) = capture.graphs.values()
     program = graph.program
     made = program.constants_for({WHOLE: 9, "B": 3}, ("replicated",) * 4)
-    assert made.whole.tolist() == made.local.tolist() == list(range(9)) and len(made.beside) == 3
-    assert [i.tolist() for i in made.infos] == [
-        [9, b] for b in (*(s.block_id for s in program.block_steps), program.schedule.between_id)
-    ]
+    for of in made.scopes:
+        assert of.whole.tolist() == of.local.tolist() == list(range(9)) and len(of.beside) == 3
+    assert [i.tolist() for i in made.infos] == [[9, s.block_id] for s in program.steps]
     seed = torch.tensor(5)
     for step in program.steps:
         assert made.common(step, seed)[3][1] == step.block_id
@@ -100,7 +99,8 @@ def split_sizes() -> list[int]:
     (capture,) = captures_of(compiled)
     (graph,) = capture.graphs.values()
     sizes = {WHOLE: 7, SPLIT: axis.layout(7).local_len, "B": 2}
-    return list(graph.program.constants_for(sizes, ("megatron_cz",) * 4).local.tolist())
+    made = graph.program.constants_for(sizes, ("megatron_cz",) * 4)
+    return list(made.scopes[0].local.tolist())
 
 
 def test_ranks_hold_their_own_positions(pool2: RankPool) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
+from written_out import BY_HAND, HUGGING_FACE, make
 
 from paradyse.passes.split_steps import BlockStep
 from paradyse.runtime import runs
@@ -188,3 +189,30 @@ def test_ranks_agree_with_one_process(pool2: RankPool, sharded: bool) -> None:
             [1, 1, 1, 1],  # levers
             [2, 2],  # where the strategy of a kind changes
         ]
+
+
+QUICK = ("sunk", "alibi")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in (*BY_HAND, *HUGGING_FACE)
+    ],
+)
+def test_attention_of_any_kind_is_that_of_single_blocks(name: str) -> None:
+    """On one rank, where a run takes PyTorch's own kernel for what is plain, and nothing else."""
+    # HuggingFace's compute scores, biases or experts in float32 whatever the weights have.
+    dtype = torch.float64 if name in BY_HAND else torch.float32
+    model, batch = make(name).to(dtype), make_batch("plain", 2, 13)
+
+    def loss_of(out: Any) -> Any:
+        return out if isinstance(out, torch.Tensor) else out.loss
+
+    want = run_step(model, model, batch, loss_of)
+    compiled = compiled_of(model)
+    for _ in range(3):
+        check(run_step(compiled, model, batch, loss_of), want, dtype, name)
+    # Experts that look at how many tokens they have make a model several graphs.
+    assert any(program.runs._units for program in programs_of(compiled))

@@ -43,16 +43,22 @@ class Case:
     dropout_p: float = 0.0
     sinks: bool = False
     dtype: torch.dtype = torch.float64
+    keys: int = 0
+    """Tokens of another sequence, which keys are of; 0: they are of the queries'."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys or self.seq_len
 
     def mask(self) -> tuple[Any, ...]:
         """key_padding, document_ids, bias, seed, left, right, chunk, scale, softcap, dropout_p."""
-        b, s, at = self.batch, self.seq_len, torch.arange(self.seq_len)
+        b, s, n, at = self.batch, self.seq_len, self.num_keys, torch.arange(self.num_keys)
         padding = {
             "": None,
-            "left": at >= torch.randint(0, s, (b, 1)),
-            "right": at <= torch.randint(0, s, (b, 1)),
-            "holes": torch.rand(b, s) > 0.3,
-            "all": torch.zeros(b, s, dtype=torch.bool),
+            "left": at >= torch.randint(0, n, (b, 1)),
+            "right": at <= torch.randint(0, n, (b, 1)),
+            "holes": torch.rand(b, n) > 0.3,
+            "all": torch.zeros(b, n, dtype=torch.bool),
         }[self.padding]
         documents = {
             "": None,
@@ -61,12 +67,12 @@ class Case:
         }[self.documents]
         bias = None
         if self.bias == "bool":
-            bias = torch.rand(1, 1, s, s) > 0.3
+            bias = torch.rand(1, 1, s, n) > 0.3
         elif self.bias:
             shape = {
-                "dense": (b, 1, s, s),
-                "heads": (1, self.heads, s, s),
-                "keys": (1, self.heads, 1, s),
+                "dense": (b, 1, s, n),
+                "heads": (1, self.heads, s, n),
+                "keys": (1, self.heads, 1, n),
                 "distance": (self.heads, 2, s),
             }
             bias = torch.randn(shape[self.bias], dtype=self.dtype, requires_grad=True)
@@ -117,6 +123,17 @@ def masks() -> Iterator[Case]:
     yield Case(batch=3, heads=6, kv_heads=3, padding="left", left=7, sinks=True, dropout_p=0.3)
 
 
+def across() -> Iterator[Case]:
+    """Keys of another sequence: more, fewer, as many by chance; fewer than ranks; one."""
+    lengths = ((9, 13), (13, 9), (37, 5), (3, 40), (16, 16), (2, 1), (1, 6))
+    for (s, n), (h, h_kv) in itertools.product(lengths, ((4, 2), (5, 5), (3, 1))):
+        yield Case(batch=2, heads=h, kv_heads=h_kv, seq_len=s, keys=n, right=-1)
+    for padding, bias in itertools.product(("", "holes", "right"), ("", "keys", "dense", "heads")):
+        at = {"padding": padding, "bias": bias, "dropout_p": 0.3 * (padding == "right")}
+        yield Case(batch=3, heads=4, kv_heads=2, seq_len=11, keys=21, right=-1, value_width=6, **at)
+    yield Case(heads=4, seq_len=30, keys=7, right=-1, softcap=2.0, sinks=True)
+
+
 def others() -> Iterator[Case]:
     """Dropout, and float32."""
     for h, h_kv in ((2, 1), (6, 3), (4, 4)):
@@ -147,14 +164,14 @@ def local(x: Tensor, axis: Axis, seq_len: int) -> Tensor:
 def compare(op: str, case: Case, axis: Axis) -> str:
     """What differs from one rank; empty if nothing."""
     torch.manual_seed(3)
-    b, s = case.batch, case.seq_len
+    b, s, n = case.batch, case.seq_len, case.num_keys
     shapes = [
-        (case.heads, case.width),
-        (case.kv_heads, case.width),
-        (case.kv_heads, case.value_width),
-        (case.heads, case.value_width),
+        (s, case.heads, case.width),
+        (n, case.kv_heads, case.width),
+        (n, case.kv_heads, case.value_width),
+        (s, case.heads, case.value_width),
     ]
-    q, k, v, grad = (torch.randn(b, s, h, d, dtype=case.dtype).transpose(1, 2) for h, d in shapes)
+    q, k, v, grad = (torch.randn(b, *x, dtype=case.dtype).transpose(1, 2) for x in shapes)
     rest = case.mask()
     sinks = None
     if case.sinks:
@@ -165,8 +182,8 @@ def compare(op: str, case: Case, axis: Axis) -> str:
     out0, _ = torch.ops.paradyse.attention(*whole, *rest, None, None, sinks)
     want = [out0.detach(), *torch.autograd.grad(out0, [*whole, *bias], grad)]
 
-    mine = [local(x, axis, s).requires_grad_() for x in (q, k, v)]
-    info = torch.tensor([s, 0])
+    mine = [local(x, axis, x.shape[2]).requires_grad_() for x in (q, k, v)]
+    info = torch.tensor([s, 0, n] if case.keys else [s, 0])
     out, _ = torch.ops.paradyse.attention_across_ranks(
         *mine, op, axis.name, *rest, None, info, sinks
     )
@@ -174,10 +191,11 @@ def compare(op: str, case: Case, axis: Axis) -> str:
     if axis.size > 1:  # a rank has its share of the gradients of bias and sinks
         got[4:] = [collectives.all_reduce(x, axis, 0) for x in got[4:]]
 
-    at = local_positions(axis.layout(s), axis.rank)
-    real = at < s
     for name, x, y in zip(("out", "dq", "dk", "dv", "dbias"), got, want, strict=False):
         if name != "dbias":
+            length = n if name in ("dk", "dv") else s
+            at = local_positions(axis.layout(length), axis.rank)
+            real = at < length
             if x[:, :, ~real].count_nonzero():
                 return f"{name}: padding tokens are not 0"
             x, y = x[:, :, real], y[:, :, at[real]]
@@ -199,7 +217,7 @@ def failures(cases: list[Case]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("cases", [sizes, masks, others], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("cases", [sizes, masks, across, others], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("p", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_one_rank(
     ranks: Callable[[int], RankPool], p: int, cases: Callable[[], Iterator[Case]]
@@ -208,7 +226,7 @@ def test_equal_to_one_rank(
         assert not bad, f"rank {rank}: {len(bad)} cases, first {bad[0]}"
 
 
-@pytest.mark.parametrize("cases", [sizes, masks, others], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("cases", [sizes, masks, across, others], ids=lambda f: f.__name__)
 def test_equal_to_one_rank_on_one_rank(cases: Callable[[], Iterator[Case]]) -> None:
     assert failures(list(cases())) == []
 
@@ -234,8 +252,8 @@ def test_bytes(ranks: Callable[[int], RankPool], p: int) -> None:
     q_bytes, kv_bytes = b * h * n * d * e, 2 * b * h_kv * n * d * e
     for got in ranks(p).run(step, "ring", s):
         assert got["forward"] == (p - 1) * kv_bytes
-        # Keys and values again, their gradients, and one hop home.
-        assert got["both"] == (p - 1) * kv_bytes * 3 + kv_bytes
+        # Keys and values again, and their gradients, the last hop of which is home.
+        assert got["both"] == (p - 1) * kv_bytes * 3
     copies = max(1, p // h_kv)
     for got in ranks(p).run(step, "ulysses", s):
         assert got["forward"] == (2 * q_bytes + kv_bytes * copies) * (p - 1) // p
@@ -278,6 +296,8 @@ def test_operators_are_well_formed(op: str) -> None:
     info = torch.tensor([10, 0])
     plain = AttentionCall(q, k, v, right=0, scale=0.3, softcap=2.0, info=info)
     dropped = replace(plain, bias=bias, seed=torch.tensor(1), dropout_p=0.1)
-    for call in (plain, dropped):
+    k, v = (torch.randn(2, 2, 7, 8, requires_grad=True) for _ in range(2))
+    across = AttentionCall(q, k, v, scale=0.3, info=torch.tensor([10, 0, 7]))
+    for call in (plain, dropped, across):
         target = torch.ops.paradyse.attention_across_ranks.default
         torch.library.opcheck(target, (*call.qkv, op, SINGLE.name, *call.rest))

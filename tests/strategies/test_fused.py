@@ -72,6 +72,7 @@ def test_what_is_more_than_a_call_of_the_kernel_stays_our_operator() -> None:
         [*qkv(), *none, *CAUSAL, 0.3, 5.0, 0.0],
         [*qkv(), None, None, None, seed, *CAUSAL, 0.3, 0.0, 0.1],
         [*qkv(width=4), *none, *CAUSAL, *PLAIN],
+        [*qkv(), *none, *CAUSAL, *PLAIN, None, None, torch.zeros(4, dtype=torch.float64)],
     ):
         assert ATTENTION in operators(*args), args[3:]
 

@@ -28,7 +28,7 @@ def test_every_head_is_computed_once_beside_its_kv_head() -> None:
                 h < 0 or kv[i // slots.heads_per_slot] == h // ratio for i, h in enumerate(q)
             )
             assert sum(h >= 0 for h in kv) == slots.real_slots(rank)
-            assert set(own) <= set(slots.head_ids(rank).tolist())
+            assert set(own) <= set(slots.head_ids(rank, torch.device("cpu")).tolist())
 
 
 def test_the_busiest_rank_has_the_least_to_do() -> None:

@@ -28,7 +28,7 @@ from paradyse.types import Plan
 
 Ranks = Callable[[int], RankPool]
 
-LEVERS = {"attention": "selective", "mlp": "tiled"}
+LEVERS = {"attention": "selective", "mlp": "tiled", "experts": "recompute"}
 """Kind of block -> the lever that is tried on it."""
 
 

@@ -77,12 +77,12 @@ class ChunkedCall:
         ends = accumulate(lengths)
         self.chunks: Runs = tuple((end - n, n) for end, n in zip(ends, lengths, strict=True))
         self.host = axis.session.of(HostMemories)[device]
-        self.spec = make_spec(sizes[WHOLE], *attention.seeded(common[4]).rest)
+        self.spec = make_spec((sizes[WHOLE], sizes[WHOLE]), *attention.seeded(common[4]).rest)
         q, k, v = (x.meta["val"].shape for x in attention.qkv)
         block_id = int(common[3][1])
         self.own = OwnHeads.of(q[1], v[3], Context(self.spec, axis, block_id, k[1], q[3]))
         if axis.size > 1:
-            self.spec = self.own.spec(self.spec)
+            self.spec = self.own.spec(self.spec, device)
 
     @property
     def several(self) -> bool:
@@ -100,7 +100,7 @@ class ChunkedCall:
             return [x.transpose(0, 1) for x in tensors]
         message = self.own.gather([x.transpose(1, 2) for x in tensors])
         one = len(tensors) == 1
-        found = [self.own.output_heads(message)] if one else self.own.heads(message)
+        found = [self.own.output_heads(message)] if one else self.own.heads([message])
         return [by_tokens(x) for x in found]
 
     def scatter(self, rows: Sequence[Tensor]) -> list[Tensor]:

@@ -40,10 +40,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
         out [B, H, s, Dv] in q's dtype, [lse [B, H, s] in ``stat_dtype``].
     """
     axis, spec, exact = at.axis, at.spec, stat_dtype(q.dtype)
-    layout, p, seq_len = axis.layout(spec.seq_len), axis.size, spec.seq_len
-    (b, h, s, _), own = q.shape, layout.runs(axis.rank)
+    (queries, layout), p, seq_len = at.layouts, axis.size, spec.seq_len
+    (b, h, s, _), own = q.shape, queries.runs(axis.rank)
     # The other rows are padding, at the end.
-    rows = sum(max(0, min(n, seq_len - start)) for start, n in own)
+    rows = sum(max(0, min(n, spec.num_queries - start)) for start, n in own)
     q_real = q[:, :, :rows].to(exact) * spec.scale
     scores = q.new_empty((b, h, rows, seq_len), dtype=exact)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradyse.distributed.axis import Axis
+from paradyse.distributed.axis import Axis, TokenLayout
 from paradyse.kernels.attention_core import empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
 
@@ -24,12 +24,20 @@ class Context:
     num_kv_heads: int
     key_width: int
     """D; values may have another width."""
+    across: bool = False
+    """Keys are of another sequence than queries."""
+
+    @property
+    def layouts(self) -> tuple[TokenLayout, TokenLayout]:
+        """Where queries and where keys lie."""
+        return self.axis.layout(self.spec.num_queries), self.axis.layout(self.spec.seq_len)
 
 
 @dataclass(frozen=True)
 class Method:
     """Forward and backward of one way. Tokens are local: s of them on each of the p ranks, in the
-    order of ``TokenLayout.runs``; rows of padding tokens are 0.
+    order of ``TokenLayout.runs``; rows of padding tokens are 0. Keys may be of another sequence,
+    which lies alike: then a rank holds another number of them.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Context], tuple[Tensor, list[Tensor]]]
@@ -43,7 +51,10 @@ class Method:
     this rank's shares of the gradients of bias and sinks; None for no share)."""
     keeps_inputs: bool = True
     """Backward's saved tensors are q, k, v, out and what forward says; else the latter alone."""
-    fake_kept: Callable[[Tensor, Tensor, Tensor, Axis], list[Tensor]] = lambda q, *_: [empty_lse(q)]
-    """(q, k, v, axis) -> empty tensors like those that ``forward`` gives for backward."""
+    fake_kept: Callable[[Tensor, Tensor, Tensor, Axis, bool], list[Tensor]] = lambda q, *_: [
+        empty_lse(q)
+    ]
+    """(q, k, v, axis, whether keys are of another sequence) -> empty tensors like those that
+    ``forward`` gives for backward."""
     steps_alike: bool = False
     """It takes p steps that are alike, of which a dry run needs only a few."""

@@ -36,8 +36,14 @@ METHODS = {
 
 def _context(num_kv_heads: int, key_width: int, axis: str, rest: Sequence[Any]) -> Context:
     """Of ``ARGUMENTS``."""
-    spec, block_id = make_spec(0, *rest), int(rest[INFO_AT][1])
-    return Context(spec, axis_named(axis), block_id, num_kv_heads, key_width)
+    spec, block_id = make_spec((0, 0), *rest), int(rest[INFO_AT][1])
+    across = _is_across(rest)
+    return Context(spec, axis_named(axis), block_id, num_kv_heads, key_width, across)
+
+
+def _is_across(rest: Sequence[Any]) -> bool:
+    """Whether ``info`` says that keys are of another sequence."""
+    return len(rest[INFO_AT]) > 2
 
 
 @torch.library.custom_op(
@@ -53,12 +59,12 @@ def attention_across_ranks(
 
     Args:
         q, k, v: this rank's tokens, [B, H, s, D], [B, Hk, s, D], [B, Hk, s, Dv], in the order of
-            ``TokenLayout.runs``.
+            ``TokenLayout.runs``. Keys of another sequence lie as that does.
         method: a key of ``METHODS``.
         axis: the name for ``axis_named``.
         rest: ``ARGUMENTS``. Masks and bias are of the whole sequence, equal on all ranks; a learned
             bias and sinks get the rank's share of their gradient. info, int64 [2] on the CPU, is
-            required: the sequence's length S, the block id.
+            required: the sequence's length S, the block id; and of another, the number of keys.
     Returns:
         this rank's out [B, H, s, Dv], and what the method's backward needs besides. Rows of padding
         tokens are 0.
@@ -81,6 +87,7 @@ def attention_across_ranks_backward(
     grad_out: Tensor,
     saved: Sequence[Tensor],
     num_kv_heads: int,
+    num_keys: int,
     key_width: int,
     bias_grad: bool,
     method: str,
@@ -92,7 +99,7 @@ def attention_across_ranks_backward(
     Args:
         grad_out: [B, H, s, Dv], of this rank's out.
         saved: what the method's backward needs.
-        num_kv_heads, key_width: Hk and D.
+        num_kv_heads, num_keys, key_width: Hk, of this rank, and D.
         bias_grad: whether the bias needs a gradient.
         method, axis, rest: as of ``attention_across_ranks``.
     Returns:
@@ -117,7 +124,7 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, method: str, axis: str, *rest: Any
 ) -> tuple[Tensor, list[Tensor]]:
     out = empty_like_heads(q, v.shape[-1])
-    return out, METHODS[method].fake_kept(q, k, v, axis_named(axis))
+    return out, METHODS[method].fake_kept(q, k, v, axis_named(axis), _is_across(rest))
 
 
 def _saved(inputs: tuple[Any, ...], outputs: Sequence[Any]) -> list[Tensor]:
@@ -158,6 +165,6 @@ def backward_across_ranks(
     """
     op = torch.ops.paradyse.attention_across_ranks_backward
     saved = _saved((*call.qkv, method), (out, kept))
-    sizes = (call.k.shape[1], call.q.shape[3])
+    sizes = (*call.k.shape[1:3], call.q.shape[3])
     grads: Grads = op(grad_out, saved, *sizes, bias_grad, method, axis.name, *call.rest)
     return grads

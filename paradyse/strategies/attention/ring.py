@@ -39,14 +39,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
 
     Args:
         q: [B, H, s, D], this rank's tokens.
-        k, v: [B, Hk, s, D] and [B, Hk, s, Dv].
+        k, v: [B, Hk, s, D] and [B, Hk, s, Dv]; s is that of the keys' sequence.
         at: the call.
     Returns:
         out [B, H, s, Dv] in q's dtype, [lse [B, H, s] in ``stat_dtype``].
     """
     axis, spec = at.axis, at.spec
-    layout, p = axis.layout(spec.seq_len), axis.size
-    own = layout.runs(axis.rank)
+    (rows, layout), p = at.layouts, axis.size
+    own = rows.runs(axis.rank)
     out: Tensor | None = None
     lse: Tensor | None = None
     message = _pack(k, v)
@@ -71,7 +71,8 @@ def backward(
     """``Method.backward``.
 
     Keys and values go round once more. Their gradients follow one hop behind, each rank adding its
-    share, and take one more hop home. They are summed in ``stat_dtype``.
+    share; the last hop brings them home, where that rank's own share is. They are summed in
+    ``stat_dtype``.
 
     Args:
         grad_out: [B, H, s, Dv].
@@ -84,14 +85,14 @@ def backward(
     """
     q, k, v, out, lse = saved
     axis, spec = at.axis, at.spec
-    layout, p, exact = axis.layout(spec.seq_len), axis.size, stat_dtype(q.dtype)
-    own = layout.runs(axis.rank)
+    (rows, layout), p, exact = at.layouts, axis.size, stat_dtype(q.dtype)
+    own = rows.runs(axis.rank)
     k_own, v_own = k, v
     total_q: Tensor | None = None
     d_bias: Tensor | None = None
     d_sinks = sink_gradient(grad_out, out, lse, spec) if spec.sinks is not None else None
     gradients_under_way: collectives.Pending | None = None
-    message = _pack(k, v)
+    message, kept = _pack(k, v), q.new_empty(0)
     for step in range(p):
         pending = collectives.ring_exchange(message, axis, at.block_id) if step + 1 < p else None
         runs = layout.runs((axis.rank - step) % p)
@@ -104,12 +105,15 @@ def backward(
             return dq, dk, dv, d_bias, d_sinks
         total_q = dq.to(exact) if total_q is None else total_q.add_(dq)
         grads = _pack(dk.to(exact), dv.to(exact))
-        if gradients_under_way is not None:
-            grads += gradients_under_way.wait()
-        gradients_under_way = collectives.ring_exchange(grads, axis, at.block_id)
+        if step == 0:
+            kept = grads  # this rank's keys and values: the others' shares come home to it
+        else:
+            if gradients_under_way is not None:
+                grads += gradients_under_way.wait()
+            gradients_under_way = collectives.ring_exchange(grads, axis, at.block_id)
         if pending is not None:
             message = pending.wait()
             k, v = _unpack(message, k, v)
     assert gradients_under_way is not None and total_q is not None
-    dk, dv = _unpack(gradients_under_way.wait(), k_own, v_own)
+    dk, dv = _unpack(kept.add_(gradients_under_way.wait()), k_own, v_own)
     return total_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias, d_sinks

@@ -25,6 +25,7 @@ from paradyse.strategies.base import Scope
 from paradyse.strategies.groups.heads import deal_heads
 from paradyse.strategies.groups.model import Groups, Leaf, Projection, Unsplittable, Up, Weight
 from paradyse.torch_private import unset_fake_temporarily
+from paradyse.types import EXPERTS
 from paradyse.weights.slices import Form, Rows
 
 aten = torch.ops.aten
@@ -68,7 +69,7 @@ def weight_only(node: fx.Node, scope: Scope, known: dict[fx.Node, bool]) -> bool
         known[node] = is_weight(node) or (
             node.op == "call_function"
             and bool(node.all_input_nodes)
-            and scope.seq not in factors_of(scope, node)
+            and not factors_of(scope, node) & {*scope.tokens}
             and all(weight_only(a, scope, known) for a in node.all_input_nodes)
         )
     return known[node]
@@ -132,6 +133,8 @@ class _Analysis:
 
     def _split_factors(self) -> tuple[Factor | None, Factor | None]:
         """(KV heads, query heads of each); the second is None without GQA, the first with MQA."""
+        if self.block.kind == EXPERTS:
+            raise Unsplittable("its experts are no heads or columns of one projection")
         if self.block.kind == "mlp":
             columns = self.names.of(self.block.down.args[0])[-1]
             if not columns:
@@ -227,7 +230,7 @@ class _Analysis:
             alike = x.op == "call_function" and x.target in _CASTS
             key = (x.target, str(x.args), str(x.kwargs)) if alike else x
             out[up] = x = spelled.setdefault(key, x)
-            if self.scope.seq not in factors_of(self.scope, x):
+            if not factors_of(self.scope, x) & {*self.scope.tokens}:
                 raise Unsplittable(f"{x} has no sequence dim")
             if self.heads & factors_of(self.scope, x):
                 raise Unsplittable(f"{x} carries {self._what()} ahead of the projections")
@@ -368,7 +371,7 @@ class _Analysis:
         if len(at) != 1:
             raise Unsplittable(f"{node} has several dims of {self._what()}")
         dim = dims[at[0]]
-        if any(f in (self.scope.seq, self.scope.batch) for f in dim):
+        if any(f in (*self.scope.tokens, self.scope.batch) for f in dim):
             raise Unsplittable(f"{node} merges {self._what()} and tokens into one dim")
         return Rows(at[0], self._rows(torch.arange(node.meta["val"].shape[at[0]]), dim, pad=False))
 

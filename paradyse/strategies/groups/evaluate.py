@@ -36,7 +36,7 @@ class Segments:
         taken = {*groups.inputs, *groups.slices, *groups.region_weights}
         taken.update(leaf.node for up in groups.ups for leaf in up.leaves)
         others = [n for n in groups.core.inputs if n not in taken]
-        split = [n for n in others if scope.seq in factors_of(scope, n)]
+        split = [n for n in others if factors_of(scope, n) & {*scope.tokens}]
         self.gathered = [*groups.inputs, *(n for n in split if n in pre or may_be_split(n))]
         """Values on local tokens that the core reads."""
         self.replicated = [n for n in others if n not in self.gathered]
@@ -49,21 +49,21 @@ class Segments:
 
 
 def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], fn: Any) -> Tensor:
-    """``fn(x, dim)`` at the sequence dim of ``x``, apart from what is merged into that dim.
+    """``fn(x, dim)`` at the dim of tokens of ``x``, apart from what is merged into that dim.
 
     Args:
         node: whose value ``x`` is.
         sizes: of the factors in ``x``.
         fn: of a tensor and a dim; it may change the size of that dim.
     """
-    dims = scope.names.of(node)
-    at = next(i for i, d in enumerate(dims) if scope.seq in d)
+    dims, seq = scope.names.of(node), scope.sequence_of(node)
+    at = next(i for i, d in enumerate(dims) if seq in d)
     if len(dims[at]) == 1:
         out: Tensor = fn(x, at)
         return out
     inner = [size_of([f], sizes) for f in dims[at]]
     apart = x.reshape([*x.shape[:at], *inner, *x.shape[at + 1 :]])
-    moved: Tensor = fn(apart, at + dims[at].index(scope.seq))
+    moved: Tensor = fn(apart, at + dims[at].index(seq))
     return moved.flatten(at, at + len(inner) - 1)
 
 

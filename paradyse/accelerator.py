@@ -1,0 +1,300 @@
+"""accelerate's Accelerator over sequence-parallel ranks.
+
+``Accelerator`` takes every process for a replica of its own: it splits batches over all of them,
+wraps models in DistributedDataParallel and steps schedulers once for each. Behind the mixin a
+sequence group is one process of it. Nothing of accelerate is imported but by methods that it calls.
+
+It was tried with accelerate 1.15 (``tests/test_accelerator.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
+from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.torch_private import compiled_call_of, original_module
+from paradyse.weights.no_sync import no_sync
+from paradyse.weights.shard import full_state_dict
+from paradyse.weights.sharded_tensor import ShardedTensor
+
+SHARDS = "shards"
+"""Folders in a checkpoint with sharded models and their optimizers begin with this."""
+
+_Accelerator: Any = object
+"""For the type checker: the class that a mixin precedes is the user's choice."""
+
+
+class OverReplicas(_Accelerator):
+    """Put before an Accelerator: each sequence group is one process of it.
+
+    A class of its own, since transformers' Trainer makes its Accelerator itself.
+    """
+
+    sequence_axis: Axis
+    replica_axis: Axis
+
+    @property
+    def num_processes(self) -> int:
+        """Sequence groups."""
+        return self.replica_axis.size
+
+    @property
+    def process_index(self) -> int:
+        """Number of this rank's sequence group."""
+        return self.replica_axis.rank
+
+    def prepare_model(self, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+        """``model`` with autocast and without DistributedDataParallel, as accelerate has it for
+        evaluation; ``device_placement`` and ``kwargs`` as accelerate's."""
+        kwargs["evaluation_mode"] = True
+        return super().prepare_model(model, device_placement, **kwargs)
+
+    def no_sync(self, model: Any) -> Any:
+        """``paradyse.no_sync`` of ``model``."""
+        return no_sync(model)
+
+    def gather(self, tensor: Any) -> Any:
+        """``tensor``, or what is nested in it, of each group once, joined along the first dim."""
+        from accelerate.utils import recursively_apply
+
+        if self.replica_axis.size * self.sequence_axis.size == 1:
+            return super().gather(tensor)  # numbers stay numbers
+
+        def one_of_each_group(everyone: torch.Tensor) -> torch.Tensor:
+            apart = everyone.unflatten(0, (self.replica_axis.size, self.sequence_axis.size, -1))
+            return apart[:, 0].flatten(0, 1)
+
+        return recursively_apply(one_of_each_group, super().gather(tensor))
+
+
+def over_replicas(accelerator: Any, sequence: Axis, replicas: Axis) -> None:
+    """Have ``accelerator``, one of accelerate's, take ``sequence`` groups for processes, of which
+    there are as many as ``replicas``."""
+    kind = type(accelerator)
+    if not issubclass(kind, OverReplicas):
+        accelerator.__class__ = type(f"Replica{kind.__name__}", (OverReplicas, kind), {})
+    accelerator.sequence_axis, accelerator.replica_axis = sequence, replicas
+    data = accelerator.dataloader_config
+    if data.dispatch_batches is None:
+        # Batches of an iterable dataset would be read by rank 0 and split over all ranks.
+        data.dispatch_batches = False
+
+
+class AcceleratorMixin(OverReplicas):
+    """Put before accelerate's Accelerator, it trains over a mesh of sequence-parallel ranks:
+
+        class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):
+            pass
+
+        accelerator = Accelerator(mesh=mesh, gradient_accumulation_steps=4)
+        paradyse.shard(model, mesh)  # optional
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    ``prepare`` compiles models in place with this backend, unless they are compiled already, splits
+    batches over replicas, and steps schedulers once for each replica. ``accumulate``,
+    ``clip_grad_norm_``, autocast, ``gather``, ``gather_for_metrics``, ``reduce``,
+    ``get_state_dict``, ``save_state`` and ``load_state`` do what they do in one process for each
+    replica.
+
+    Args:
+        mesh: as the option of the backend; it must hold every rank. None: one sequence group.
+        backend_options: ``options`` of ``torch.compile(..., backend="paradyse")`` besides ``mesh``.
+        dynamo_backend: "paradyse" or None, which mean the same here. ``accelerate launch`` and its
+            YAML know none but their own list: leave ``dynamo_config`` out there.
+    Raises:
+        ValueError: a mesh without some of the ranks; another ``dynamo_backend``, also of
+            ``accelerate launch``; a plugin that splits models or batches by itself.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(
+        self,
+        *args: Any,
+        mesh: Any = None,
+        backend_options: Mapping[str, Any] | None = None,
+        dynamo_backend: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._backend_options = {"mesh": mesh, **(backend_options or {})}
+        if str(dynamo_backend).lower() not in ("none", "no", "paradyse"):
+            raise ValueError(_other_backend(dynamo_backend))
+        super().__init__(*args, **kwargs)
+        told = self.state.dynamo_plugin.backend.value.lower()
+        if told != "no":
+            raise ValueError(_other_backend(told))
+        kind = self.distributed_type.value
+        if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+            raise ValueError(
+                f"accelerate is told to train by {kind}, which splits models or batches by itself; "
+                "leave its plugin out, also of accelerate's YAML, and give "
+                "paradyse.AcceleratorMixin a mesh"
+            )
+        if self.dataloader_config.dispatch_batches or self.dataloader_config.split_batches:
+            raise ValueError(
+                "dataloader_config sets dispatch_batches or split_batches, which deals batches to "
+                "processes; leave them out: ranks of a sequence group share each batch"
+            )
+        sequence, replicas = resolve_axis(mesh), resolve_replicas(mesh)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if sequence.size * replicas.size != world:
+            raise ValueError(
+                f"the mesh holds {sequence.size * replicas.size} of {world} ranks; Accelerator "
+                "runs on all of them: give a mesh over the world"
+            )
+        over_replicas(self, sequence, replicas)
+
+    @property
+    def num_processes(self) -> int:
+        """Sequence groups; ranks until they are known."""
+        known = "replica_axis" in vars(self)
+        return self.replica_axis.size if known else self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Number of this rank's sequence group; of the rank until they are known."""
+        known = "replica_axis" in vars(self)
+        return self.replica_axis.rank if known else self.state.process_index
+
+    def prepare_model(self, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+        """``model``, compiled in place; ``device_placement`` and ``kwargs`` as accelerate's."""
+        model = super().prepare_model(model, device_placement, **kwargs)
+        if compiled_call_of(model) is None and original_module(model) is model:
+            model.compile(backend="paradyse", options=self._backend_options)
+        return model
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """accelerate's ``scheduler``, which steps once for each replica, not for each rank."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True  # one step of its own for each call
+        times, step = self.replica_axis.size, prepared.step
+
+        def step_for_each_replica(*args: Any, **kwargs: Any) -> None:
+            for _ in range(times):
+                total = getattr(prepared.scheduler, "total_steps", None)
+                if total is None or prepared.scheduler._step_count <= total:
+                    step(*args, **kwargs)
+
+        prepared.step = step_for_each_replica
+        return prepared
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """``tensor``, or what is nested in it, of each group once: the sum, or with ``reduction``
+        "mean" the mean, times ``scale``."""
+        from accelerate.utils import recursively_apply
+
+        if reduction not in ("sum", "mean"):
+            return super().reduce(tensor, reduction, scale)
+        num = self.sequence_axis.size * (self.num_processes if reduction == "mean" else 1)
+        total = super().reduce(tensor, "sum", scale)
+
+        def shared(x: torch.Tensor) -> torch.Tensor:
+            return x / num if x.is_floating_point() or x.is_complex() else x // num
+
+        return recursively_apply(shared, total)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """``input_data`` of each group once, without what fills up the last batch.
+
+        Args:
+            input_data: tensors [B, ...], nested or not.
+            use_gather_object: not supported.
+        Raises:
+            ValueError: there is something else than tensors, which accelerate would gather of every
+                rank.
+        """
+        from accelerate.utils import recursively_apply
+
+        try:
+            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object:
+            raise ValueError(
+                "gather_for_metrics of other things than tensors has those of every rank, and "
+                "ranks of a sequence group have the same: give tensors, or call "
+                "torch.distributed.all_gather_object and take one of each group "
+                "(paradyse.replica_of)"
+            )
+        return super().gather_for_metrics(input_data)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """``paradyse.full_state_dict`` of a sharded ``model``, whole on every rank; any other as
+        accelerate gives it, with ``unwrap`` as there."""
+        if is_sharded(model):
+            return full_state_dict(model, cpu=True)
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's, of ``output_dir``; of sharded models and their optimizers each rank writes
+        its rows, as ``paradyse.save_checkpoint`` does. ``args`` and ``kwargs`` as accelerate's.
+        """
+        with self._without_sharded() as sharded:
+            folder = super().save_state(output_dir, *args, **kwargs)
+        for i, (model, optimizer) in enumerate(sharded):
+            save_checkpoint(Path(folder, f"{SHARDS}_{i}"), model, optimizer, step=self.step)
+        return folder
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """What ``save_state`` wrote to ``input_dir``; ``args`` and ``kwargs`` as accelerate's.
+
+        Raises:
+            ValueError: no folder is named, and models are sharded.
+        """
+        with self._without_sharded() as sharded:
+            if sharded and input_dir is None:
+                raise ValueError(
+                    "load_state() of a sharded model needs the folder: give what save_state gave"
+                )
+            super().load_state(input_dir, *args, **kwargs)
+        for i, (model, optimizer) in enumerate(sharded):
+            load_checkpoint(Path(input_dir, f"{SHARDS}_{i}"), model, optimizer)
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Any]]]:
+        """Sharded models with their optimizers, of which accelerate knows nothing meanwhile."""
+        models, optimizers = self._models, self._optimizers
+        sharded = [m for m in models if is_sharded(m)]
+        pairs = [(m, _optimizer_of(m, optimizers)) for m in sharded]
+        theirs = {id(o) for _, o in pairs}
+        self._models = [m for m in models if not is_sharded(m)]
+        self._optimizers = [o for o in optimizers if id(plain_optimizer(o)) not in theirs]
+        try:
+            yield pairs
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some parameter of ``model`` is."""
+    return any(isinstance(p, ShardedTensor) for p in model.parameters())
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The one inside accelerate's ``optimizer``."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _optimizer_of(model: nn.Module, optimizers: Any) -> torch.optim.Optimizer | None:
+    mine = {id(p) for p in model.parameters()}
+    for optimizer in map(plain_optimizer, optimizers):
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    return None
+
+
+def _other_backend(told: Any) -> str:
+    return (
+        f"accelerate is told to compile with dynamo_backend={told!r}; behind "
+        'paradyse.AcceleratorMixin models are compiled with "paradyse": leave it out, also of '
+        "accelerate's YAML and of ACCELERATE_DYNAMO_BACKEND"
+    )

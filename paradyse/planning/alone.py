@@ -1,0 +1,96 @@
+"""Every rank computes the whole: for sequences so short that messages cost more than they save.
+
+Splitting a short sequence divides microseconds of arithmetic and adds messages to every block.
+Under such a plan all ranks compute the same, and only the gradients of weights cross them, once,
+so that all go on from the same bits. It is a plan for all blocks and the head or for none, as
+nothing lies split between them; weights have to be whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paradyse.config import AUTO
+from paradyse.planning.planner import Planner, describe_workload
+from paradyse.planning.prior import prior_cost
+from paradyse.types import REPLICATED, Plan, Point, Workload
+
+SHARDED = "weights are sharded over the ranks, and none has all of them"
+REPLICAS = "ranks are arranged in replicas, of which each averages gradients with the others"
+SHARES = "blocks of one plan are computed either all whole on every rank or none"
+
+
+class Alone:
+    """Weighs computing the whole on every rank against the plans of one planner.
+
+    Args:
+        planner: of several ranks.
+        refused: why its program cannot be computed so; "": it can.
+    """
+
+    def __init__(self, planner: Planner, refused: str = "") -> None:
+        self.planner, self.refused = planner, refused
+        self._ran_out: set[Workload] = set()
+
+    def plan(self, workload: Workload) -> Plan:
+        """The plan of all blocks under which every rank computes all of ``workload``."""
+        plain = Point(REPLICATED)
+        again = plain.on_demand() if workload.training else plain
+        blocks = self.planner.blocks
+        return Plan(tuple(str(again if b.recompute else plain) for b in blocks), REPLICATED)
+
+    @property
+    def offered(self) -> bool:
+        """Whether ``settle`` may choose it: the plan is left open, and nothing is in the way."""
+        options = self.planner.options
+        is_open = options.plan == AUTO and REPLICATED in options.strategies
+        return is_open and not self.refused and bool(self.planner.blocks)
+
+    def settle(self, plan: Plan, workload: Workload) -> Plan:
+        """The planner's ``plan`` for ``workload``, or the one of ``plan`` where it is asked for, or
+        predicted to be faster by more than the planner's smoothing and to fit.
+
+        Raises:
+            ValueError: some blocks of ``plan``, not all, are to be computed whole on every rank, or
+                they cannot.
+        """
+        asked = [Point.parse(s).strategy == REPLICATED for s in plan.strategies]
+        if self.planner.num_ranks == 1 or not asked:
+            return plan
+        if any(asked):
+            problem = "" if all(asked) else SHARES
+            if problem := problem or self.refused:
+                raise ValueError(
+                    f"option 'plan': {REPLICATED!r} is no plan for {describe_workload(workload)}: "
+                    f"{problem}; give other strategies, or 'auto'"
+                )
+            return replace(plan, head=REPLICATED)
+        return self.plan(workload) if self._is_faster(plan, workload) else plan
+
+    def ran_out(self, workload: Workload) -> None:
+        """Memory did not do for ``workload``."""
+        self._ran_out.add(workload)
+
+    def _is_faster(self, plan: Plan, workload: Workload) -> bool:
+        if not self.offered or workload in self._ran_out:
+            return False
+        planner, alone = self.planner, self.plan(workload)
+        if any("+" in s for s in plan.strategies) and not any("+" in s for s in alone.strategies):
+            return False  # memory is short as it is
+        (time_s, _), (alone_s, peak) = (planner.predict(p, workload) for p in (plan, alone))
+        alone_s *= self._off_by(plan, workload)
+        fits = peak <= planner.memory_limit(workload.dtype)
+        return fits and alone_s * (1 + planner.options.smoothing) < time_s
+
+    def _off_by(self, plan: Plan, workload: Workload) -> float:
+        """How many times longer the blocks of ``plan`` take by a profile than by the prior, which
+        is all that there is of blocks alone."""
+        planner = self.planner
+        if planner.cost_model is None:
+            return 1.0
+        machine = planner.machine(workload.dtype)
+        pairs = list(zip(planner.blocks, plan.strategies))
+        costs = planner.predicted_costs(workload)
+        measured_s = sum(costs[i][s].time_s for i, (_, s) in enumerate(pairs))
+        prior_s = sum(prior_cost(b, s, workload, machine, False).time_s for b, s in pairs)
+        return measured_s / prior_s

@@ -1,0 +1,191 @@
+"""``metp`` of a block of experts: the rank's own rows, and one group of experts after the other.
+
+No token leaves its rank. The weights of a group come from the rank that holds them while the group
+before is computed, and backward computes each group again, so that what is between an expert's
+matmuls exists for one group at a time. Saved are the rows, in the order of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.graph.subgraph import Piece, cast_of
+from paradyse.strategies.base import Scope, StepContext, Uses, gradients
+from paradyse.strategies.experts.exchange import FEWEST, num_rows_of
+from paradyse.strategies.experts.model import split_experts
+from paradyse.strategies.experts.rows import ExpertRows
+from paradyse.strategies.weight_stream import GroupTensors
+from paradyse.strategies.work import PIECE_OPS, Work
+from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.unshard import fits
+
+
+class StreamedExpertsVariant:
+    """A block of experts computed group by group on local tokens."""
+
+    def __init__(self, scope: Scope, block: Any, piece: Piece):
+        self.scope = scope
+        self.groups = groups = split_experts(scope, block)
+        self.rows = ExpertRows(scope, groups, piece)
+        self.used = [g for g, (first, end) in enumerate(groups.bounds) if end > first]
+        self.casts = [cast_of(piece, n) for n in groups.forms]
+        around = [*self.rows.before.uses, *self.rows.after.uses]
+        self.uses: Uses = list(dict.fromkeys([*around, *groups.forms.items()]))
+
+    def __call__(self, step: StepContext) -> Any:
+        values = self.rows.take_rows(step)
+        rows = [values[n] for n in self.groups.rows]
+        counts = num_rows_of(values[self.groups.ends], len(rows[0]))
+        tensors = [*rows, *self._weights(step)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            result = _Stream.apply(self, step, counts, *tensors)
+        else:
+            result = self.forward_groups(step, counts, tensors, [False] * len(tensors))
+        return self.rows.put_back(step, {**values, self.groups.result: result})
+
+    def _weights(self, step: StepContext) -> list[Tensor]:
+        """Whole weights, and shards where each rank holds the rows of its group: they stream."""
+        found = []
+        for node, form in self.groups.forms.items():
+            x = step.raw(node)
+            streams = isinstance(x, ShardedTensor) and fits(x, form)
+            found.append(x if streams else step.weights([(node, None)])[0])
+        return found
+
+    def forward_groups(
+        self,
+        step: StepContext,
+        counts: Sequence[int],
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+    ) -> Tensor:
+        """What the experts give for all rows.
+
+        Args:
+            step: the step.
+            counts: rows of each expert.
+            tensors: the rows, then the weights, whole or sharded by groups.
+            needs: which need gradients; groups then run as they will in backward, so that nothing
+                is compiled twice.
+        """
+        n = len(self.groups.rows)
+        taken, parts = self._taken(step, tensors[n:]), []
+        for group in self.used:
+            weights = taken.take(group, needs[n:])
+            with torch.set_grad_enabled(any(needs)):
+                y, num = self._group(step, counts, group, tensors[:n], needs[:n], weights)[:2]
+            parts.append(y.detach()[:num])
+        return torch.cat(parts)
+
+    def backward_groups(
+        self,
+        step: StepContext,
+        counts: Sequence[int],
+        tensors: Sequence[Tensor],
+        grad: Tensor,
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """Gradients of ``tensors``, each group computed again.
+
+        Args:
+            step, counts, tensors, needs: as ``forward_groups`` had them.
+            grad: of what it gave.
+        """
+        n = len(self.groups.rows)
+        taken = self._taken(step, tensors[n:])
+        parts: list[list[Tensor]] = [[] for _ in range(n)]
+        at = 0
+        for group in self.used:
+            weights = taken.take(group, needs[n:])
+            with torch.enable_grad():
+                y, num, leaves = self._group(step, counts, group, tensors[:n], needs[:n], weights)
+            given = _with_missing(grad[at : at + num], len(y) - num)
+            at += num
+            where = [i for i, need in enumerate(needs) if need]
+            inputs = [*leaves, *weights]
+            found = gradients([y], [given], [inputs[i] for i in where])
+            for i, g in zip(where, found, strict=True):
+                if i < n:
+                    parts[i].append(torch.zeros_like(leaves[i])[:num] if g is None else g[:num])
+                else:
+                    taken.add(group, [i - n], [g])
+            del y
+            taken.send(group)
+        of_rows = [torch.cat(p) if p else None for p in parts]
+        return [*of_rows, *taken.gradients()]
+
+    def _group(
+        self,
+        step: StepContext,
+        counts: Sequence[int],
+        group: int,
+        rows: Sequence[Tensor],
+        needs: Sequence[bool],
+        weights: Sequence[Tensor],
+    ) -> tuple[Tensor, int, list[Tensor]]:
+        """What ``group`` gives, with its missing rows at the end; how many rows are there; and the
+        rows that it read."""
+        (first, end), most = self.groups.bounds[group], len(self.groups.dealt[0])
+        mine = [*counts[first:end], *[0] * (most - end + first)]
+        start, num = sum(counts[:first]), sum(mine)
+        missing = max(0, FEWEST - num)
+        mine[-1] += missing
+        leaves = [
+            _with_missing(x.detach()[start : start + num], missing).requires_grad_(need)
+            for x, need in zip(rows, needs, strict=True)
+        ]
+        on = {"device": leaves[0].device}
+        numbers = torch.tensor(mine, **on)
+        in_order = torch.arange(most, **on).repeat_interleave(numbers, output_size=num + missing)
+        ends = numbers.cumsum(0, dtype=torch.int32)
+        return self.rows(step, leaves, in_order, ends, weights), num, leaves
+
+    def _taken(self, step: StepContext, weights: Sequence[Tensor]) -> GroupTensors:
+        forms = list(self.groups.forms.values())
+        return GroupTensors(weights, forms, self.used, step.block_id, self.casts, step.sync.later)
+
+
+def _with_missing(rows: Tensor, num_missing: int) -> Tensor:
+    """``rows`` with so many of zeros behind them, in memory of their own."""
+    zeros = rows.new_zeros(num_missing, *rows.shape[1:])
+    return torch.cat([rows, zeros]) if num_missing else rows.contiguous()
+
+
+class _Stream(torch.autograd.Function):
+    """All groups, with what backward does written out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        variant: StreamedExpertsVariant,
+        step: StepContext,
+        counts: Sequence[int],
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.of = variant, step, counts
+        ctx.save_for_backward(*tensors)
+        return variant.forward_groups(step, counts, tensors, ctx.needs_input_grad[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        variant, *of = ctx.of
+        tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[3:]
+        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs)
+
+
+def count_streamed_experts(work: Work) -> None:
+    """One group of experts after the other, in backward again.
+
+    Args:
+        work: of a block of experts.
+    """
+    p, back, rows_bytes = work.p, work.back, work.x_bytes * work.block.experts_per_token
+    work.project_here(1 + 3 * back)
+    work.num_ops += (p + 1) * PIECE_OPS * (1 + 2 * back)
+    work.saved_bytes += 2 * rows_bytes
+    work.workspace_bytes += work.between_bytes / p * (1 + back) + 2 * rows_bytes

@@ -1,0 +1,57 @@
+"""Which tiles a call is launched with: those of a device's table, else the package's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paradyse.kernels import flash_plan
+from paradyse.kernels.flash_plan import Config, Configs, configs_for, load_tiles, tile_row
+
+HOPPER = (9, 0)
+FOUND = Configs(Config(256, 64, 8, 4, 2), Config(32, 64, 4, 1), Config(64, 16, 8, 2))
+
+
+def table(tmp_path: Path, *keys: flash_plan.TileKey) -> Path:
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps({"rows": [tile_row(key, FOUND) for key in keys]}))
+    return path
+
+
+def test_measured_tiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = configs_for(HOPPER, 2, 64, False)
+    path = table(tmp_path, (HOPPER, 2, 64))
+    assert load_tiles(path) == {(HOPPER, 2, 64): FOUND}
+    monkeypatch.setenv(flash_plan.TILES_VARIABLE, str(path))
+    for width in (16, 40, 64):  # of which tiles are as wide
+        assert configs_for(HOPPER, 2, width, False) == FOUND
+    monkeypatch.delenv(flash_plan.TILES_VARIABLE)
+    assert configs_for(HOPPER, 2, 64, False) == own != FOUND
+
+
+@pytest.mark.parametrize("other", [((10, 0), 2, 64), (HOPPER, 4, 64), (HOPPER, 2, 128)])
+def test_tiles_of_another_device_dtype_or_width_are_not_taken(
+    other: flash_plan.TileKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = configs_for(HOPPER, 2, 64, False)
+    monkeypatch.setenv(flash_plan.TILES_VARIABLE, str(table(tmp_path, other)))
+    assert configs_for(HOPPER, 2, 64, False) == own
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": [{}]}', '{"rows": [{"capability": [9]}]}'])
+def test_a_file_that_is_no_table_says_so(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    monkeypatch.setenv(flash_plan.TILES_VARIABLE, str(path))
+    with pytest.raises(ValueError, match="cannot read this as a table of tiles.*tile_sweep"):
+        configs_for(HOPPER, 2, 64, False)
+
+
+def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(flash_plan.TILES_VARIABLE, "/no/such/file")
+    with pytest.raises(ValueError, match=r"^/no/such/file: .*FileNotFoundError"):
+        configs_for(HOPPER, 2, 64, False)

@@ -1,0 +1,59 @@
+"""Experts that are written out become operators, and give the same."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from expert_graphs import NUM_EXPERTS, Matmul, expert_inputs, experts, fallback, folded, pytorch
+from pass_graphs import context, operators, run, trace
+from torch import Tensor
+
+from paradyse.passes.fold_experts import fold_experts
+
+IDS = {
+    "some": torch.tensor([[0, 3], [3, 1], [4, 3], [1, 0], [0, 4], [4, 1], [3, 0]]),
+    "one has all": torch.full((7, 1), 2),
+    "one token": torch.tensor([[4, 1]]),
+}
+"""Experts of tokens; each leaves out at least one."""
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+@pytest.mark.parametrize(
+    ("matmul", "dtype"), [(fallback, torch.float64), (pytorch, torch.bfloat16)]
+)
+def test_the_same_is_computed(matmul: Matmul, dtype: torch.dtype, ids: Tensor) -> None:
+    inputs = expert_inputs(ids, dtype)
+    fn = partial(experts, matmul=matmul)
+    ctx, gm, count = folded(fn, *inputs)
+    assert count == 2 and not ctx.notes
+    found = operators(gm)
+    assert (found["route_rows"], found["take_rows"], found["grouped_mm"]) == (1, 3, 2)
+    gone = ("sort", "histc", "cumsum", "index", "index_put", "floor_divide", "empty_like", "arange")
+    assert not any(found[name] for name in gone)
+    torch.testing.assert_close(run(gm, *inputs), fn(*inputs))
+
+
+def test_one_sort_serves_experts_that_share_their_ids() -> None:
+    def twice(x: Tensor, ids: Tensor, scores: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        y: Tensor = experts(x, ids, scores, up, down)
+        return y + experts(x, ids.flip(0), scores, up, down)
+
+    inputs = expert_inputs(IDS["some"])
+    _, gm, count = folded(twice, *inputs)
+    assert count == 4 and operators(gm)["route_rows"] == 2
+    torch.testing.assert_close(run(gm, *inputs), twice(*inputs))
+
+
+def test_counts_that_are_not_those_of_the_rows_are_refused_by_name() -> None:
+    """Bins that are wider than one expert: what a matmul reads then are not the ends of experts."""
+    inputs = expert_inputs(IDS["some"])
+    fn = partial(experts, most=NUM_EXPERTS + 3)
+    ctx, gm = context(), trace(fn, *inputs)
+    before = operators(gm)
+    assert fold_experts(gm, ctx) == 0
+    assert operators(gm) == before
+    assert len(ctx.notes) == 2
+    assert all("rows of experts stay as they are" in note for note in ctx.notes)

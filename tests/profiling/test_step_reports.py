@@ -1,0 +1,131 @@
+"""Every call tells what it did: plan, sizes, predictions and times, once, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from models import make_batch, make_model
+
+import paradyse
+from paradyse.types import Plan, Workload
+
+
+def by_length(workload: Workload) -> Plan:
+    long = workload.seq_len > 15
+    return Plan(("metp" if long else "ulysses_z", "megatron_ts+recompute") * 2)
+
+
+def watched(plan: Any) -> list[dict[str, Any]]:
+    model = make_model("llama")
+    compiled = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": "eager"})
+    seen: list[paradyse.StepReport] = []
+    paradyse.on_step(model, seen.append)
+    assert paradyse.stats(model).last is None
+    for length in (13, 22, 13, 13):
+        compiled(**make_batch("plain", 2, length)).loss.backward()
+    with torch.no_grad():
+        compiled(**make_batch("plain", 1, 9))
+    compiled(**make_batch("plain", 3, 11))  # without a backward
+    assert len(seen) == 5
+    compiled(**make_batch("plain", 2, 13)).loss.backward()
+    last = paradyse.stats(compiled).last
+    assert last is seen[-1]
+    return [
+        {
+            "number": s.number,
+            "sizes": (s.batch, s.seq_len),
+            "strategies": s.plan.strategies,
+            "levers": s.levers,
+            "switched": s.switched,
+            "switches": s.num_switches,
+            "trained": s.trained,
+            "predicted": s.predicted_s is not None and s.predicted_bytes is not None,
+            "times": (s.forward_s, s.time_s),
+            "scalars": s.scalars(),
+            "mask": s.mask,
+            "text": str(s),
+        }
+        for s in seen
+    ]
+
+
+def test_calls_are_told_of_in_order(pool2: RankPool) -> None:
+    for seen in pool2.run(watched, by_length, timeout_s=120):
+        assert [s["number"] for s in seen] == [1, 2, 3, 4, 5, 6, 7]
+        assert [s["sizes"][1] for s in seen] == [13, 22, 13, 13, 9, 11, 13]
+        assert [s["sizes"][0] for s in seen] == [2, 2, 2, 2, 1, 3, 2]
+        assert [s["trained"] for s in seen] == [True] * 4 + [False, False, True]
+        assert [s["switched"] for s in seen[:4]] == [False, True, True, False]
+        assert [s["switches"] for s in seen[:4]] == [0, 1, 2, 2]
+        assert seen[1]["strategies"][0] == "metp" and seen[2]["strategies"][0] == "ulysses_z"
+        assert seen[0]["levers"] == ("recompute",) and "causal" in seen[0]["mask"]
+        assert not any(s["predicted"] for s in seen)
+        for s in seen:
+            forward, whole = s["times"]
+            assert 0 < forward and (forward < whole if s["trained"] else forward == whole)
+            assert s["scalars"]["paradyse/seq_len"] == s["sizes"][1]
+            rate = s["sizes"][0] * s["sizes"][1] / whole
+            assert s["scalars"]["paradyse/tokens_per_s"] == pytest.approx(rate)
+        assert "length 22, metp and megatron_ts with recompute" in seen[1]["text"]
+
+
+def test_auto_says_what_it_predicted(pool2: RankPool) -> None:
+    for seen in pool2.run(watched, "auto", timeout_s=120):
+        assert all(s["predicted"] and s["scalars"]["paradyse/predicted_s"] > 0 for s in seen)
+
+
+def ended() -> tuple[int, int]:
+    model = make_model("llama")
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    first: list[Any] = []
+    second: list[Any] = []
+    remove = paradyse.on_step(compiled, first.append)
+    paradyse.on_step(model, second.append)
+    for _ in range(3):
+        compiled(**make_batch("plain", 2, 9)).loss.backward()
+        remove()
+    return len(first), len(second)
+
+
+def test_who_has_seen_enough_is_told_no_more(pool1: RankPool) -> None:
+    assert pool1.run(ended, timeout_s=120) == [(1, 3)]
+
+
+def failing() -> tuple[list[int], list[int]]:
+    """A call that raises is counted, and not told of; the loop goes on."""
+    model = make_model("llama")
+    compiled = torch.compile(model, backend="paradyse", options={"plan": odd, "inner": "eager"})
+    seen: list[int] = []
+    paradyse.on_step(model, lambda step: seen.append(step.seq_len))
+    lengths = [13, 14, 13]
+    raised = []
+    for length in lengths:
+        try:
+            compiled(**make_batch("plain", 2, length)).loss.backward()
+        except Exception as e:
+            assert "even" in str(e)
+            raised.append(length)
+    return seen, raised
+
+
+def odd(workload: Workload) -> Plan:
+    if workload.seq_len % 2 == 0:
+        raise ValueError("even")
+    return Plan(("metp",) * 4)
+
+
+def test_a_call_that_raises_is_not_told_of(pool2: RankPool) -> None:
+    for seen, raised in pool2.run(failing, timeout_s=120):
+        assert seen == [13, 13] and raised == [14]
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"give a torch\.nn\.Module, not str"):
+        paradyse.on_step("model", print)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameters"):
+        paradyse.on_step(torch.nn.ReLU(), print)
+    with pytest.raises(ValueError, match="a function of a StepReport, not 3"):
+        paradyse.on_step(torch.nn.Linear(2, 2), 3)  # type: ignore[arg-type]

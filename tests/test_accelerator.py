@@ -1,0 +1,227 @@
+"""accelerate's loop over ranks: everything prepared, and each figure as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from models import make_batch, make_model, whole
+from test_trainer import fresh_accelerate
+from torch import Tensor
+
+EXACT = 1e-5
+"""Relative, of float32 losses after a few steps of AdamW."""
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of one length each batch, lengths that vary over batches."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(i)
+        ids = torch.randint(96, (13 + 2 * (i // 4),), generator=g)
+        return {"input_ids": ids, "labels": ids}
+
+
+def loop(accelerator: Any, model: Any, num: int, folder: str = "") -> dict[str, Any]:
+    """A loop as accelerate's documents have it: ``num`` batches, two to a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
+    loader: Any = torch.utils.data.DataLoader(Rows(), batch_size=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+    for _, batch in zip(range(num), loader, strict=False):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                found["norms"].append(norm.item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        gathered = accelerator.gather_for_metrics(loss.detach().repeat(len(batch["input_ids"])))
+        found["losses"].append(gathered.mean().item())
+        found["rates"].append(scheduler.get_last_lr()[0])
+    found["samples"] = accelerator.reduce(torch.tensor(2), "sum").item()
+    found["batches"] = len(loader)
+    if folder:
+        accelerator.save_state(folder)
+        with torch.no_grad():
+            before = {n: whole(p).clone() for n, p in model.named_parameters()}
+            for p in model.parameters():
+                p.mul_(2)
+        accelerator.load_state(folder)
+        same = [torch.equal(whole(p), before[n]) for n, p in model.named_parameters()]
+        found["restored"] = all(same) and bool(same)
+        found["names"] = {*accelerator.get_state_dict(model)} >= {*before}
+    return found
+
+
+def plain(accumulate: int = 2) -> dict[str, Any]:
+    import accelerate
+
+    with fresh_accelerate():
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        return loop(accelerator, make_model("llama"), 6)
+
+
+def over_ranks(sharded: bool, folder: str, shape: tuple[int, int] = (1, 2)) -> dict[str, Any]:
+    import accelerate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+    with fresh_accelerate():
+        model = make_model("llama")
+        if sharded:
+            paradyse.shard(model, mesh)
+        options = {"inner": "eager"}
+        how: dict[str, Any] = {"mesh": mesh, "backend_options": options, "cpu": True}
+        told = {"dynamo_backend": "paradyse"} if sharded else {}
+        accelerator = Accelerator(**how, **told, gradient_accumulation_steps=2)
+        return loop(accelerator, model, 6, folder)
+
+
+@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_everything_is_prepared(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
+    want = plain()
+    for found in pool2.run(over_ranks, sharded, str(tmp_path / "state"), timeout_s=200):
+        for name in ("losses", "norms", "rates"):
+            assert found[name] == pytest.approx(want[name], rel=EXACT), name
+        assert found["samples"] == 2 and found["batches"] == want["batches"] == 7
+        assert found["restored"] and found["names"]
+
+
+@pytest.mark.slow
+def test_two_groups_share_the_batches(pool4: RankPool) -> None:
+    """Each takes half of them: a scheduler steps twice, as with two processes of accelerate."""
+    want = plain(accumulate=4)
+    for found in pool4.run(over_ranks, True, "", (2, 2), timeout_s=300):
+        assert found["batches"] == 4 and found["samples"] == 4
+        pairs = [sum(want["losses"][i : i + 2]) / 2 for i in (0, 2, 4)]  # the last after a step
+        assert found["losses"][:3] == pytest.approx(pairs, rel=EXACT)
+        assert found["norms"][0] == pytest.approx(want["norms"][0], rel=EXACT)
+        assert found["rates"][1] == pytest.approx(1e-2 * 0.9**2)
+
+
+REFUSED: Mapping[str, Any] = {
+    "inductor": ({"dynamo_backend": "inductor"}, "leave it out"),
+    "by environment": ({"environment": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
+    "dispatched": ({"dispatch_batches": True}, "share each batch"),
+}
+
+
+def refused(how: dict[str, Any]) -> str:
+    import accelerate
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    how = dict(how)
+    with fresh_accelerate(), pytest.MonkeyPatch.context() as patch:
+        if "environment" in how:
+            patch.setenv("ACCELERATE_DYNAMO_BACKEND", how.pop("environment"))
+        if how.pop("dispatch_batches", False):
+            how["dataloader_config"] = accelerate.DataLoaderConfiguration(dispatch_batches=True)
+        with pytest.raises(ValueError) as error:
+            Accelerator(cpu=True, **how)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_splits_batches_or_models_is_refused(case: str, pool2: RankPool) -> None:
+    how, says = REFUSED[case]
+    for text in pool2.run(refused, how):
+        assert says in text, text
+
+
+def things() -> str:
+    import accelerate
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    with fresh_accelerate():
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ValueError) as error:
+            accelerator.gather_for_metrics(["a", "b"])
+    return str(error.value)
+
+
+def test_things_of_every_rank_are_not_taken_for_those_of_groups(pool2: RankPool) -> None:
+    for text in pool2.run(things):
+        assert "give tensors" in text
+
+
+def generated(inplace: bool, sharded: bool) -> list[tuple[bool, int, list[str]]]:
+    """Whether tokens are one process's, how many graphs there are, and what was logged."""
+    import logging
+
+    import paradyse
+
+    plain, model = (make_model("llama", use_cache=True).eval() for _ in range(2))
+    for m in (plain, model):
+        m.generation_config.pad_token_id = 0
+    if sharded:
+        paradyse.shard(model)
+    options = {"inner": "eager"}
+    call = model
+    if inplace:
+        model.compile(backend="paradyse", options=options)
+    else:
+        call = torch.compile(model, backend="paradyse", options=options)
+    ids = make_batch("plain", 2, 9)["input_ids"]
+    seen: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logs = [logging.getLogger(n) for n in ("paradyse", "torch._dynamo")]
+    for log in logs:
+        log.addHandler(handler)
+    found = []
+    try:
+        for how in ({}, {"do_sample": True, "top_k": 20}, {"use_cache": False}):
+            tokens = []
+            for m in (call, plain):
+                torch.manual_seed(7)
+                tokens.append(m.generate(ids, max_new_tokens=12, **{"do_sample": False, **how}))
+            found.append((torch.equal(*tokens), tokens[0].shape[1], list(seen)))
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_generate(inplace: bool, sharded: bool, pool2: RankPool) -> None:
+    """Greedy, sampled, without a cache; whichever way the model was compiled."""
+    for found in pool2.run(generated, inplace, sharded, timeout_s=300):
+        assert len(found) == 3
+        for same, length, seen in found:
+            assert same and length == 21
+            assert len(seen) <= 3, seen
+            assert not any("recompile_limit" in text for text in seen)
+
+
+def test_generate_on_shards(pool2: RankPool) -> None:
+    """The quick one: called as people do after ``torch.compile``, outside of any graph."""
+    for found in pool2.run(generated, False, True, timeout_s=200):
+        assert all(same for same, _, _ in found)
+        assert len(found[-1][2]) <= 1, found[-1][2]

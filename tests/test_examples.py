@@ -1,0 +1,99 @@
+"""The examples, started as their first lines say: two ranks have the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_trainer import EXACT
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+LONGEST = 301
+"""Divides by no number of ranks; some files are shorter."""
+SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "lora")
+NEEDS = {"lora": "peft", "accelerate_loop": "accelerate"}
+FIXED = ("--plan", "ulysses_z")
+"""Two starts of auto may plan, and round, differently."""
+
+Rows = list[dict[str, float]]
+
+
+def start(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """What ``command`` prints, which must succeed."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def options(out: Path, steps: int = 4) -> list[str]:
+    given = ["--out", str(out), "--longest", str(LONGEST), "--steps", str(steps)]
+    return [*given, "--inner", "eager"]
+
+
+def torchrun(num: int) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launch, "--nproc-per-node", str(num)]
+
+
+def losses(out: Path) -> Rows:
+    rows: Rows = json.loads((out / "losses.json").read_text())
+    return rows
+
+
+def same(got: Rows, want: Rows) -> None:
+    assert len(got) == len(want) >= 4
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine == pytest.approx(theirs, rel=EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    script, one, two = str(EXAMPLES / f"{name}.py"), tmp_path / "one", tmp_path / "two"
+    start([sys.executable, script, *options(one)], tmp_path)
+    start([*torchrun(2), script, *options(two), *FIXED], tmp_path)
+    same(losses(two), losses(one))
+    assert len({row.get("loss") for row in losses(one)}) > 2  # it does train
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    scripts = {f.stem for f in EXAMPLES.glob("*.py")} - {"common"}
+    assert scripts == {*SCRIPTS}
+
+
+WORKFLOWS = ROOT / "docs" / "workflows.md"
+
+
+def rows() -> list[Any]:
+    """Of the table of workflows: what is done, and what shows it."""
+    lines = re.findall(r"^\| (.+?) \| `(.+?)` \|$", WORKFLOWS.read_text(), re.MULTILINE)
+    return [pytest.param(what, shown, id=what) for what, shown in lines]
+
+
+def test_there_are_thirty_workflows() -> None:
+    assert len({row.values[0] for row in rows()}) >= 30
+
+
+@pytest.mark.parametrize(("what", "shown"), rows())
+def test_a_workflow_has_its_script_or_test(what: str, shown: str) -> None:
+    path, _, test = shown.partition("::")
+    assert (ROOT / path).is_file(), shown
+    if test:
+        assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE), shown
