@@ -18,9 +18,10 @@ from paradyse.choice import choice_of
 from paradyse.config import Options, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, agreement_of
-from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import BatchChecksum, checksum
 from paradyse.distributed.facts import (
+    GATHERS,
     GRADIENTS,
     INPUTS,
     NO_SYNC,
@@ -29,6 +30,7 @@ from paradyse.distributed.facts import (
     PROGRAM,
     RANDOM_STATE,
     WEIGHTS,
+    digest,
 )
 from paradyse.distributed.failures import OutOfMemoryError
 from paradyse.distributed.session import Recent
@@ -114,7 +116,8 @@ class Capture:
         self.sharded = {
             i: weakref.ref(e) for i, e in enumerate(examples) if isinstance(e, ShardedTensor)
         }
-        check_shards(examples, axis)
+        check_shards(examples, everyone_of(axis, options.mesh))
+        self.in_group = isinstance(options.mesh, GroupMesh)
         self.fallback: Any = None
         self.num_steps = 0
         self.notes: list[str] = []
@@ -147,6 +150,11 @@ class Capture:
                 raise NotImplementedError(
                     f"nothing in this graph can be split: {'; '.join(self.notes)}. "
                     'on_unsupported="gather" computes it whole on every rank.'
+                )
+            if self.in_group and self.sharded:
+                raise NotImplementedError(
+                    f"nothing in this graph can be split: {'; '.join(self.notes)}. Groups of "
+                    "ranks cannot train it with sharded weights: leave paradyse.shard out"
                 )
             if self.replicas.size > 1:
                 self._check_untrained(examples)
@@ -262,8 +270,9 @@ class Capture:
         return numbers + tuple(values[i].shape[d] for i, d in self.keyed_dims)
 
     def _lay_out(self, program: Program) -> None:
-        """Move sharded weights to whole heads per rank, once, where a block asks for it."""
-        if not self.sharded:
+        """Move sharded weights to whole heads per rank, once, where a block asks for it. Groups,
+        of which each would ask for other heads, gather them as they lie."""
+        if not self.sharded or self.in_group:
             return
         held = {program.placeholders[i]: ref() for i, ref in self.sharded.items()}
         for step in program.block_steps:
@@ -355,7 +364,7 @@ class _Graph:
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
-        if self.axis.size > 1:
+        if self.capture.agreement is not None:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
             call = self.capture.agree(args, self._facts(sizes))
         guard = self.choice.guard
@@ -373,7 +382,8 @@ class _Graph:
         try:
             return call.forward(compute)
         except OutOfMemoryError as e:
-            if not (self.capture.options.retry_out_of_memory and e.may_repeat):
+            may_retry = self.capture.options.retry_out_of_memory and not self.capture.in_group
+            if not (may_retry and e.may_repeat):
                 raise
             safer = self._plan(shape)  # ranks agree on it: only where all of them come here
             if safer in tried:
@@ -413,6 +423,9 @@ class _Graph:
         program.known_buffers.check(args)
         program.shown_keys.check(args, self.capture.names)
         constants = replace(self._make(program, sizes, plan), together=together)
+        if program.in_group and self.capture.agreement is not None:
+            order = digest(program.gathering_order(constants.strategy, args))
+            self.capture.agreement.tell("gathers weights", {}, True, {GATHERS: order})
         feedback = self.choice.feedback
         if feedback is None or not workload.training:
             return make_frame(program, args, constants).run()

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.config import BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
-from paradyse.distributed.axis import Axis, device_of
+from paradyse.distributed.axis import Axis, GroupMesh, device_of
 from paradyse.distributed.facts import PLAN
 from paradyse.distributed.session import Recent
 from paradyse.planning.alone import REPLICAS, SHARDED, Alone
@@ -112,7 +112,8 @@ class Choice:
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.uses = Uses()
         self.feedback: Feedback | None = None
-        if axis.size > 1 and self.blocks and self.planner.chooses:
+        in_group = isinstance(options.mesh, GroupMesh)  # its times have the waits for others
+        if axis.size > 1 and self.blocks and self.planner.chooses and not in_group:
             self.feedback = Feedback(self.planner, self.guard.forget)
             stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, stepped.remove)

@@ -11,6 +11,9 @@ import torch
 ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp")
 """Names a plan may use. For an MLP block the three ``*_z`` names mean the same variant."""
 
+WHOLE_WEIGHTS = ("megatron_cz", "ulysses_z", "colossal_z")
+"""Those that compute with whole weights."""
+
 REPLICATED = "replicated"
 """Every rank computes all tokens, with whole weights, and nothing crosses ranks but gradients. So
 do blocks on one rank, and on several either all of them and the head or none (``Plan.alone``)."""
@@ -27,6 +30,10 @@ in its backward; ``chunked`` does so around an attention whose queries, keys, va
 on the host, and which fetches them by chunks; ``vocabulary``: each rank multiplies the rows of the
 head that it holds, and looks up those of the embedding; ``offload``: what a block keeps under its
 other levers lies on the host until its backward."""
+
+GROUP_LEVERS = tuple(v for v in LEVERS if v != VOCABULARY)
+"""Of groups with sharded weights: tables are shared by words over the whole axis, not over a group.
+"""
 
 ON_HOST = ("chunked", "offload")
 """Levers under which something lies on the host until the block's backward."""

@@ -10,7 +10,6 @@ is heard before the next message of any other kind, not at once: the host comput
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.axis import (
+    Axis,
+    GroupMesh,
+    everyone_of,
+    ranks_of,
+    resolve_axis,
+    resolve_replicas,
+)
 from paradyse.distributed.collectives import CollectiveError, Pending, Started, Watchers
 from paradyse.distributed.control import Control, control_of, group_like, tell_all
 from paradyse.distributed.facts import DOING, difference, digest
@@ -39,10 +45,8 @@ from paradyse.distributed.failures import (
     started,
 )
 from paradyse.distributed.lanes import open_lanes
-from paradyse.torch_private import (
-    DisableTorchFunctionSubclass,
-    at_end_of_backward,
-)
+from paradyse.distributed.running_backward import ENDED, FAILED, RUNNING, Backward
+from paradyse.torch_private import at_end_of_backward
 
 T = TypeVar("T")
 
@@ -53,22 +57,27 @@ class Agreement:
     Args:
         axis: the sequence axis.
         mesh: the option; its ranks, replicas included, train together. None: those of ``axis``.
+            Of a ``GroupMesh`` they are those of all groups, which compare every call.
     """
 
     def __init__(self, axis: Axis, mesh: Any = None) -> None:
-        ranks = tuple(dist.get_process_group_ranks(axis.group))
-        everyone = ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
-        self._axes = [a for a in (axis, resolve_replicas(mesh)) if a.size > 1]
-        self._num_calls = {True: 0, False: 0}
+        of_all = everyone_of(axis, mesh)
+        ranks, everyone = ranks_of(axis), _ranks_of_mesh(mesh) or ranks_of(axis)
+        axes = axis, resolve_replicas(mesh), *([of_all] if of_all is not axis else [])
+        self._axes = [a for a in axes if a.size > 1]
+        self._of_axis = of_all.session.of(_Agreements)
+        self._num_calls = self._of_axis.num_calls if of_all is not axis else {True: 0, False: 0}
         """Of calls that train, and of others."""
-        self._of_axis = axis.session.of(_Agreements)
         self._leader = ranks[0]
-        self._control = {False: control_of(ranks), True: control_of(everyone)}
+        self._among = control_of(ranks) if len(ranks) > 1 else None
+        """What carries plans from the first rank of the axis to the others."""
+        some = control_of(everyone if of_all is not axis else ranks)
+        self._control = {False: some, True: control_of(everyone)}
         """What carries comparisons, by whether all ranks of the mesh take part."""
         self._left: Callable[[], None] | None = None
         """What the others wait for since this rank failed."""
         for a in self._axes:
-            a.session.of(_Senders).add(axis.name)
+            a.session.of(_Senders).add(of_all.name)
             before = a.session.of(Started).before
             if self._of_axis.settle not in before:
                 before.append(self._of_axis.settle)
@@ -173,8 +182,8 @@ class Agreement:
     def watch_backward(self, call: Call) -> None:
         """From within the backward of ``call``."""
         running = self._of_axis.backwards
-        if not any(b.call is call and b.state == _RUNNING for b in running):
-            backward = _Backward(call)
+        if not any(b.call is call and b.state == RUNNING for b in running):
+            backward = Backward(call)
             running.add(backward)
             at_end_of_backward(backward)
 
@@ -185,7 +194,7 @@ class Agreement:
             DroppedCallError: not so on another rank.
         """
         self.compare(f"ends backward of {call.name}", {}, call.trains)
-        self._of_axis.end_backwards(_ENDED)
+        self._of_axis.end_backwards(ENDED)
 
     def fail_backward(self, call: Call, out_of_memory: bool) -> None:
         """The backward under way, of ``call``, failed on this rank, ``out_of_memory`` or not.
@@ -206,11 +215,12 @@ class Agreement:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
         every rank."""
         self._of_axis.settle()
-        _name(self._control[False].axis, "chooses a plan")
+        if self._among is None:
+            return list(numbers)
+        control = self._among.axis
+        _name(control, "chooses a plan")
         mine = torch.tensor(numbers, device="cpu")
-        told: list[int] = collectives.all_gather(
-            mine, self._control[False].axis, collectives.AGREEMENT
-        ).tolist()[0]
+        told: list[int] = collectives.all_gather(mine, control, collectives.AGREEMENT).tolist()[0]
         return told
 
     def _is_broken(self) -> bool:
@@ -232,7 +242,7 @@ class Agreement:
         all_told = tell_all(mine, control.axis)
         for trains in self._num_calls:  # whoever goes on after this error is in step
             self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
-        self._of_axis.end_backwards(_FAILED)
+        self._of_axis.end_backwards(FAILED)
         raise RanksDisagreeError(
             difference(all_told, dist.get_process_group_ranks(control.axis.group))
         )
@@ -240,7 +250,7 @@ class Agreement:
     def _drop_call(self, control: Control, failure: Failure | None) -> NoReturn:
         """Every rank of ``control`` comes here where one or several have a ``failure``."""
         told = tell_all((failure, started(self._axes)), control.axis)
-        self._of_axis.end_backwards(_FAILED)
+        self._of_axis.end_backwards(FAILED)
         failures = [f for f, _ in told if f is not None]
         catch_up_with = [messages for _, messages in told]
         may_wait = failure is not None and failure.holds_graph
@@ -358,50 +368,6 @@ class Call:
         return out
 
 
-_RUNNING, _ENDED, _FAILED = "running", "ended", "failed"
-
-
-class _Backward:
-    """Held by a backward under way, which calls it at its end. One that is let go of before has
-    failed on this rank: autograd has no other word for that."""
-
-    def __init__(self, call: Call) -> None:
-        self.call, self.state = call, _RUNNING
-        held = (p() for p in call.parameters)
-        with DisableTorchFunctionSubclass():
-            self._without_gradient = [
-                weakref.ref(p) for p in held if p is not None and p.grad is None
-            ]
-        self._num_out_of_memory = _num_out_of_memory()
-
-    def __call__(self) -> None:
-        if self.state != _RUNNING:  # another one of this backward was first
-            return
-        try:
-            self.call.agreement.end_backward(self.call)
-        except DroppedCallError:
-            self._restore()
-            raise
-
-    def __del__(self) -> None:
-        if self.state == _RUNNING:
-            with contextlib.suppress(DroppedCallError, CollectiveError):
-                self.call.agreement.fail_backward(self.call, self._is_out_of_memory())
-        if self.state != _ENDED:
-            self._restore()
-
-    def _is_out_of_memory(self) -> bool:
-        """On a CPU nobody counts: there it is what has most likely happened to one rank alone."""
-        return not torch.cuda.is_available() or _num_out_of_memory() > self._num_out_of_memory
-
-    def _restore(self) -> None:
-        """Take back the gradients that this backward was the first to give."""
-        self.state = _ENDED
-        for p in (p() for p in self._without_gradient):
-            if p is not None:
-                p.grad = None
-
-
 class _Told(NamedTuple):
     """What this rank has told the others, and has not heard of them yet."""
 
@@ -418,15 +384,18 @@ class _Senders(set[str]):
     Axes of the same ranks share what carries alarms, so one of them must not hear another's."""
 
 
-class _Agreements(dict[tuple[int, ...], Agreement]):
-    """Those of one axis, by the ranks that train together."""
+class _Agreements(dict[tuple[Any, ...], Agreement]):
+    """Those of one axis, by its name and the ranks that train together; with those of groups whose
+    weights lie over the axis, of which this rank is in one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.call: Call | None = None
         """The latest of any of them."""
-        self.backwards: weakref.WeakSet[_Backward] = weakref.WeakSet()
+        self.backwards: weakref.WeakSet[Backward] = weakref.WeakSet()
         self.told: _Told | None = None
+        self.num_calls = {True: 0, False: 0}
+        """Of calls of groups whose weights lie over the axis, as ``Agreement`` counts them."""
 
     def settle(self) -> None:
         """Hear what the others tell, where this rank has told them something.
@@ -441,7 +410,7 @@ class _Agreements(dict[tuple[int, ...], Agreement]):
     def end_backwards(self, state: str) -> None:
         """Those under way are over, with ``state``."""
         for b in self.backwards:
-            b.state = state if b.state == _RUNNING else b.state
+            b.state = state if b.state == RUNNING else b.state
 
 
 def current_call(axis: Axis) -> Call | None:
@@ -452,16 +421,26 @@ def current_call(axis: Axis) -> Call | None:
 def agreement_of(axis: Axis, mesh: Any = None) -> Agreement | None:
     """The agreement of ``axis``, of the option ``mesh``; None where there is one rank. All ranks of
     the mesh ask for it."""
-    if axis.size == 1:
+    of_all = everyone_of(axis, mesh)
+    if of_all.size == 1:
         return None
-    everyone = tuple(mesh.mesh.flatten().tolist()) if mesh is not None else ()
-    known = axis.session.of(_Agreements)
-    if everyone not in known:
+    # A group's by its own ranks: of one axis of replicas all have the same.
+    key = (axis.name, *_ranks_of_mesh(mesh))
+    known = of_all.session.of(_Agreements)
+    if key not in known:
         if not known:
-            resolve_axis().session.of(Watchers).append(partial(_listen, axis))
-        known[everyone] = Agreement(axis, mesh)
-        open_lanes(axis, partial(group_like, axis.group))
-    return known[everyone]
+            resolve_axis().session.of(Watchers).append(partial(_listen, of_all))
+        known[key] = Agreement(axis, mesh)
+        if axis.size > 1:
+            open_lanes(axis, partial(group_like, axis.group))
+    return known[key]
+
+
+def _ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
+    """All ranks that train together by the option ``mesh``; none where it is None."""
+    if isinstance(mesh, GroupMesh):
+        return ranks_of(mesh.everyone)
+    return tuple(mesh.mesh.flatten().tolist()) if mesh is not None else ()
 
 
 def _listen(axis: Axis, waits: Axis) -> None:
@@ -485,13 +464,6 @@ def compare(axis: Axis, doing: str) -> None:
 def _name(control: Axis, doing: str) -> None:
     """Have errors of messages over ``control`` say what ranks were ``doing``."""
     collectives.traffic(control, collectives.AGREEMENT).name = f"agreement: {doing}"
-
-
-def _num_out_of_memory() -> int:
-    """How often this process could not have memory on its GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
 def _first_line(error: Exception) -> str:

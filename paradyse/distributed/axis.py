@@ -93,15 +93,49 @@ def register_axis(axis: Axis) -> Axis:
     return axis
 
 
+@dataclass(frozen=True)
+class GroupMesh:
+    """Some ranks of ``everyone`` as the option ``mesh``: they compute together what is theirs, with
+    weights that lie spread over ``everyone``, beside other groups that do the same at that time.
+    """
+
+    axis: Axis
+    """The ranks of the group: a sequence axis, which may have one rank."""
+    everyone: Axis
+    """All ranks, each of which is in one group."""
+
+
+def everyone_of(axis: Axis, mesh: Any = None) -> Axis:
+    """The ranks over which weights lie, and which compare their calls, where ``axis`` is the
+    sequence axis of the option ``mesh``."""
+    return mesh.everyone if isinstance(mesh, GroupMesh) else axis
+
+
+def ranks_of(axis: Axis) -> tuple[int, ...]:
+    """The ranks of ``axis``, in the world."""
+    if axis.group is None:
+        return (dist.get_rank() if dist.is_initialized() else 0,)
+    return tuple(dist.get_process_group_ranks(axis.group))
+
+
+def unregister_axis(axis: Axis) -> None:
+    """Have ``axis_named`` find ``axis`` no longer."""
+    if _AXES.get(axis.name) is axis:
+        del _AXES[axis.name]
+
+
 def resolve_axis(mesh: Any = None) -> Axis:
     """The sequence axis: of ``mesh`` (its last axis), or one axis over the world.
 
     Args:
-        mesh: a 1-D or 2-D ``DeviceMesh``; 2-D is (data parallel, sequence parallel).
+        mesh: a 1-D or 2-D ``DeviceMesh``; 2-D is (data parallel, sequence parallel). Or a
+            ``GroupMesh``.
     Raises:
         ValueError: the mesh is none, has more than two axes, or more ranks than the world, or does
             not contain this rank, or there is no process group for it.
     """
+    if isinstance(mesh, GroupMesh):
+        return mesh.axis
     if mesh is not None:
         _check(mesh)
         return axis_of(mesh.get_group(mesh.ndim - 1))
@@ -116,7 +150,7 @@ def resolve_replicas(mesh: Any = None) -> Axis:
     Raises:
         ValueError: as ``resolve_axis``.
     """
-    if mesh is None:
+    if mesh is None or isinstance(mesh, GroupMesh):
         return SINGLE
     _check(mesh)
     return axis_of(mesh.get_group(0)) if mesh.ndim == 2 else SINGLE

@@ -18,6 +18,7 @@ OPTIMIZERS = "how many of the model's optimizers have stepped"
 PROGRAM = "the program (checksum)"
 REDUCE_DTYPE = "reduce_dtype"
 NO_SYNC = "what becomes of gradients"
+GATHERS = "the order in which weights are gathered (checksum)"
 """What errors call the facts."""
 
 WAYS_OUT = {
@@ -35,6 +36,8 @@ WAYS_OUT = {
     "gradient checkpointing, what is trained",
     REDUCE_DTYPE: "give paradyse.shard one reduce_dtype on every rank",
     NO_SYNC: "enter paradyse.no_sync, and clear gradients, on every rank alike",
+    GATHERS: "groups of ranks side by side must gather the same weights in the same order: give "
+    "groups of every size a model in the same state, and calls with the same arguments",
     PLAN: "a function given as option 'plan' must give equal answers on all ranks",
 }
 SAME_BATCH = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.ways import StepPlan, Way
-from paradyse.mixed.ways_file import REPLICATED, read_ways
+from paradyse.mixed.ways_file import read_ways
 
 IGNORED = -100
 """The label of what is no target, as HuggingFace's losses have it."""
@@ -33,8 +33,11 @@ class Share:
     """Keyword arguments of a call of the model each, equal on all ranks of the group."""
     num_targets: tuple[int, ...]
     """Labels of each call that its loss is the mean over; at least one."""
-    seed: int
-    """Of random numbers, equal on all ranks of the group."""
+    seeds: tuple[int, ...]
+    """Of each call's random numbers: they depend on the step and on the sequences in it."""
+    idle: tuple[dict[str, Tensor], ...] = ()
+    """Calls of this rank by itself that count for nothing, behind ``calls``: with sharded weights
+    every rank takes part in the messages of as many calls as the group with the most."""
 
 
 @dataclass
@@ -46,11 +49,13 @@ class MixedStep:
     indices: tuple[int, ...]
     """Into the dataset, of the batch's sequences."""
     shares: tuple[Share, ...]
-    """Of this rank, one for each micro-batch in which it has something to do."""
+    """Of this rank, one for each micro-batch; without ``calls`` where it has nothing to do."""
     num_targets: int
     """Labels of the whole batch that its loss is the mean over."""
     loss: Tensor | None = None
     """The mean over all of them, once the step's gradients have been summed."""
+    weights: str = ""
+    """How weights lie at rest by the file of ways; "": there is none, or they may lie anyhow."""
 
 
 class MixedBatches:
@@ -73,12 +78,16 @@ class MixedBatches:
             others, "labels" [S] int64. The first rank reads all sequences for their lengths, each
             rank those that it computes.
         tokens_per_step: of all sequences of a batch together, at most, unless one alone has more.
-        ways: what groups can do, or the path of a file of ways, with whole weights (``paradyse plan
-            --lengths-from``). Degrees may be any number of ranks up to all.
+        ways: what groups can do, or the path of a file of ways (``paradyse plan --lengths-from``),
+            made for weights that lie as those of the model. Degrees may be any number of ranks up
+            to all.
         causal: labels are shifted by the model: a token's is that of the next one. Sequences that
             are packed have the first label ignored.
         pack: sequences of a group are one call [1, S], told apart by "position_ids"; else each
             length is one [B, S], for models that do not find documents in positions.
+        apart: each sequence is a call of its own. What dropout drops of it is then a function of
+            ``seed``, the step and the sequence alone, whatever group computes it; short sequences
+            take longer so. Else it also depends on what is in one call with it.
         shuffle: whether each epoch has another order; else the dataset's.
         seed: of the order, and of dropout.
         limit_s: seconds for each plan.
@@ -95,6 +104,7 @@ class MixedBatches:
         ways: Sequence[Way] | str | Path,
         causal: bool = True,
         pack: bool = True,
+        apart: bool = False,
         shuffle: bool = True,
         seed: int = 0,
         limit_s: float = 5.0,
@@ -108,12 +118,13 @@ class MixedBatches:
         if tokens_per_step < 1:
             raise ValueError(f"tokens_per_step={tokens_per_step}: give at least 1")
         self.dataset, self.tokens_per_step = dataset, tokens_per_step
-        self.causal, self.pack, self.shuffle, self.seed = causal, pack, shuffle, seed
+        self.causal, self.pack, self.apart = causal, pack, apart
+        self.shuffle, self.seed = shuffle, seed
         self.limit_s = limit_s
         self._axis = resolve_axis()
-        size = self._axis.size
+        size, self.weights = self._axis.size, ""
         if isinstance(ways, str | Path):
-            ways = read_ways(ways, REPLICATED)
+            ways, self.weights = read_ways(ways)
         self.ways = tuple(way for way in ways if way.degree <= size)
         if not self.ways:
             raise ValueError(
@@ -191,53 +202,80 @@ class MixedBatches:
     def _step(
         self, together: Together, indices: tuple[int, ...], plan: StepPlan, number: int
     ) -> MixedStep:
-        groups = [g for micro in plan.micro_batches for g in micro.groups]
         if self._axis.size > 1:
-            self._axis.session.of(GroupMeshes).make((g.ranks for g in groups), self._axis)
-        mine = [(n, g) for n, g in enumerate(groups) if self._axis.rank in g.ranks]
+            of_all = (g.ranks for micro in plan.micro_batches for g in micro.groups)
+            self._axis.session.of(GroupMeshes).make(of_all, self._axis)
+        mine: list[Share] = []
 
-        shares: list[Share] = []
+        def read() -> tuple[int, list[int]]:
+            mine.extend(self._shares(indices, plan, number))
+            firsts = [s for s in mine if s.ranks.start == self._axis.rank]
+            return sum(sum(s.num_targets) for s in firsts), [len(s.calls) for s in mine]
 
-        def read() -> int:
-            counted = 0
-            for n, g in mine:
-                calls = self._calls([self._sequence(indices[i]) for i in g.sequences])
-                if not calls:
-                    continue
-                targets = tuple(int((c["labels"] != IGNORED).sum()) for c in calls)
-                counted += sum(targets) * (self._axis.rank == g.first_rank)
-                seed = random.Random(f"{self.seed} {self._epoch} {number} {n}").getrandbits(62)
-                shares.append(Share(g.ranks, tuple(calls), targets, seed))
-            return counted
-
-        num_targets = sum(together.each(read))
+        told = together.each(read)
+        num_targets = sum(counted for counted, _ in told)
         if not num_targets:
             raise ValueError(
                 f"the batch of sequences {indices[:8]}... has no label that is a target: give "
                 "longer sequences, more labels, or more tokens_per_step"
             )
-        return MixedStep(plan, indices, tuple(shares), num_targets)
+        most = [max(numbers) for numbers in zip(*(numbers for _, numbers in told), strict=True)]
+        idle = self._idle(indices)
+        shares = tuple(
+            replace(s, idle=(idle,) * (n - len(s.calls))) for s, n in zip(mine, most, strict=True)
+        )
+        return MixedStep(plan, indices, shares, num_targets, weights=self.weights)
 
-    def _calls(self, sequences: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Arguments of the model for ``sequences``, but for those without a target."""
-        kept = [s for s in sequences if bool((s["labels"] != IGNORED).any())]
-        if not kept:
-            return []
+    def _shares(self, indices: tuple[int, ...], plan: StepPlan, number: int) -> list[Share]:
+        """This rank's of each micro-batch, before others are told how many calls it has."""
+        found, rank = list[Share](), self._axis.rank
+        for micro in plan.micro_batches:
+            share = Share(range(rank, rank + 1), (), (), ())
+            for g in micro.groups:
+                if rank not in g.ranks:
+                    continue
+                calls, seeds = [], []
+                read = {indices[i]: self._sequence(indices[i]) for i in g.sequences}
+                for of in self._together(read):
+                    calls.append(self._call([read[i] for i in of]))
+                    seeded = random.Random(f"{self.seed} {self._epoch} {number} {of}")
+                    seeds.append(seeded.getrandbits(62))
+                targets = tuple(int((c["labels"] != IGNORED).sum()) for c in calls)
+                if calls:
+                    share = Share(g.ranks, tuple(calls), targets, tuple(seeds))
+            found.append(share)
+        return found
+
+    def _idle(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
+        """Arguments of a call that stands for none: two tokens, with a target."""
+        first = self._sequence(indices[0])
+        ids = first["input_ids"][:1].repeat(2)
+        return self._call([{"input_ids": ids, "labels": ids.clone()}])
+
+    def _together(self, sequences: Mapping[int, dict[str, Tensor]]) -> list[list[int]]:
+        """Of ``sequences``, by their index into the dataset, those of each call of the model;
+        without those that have no target."""
+        labels = {i: s["labels"] for i, s in sequences.items()}
+        kept = [i for i, of in labels.items() if bool((of != IGNORED).any())]
+        if self.apart:
+            return [[i] for i in kept]
         if self.pack:
-            joined = {name: torch.cat([s[name] for s in kept]) for name in kept[0]}
-            places = torch.cat([torch.arange(len(s["input_ids"])) for s in kept])
-            calls = [{**joined, "position_ids": places}]
-            calls = [{name: x.unsqueeze(0) for name, x in call.items()} for call in calls]
+            return [kept] if kept else []
+        by_length: dict[int, list[int]] = {}
+        for i in kept:
+            by_length.setdefault(len(labels[i]), []).append(i)
+        return list(by_length.values())
+
+    def _call(self, sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Arguments of the model for ``sequences``, which it computes together."""
+        if self.pack:
+            call = {name: torch.cat([s[name] for s in sequences]) for name in sequences[0]}
+            places = [torch.arange(len(s["input_ids"])) for s in sequences]
+            call["position_ids"] = torch.cat(places)
+            call = {name: x.unsqueeze(0) for name, x in call.items()}
         else:
-            by_length: dict[int, list[dict[str, Tensor]]] = {}
-            for s in kept:
-                by_length.setdefault(len(s["input_ids"]), []).append(s)
-            calls = [
-                {name: torch.stack([s[name] for s in of]) for name in of[0]}
-                for of in by_length.values()
-            ]
-        device = _device(self._axis)
-        return [{name: x.to(device) for name, x in call.items()} for call in calls]
+            call = {name: torch.stack([s[name] for s in sequences]) for name in sequences[0]}
+        return {name: x.to(_device(self._axis)) for name, x in call.items()}
 
 
 def _device(axis: Axis) -> torch.device:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis, device_of, resolve_axis
+from paradyse.distributed.axis import (
+    Axis,
+    GroupMesh,
+    device_of,
+    register_axis,
+    resolve_axis,
+    unregister_axis,
+)
 from paradyse.distributed.together import Together
 from paradyse.torch_private import num_process_groups
 
@@ -22,6 +31,7 @@ class GroupMeshes:
 
     def __init__(self) -> None:
         self._meshes: dict[range, DeviceMesh | None] = {}
+        self._sharing: dict[range, GroupMesh | None] = {}
 
     def make(self, groups: Iterable[range], world: Axis) -> None:
         """Make the meshes of ``groups`` that there are not yet.
@@ -40,6 +50,39 @@ class GroupMeshes:
             _even_out(world)
             if mesh is not None:  # its ranks make further groups among themselves, now
                 agreement_of(resolve_axis(mesh), mesh)
+
+    def make_sharing(self, groups: Iterable[range], world: Axis) -> None:
+        """Make what groups need whose weights lie over ``world``, as far as it is not there yet.
+
+        Args:
+            groups, world: as of ``make``, which has made their meshes.
+        """
+        for ranks in groups:
+            if ranks in self._sharing:
+                continue
+            _even_out(world)
+            self._sharing[ranks] = self._shared(ranks, world) if world.rank in ranks else None
+
+    def _shared(self, ranks: range, world: Axis) -> GroupMesh:
+        """The ``GroupMesh`` of ``ranks``, which ask for it at the same time."""
+        mesh, size = self._meshes[ranks], len(ranks)
+        group = mesh.get_group() if mesh is not None and size > 1 else None
+        name = f"{world.name}:{ranks.start}-{ranks.stop - 1}"
+        axis = register_axis(Axis(name, size, world.rank - ranks.start, group))
+        if size == 1:  # there is no process group whose end would take it along
+            world.session.at_end.append(partial(unregister_axis, axis))
+        shared = GroupMesh(axis, world)
+        agreement_of(axis, shared)
+        return shared
+
+    def sharing(self, ranks: range, world: Axis) -> Any:
+        """The option ``mesh`` of ``ranks``, of which this one is part, with weights that lie over
+        ``world``."""
+        if len(ranks) == world.size:
+            return None
+        shared = self._sharing[ranks]
+        assert shared is not None, f"rank {dist.get_rank()} is not in {ranks}"
+        return shared
 
     def of(self, ranks: range) -> DeviceMesh:
         """The mesh of ``ranks``, of which this one is part."""

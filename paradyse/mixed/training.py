@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,14 @@ from paradyse.distributed.axis import device_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights
+from paradyse.runtime.capture import check_shards
 from paradyse.torch_private import dynamo_config
+from paradyse.types import GROUP_LEVERS, WHOLE_WEIGHTS
+from paradyse.weights.no_sync import AT_ONCE, gradients_are
 from paradyse.weights.shard_comm import in_buckets
 from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.weight_numbers import WeightNumbers
 
 MOST_GRAPHS = 64
 """Graphs of one function that Dynamo may keep: each degree has its own, for several sizes. It is an
@@ -23,15 +28,19 @@ error to need more, as the model would not be compiled any longer."""
 
 
 class MixedModel:
-    """A model, compiled for each group of ranks that this rank is in, with whole weights.
+    """A model, compiled for each group of ranks that this rank is in.
+
+    Weights are whole on all ranks, or ``paradyse.shard`` has spread them over all ranks, whatever
+    the groups: then every group gathers those of a block over all ranks, and gradients go to the
+    ranks that keep them in every backward (``docs/mixed_lengths.md``).
 
     Args:
         model: whose call returns an output with a ``loss``, the mean over the labels that are no
             -100; it is not compiled yet. Weights are equal on all ranks.
         options: of the backend, without ``mesh``.
     Raises:
-        ValueError: ``model`` is no module, or ``options`` name a mesh.
-        NotImplementedError: weights are sharded.
+        ValueError: ``model`` is no module, ``options`` name a mesh, or weights are sharded over
+            other ranks than all.
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any] | None = None):
@@ -39,13 +48,14 @@ class MixedModel:
             raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
         if "mesh" in (options or {}):
             raise ValueError("option 'mesh': groups have meshes of their own; leave it out")
-        if any(isinstance(p, ShardedTensor) for p in model.parameters()):
-            raise NotImplementedError(
-                "groups of different degree train whole weights alone: leave paradyse.shard out, "
-                "or train with groups of all ranks"
-            )
         self.model, self.options = model, dict(options or {})
         self._axis = resolve_axis()
+        self._is_sharded = any(isinstance(p, ShardedTensor) for p in model.parameters())
+        if self._is_sharded and self._axis.size > 1:
+            check_shards(list(model.parameters()), self._axis)
+            self._axis.session.of(WeightNumbers).add(model.parameters())
+            self.options.setdefault("strategies", list(WHOLE_WEIGHTS))
+            self.options.setdefault("levers", list(GROUP_LEVERS))
         self._compiled: dict[range, Any] = {}
 
     def losses(self, step: MixedStep) -> Iterator[Tensor]:
@@ -57,23 +67,34 @@ class MixedModel:
         that a rank does not go through, leaves there what was there before.
 
         Raises:
-            ValueError: ranks are at different steps.
+            ValueError: ranks are at different steps, the step is planned for weights that lie
+                otherwise, or sharded weights are inside ``paradyse.no_sync``.
         """
+        check_weights(step.weights, SHARDED if self._is_sharded else REPLICATED)
         together = Together(self._axis, "a step of MixedModel")
         together.compare({"the sequences": str(step.indices)})
         weights = [p for p in self.model.parameters() if p.requires_grad]
+        if self._takes_part:
+            self._begin(step, weights)
         before = [p.grad for p in weights]
         for p in weights:
             p.grad = None
+        kept: dict[nn.Parameter, Tensor] = {}
         total = torch.zeros((), dtype=torch.float64)
         try:
             for share in step.shares:
+                if not share.calls and not self._takes_part:
+                    continue
                 loss = self._loss(share, step.num_targets)
-                total += loss.detach().double().cpu()
+                total += loss.detach().double().cpu() / self._times_counted(share)
                 yield loss
                 del loss
+                if self._takes_part:
+                    _keep_whole(weights, kept, len(share.ranks))
+            for p, grad in kept.items():
+                p.grad = grad
             together.compare({"micro-batches": "all done"})
-            self._sum(weights)
+            self._sum([p for p in weights if not isinstance(p, ShardedTensor)])
         except BaseException:  # also where the loop over the losses was left
             for p, grad in zip(weights, before, strict=True):
                 p.grad = grad
@@ -83,33 +104,68 @@ class MixedModel:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
         step.loss = self._summed(total.to(device_of(self._axis.group))).cpu()
 
+    @property
+    def _takes_part(self) -> bool:
+        """Whether a rank without work takes part in messages of weights."""
+        return self._is_sharded and self._axis.size > 1
+
+    def _begin(self, step: MixedStep, weights: Sequence[nn.Parameter]) -> None:
+        """Make what groups of sharded weights need in ``step``.
+
+        Raises:
+            ValueError: gradients of ``weights`` are kept back.
+        """
+        if gradients_are(self._axis, weights) != AT_ONCE:
+            raise ValueError(
+                "a step of MixedModel with sharded weights sends their gradients in every "
+                "backward: leave paradyse.no_sync out"
+            )
+        size = self._axis.size
+        groups = [g.ranks for micro in step.plan.micro_batches for g in micro.groups]
+        alone = [range(rank, rank + 1) for rank in range(size)]
+        made = [ranks for ranks in (*groups, *alone) if len(ranks) < size]
+        meshes = self._axis.session.of(GroupMeshes)
+        meshes.make((ranks for ranks in made if len(ranks) > 1), self._axis)
+        meshes.make_sharing(made, self._axis)
+
+    def _times_counted(self, share: Share) -> int:
+        """How many ranks have what ``_loss`` gives for ``share``, undivided."""
+        return len(share.ranks) if self._takes_part else 1
+
     def _loss(self, share: Share, num_targets: int) -> Tensor:
-        """This rank's summand of the loss of the whole batch: all ranks of a group have equal ones,
-        and equal gradients."""
-        compiled = self._compiled_for(share.ranks)
+        """This rank's summand of the loss of the whole batch: all ranks of a group have equal ones.
+        With whole weights they are shares of the group's, as are their gradients."""
         device = device_of(self._axis.group)
         devices = [device] if device.type == "cuda" else []
         parts = []
         limits = {"recompile_limit": MOST_GRAPHS, "fail_on_recompile_limit_hit": True}
+        ranks = 1 if self._takes_part else len(share.ranks)
+        counted = zip(share.calls, share.num_targets, share.seeds, strict=True)
         with torch.random.fork_rng(devices), dynamo_config.patch(limits):
-            torch.manual_seed(share.seed)
-            for call, count in zip(share.calls, share.num_targets, strict=True):
-                mean = compiled(**call).loss
-                parts.append(mean * (count / (num_targets * len(share.ranks))))
+            for call, count, seed in counted:
+                torch.manual_seed(seed)
+                mean = self._compiled_for(share.ranks)(**call).loss
+                parts.append(mean * (count / (num_targets * ranks)))
+            for call in share.idle if self._takes_part else ():
+                rank = self._axis.rank
+                parts.append(self._compiled_for(range(rank, rank + 1))(**call).loss * 0)
         return torch.stack(parts).sum()
 
     def _compiled_for(self, ranks: range) -> Any:
         if ranks not in self._compiled:
             options = dict(self.options)
-            if self._axis.size > 1:
-                options["mesh"] = self._axis.session.of(GroupMeshes).of(ranks)
+            meshes = self._axis.session.of(GroupMeshes)
+            if self._takes_part:
+                options["mesh"] = meshes.sharing(ranks, self._axis)
+            elif self._axis.size > 1:
+                options["mesh"] = meshes.of(ranks)
             self._compiled[ranks] = torch.compile(self.model, backend="paradyse", options=options)
         return self._compiled[ranks]
 
     @torch.no_grad()
     def _sum(self, weights: list[nn.Parameter]) -> None:
         """Sum the gradients of ``weights`` over all ranks; those that no rank has stay None."""
-        if self._axis.size == 1:
+        if self._axis.size == 1 or not weights:
             return
         device = device_of(self._axis.group)
         there = torch.tensor([float(p.grad is not None) for p in weights], device=device)
@@ -127,3 +183,15 @@ class MixedModel:
             return x
         shares = {collectives.OPTIMIZER: x.nbytes}
         return collectives.all_reduce_in_place(x.contiguous(), self._axis, shares)
+
+
+def _keep_whole(
+    weights: Sequence[nn.Parameter], kept: dict[nn.Parameter, Tensor], size: int
+) -> None:
+    """Add to ``kept`` this rank's share of the gradients that all ``size`` ranks of its group have,
+    those of weights that are whole beside sharded ones, and clear them."""
+    for p in weights:
+        if not isinstance(p, ShardedTensor) and p.grad is not None:
+            share = p.grad / size
+            kept[p] = kept[p] + share if p in kept else share
+            p.grad = None

@@ -23,18 +23,18 @@ def write_ways(path: Path, ways: Sequence[Way], weights: str) -> None:
     path.write_text(json.dumps({"weights": weights, "ways": [asdict(w) for w in ways]}, indent=1))
 
 
-def read_ways(path: str | Path, weights: str) -> list[Way]:
-    """The ways that ``write_ways`` wrote to ``path``.
+def read_ways(path: str | Path) -> tuple[list[Way], str]:
+    """The ways that ``write_ways`` wrote to ``path``, and how weights lie at rest with them.
 
-    Args:
-        weights: how they are to lie at rest.
     Raises:
-        ValueError: there is no such file, something else is in it, or weights lie otherwise.
+        ValueError: there is no such file, or something else is in it.
     """
     file = Path(path)
     try:
         found = json.loads(file.read_text())
-        given, ways = found["weights"], [_way(w) for w in found["ways"]]
+        weights, ways = found["weights"], [_way(w) for w in found["ways"]]
+        if weights not in (SHARDED, REPLICATED):
+            raise ValueError(f"weights are {str(weights)[:20]!r}")
     except OSError as e:
         raise ValueError(f"{file} cannot be read: {e.strerror}; give a file of ways") from e
     except (KeyError, TypeError, ValueError, RecursionError) as e:
@@ -42,12 +42,22 @@ def read_ways(path: str | Path, weights: str) -> list[Way]:
             f"{file} has no ways of groups ({type(e).__name__}: {e}); `paradyse plan "
             "--lengths-from ... --out FOLDER` writes ways.json"
         ) from e
-    if given != weights:
+    return ways, weights
+
+
+def check_weights(planned: str, present: str) -> None:
+    """
+    Args:
+        planned: how weights are to lie at rest by a file of ways; "": anyhow.
+        present: how they lie.
+    Raises:
+        ValueError: otherwise.
+    """
+    if planned not in ("", present):
         raise ValueError(
-            f"{file} is planned with weights {given}, and here they are {weights}: plan with "
-            f"--weights {weights}"
+            f"the ways of groups are planned with weights {planned}, and here they are {present}: "
+            f"plan with --weights {present}"
         )
-    return ways
 
 
 def _way(given: Any) -> Way:

@@ -26,12 +26,7 @@ from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import gradient_sum_s, head_sum_s, seconds
 from paradyse.strategies.work import Work
-from paradyse.types import LEVERS, BlockSpec, HeadSpec, Workload
-
-WHOLE_WEIGHTS = ("megatron_cz", "ulysses_z", "colossal_z")
-"""Strategies that compute with whole weights."""
-GROUP_LEVERS = tuple(v for v in LEVERS if v != "vocabulary")
-"""Tables are shared by words over the whole axis, not over a group."""
+from paradyse.types import GROUP_LEVERS, LEVERS, WHOLE_WEIGHTS, BlockSpec, HeadSpec, Workload
 
 
 class GroupCosts(PaperCosts):

@@ -336,6 +336,9 @@ def empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str
 
 def check_shards(examples: Sequence[Any], axis: Axis) -> None:
     """
+    Args:
+        examples: of a capture's inputs.
+        axis: over which weights are to lie.
     Raises:
         ValueError: shards among ``examples`` lie on other ranks than those of ``axis``.
     """

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import current_call
 from paradyse.distributed.lanes import Overlap
+from paradyse.distributed.named_blocks import NamedBlocks
 from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
     GatherTokens,
@@ -69,7 +70,7 @@ class Frame:
     def __init__(self, program: Program, args: Sequence[Any], constants: StepConstants):
         self.program, self.constants = program, constants
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
-        self.call = current_call(program.ranks)
+        self.call = current_call(program.everyone if program.in_group else program.ranks)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
@@ -84,7 +85,8 @@ class Frame:
         weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
-        self.shelf = Shelf(self.axis.session.of(Overlap).on, self.sync)
+        ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
+        self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._joined = JoinedGradients(program, self.env, self.sync)
@@ -157,8 +159,7 @@ class Frame:
                 with self._not_keeping_input(step), self._region(step.block_id):
                     outputs = variant(self.context(step, wholes))
                 if gathered is not None:
-                    unread = getattr(variant, "unread", ())  # weights of a head by tiles
-                    again = [i for i, n in enumerate(wholes) if n not in unread]
+                    again = self.program.read_again(step, strategy, list(wholes))
                     outputs = gathered.release(outputs, again)
         self.env.update(zip(step.gives(strategy).outputs, outputs, strict=True))
         if step.split and self.call is not None:
@@ -309,7 +310,8 @@ class Frame:
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         total: Tensor = SumOverRanks.apply(value, self.axis, self.program.schedule.between_id)
-        if self.call is not None and self.program.replicas.size == 1:
+        others = self.program.in_group or self.program.replicas.size > 1
+        if self.call is not None and not others:
             self.call.all_ended = collectives.waits_on_host(self.axis)
         return total
 
@@ -341,7 +343,7 @@ class Frame:
         if not nodes:
             return {}, None
         shards = [self._shard(step, n) for n in nodes]
-        wholes, gathered = gather(shards, step.block_id, step.split, self.shelf)
+        wholes, gathered = gather(shards, self._booked_to(step), step.split, self.shelf)
         return dict(zip(nodes, wholes, strict=True)), gathered
 
     def _fetch(self, position: int) -> None:
@@ -349,7 +351,14 @@ class Frame:
         if self._is_sharded and position < len(self.program.steps):
             step = self.program.steps[position]
             nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
-            self.shelf.fetch([self._shard(step, n) for n in nodes], step.block_id)
+            self.shelf.fetch([self._shard(step, n) for n in nodes], self._booked_to(step))
+
+    def _booked_to(self, step: Step) -> int:
+        """The block id of ``step`` on the axis that its weights lie over."""
+        if not self.program.in_group:
+            return step.block_id
+        block = collectives.traffic(self.axis, step.block_id)
+        return self.program.everyone.session.of(NamedBlocks).id(self.program.everyone, block.name)
 
     def _shard(self, step: Step, node: fx.Node) -> ShardedTensor | CastShard:
         """The sharded weight ``node`` as ``step`` takes it."""
@@ -384,7 +393,7 @@ class Frame:
 
         def taken(x: Any) -> Any:
             if isinstance(x, ShardedTensor):
-                return gather([x], step.block_id, True, self.shelf)[0][0]
+                return gather([x], self._booked_to(step), True, self.shelf)[0][0]
             summed = x.requires_grad and self.axis.size > 1
             return SumGradients.apply(self.sync, [step.block_id], x)[0] if summed else x
 
@@ -441,10 +450,12 @@ class Frame:
 
     def result(self, node: fx.Node) -> Any:
         """``node`` as an output of the program."""
-        value = self._output(node)
-        split = self.axis.size > 1 or self.program.replicas.size > 1
+        value, program = self._output(node), self.program
+        split = self.axis.size > 1 or program.replicas.size > 1 or program.in_group
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            value.register_hook(partial(begin_backward, self.call, self.sync, node.name))
+            # groups trace graphs of their own, in which nodes have other names
+            name = str(program.schedule.returned.index(node)) if program.in_group else node.name
+            value.register_hook(partial(begin_backward, self.call, self.sync, name))
         return value
 
     def _output(self, node: fx.Node) -> Any:

@@ -5,14 +5,14 @@ A ``frame.Frame`` executes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from paradyse.distributed.axis import Axis, local_positions
+from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
@@ -29,6 +29,7 @@ from paradyse.types import REPLICATED, Point
 from paradyse.weights.layout import ShardLayout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import fits
+from paradyse.weights.weight_numbers import WeightNumbers
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ class Program:
         assert ctx.schedule is not None
         self.ctx, self.scope, self.axis, self.replicas = ctx, scope, ctx.axis, ctx.replicas
         self.ranks, self.alone = self.axis, ranks is not None
-        """The ranks that compare their calls."""
+        """The ranks that train together."""
+        mesh = ctx.options.mesh
+        self.everyone, self.in_group = everyone_of(self.axis, mesh), isinstance(mesh, GroupMesh)
+        """The ranks over which weights lie, of other groups too; and whether there are others."""
         if ranks is not None:
             self.ranks = self.replicas = ranks
         self._scopes: dict[tuple[Factor, Factor | None], Scope] = {(scope.seq, None): scope}
@@ -184,8 +188,38 @@ class Program:
         known, nodes = self._gathers.get((step.position, strategy), ([], []))
         if known != layouts:
             nodes = list(dict.fromkeys(n for n, form in uses if not fits(weights[n], form)))
+            if self.in_group:  # strategies, and graphs on other numbers of ranks, name them anyhow
+                numbers = self.everyone.session.of(WeightNumbers)
+                nodes.sort(key=lambda n: numbers[weights[n]])
             self._gathers[step.position, strategy] = layouts, nodes
         return nodes
+
+    def read_again(self, step: Step, strategy: str, nodes: Sequence[fx.Node]) -> list[int]:
+        """Which of ``nodes``, the weights gathered for ``step`` under ``strategy``, backward reads,
+        and so gathers again. In a group they do not depend on the strategy."""
+        if self.in_group and isinstance(step, BlockStep):
+            return list(range(len(nodes)))
+        variant = self.variant(step, "" if self.in_group else strategy)
+        unread = getattr(variant, "unread", ())  # weights of a head by tiles
+        return [i for i, n in enumerate(nodes) if n not in unread]
+
+    def gathering_order(self, strategy: Callable[[Step], str], args: Sequence[Any]) -> list[Any]:
+        """What decides which messages of weights a call in a group sends, and in which order: for
+        each step the numbers of what it gathers, the dtypes, and what backward gathers again.
+
+        Args:
+            strategy: of a step.
+            args: of the call, in the order of placeholders.
+        """
+        numbers, found = self.everyone.session.of(WeightNumbers), []
+        weights = dict(zip(self.placeholders, args, strict=True))
+        for step in self.steps:
+            nodes = self.gathers(step, strategy(step), weights)
+            if nodes:
+                again = self.read_again(step, strategy(step), nodes)
+                casts = [str(self.cast(step, n)) for n in nodes]
+                found.append(([numbers[weights[n]] for n in nodes], casts, again))
+        return found
 
     def cast(self, step: Step, weight: fx.Node) -> torch.dtype | None:
         """The dtype that ``weight`` may be gathered in for ``step``; None: its own."""

@@ -32,14 +32,38 @@ class Shelf:
     Args:
         ahead: let weights be fetched before they are asked for.
         sync: of the call; None: gradients are sent as they come.
+        group_size: of a group of ranks beside others, whose messages of weights are one sequence
+            with those of all groups; 0: there are no others.
     """
 
-    def __init__(self, ahead: bool, sync: GradientSync | None = None) -> None:
-        self.ahead, self.sync = ahead, sync or GradientSync()
+    def __init__(self, ahead: bool, sync: GradientSync | None = None, group_size: int = 0) -> None:
+        self.ahead, self.sync, self.group_size = ahead, sync or GradientSync(), group_size
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
         """Gathered weights in the order of forward; backward fetches the last ones first."""
         self.coming: tuple[Shards, Messages] | None = None
+        self._unsent: Gathered | None = None
+        """Weights that backward has begun to use, whose gradients have not been sent yet."""
+        self._held: Gathered | None = None
+
+    def may_fetch_before(self, gathered: Gathered) -> bool:
+        """Whether backward may start now on what comes before ``gathered``, whose own gradients
+        are to come. Among groups that is after the gradients of what comes behind were sent,
+        also where a block runs again earlier than under other plans."""
+        if not self.group_size:
+            return True
+        if self._unsent is not None and self._unsent is not gathered:
+            self._held = gathered
+            return False
+        self._unsent = gathered if any(at_rest(s).requires_grad for s in gathered.shards) else None
+        return True
+
+    def sent(self, gathered: Gathered) -> None:
+        """The gradients of ``gathered`` are on their way."""
+        if self._unsent is gathered:
+            self._unsent, held, self._held = None, self._held, None
+            if held is not None:
+                held.fetch_before()
 
     def fetch(self, shards: Shards, block_id: int) -> None:
         """Start gathering ``shards``, which the next step will ask for, for ``block_id``."""
@@ -95,7 +119,7 @@ class Gathered:
     def fetch_before(self) -> None:
         """Start on the weights that backward will ask for after these."""
         made = self.shelf.made
-        if at := made.index(self):
+        if self.shelf.may_fetch_before(self) and (at := made.index(self)):
             before = made[at - 1]
             self.shelf.fetch(before.read_again(), before.block_id)
 
@@ -173,6 +197,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         gathered: Gathered = ctx.gathered
         gathered.free()
+        if gathered.shelf.group_size:
+            grads = _of_group(gathered, grads)
         found = [i for i, g in enumerate(grads) if g is not None]
         out: list[Tensor | None] = [None] * len(grads)
         like = [gathered.shards[i] for i in found]
@@ -181,7 +207,7 @@ class _Gather(torch.autograd.Function):
             for i, shard in zip(found, like, strict=True):
                 out[i] = own_part(at_rest(shard), grads[i])
             return None, *out
-        if not gathered.summed:
+        if not gathered.summed and not gathered.shelf.group_size:
             for i, shard, grad in zip(found, like, given, strict=True):
                 rows = shard.placement.take_own(grad).to(shard.trained_dtype)
                 out[i] = at_rest(shard).with_rows(rows)
@@ -195,7 +221,21 @@ class _Gather(torch.autograd.Function):
             coming = sync.arrive(message, shards, nodes, scatter=True)
             for k, grad in zip(index, coming, strict=True):
                 out[found[k]] = grad
+        gathered.shelf.sent(gathered)
         return None, *out
+
+
+def _of_group(gathered: Gathered, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What this rank of a group adds to the gradients of all groups, one for each weight that is
+    trained, as ranks of other groups have them."""
+    share = 1 if gathered.summed else gathered.shelf.group_size
+    out: list[Tensor | None] = []
+    for shard, grad in zip(gathered.shards, grads, strict=True):
+        if grad is None and at_rest(shard).requires_grad:
+            out.append(shard.new_whole().zero_())
+        else:
+            out.append(grad if grad is None or share == 1 else grad / share)
+    return out
 
 
 def _with_rows(shards: Sequence[ShardedTensor], rows: Sequence[Tensor]) -> list[Tensor]:
@@ -210,7 +250,7 @@ def gather(
     Args:
         shards: the weights, of one axis.
         block_id: what the messages are booked to.
-        summed: each rank computes a part of the gradients; else each computes the whole.
+        summed: each rank (of a group) computes a part of the gradients; else each the whole.
         shelf: of the call, where they may be on their way.
     """
     gathered = Gathered(shards, block_id, summed, shelf)

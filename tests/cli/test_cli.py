@@ -145,7 +145,8 @@ def test_plan_of_mixed_lengths_writes_ways_to_train_with(config: str, tmp_path: 
     for part in ("2 batches of 10", "degree 2 for all", "groups of different degree", "20,000"):
         assert part in out
     assert "<svg" in (tmp_path / "plans" / "plan.html").read_text()
-    ways = read_ways(tmp_path / "plans" / "ways.json", REPLICATED)
+    ways, weights = read_ways(tmp_path / "plans" / "ways.json")
+    assert weights == REPLICATED
     assert {w.degree for w in ways} == {1, 2}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
-from models import FAMILIES, TOLERANCE, VOCAB, Step, make_model, worst
+from models import FAMILIES, TOLERANCE, VOCAB, Step, make_model, whole, worst
 from step_search import ways_by_formula
 from torch import Tensor
 
@@ -65,23 +65,26 @@ def alone(model: Any, family: str, batch: Sequence[dict[str, Tensor]]) -> Step:
 
 def step_of(model: Any, loss: Tensor) -> Step:
     """Loss and gradients, which are cleared."""
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return Step(loss.item(), grads, loss_dtype=torch.float32)
 
 
 def epoch(
-    family: str, lengths: Sequence[int], tokens: int, kept: bool = False
+    family: str, lengths: Sequence[int], tokens: int, kept: bool = False, sharded: bool = False
 ) -> tuple[list[tuple[float, str]], list[str]]:
     """Largest error of loss and gradients of each batch of an epoch, and its groups in words.
 
     Args:
         tokens: of a batch.
         kept: gradients are there before a batch.
+        sharded: weights lie spread over all ranks.
     """
     torch._dynamo.reset()
     reference, model = (make_model(family, num_hidden_layers=1) for _ in range(2))
     spec, data = FAMILIES[family], dataset_of(lengths)
+    if sharded:
+        paradyse.shard(model)
     batches = paradyse.MixedBatches(
         data,
         tokens_per_step=tokens,
@@ -150,7 +153,7 @@ def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(fails: bo
     calls = [{n: x[None] for n, x in s.items()} for s in data]
     if fails:
         calls[1]["labels"] = calls[1]["labels"][:, :-1]
-    share = [Share(range(1), (call,), (1,), 0) for call in calls]
+    share = [Share(range(1), (call,), (1,), (0,)) for call in calls]
     step = MixedStep(StepPlan(()), (0, 1), tuple(share), 2)
     mixed = paradyse.MixedModel(model, {"inner": "eager"})
     before = {n: torch.ones_like(p) for n, p in model.named_parameters()}

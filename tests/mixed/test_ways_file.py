@@ -8,20 +8,21 @@ from pathlib import Path
 import pytest
 from step_search import ways_by_formula
 
-from paradyse.mixed.ways_file import REPLICATED, SHARDED, read_ways, write_ways
+from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights, read_ways, write_ways
 
 WAYS = ways_by_formula([1, 2, 3], 1000, 0.01)
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     write_ways(tmp_path / "ways.json", WAYS, REPLICATED)
-    assert read_ways(tmp_path / "ways.json", REPLICATED) == WAYS
+    assert read_ways(tmp_path / "ways.json") == (WAYS, REPLICATED)
 
 
-def test_ways_with_weights_that_lie_otherwise_are_refused(tmp_path: Path) -> None:
-    write_ways(tmp_path / "ways.json", WAYS, SHARDED)
+def test_ways_with_weights_that_lie_otherwise_are_refused() -> None:
+    check_weights(SHARDED, SHARDED)
+    check_weights("", SHARDED)
     with pytest.raises(ValueError, match="plan with --weights replicated"):
-        read_ways(tmp_path / "ways.json", REPLICATED)
+        check_weights(SHARDED, REPLICATED)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +39,13 @@ def test_what_is_no_way_is_refused(change: dict[str, object], tmp_path: Path) ->
     found["ways"][1].update(change)
     (tmp_path / "ways.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match=r"ways\.json has no ways of groups"):
-        read_ways(tmp_path / "ways.json", REPLICATED)
+        read_ways(tmp_path / "ways.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weights": "replicated", "ways": 3}'])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "ways.json").write_text(text)
     with pytest.raises(ValueError, match="has no ways of groups"):
-        read_ways(tmp_path / "ways.json", REPLICATED)
+        read_ways(tmp_path / "ways.json")
     with pytest.raises(ValueError, match="cannot be read"):
-        read_ways(tmp_path / "nothing.json", REPLICATED)
+        read_ways(tmp_path / "nothing.json")

@@ -1,0 +1,56 @@
+"""A backward that is let go of before its end has failed: the others are told, gradients go."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from paradyse.distributed.running_backward import ENDED, RUNNING, Backward
+
+
+@dataclass
+class Heard:
+    """What stands for the agreement of a call's ranks."""
+
+    told: list[str] = field(default_factory=list)
+
+    def end_backward(self, call: object) -> None:
+        self.told.append("ended")
+
+    def fail_backward(self, call: object, out_of_memory: bool) -> None:
+        self.told.append("failed")
+
+
+@dataclass
+class Called:
+    """What stands for a call."""
+
+    agreement: Heard
+    parameters: list[weakref.ref[nn.Parameter]]
+
+
+def test_one_that_ends_says_so_once_and_keeps_gradients() -> None:
+    heard, weight = Heard(), nn.Parameter(torch.ones(2))
+    backward = Backward(Called(heard, [weakref.ref(weight)]))
+    assert backward.state == RUNNING
+    weight.grad = torch.ones(2)
+    backward()
+    backward.state = ENDED
+    backward()
+    del backward
+    assert heard.told == ["ended"]
+    assert weight.grad is not None
+
+
+def test_one_that_is_let_go_of_says_so_and_takes_back_what_it_was_the_first_to_give() -> None:
+    heard, first, second = Heard(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first.grad = torch.ones(2)
+    backward = Backward(Called(heard, [weakref.ref(first), weakref.ref(second)]))
+    second.grad = torch.ones(2)
+    del backward
+    assert heard.told == ["failed"]
+    assert first.grad is not None
+    assert second.grad is None

@@ -1,0 +1,89 @@
+"""What dropout drops of a sequence that is a call of its own does not depend on the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from harness import RankPool
+from models import TOLERANCE, make_model, worst
+from test_sharded_training import Micro, batches_of, plan_of, step_by
+from test_training import dataset_of, step_of
+
+import paradyse
+from paradyse.cli.models import whole_graphs
+
+DROPOUT = {
+    "llama": {"attention_dropout": 0.2},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
+}
+LENGTHS = [9, 4, 5, 13]
+
+
+def steps(
+    family: str, plans: Sequence[Sequence[Micro]], sharded: bool
+) -> list[tuple[float, float, str]]:
+    """Of each step by one of ``plans`` its loss, and its largest difference from the first one."""
+    torch._dynamo.reset()
+    model = make_model(family, num_hidden_layers=1, **DROPOUT[family]).double().train()
+    if sharded:
+        paradyse.shard(model)
+    batches = batches_of(family, dataset_of(LENGTHS), apart=True)
+    mixed, done = paradyse.MixedModel(model, {"inner": "eager"}), []
+    for plan in plans:
+        step = step_by(batches, plan_of(plan))
+        with whole_graphs():  # GPT-2 logs a line before its loss
+            for loss in mixed.losses(step):
+                loss.backward()
+        assert step.loss is not None
+        done.append(step_of(model, step.loss))
+    return [(got.loss, *worst(got, done[0])) for got in done]
+
+
+PLANS: dict[int, list[list[Micro]]] = {
+    2: [[[(2, [0, 1, 2, 3])]], [[(1, [3, 0]), (1, [1, 2])]], [[(2, [3])], [(1, [0, 1]), (1, [2])]]],
+    3: [[[(3, [0, 1, 2, 3])]], [[(2, [3, 0]), (1, [1, 2])]], [[(1, [2]), (1, [1]), (1, [0, 3])]]],
+}
+
+
+def check(results: list[list[tuple[float, float, str]]]) -> None:
+    """All steps have one loss, and the gradients of the first."""
+    for found in results:
+        assert len({round(loss, 9) for loss, *_ in found}) == 1, found
+        assert all(error <= TOLERANCE[torch.float64] for _, error, _ in found), found
+
+
+def test_two_ranks(pool2: RankPool) -> None:
+    check(pool2.run(steps, "gpt2", PLANS[2], False, timeout_s=120))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(DROPOUT))
+@pytest.mark.parametrize("sharded", [False, True])
+def test_three_ranks(family: str, sharded: bool, pool3: RankPool) -> None:
+    check(pool3.run(steps, family, PLANS[3], sharded, timeout_s=240))
+
+
+@pytest.mark.slow
+def test_another_step_drops_others(pool2: RankPool) -> None:
+    """Two steps of one epoch, of the same sequences by the same plan."""
+    for first, second in pool2.run(two_steps, timeout_s=120):
+        assert first != second
+
+
+def two_steps() -> list[float]:
+    """The losses of two steps that differ in their number alone."""
+    torch._dynamo.reset()
+    model = make_model("gpt2", num_hidden_layers=1, **DROPOUT["gpt2"]).train()
+    batches = batches_of("gpt2", dataset_of(LENGTHS), apart=True)
+    mixed, found = paradyse.MixedModel(model, {"inner": "eager"}), []
+    for number in range(2):
+        step = step_by(batches, plan_of([[(2, [0, 1, 2, 3])]]), number)
+        with whole_graphs():
+            for loss in mixed.losses(step):
+                loss.backward()
+        assert step.loss is not None
+        found.append(step.loss.item())
+    return found
