@@ -65,7 +65,7 @@ class GroupMeshes:
 
     def _shared(self, ranks: range, world: Axis) -> GroupMesh:
         """The ``GroupMesh`` of ``ranks``, which ask for it at the same time."""
-        mesh, size = self._meshes[ranks], len(ranks)
+        mesh, size = self._meshes.get(ranks), len(ranks)
         group = mesh.get_group() if mesh is not None and size > 1 else None
         name = f"{world.name}:{ranks.start}-{ranks.stop - 1}"
         axis = register_axis(Axis(name, size, world.rank - ranks.start, group))

@@ -198,7 +198,7 @@ class _Gather(torch.autograd.Function):
         gathered: Gathered = ctx.gathered
         gathered.free()
         if gathered.shelf.group_size:
-            grads = _of_group(gathered, grads)
+            grads = tuple(_of_group(gathered, grads))
         found = [i for i, g in enumerate(grads) if g is not None]
         out: list[Tensor | None] = [None] * len(grads)
         like = [gathered.shards[i] for i in found]
