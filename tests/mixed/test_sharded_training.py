@@ -21,6 +21,7 @@ from paradyse.mixed.batches import MixedBatches, MixedStep
 from paradyse.mixed.ways import Group, MicroBatch, StepPlan, Way
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program
+from paradyse.types import Plan
 
 Micro = Sequence[tuple[int, Sequence[int]]]
 """Groups of a micro-batch side by side: ranks of each, and the sequences that it computes."""
@@ -236,3 +237,36 @@ def alone_step(model: Any, batch: Sequence[dict[str, Tensor]]) -> float:
 def test_a_hundred_steps_of_adamw(pool3: RankPool) -> None:
     for found in pool3.run(long_run, 100, timeout_s=400):
         assert max(found) <= 1e-3, found
+
+
+LEVERED = {
+    "again and plain": {
+        1: Plan(("ulysses_z+recompute",) * 4),
+        2: Plan(("megatron_cz",) * 4),
+    },
+    "plain and again": {
+        1: Plan(("ulysses_z",) * 4),
+        2: Plan(("megatron_cz+recompute", "ulysses_z+selective") * 2, "tiled"),
+    },
+    "what fits no rank whole": {
+        1: Plan(("colossal_z+selective", "ulysses_z+tiled") * 2, "tiled"),
+        2: Plan(("megatron_ts", "metp") * 2),
+    },
+    "words shared in a group": {
+        1: Plan(("ulysses_z+recompute", "ulysses_z") * 2),
+        2: Plan(("ulysses_z+offload", "metp+tiled") * 2, "vocabulary"),
+    },
+}
+"""Plans of groups of one rank and of two, in a model of two layers."""
+
+
+def with_levers(name: str) -> list[tuple[float, str]]:
+    """``trained``, each group under the plan of its size."""
+    plans, groups = LEVERED[name], [[(2, [0, 1, 2]), (1, [3, 4])]]
+    return trained("llama", LENGTHS, [groups], plan=lambda workload: plans[workload.num_ranks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(LEVERED))
+def test_groups_side_by_side_may_have_other_levers(name: str, pool3: RankPool) -> None:
+    check(pool3.run(with_levers, name, timeout_s=120))
