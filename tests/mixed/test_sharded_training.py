@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import FAMILIES, TOLERANCE, make_model, relative, whole, worst
-from test_training import alone, dataset_of, step_of, targets, ways_for
+from test_training import alone, dataset_of, epoch, step_of, targets, ways_for
 from torch import Tensor
 
 import paradyse
@@ -270,3 +270,26 @@ def with_levers(name: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize("name", list(LEVERED))
 def test_groups_side_by_side_may_have_other_levers(name: str, pool3: RankPool) -> None:
     check(pool3.run(with_levers, name, timeout_s=120))
+
+
+def random_lengths(seed: int) -> list[int]:
+    """Of 2 to 64 sequences: most short, many of one token, in every other batch one as long as all
+    others together."""
+    g = random.Random(seed)
+    found = [max(1, int(g.expovariate(1 / 6)) - 2) for _ in range((2, 64, 9, 30, 17, 3)[seed % 6])]
+    return [*found, sum(found) + 1] if seed % 2 else [*found, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_planned_batches(
+    family: str, num_ranks: int, sharded: bool, ranks: Callable[[int], RankPool]
+) -> None:
+    """Random batches, by the plans that ``MixedBatches`` makes."""
+    for seed in range(num_ranks, num_ranks + 2):
+        given = family, random_lengths(seed), 10**6, False, sharded
+        results = ranks(num_ranks).run(epoch, *given, timeout_s=240)
+        check([found for found, _ in results])
+        assert len({tuple(words) for _, words in results}) == 1
