@@ -7,6 +7,7 @@ from torch import Tensor
 
 from paradyse.distributed.agreement import Call
 from paradyse.distributed.facts import NO_SYNC
+from paradyse.torch_private import at_end_of_backward
 from paradyse.weights.no_sync import GradientSync
 
 
@@ -32,3 +33,26 @@ def begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Ten
     gradients = {NO_SYNC: sync.begin()}
     if call is not None:
         call.backward(output, gradients)
+
+
+class BeginOnce:
+    """``begin_backward`` of one call in a group, for the first output that each backward comes to.
+    On one rank gradients of the loss pass through the logits, and on several they do not; groups of
+    all sizes are to tell the same, and have other names for outputs.
+
+    Args:
+        call, sync: as of ``begin_backward``.
+    """
+
+    def __init__(self, call: Call | None, sync: GradientSync) -> None:
+        self._call, self._sync, self._has_begun = call, sync, False
+
+    def __call__(self, grad: Tensor) -> None:
+        """A hook of an output, whose gradient is ``grad``."""
+        if not self._has_begun:
+            self._has_begun = True
+            at_end_of_backward(self._end)
+            begin_backward(self._call, self._sync, "its outputs", grad)
+
+    def _end(self) -> None:
+        self._has_begun = False

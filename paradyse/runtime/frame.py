@@ -29,7 +29,7 @@ from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.subgraph import Piece, is_weight
 from paradyse.kernels.dropout import seeds_of
 from paradyse.passes.split_steps import Step, input_of
-from paradyse.runtime.backward import begin_backward
+from paradyse.runtime.backward import BeginOnce, begin_backward
 from paradyse.runtime.deferred import DeferredTensor, defer
 from paradyse.runtime.joined import JoinedGradients
 from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
@@ -87,6 +87,7 @@ class Frame:
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
         self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
+        self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._joined = JoinedGradients(program, self.env, self.sync)
@@ -453,9 +454,8 @@ class Frame:
         value, program = self._output(node), self.program
         split = self.axis.size > 1 or program.replicas.size > 1 or program.in_group
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            # groups trace graphs of their own, in which nodes have other names
-            name = str(program.schedule.returned.index(node)) if program.in_group else node.name
-            value.register_hook(partial(begin_backward, self.call, self.sync, name))
+            begin = partial(begin_backward, self.call, self.sync, node.name)
+            value.register_hook(self._begin if program.in_group else begin)
         return value
 
     def _output(self, node: fx.Node) -> Any:

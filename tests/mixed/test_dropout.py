@@ -49,9 +49,9 @@ PLANS: dict[int, list[list[Micro]]] = {
 
 
 def check(results: list[list[tuple[float, float, str]]]) -> None:
-    """All steps have one loss, and the gradients of the first."""
+    """All steps have one loss, which models compute in float32, and the gradients of the first."""
     for found in results:
-        assert len({round(loss, 9) for loss, *_ in found}) == 1, found
+        assert all(abs(loss - found[0][0]) <= 1e-6 * loss for loss, *_ in found), found
         assert all(error <= TOLERANCE[torch.float64] for _, error, _ in found), found
 
 
