@@ -83,7 +83,7 @@ class MixedModel:
         total = torch.zeros((), dtype=torch.float64)
         try:
             for share in step.shares:
-                if not share.calls and not self._takes_part:
+                if not (share.calls or self._takes_part and share.idle):
                     continue
                 loss = self._loss(share, step.num_targets)
                 total += loss.detach().double().cpu() / self._times_counted(share)
