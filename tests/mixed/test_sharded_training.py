@@ -254,7 +254,7 @@ LEVERED = {
     },
     "words shared in a group": {
         1: Plan(("ulysses_z+recompute", "ulysses_z") * 2),
-        2: Plan(("ulysses_z+offload", "metp+tiled") * 2, "vocabulary"),
+        2: Plan(("ulysses_z+offload", "megatron_ts+tiled") * 2, "vocabulary"),
     },
 }
 """Plans of groups of one rank and of two, in a model of two layers."""
