@@ -32,7 +32,7 @@ MIXED_FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradients of a group counted once for each of its ranks",
         "paradyse/mixed/training.py",
-        "(count / (num_targets * len(share.ranks)))",
+        "(count / (num_targets * ranks))",
         "(count / num_targets)",
         TRAINING,
     ),
@@ -46,8 +46,8 @@ MIXED_FAULTS: tuple[Fault, ...] = (
     Fault(
         "positions go on from one packed sequence to the next",
         "paradyse/mixed/batches.py",
-        'places = torch.cat([torch.arange(len(s["input_ids"])) for s in kept])',
-        'places = torch.arange(len(joined["input_ids"]))',
+        'places = [torch.arange(len(s["input_ids"])) for s in sequences]',
+        'places = [torch.arange(len(call["input_ids"]))]',
         TRAINING,
     ),
 )

@@ -270,7 +270,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gathered weights: gradient of the rank's own tokens alone",
         "paradyse/weights/unshard.py",
-        "if not gathered.summed:",
+        "if not gathered.summed and not gathered.shelf.group_size:",
         "if True:",
         SHARDED,
     ),
