@@ -256,7 +256,8 @@ class _Finder:
         return up, [n for n in before if n in made or has_heads(n)]
 
     def _attention(self, node: fx.Node) -> Block | None:
-        up, before = self._without_latents(node, *self._back_to_linears(AttentionCall.of(node).qkv))
+        up, reached = self._back_to_linears(AttentionCall.of(node).qkv)
+        up, before = self._without_latents(node, up, reached)
         after: list[fx.Node] = []
         downs: list[fx.Node] = []
         results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
@@ -275,7 +276,7 @@ class _Finder:
                 downs = users
             else:
                 frontier = users[0]
-                known = {*after, *before, frontier, node}
+                known = {*after, *reached, frontier, node}
                 after += [n for n in self._back_to_linears([frontier])[1] if n not in known]
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
