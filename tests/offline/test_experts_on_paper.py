@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool
-from test_dry_run import SEQ_LEN, meta_model, on_paper, outlook_of, saved_by_blocks
+from test_dry_run import SEQ_LEN, meta_model, on_paper, saved_by_blocks
 
 from paradyse.cli.models import whole_graphs
 from paradyse.config import Options
+from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
-from paradyse.offline.outlook import MIXTURE, PaperCosts, plan_in_words
+from paradyse.offline.outlook import MIXTURE, PaperCosts, look_ahead, plan_in_words
 from paradyse.planning.explain import explain_plan
 from paradyse.planning.planner import Planner
 from paradyse.types import ATTENTION_STRATEGIES, EXPERTS, Workload
@@ -48,12 +49,13 @@ def test_groups_of_experts_that_are_not_run_repeat_the_last(mixtral4: DryRun) ->
 
 
 def test_plans_name_their_experts(mixtral4: DryRun) -> None:
-    outlook = outlook_of(mixtral4)
+    machine = machine_of(read_cluster("a100-80gb"), 4, torch.float32)
+    outlook = look_ahead(mixtral4, machine, [TOKENS], torch.float32, levers=())
     plan = outlook.forecasts[MIXTURE][0].plan
     assert re.search(rf"; {EXPERTS} \w", plan_in_words(mixtral4.blocks, plan))
-    costs: Any = PaperCosts(mixtral4, outlook.machine)
+    costs: Any = PaperCosts(mixtral4, machine)
     known = mixtral4.static_bytes, True, costs, mixtral4.head
-    planner = Planner(Options(levers=()), mixtral4.blocks, 4, lambda _: outlook.machine, *known)
+    planner = Planner(Options(levers=()), mixtral4.blocks, 4, lambda _: machine, *known)
     report = explain_plan(planner, Workload(1, TOKENS, torch.float32, True, 4))
     assert [b.kind for b in report.blocks[:2]] == ["attention", EXPERTS]
     assert "layers.0.experts and 1 like it: " in str(report)
