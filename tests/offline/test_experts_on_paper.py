@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from paradyse.cli.models import whole_graphs
 from paradyse.config import Options
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
-from paradyse.offline.outlook import MIXTURE, PaperCosts, look_ahead, plan_in_words
+from paradyse.offline.outlook import MIXTURE, look_ahead, plan_in_words
 from paradyse.planning.explain import explain_plan
 from paradyse.planning.planner import Planner
 from paradyse.types import ATTENTION_STRATEGIES, EXPERTS, Workload
@@ -53,8 +52,7 @@ def test_plans_name_their_experts(mixtral4: DryRun) -> None:
     outlook = look_ahead(mixtral4, machine, [TOKENS], torch.float32, levers=())
     plan = outlook.forecasts[MIXTURE][0].plan
     assert re.search(rf"; {EXPERTS} \w", plan_in_words(mixtral4.blocks, plan))
-    costs: Any = PaperCosts(mixtral4, machine)
-    known = mixtral4.static_bytes, True, costs, mixtral4.head
+    known = mixtral4.static_bytes, True, None, mixtral4.head
     planner = Planner(Options(levers=()), mixtral4.blocks, 4, lambda _: machine, *known)
     report = explain_plan(planner, Workload(1, TOKENS, torch.float32, True, 4))
     assert [b.kind for b in report.blocks[:2]] == ["attention", EXPERTS]
