@@ -100,7 +100,8 @@ class StreamedExpertsVariant:
         """
         n = len(self.groups.rows)
         taken = self._taken(step, tensors[n:])
-        of_rows = [torch.zeros_like(x) if need else None for x, need in zip(tensors[:n], needs)]
+        pairs = zip(tensors[:n], needs)
+        of_rows: list[Any] = [torch.zeros_like(x) if need else None for x, need in pairs]
         for group in self.used:
             weights = taken.take(group, needs[n:])
             with torch.enable_grad():
