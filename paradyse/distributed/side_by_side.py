@@ -57,7 +57,7 @@ class SideBySide:
         self._world, self._doing = world, doing
         self._all = agreement_of(world)
         self._groups = [_agreement_of(mesh) for mesh in meshes]
-        self._axes = [resolve_axis(mesh) for mesh in meshes if mesh is not None]
+        self._axes = [world, *(resolve_axis(mesh) for mesh in meshes if mesh is not None)]
         self._dropped = world.session.of(Dropped)
         self._dropped.heard = None
         self._before = Counter(self._dropped.times)
@@ -116,7 +116,7 @@ class SideBySide:
         if self._all is None or self._settled():
             return
         left = isinstance(error, GeneratorExit)
-        sessions = [axis.session for axis in (self._world, *self._axes)]
+        sessions = [axis.session for axis in self._axes]
         if self._is_lost or any(session.of(Started).broken for session in sessions):
             for session in sessions:
                 session.of(Started).broken = True

@@ -132,6 +132,34 @@ def test_all_hear_of_a_failure_in_one_group(
     check(pool.run(one_fails, rank, error, in_backward, timeout_s=120), rank, kind)
 
 
+def one_fails_in_the_sum(rank: int) -> tuple[str, str, float]:
+    """Rank ``rank`` has no memory where the gradients of all ranks are summed; then a step is well.
+    What is raised here, and how far gradients are off then."""
+    loop = Loop(dist.get_world_size())
+    before = {n: g.clone() for n, g in loop.step().items()}
+    add_up, said = loop.mixed._sum, ("", "")
+
+    def none(weights: Any) -> None:
+        raise NO_MEMORY
+
+    loop.mixed._sum = none if dist.get_rank() == rank else add_up  # type: ignore[method-assign]
+    try:
+        loop.step()
+    except torch.OutOfMemoryError as e:
+        said = type(e).__name__, str(e)
+    loop.mixed._sum = add_up  # type: ignore[method-assign]
+    after = loop.step()
+    return *said, max(relative(after[n], g) for n, g in before.items())
+
+
+@pytest.mark.slow
+def test_all_hear_of_a_failure_where_gradients_are_summed(pool3: RankPool) -> None:
+    results = pool3.run(one_fails_in_the_sum, 1, timeout_s=120)
+    for rank, (name, text, off) in enumerate(results):
+        assert name == "OutOfMemoryError" and off < 1e-5, results
+        assert rank == 1 or "rank 1 ran out of memory in a step of MixedModel" in text, results
+
+
 def while_others_compute(rank: int) -> tuple[str, float]:
     """Rank ``rank`` fails at once, the other group computes for half a minute: what it raises, and
     when."""
