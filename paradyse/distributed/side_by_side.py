@@ -31,6 +31,7 @@ from paradyse.distributed.failures import (
     Dropped,
     DroppedCallError,
     Failure,
+    RanksDisagreeError,
     error_of,
     first_line,
     is_out_of_memory,
@@ -102,6 +103,7 @@ class SideBySide:
     def end(self) -> None:
         """The step is over on this rank, well or not."""
         self._world.session.of(_Listener).step = None
+        self._dropped.heard = None
 
     def fail(self, error: BaseException) -> None:
         """The step failed here with ``error``; all ranks are told.
@@ -131,7 +133,8 @@ class SideBySide:
         try:
             self._tell(replace(failure, elsewhere=True, is_late=True, holds_graph=False))
         except (DroppedCallError, CollectiveError):
-            if not left and isinstance(error, DroppedCallError | CollectiveError):
+            of_others = isinstance(error, DroppedCallError | CollectiveError)
+            if of_others and not left and not isinstance(error, RanksDisagreeError):
                 raise
 
     def listen(self, inside: bool = False) -> None:
@@ -170,11 +173,13 @@ class SideBySide:
         """What ended the backward under way; None: nothing did."""
         if self._dropped.heard is not None:
             return self._dropped.heard
-        if self._dropped.times != self._before and self._dropped.failures:
+        dropped = self._dropped.times != self._before
+        if dropped and self._dropped.failures:
             return self._dropped.failures[0]
-        if self._backward != "begun":
+        if not dropped and self._backward != "begun":
             return None
-        what = "its own error says more", lacked_memory(self._num_out_of_memory)
+        no_memory = not dropped and lacked_memory(self._num_out_of_memory)  # else ranks disagreed
+        what = "its own error says more", no_memory
         return Failure(dist.get_rank(), f"backward of {self._doing}", "", *what)
 
     def _failure_of(self, error: BaseException) -> Failure | None:

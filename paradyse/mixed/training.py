@@ -57,9 +57,9 @@ class MixedModel:
 
         After the last one the gradients of all ranks are summed: those of the mean over all labels
         of the whole batch, added to what was there before; ``step.loss`` is that mean, and
-        ``step.report`` says what each group did. So go
-        through all of them, on every rank, also where this rank has none. A step that fails, or
-        that a rank does not go through, leaves there what was there before.
+        ``step.report`` says what each group did. So go through all of them, on every rank, also
+        where this rank has none. A step that fails, or that a rank does not go through, leaves
+        there what was there before.
 
         Where one rank fails, all end the step within about a second of being ready to hear of it,
         and are in step again: that rank by its own error, in forward or in backward.
