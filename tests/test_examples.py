@@ -86,7 +86,9 @@ def text_of(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "name", ["mixed_loop", pytest.param("mixed_trainer", marks=pytest.mark.slow)]
+)
 def test_groups_of_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> None:
     """By ways that put the long file on both ranks and the short ones on one each."""
     script, one, two = str(EXAMPLES / f"{name}.py"), tmp_path / "one", tmp_path / "two"
