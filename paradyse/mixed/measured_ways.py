@@ -55,6 +55,7 @@ def measure_ways(
     powers = [1 << k for k in range(size.bit_length()) if 1 << k < size]
     found = []
     grads = [(p, p.grad) for p in model.model.parameters()]
+    model.model.zero_grad(set_to_none=True)
     for degree in degrees or (*powers, size):
         if not 1 <= degree <= size:
             raise ValueError(f"a degree of {degree}: give 1 to {size}, the number of ranks")
