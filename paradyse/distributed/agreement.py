@@ -14,7 +14,7 @@ import contextlib
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -28,13 +28,17 @@ from paradyse.distributed.collectives import CollectiveError, Pending, Started, 
 from paradyse.distributed.control import Control, control_of, group_like, tell_all
 from paradyse.distributed.facts import DOING, difference, digest
 from paradyse.distributed.failures import (
+    Dropped,
     DroppedCallError,
     Failure,
     RankFailedError,
     RanksDisagreeError,
     catch_up,
     error_of,
+    first_line,
     is_out_of_memory,
+    lacked_memory,
+    num_out_of_memory,
     place_of,
     started,
 )
@@ -56,7 +60,8 @@ class Agreement:
     """
 
     def __init__(self, axis: Axis, mesh: Any = None) -> None:
-        ranks = tuple(dist.get_process_group_ranks(axis.group))
+        self.ranks = ranks = tuple(dist.get_process_group_ranks(axis.group))
+        """Of the axis."""
         everyone = ranks if mesh is None else tuple(mesh.mesh.flatten().tolist())
         self._axes = [a for a in (axis, resolve_replicas(mesh)) if a.size > 1]
         self._num_calls = {True: 0, False: 0}
@@ -199,8 +204,9 @@ class Agreement:
         sent = self._axes[0].session.of(Started)
         place = f" after a message{place_of(self._axes[0], sent.block_id)}"
         doing, error = f"backward of {call.name}", "its own error says more"
-        told = Failure(dist.get_rank(), doing, place, error, out_of_memory, holds_graph=True)
-        self.fail(told, call.trains)
+        heard = resolve_axis().session.of(Dropped).heard
+        told = heard or Failure(dist.get_rank(), doing, place, error, out_of_memory)
+        self.fail(replace(told, holds_graph=True), call.trains)
 
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
@@ -233,6 +239,7 @@ class Agreement:
         for trains in self._num_calls:  # whoever goes on after this error is in step
             self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
         self._of_axis.end_backwards(_FAILED)
+        resolve_axis().session.of(Dropped).note(control.axis.group)
         raise RanksDisagreeError(
             difference(all_told, dist.get_process_group_ranks(control.axis.group))
         )
@@ -248,6 +255,7 @@ class Agreement:
             self._catch_up(control, failures, catch_up_with, may_wait)
         except MemoryError:
             self._left = partial(self._catch_up, control, failures, catch_up_with)
+        resolve_axis().session.of(Dropped).note(control.axis.group, failures)
         raise error_of(failures)
 
     def _catch_up(
@@ -269,7 +277,7 @@ class Agreement:
         except RuntimeError as e:
             if may_wait and is_out_of_memory(e):
                 raise MemoryError from e
-            problem = _first_line(e)
+            problem = first_line(e)
         if problems := [p for p in tell_all(problem, control.axis) if p]:
             for axis in self._axes:
                 axis.session.of(Started).broken = True
@@ -278,7 +286,8 @@ class Agreement:
                 f"way ({problems[0]}): start all ranks again"
             )
         control.alarm.reset()
-        if any(f.out_of_memory for f in failures) and self._of_axis.call is not None:
+        here = any(f.out_of_memory and not f.elsewhere for f in failures)
+        if here and self._of_axis.call is not None:
             self._of_axis.call.out_of_memory()
 
 
@@ -318,15 +327,16 @@ class Call:
     def _attempt(self, doing: str, compute: Callable[[], T], together: bool) -> T:
         try:
             return compute()
-        except (DroppedCallError, CollectiveError):
-            raise
         except Exception as e:
+            known = e.failures[0] if isinstance(e, DroppedCallError) and e.untold else None
+            if known is None and isinstance(e, DroppedCallError | CollectiveError):
+                raise
             place = "" if self.at is None else place_of(*self.at)
             traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
-            what = _first_line(e), is_out_of_memory(e)
+            what = first_line(e), is_out_of_memory(e)
             told = Failure(dist.get_rank(), doing, place, *what, is_late=self.all_ended)
             try:
-                self.agreement.fail(told, together)
+                self.agreement.fail(known or told, together)
             except RankFailedError:
                 raise e from None
         finally:
@@ -372,7 +382,7 @@ class _Backward:
             self._without_gradient = [
                 weakref.ref(p) for p in held if p is not None and p.grad is None
             ]
-        self._num_out_of_memory = _num_out_of_memory()
+        self._num_out_of_memory = num_out_of_memory()
 
     def __call__(self) -> None:
         if self.state != _RUNNING:  # another one of this backward was first
@@ -386,13 +396,10 @@ class _Backward:
     def __del__(self) -> None:
         if self.state == _RUNNING:
             with contextlib.suppress(DroppedCallError, CollectiveError):
-                self.call.agreement.fail_backward(self.call, self._is_out_of_memory())
+                no_memory = lacked_memory(self._num_out_of_memory)
+                self.call.agreement.fail_backward(self.call, no_memory)
         if self.state != _ENDED:
             self._restore()
-
-    def _is_out_of_memory(self) -> bool:
-        """On a CPU nobody counts: there it is what has most likely happened to one rank alone."""
-        return not torch.cuda.is_available() or _num_out_of_memory() > self._num_out_of_memory
 
     def _restore(self) -> None:
         """Take back the gradients that this backward was the first to give."""
@@ -485,15 +492,3 @@ def compare(axis: Axis, doing: str) -> None:
 def _name(control: Axis, doing: str) -> None:
     """Have errors of messages over ``control`` say what ranks were ``doing``."""
     collectives.traffic(control, collectives.AGREEMENT).name = f"agreement: {doing}"
-
-
-def _num_out_of_memory() -> int:
-    """How often this process could not have memory on its GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.memory_stats().get("num_ooms", 0))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from paradyse.distributed.axis import Axis, device_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.step_plan import static_steps
+from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
 from paradyse.mixed.ways_file import REPLICATED, read_ways
 
@@ -35,6 +37,8 @@ class Share:
     """Labels of each call that its loss is the mean over; at least one."""
     seed: int
     """Of random numbers, equal on all ranks of the group."""
+    group: int = -1
+    """The group's number among those of the step's plan; -1: it stands in none."""
 
 
 @dataclass
@@ -51,6 +55,15 @@ class MixedStep:
     """Labels of the whole batch that its loss is the mean over."""
     loss: Tensor | None = None
     """The mean over all of them, once the step's gradients have been summed."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each of ``indices``."""
+    report: MixedReport | None = None
+    """What each group did and took, once the step's gradients have been summed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole batch."""
+        return sum(self.lengths)
 
 
 class MixedBatches:
@@ -137,25 +150,46 @@ class MixedBatches:
                 told = together.first(lambda: next(source, None) if source else None)
                 if told is None:
                     return
-                indices, plan = told
-                yield self._step(together, indices, plan, number)
+                yield self._step(together, *told, number)
                 number += 1
         finally:
             if source is not None:
                 source.close()
 
+    def arranged(self, plan: StepPlan, indices: Sequence[int], lengths: Sequence[int]) -> MixedStep:
+        """A step by a ``plan`` of one's own. Call it on every rank alike.
+
+        Args:
+            indices: into the dataset, of the batch's sequences.
+            lengths: tokens of each.
+        Raises:
+            ValueError: on every rank, where there is nothing to learn from.
+        """
+        together = Together(self._axis, "arranging a step of MixedBatches")
+        return self._step(together, tuple(indices), tuple(lengths), plan, 0)
+
+    def explain(self, step: MixedStep) -> MixedReport:
+        """Which sequences of ``step`` go where and what that is to take, with what it took where
+        the step is over, beside one degree for all groups. Any rank may ask by itself."""
+        report = step.report or MixedReport(
+            tuple(reports_of(step.plan, step.indices, step.lengths)), step.plan.time_s
+        )
+        static = static_steps(step.lengths, self.ways, self._axis.size)
+        return replace(report, static_s={d: plan.time_s for d, plan in static.items()})
+
     def _planned(self, epoch: int) -> Any:
-        """On the first rank: indices and plan of each batch; the next one is planned meanwhile."""
+        """On the first rank: indices, lengths and plan of each batch; the next one is planned
+        meanwhile."""
         with Ahead(self.ways, self._axis.size, self.limit_s) as ahead:
-            waiting: list[tuple[int, ...]] = []
+            waiting: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
             with closing(self._cut(epoch)) as cut:
                 for indices, lengths in cut:
                     ahead.ask(lengths)
-                    waiting.append(indices)
+                    waiting.append((indices, tuple(lengths)))
                     if len(waiting) > 1:
-                        yield waiting.pop(0), ahead.take()
-            for indices in waiting:
-                yield indices, ahead.take()
+                        yield *waiting.pop(0), ahead.take()
+            for of in waiting:
+                yield *of, ahead.take()
 
     def _cut(self, epoch: int) -> Any:
         """Indices and lengths of the sequences of each batch."""
@@ -189,7 +223,12 @@ class MixedBatches:
         return {"input_ids": ids, "labels": labels}
 
     def _step(
-        self, together: Together, indices: tuple[int, ...], plan: StepPlan, number: int
+        self,
+        together: Together,
+        indices: tuple[int, ...],
+        lengths: tuple[int, ...],
+        plan: StepPlan,
+        number: int,
     ) -> MixedStep:
         groups = [g for micro in plan.micro_batches for g in micro.groups]
         if self._axis.size > 1:
@@ -207,7 +246,7 @@ class MixedBatches:
                 targets = tuple(int((c["labels"] != IGNORED).sum()) for c in calls)
                 counted += sum(targets) * (self._axis.rank == g.first_rank)
                 seed = random.Random(f"{self.seed} {self._epoch} {number} {n}").getrandbits(62)
-                shares.append(Share(g.ranks, tuple(calls), targets, seed))
+                shares.append(Share(g.ranks, tuple(calls), targets, seed, n))
             return counted
 
         num_targets = sum(together.each(read))
@@ -216,7 +255,7 @@ class MixedBatches:
                 f"the batch of sequences {indices[:8]}... has no label that is a target: give "
                 "longer sequences, more labels, or more tokens_per_step"
             )
-        return MixedStep(plan, indices, tuple(shares), num_targets)
+        return MixedStep(plan, indices, tuple(shares), num_targets, lengths=lengths)
 
     def _calls(self, sequences: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Arguments of the model for ``sequences``, but for those without a target."""

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import device_of, resolve_axis
+from paradyse.distributed.side_by_side import SideBySide
 from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.step_reports import MixedReport, Stopwatch, with_times
 from paradyse.torch_private import dynamo_config
 from paradyse.weights.shard_comm import in_buckets
 from paradyse.weights.sharded_tensor import ShardedTensor
@@ -47,17 +49,26 @@ class MixedModel:
         self.model, self.options = model, dict(options or {})
         self._axis = resolve_axis()
         self._compiled: dict[range, Any] = {}
+        self.last: MixedReport | None = None
+        """Of the latest step that is over: its groups, their sequences and seconds."""
 
     def losses(self, step: MixedStep) -> Iterator[Tensor]:
         """For each micro-batch of this rank in ``step`` a loss, to be run backward before the next.
 
         After the last one the gradients of all ranks are summed: those of the mean over all labels
-        of the whole batch, added to what was there before; and ``step.loss`` is that mean. So go
-        through all of them, on every rank, also where this rank has none. A step that fails, or
-        that a rank does not go through, leaves there what was there before.
+        of the whole batch, added to what was there before; ``step.loss`` is that mean, and
+        ``step.report`` says what each group did. So go through all of them, on every rank, also
+        where this rank has none. A step that fails, or that a rank does not go through, leaves
+        there what was there before.
+
+        Where one rank fails, all end the step within about a second of being ready to hear of it,
+        and are in step again: that rank by its own error, in forward or in backward.
 
         Raises:
             ValueError: ranks are at different steps.
+            RankFailedError: another rank failed, be it in another group.
+            torch.OutOfMemoryError: a rank ran out of memory.
+            CollectiveError: a rank is gone.
         """
         together = Together(self._axis, "a step of MixedModel")
         together.compare({"the sequences": str(step.indices)})
@@ -66,22 +77,36 @@ class MixedModel:
         for p in weights:
             p.grad = None
         total = torch.zeros((), dtype=torch.float64)
+        watch = Stopwatch(device_of(self._axis.group))
+        meshes = [self._mesh_of(share.ranks) for share in step.shares]
+        side = SideBySide(self._axis, meshes, "a step of MixedModel")
         try:
-            for share in step.shares:
+            for k, share in enumerate(step.shares):
+                side.enter(k)
+                watch.begin()
                 loss = self._loss(share, step.num_targets)
+                side.computed(loss)
                 total += loss.detach().double().cpu()
                 yield loss
+                side.leave()
+                watch.end()
                 del loss
             together.compare({"micro-batches": "all done"})
             self._sum(weights)
-        except BaseException:  # also where the loop over the losses was left
+        except BaseException as e:  # also where the loop over the losses was left
             for p, grad in zip(weights, before, strict=True):
                 p.grad = grad
+            side.fail(e)
             raise
+        finally:
+            side.end()
         for p, grad in zip(weights, before, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
         step.loss = self._summed(total.to(device_of(self._axis.group))).cpu()
+        numbers = [share.group for share in step.shares]
+        told = together.each(lambda: list(zip(numbers, watch.read(), strict=True)))
+        self.last = step.report = with_times(step.plan, step.indices, step.lengths, told)
 
     def _loss(self, share: Share, num_targets: int) -> Tensor:
         """This rank's summand of the loss of the whole batch: all ranks of a group have equal ones,
@@ -97,6 +122,10 @@ class MixedModel:
                 mean = compiled(**call).loss
                 parts.append(mean * (count / (num_targets * len(share.ranks))))
         return torch.stack(parts).sum()
+
+    def _mesh_of(self, ranks: range) -> Any:
+        """Of a group of several ranks; None of one."""
+        return self._axis.session.of(GroupMeshes).of(ranks) if len(ranks) > 1 else None
 
     def _compiled_for(self, ranks: range) -> Any:
         if ranks not in self._compiled:
