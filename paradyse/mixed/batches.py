@@ -150,7 +150,8 @@ class MixedBatches:
                 told = together.first(lambda: next(source, None) if source else None)
                 if told is None:
                     return
-                yield self._step(together, *told, number)
+                indices, lengths, plan = told
+                yield self._step(together, indices, lengths, plan, number)
                 number += 1
         finally:
             if source is not None:

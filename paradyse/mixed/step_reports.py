@@ -63,7 +63,7 @@ class MixedReport:
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
         """Title, header and rows, one for each group."""
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 str(g.micro_batch + 1),
                 in_words(g.ranks),
