@@ -91,13 +91,10 @@ def _check_body(node: fx.Node, gm: fx.GraphModule) -> None:
         return
     why = ""
     if node.target is _OWN_GRADIENT:
-        given = [a.meta.get("example_value") for a in node.args[2:]]
-        why = "it is not a function of one tensor"
-        if len(given) == 1 and isinstance(given[0], torch.Tensor):
-            fwd, bwd = (gm.get_submodule(body.target) for body in node.args[:2])
-            like = torch.empty([*range(2, 2 + given[0].ndim)], dtype=given[0].dtype, device="meta")
-            if not (why := why_no_slope(fwd, bwd, like)):
-                return
+        fwd, bwd = (gm.get_submodule(body.target) for body in node.args[:2])
+        examples = [a.meta.get("example_value", 0) for a in node.args[2:]]
+        if not (why := why_no_slope(fwd, bwd, examples)):
+            return
         why = f" ({why})"
     raise Untraceable(
         f"the graph contains {node.target}, whose body and gradient the passes do not see into{why}"

@@ -10,7 +10,8 @@ import torch
 from pass_graphs import operators
 from torch import Tensor, fx
 
-from paradyse.passes.retrace import InputLike, Untraceable, retrace
+from paradyse.passes.retrace import Untraceable, retrace
+from paradyse.runtime.capture import trace_inputs
 
 
 class Gelu(torch.autograd.Function):
@@ -70,33 +71,46 @@ class Product(torch.autograd.Function):
         return grad * y, grad * x
 
 
-def captured(fn: Callable[[Tensor], Tensor], x: Tensor) -> list[fx.GraphModule | str]:
+class Scaled(Rounded):
+    """By how many rows there are."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * grad.shape[0]
+
+
+def captured(
+    fn: Callable[[Tensor], Tensor], x: Tensor, dynamic: bool = True
+) -> list[fx.GraphModule | str]:
     """Dynamo's graphs of ``fn``, traced again; of one that is refused why."""
     found: list[fx.GraphModule | str] = []
 
     def compile_graph(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
-        given = [InputLike(tuple(i.shape), i.dtype, i.device, i.requires_grad) for i in inputs]
+        placeholders = gm.graph.find_nodes(op="placeholder")
         try:
-            found.append(retrace(gm, given))
+            found.append(retrace(gm, list(trace_inputs(placeholders, inputs).values)))
         except Untraceable as e:
             found.append(str(e))
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(fn, backend=compile_graph)(x)
+    torch.compile(fn, backend=compile_graph, dynamic=dynamic)(x)
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "dynamic"), [(torch.float64, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("function", [Gelu, Rounded])
-def test_values_and_gradients_are_the_functions_own(function: Any, dtype: torch.dtype) -> None:
+def test_values_and_gradients_are_the_functions_own(
+    function: Any, dtype: torch.dtype, dynamic: bool
+) -> None:
     x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
     behind = torch.randn(5, 7, dtype=dtype)
-    (gm,) = captured(lambda x: function.apply(x * 2), x)
+    (gm,) = captured(lambda x: function.apply(x * 2), x, dynamic)
     assert isinstance(gm, fx.GraphModule) and operators(gm)["detach"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = [x if isinstance(n.meta.get("val"), Tensor) else 0 for n in placeholders]
     found = []
-    for call in (gm, lambda x: [function.apply(x * 2)]):
-        (y,) = call(x)
+    for (y,) in (gm(*given), [function.apply(x * 2)]):
         found.append([y.detach(), *torch.autograd.grad(y, x, behind)])
     torch.testing.assert_close(*found)
 
@@ -104,6 +118,7 @@ def test_values_and_gradients_are_the_functions_own(function: Any, dtype: torch.
 REFUSED = {
     "clipped": (Clipped.apply, "times a slope"),
     "over rows": (Summed.apply, "mean.dim is not elementwise"),
+    "by its size": (Scaled.apply, "depends on sizes"),
     "of two tensors": (lambda x: Product.apply(x, x + 1), "not a function of one tensor"),
 }
 
