@@ -70,6 +70,6 @@ MIXED_FAULTS: tuple[Fault, ...] = (
         "paradyse/mixed/step_reports.py",
         "max(taken.get(number, 0.0), seconds)",
         "taken.get(number, seconds)",
-        ("tests/mixed/test_step_reports.py::test_the_slowest_rank_of_a_group_counts",),
+        ("tests/mixed/test_mixed_reports.py::test_the_slowest_rank_of_a_group_counts",),
     ),
 )

@@ -138,7 +138,11 @@ def with_times(
 
 
 def in_words(ranks: range) -> str:
-    """``3`` or ``0 to 3``."""
+    """``3`` or ``0 to 3``.
+
+    Args:
+        ranks: without gaps, at least one.
+    """
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
