@@ -98,10 +98,10 @@ def bound(rank: Rank, model: Any, options: dict[str, Any], name: str) -> dict[st
     """How far plans with these levers get, and what they hold there."""
     steps, limit = Bounded(model, options, 16), options["memory_limit"]
     said = steps.planner.longest(steps.workload(1), MOST)
+    above = steps.refusal(said + max(1, said >> 9), AUTO)  # before a step's own peak is learnt from
     held = steps.held(AUTO, said)
     rank.report(f"{name}: {said} tokens, {100 * held / limit:.1f} % of the limit")
     plan = steps.planner.plan(steps.workload(said))
-    above = steps.refusal(said + max(1, said >> 9), AUTO)
     row = {"said": said, "held": held, "plan": short_key(plan.key), "refusal": above}
     return row | {"capped": trains(steps, said, limit)}
 

@@ -3,6 +3,7 @@ GPTs on the clusters that FlexSP (arXiv 2412.01523) and ByteScale (arXiv 2502.21
 
     python benchmarks/mixed_paper.py                       # half an hour
     python benchmarks/mixed_paper.py --models GPT-7B       # some minutes
+    python benchmarks/mixed_paper.py --pieces FOLDER       # goes on where it ended
 
 Nothing is trained or measured on a device: see ``paradyse/offline/groups.py``. Published speed-ups
 are over what the papers compare with, on other lengths and with other kernels, so they stand beside
@@ -10,10 +11,12 @@ these as orders of magnitude. Here one degree for all has the same kernels, leve
 groups, sequences dealt out so that its groups take equally long, and the best degree of all.
 """
 
+import json
 import random
 import time
 from argparse import Namespace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from runner import Benchmark, benchmark
 from paradyse.cli.commands.plan import dry_run_of, remarks
 from paradyse.cli.mixed import shortened
 from paradyse.cli.traces import DISTRIBUTIONS, K, LengthDistribution
+from paradyse.mixed.ways import Way
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun
 from paradyse.offline.groups import Comparison, compare, ways_on_paper
@@ -64,30 +68,44 @@ def draw(count: int, cut: int, seed: int) -> list[int]:
     return [min(cut, LONG_TAIL.draw((i + rng.random()) / count, 2048 * K)) for i in range(count)]
 
 
-def show(bench: Benchmark, found: dict[str, Comparison]) -> None:
+Row = dict[str, Any]
+"""Of one case: ``static_s`` by degree as text, ``best_static_s``, ``groups_s``, seconds a step, and
+the groups of its first batch in ``words``."""
+
+
+def row_of(of: Comparison) -> Row:
+    """What is shown of a comparison."""
+    num = len(of.plans)
+    return {
+        "static_s": {str(d): s / num for d, s in of.static_s.items()},
+        "best_static_s": of.best_static_s / num,
+        "groups_s": of.groups_s / num,
+        "words": shortened(of.plans[0]),
+    }
+
+
+def show(bench: Benchmark, found: dict[str, Row]) -> None:
     """The comparison of each case, and the groups of its first batch."""
-    rows = []
+    degrees = sorted({d for of in found.values() for d in of["static_s"]}, key=int)
+    table, gains = [], []
     for name, of in found.items():
-        num = len(of.plans)
-        degree = min(of.static_s, key=lambda d: of.static_s[d])
-        rows.append(
-            (
-                name,
-                str(degree),
-                *(format_seconds(s / num) for s in (of.best_s, of.best_static_s, of.groups_s)),
-                f"{of.best_s / of.groups_s:.2f}",
-                f"{max(of.static_s.values()) / of.groups_s:.2f}",
-            )
-        )
-    bench.table(
-        ("", "best degree", "it", "best of each batch", "groups", "gain", "over the worst"), rows
-    )
+        static, groups_s = of["static_s"], of["groups_s"]
+        best = min(static, key=lambda d: static[d])
+        each = (format_seconds(static[d]) if d in static else "-" for d in degrees)
+        table.append((name, *each, *(format_seconds(s) for s in (of["best_static_s"], groups_s))))
+        over = (static[best], of["best_static_s"], max(static.values()))
+        gains.append((name, best, *(f"{s / groups_s:.2f}" for s in over)))
+    header = (*(f"degree {d}" for d in degrees), "best of each batch", "groups")
+    bench.table(("", *header), table)
+    over = ("over it", "over the best of each batch", "over the worst degree")
+    bench.table(("gain of groups", "best degree", *over), gains)
     for name, of in found.items():
-        bench.add("", f"{name}: {shortened(of.plans[0])}")
+        bench.add("", f"{name}: {of['words']}")
 
 
+@cache
 def _runs(model: str, layers: int | None) -> Any:
-    """The dry run of ``model`` by the number of ranks; each is made once."""
+    """The dry run of ``model`` by the number of ranks; each is made once, for all clusters."""
 
     @cache
     def run_of(num_ranks: int) -> DryRun:
@@ -97,11 +115,20 @@ def _runs(model: str, layers: int | None) -> Any:
     return run_of
 
 
+def _piece(args: Namespace, num_gpus: int, name: str) -> Path | None:
+    """The file of one case, by all that it depends on."""
+    if args.pieces is None:
+        return None
+    how = f"{args.sequences} x {args.batches}, {args.layers or 'all'} layers, {args.limit:g} s"
+    return Path(args.pieces) / f"{num_gpus}, {name}, {how}.json"
+
+
 @benchmark(
     {"models": ("GPT-7B",), "gpus": (4,), "layers": 1, "batches": 1, "sequences": 32},
     models=tuple(SIZES),
     gpus=tuple(case[0] for case in CASES),
     layers={"type": int, "help": "fewer than the models have"},
+    pieces={"type": Path, "metavar": "FOLDER", "help": "keeps each case; done ones are read"},
     batches=3,
     sequences=512,
     limit=5.0,
@@ -116,15 +143,23 @@ def main(bench: Benchmark, args: Namespace) -> str:
             num_gpus, cuts = args.gpus[0], cuts[:1]
         elif num_gpus not in args.gpus:
             continue
-        cluster, found = read_cluster(device), dict[str, Comparison]()
+        cluster, found = read_cluster(device), dict[str, Row]()
         for model in (m for m in models if m in args.models):
             start = time.process_time()
-            runs, dtype = _runs(model, args.layers), torch.bfloat16
-            ways = ways_on_paper(runs, cluster, num_gpus, dtype, levers=LEVERS)
+            ways: list[Way] = []
             for cut in cuts:
-                batches = [draw(args.sequences, cut, seed) for seed in range(args.batches)]
                 name = f"{model}, {cut // K}K"
-                found[name] = compare(batches, ways, num_gpus, args.limit)
+                piece = _piece(args, num_gpus, name)
+                if piece and piece.is_file():
+                    found[name] = json.loads(piece.read_text())
+                    continue
+                runs, dtype = _runs(model, args.layers), torch.bfloat16
+                ways = ways or ways_on_paper(runs, cluster, num_gpus, dtype, levers=LEVERS)
+                batches = [draw(args.sequences, cut, seed) for seed in range(args.batches)]
+                found[name] = row_of(compare(batches, ways, num_gpus, args.limit))
+                if piece:
+                    piece.parent.mkdir(parents=True, exist_ok=True)
+                    piece.write_text(json.dumps(found[name], indent=1))
             print(f"# {model}: {time.process_time() - start:.0f} s of one core", flush=True)
         if found:
             bench.add("", f"## {num_gpus} x {device} ({published})")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,27 @@ class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = torch.tensor(list(self.files[index].read_bytes()[: self.longest]))
         return {"input_ids": ids, "labels": ids}
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sources and texts of a folder, and of those below it, as bytes; each is a sequence of its own
+    length, cut behind ``longest``."""
+
+    SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js")
+
+    def __init__(self, folder: Path, longest: int):
+        found = (f for f in sorted(folder.rglob("*")) if f.suffix in self.SUFFIXES)
+        self.files = [f for f in found if f.is_file() and f.stat().st_size > 1]
+        self.longest = longest
+        if not self.files:
+            raise SystemExit(f"--text {folder}: no files of {', '.join(self.SUFFIXES)} are there")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        with self.files[index].open("rb") as file:
+            return {"input_ids": torch.tensor(list(file.read(self.longest)))}
 
 
 def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -105,6 +127,18 @@ def options_of(doc: str | None, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--whole", action="store_true", help="every rank holds all weights")
     parser.add_argument("--inner", default="inductor", help="compiler of the pieces")
     parser.add_argument("--plan", default="auto", help="auto, or one strategy for all lengths")
+    return parser
+
+
+def mixed_options_of(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """``options_of`` of an example with batches of mixed lengths."""
+    parser = options_of(doc, out)
+    text = Path(sysconfig.get_path("stdlib"))
+    parser.add_argument("--text", type=Path, default=text, help="folder of sources and texts")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a batch, at most")
+    parser.add_argument("--ways", help="file of ways; default: they are measured")
+    parser.add_argument("--repeats", type=int, default=2, help="of each measurement")
+    parser.set_defaults(longest=2048)
     return parser
 
 

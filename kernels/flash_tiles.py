@@ -364,6 +364,7 @@ class Visibility:
             QR=rows // GROUP,
             KR=keys // GROUP,
             STEP=64,
+            num_warps=2,
             enable_fp_fusion=True,
         )
         return table

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,16 @@ MOST_BYTES = 64 * 2**20
 ring of any size asks for."""
 
 
+@dataclass
+class _Entry:
+    value: Any
+    num_bytes: int
+    versions: tuple[int, ...] = ()
+    """Of the tensors that the value was made of, how often they had been written to."""
+    watches: Sequence[Any] = ()
+    """Of the same tensors: what lets go of the value with them."""
+
+
 class Kept:
     """What was made last, by key, of at most ``MOST_BYTES``.
 
@@ -32,21 +43,21 @@ class Kept:
 
     def __init__(self, tensors: Callable[[Any], Any] = lambda value: value) -> None:
         self._tensors = tensors
-        self._found: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._found: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._num_bytes = 0
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of ``key``, as ``make`` gives it. Tensors without memory are not kept."""
         if key in self._found:
             self._found.move_to_end(key)
-            kept: T = self._found[key][0]
+            kept: T = self._found[key].value
             return kept
         with torch.inference_mode(False):
             value = make()
         leaves = [x for x in tree_leaves(self._tensors(value)) if isinstance(x, Tensor)]
         if not any(isinstance(x, FakeTensor) for x in leaves):
             num_bytes = sum(x.nbytes for x in leaves)
-            self._found[key] = value, num_bytes
+            self._found[key] = _Entry(value, num_bytes)
             self._num_bytes += num_bytes
             while self._num_bytes > MOST_BYTES and len(self._found) > 1:
                 self.forget(next(iter(self._found)))
@@ -54,12 +65,16 @@ class Kept:
 
     def forget(self, key: Hashable) -> None:
         """Let go of the value of ``key``, if it is here."""
-        self._num_bytes -= self._found.pop(key, (None, 0))[1]
+        entry = self._found.pop(key, None)
+        if entry is not None:
+            self._num_bytes -= entry.num_bytes
+            for watch in entry.watches:
+                watch.detach()
 
     def clear(self) -> None:
         """Let go of all."""
-        self._found.clear()
-        self._num_bytes = 0
+        for key in [*self._found]:
+            self.forget(key)
 
     def get_of(self, key: Hashable, given: Sequence[Tensor | None], make: Callable[[], T]) -> T:
         """``get`` of a value that ``make`` makes of tensors too.
@@ -73,11 +88,15 @@ class Kept:
         there = [x for x in given if x is not None]
         if any(x.is_inference() for x in there):
             return make()
-        whole = key, *((id(x), x._version) if x is not None else None for x in given)
-
-        def make_and_watch() -> T:
-            for x in there:  # the next tensor may have its identity
-                weakref.finalize(x, self.forget, whole)
-            return make()
-
-        return self.get(whole, make_and_watch)
+        whole = key, *(None if x is None else id(x) for x in given)
+        versions = tuple(x._version for x in there)
+        known = self._found.get(whole)
+        if known is not None and known.versions != versions:
+            self.forget(whole)
+        value = self.get(whole, make)
+        entry = self._found.get(whole)
+        if entry is not None and not entry.watches:
+            entry.versions = versions
+            # With the tensor goes the value, as the next tensor may have its identity.
+            entry.watches = [weakref.finalize(x, self.forget, whole) for x in there]
+        return value

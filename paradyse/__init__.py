@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paradyse.data import replica_of as replica_of
     from paradyse.data import replica_sampler as replica_sampler
     from paradyse.mixed.batches import MixedBatches as MixedBatches
+    from paradyse.mixed.measured_ways import measure_ways as measure_ways
     from paradyse.mixed.training import MixedModel as MixedModel
     from paradyse.mixed.ways import Way as Way
     from paradyse.planning.explain import PlanReport as PlanReport
@@ -59,6 +60,7 @@ _API = {
     "AcceleratorMixin": "paradyse.accelerator",
     "MixedBatches": "paradyse.mixed.batches",
     "MixedModel": "paradyse.mixed.training",
+    "measure_ways": "paradyse.mixed.measured_ways",
     "Way": "paradyse.mixed.ways",
     "replica_of": "paradyse.data",
     "replica_sampler": "paradyse.data",

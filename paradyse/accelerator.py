@@ -181,7 +181,7 @@ class AcceleratorMixin(OverReplicas):
         def step_for_each_replica(*args: Any, **kwargs: Any) -> None:
             for _ in range(times):
                 total = getattr(prepared.scheduler, "total_steps", None)
-                if total is None or prepared.scheduler._step_count <= total:
+                if total is None or prepared.scheduler.last_epoch < total:
                     step(*args, **kwargs)
 
         prepared.step = step_for_each_replica

@@ -295,6 +295,11 @@ def _strategies(value: Any) -> tuple[str, ...]:
             f"option 'strategies': the list is empty; give some of "
             f"{', '.join(STRATEGIES)}, or leave the option out to allow all"
         )
+    if set(names) == {REPLICATED}:
+        raise ValueError(
+            f"option 'strategies': {REPLICATED!r} alone leaves nothing to choose; give "
+            f"'plan': {REPLICATED!r} in its place, or list strategies beside it"
+        )
     # One order on all ranks, even from a set.
     return tuple(s for s in STRATEGIES if s in names)
 

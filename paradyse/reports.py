@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import device_of
 from paradyse.distributed.collectives import REPLICAS
 from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.mixed.training import MixedModel
 from paradyse.planning.explain import PlanReport, Stats, explain_plan
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
@@ -36,6 +38,11 @@ def explain(
             split; a size that is no whole number of at least 1; other lengths than the model has
             sequences.
     """
+    if isinstance(compiled_model, MixedModel):
+        raise ValueError(
+            "groups have a plan each: MixedBatches.explain(step) says which sequences go where and "
+            "why, and stats(model) what they took; explain(model.model, ...) is of one group"
+        )
     check_count("batch_size", batch_size)
     check_count("seq_len", seq_len)
     for length in other_lens:
@@ -80,7 +87,10 @@ def attention_kernels(
 
 
 def stats(compiled_model: Any) -> Stats:
-    """What has happened so far with ``compiled_model`` on this rank."""
+    """What has happened so far with ``compiled_model`` on this rank, and for a ``MixedModel`` in
+    the groups of the latest step."""
+    if isinstance(compiled_model, MixedModel):
+        return replace(stats(compiled_model.model), groups=compiled_model.last)
     captures = list(captures_of(compiled_model))
     graphs = [(c, g) for c in captures for g in c.graphs.values()]
     variants = {

@@ -11,6 +11,7 @@ calls the original.
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from paradyse.accelerator import is_sharded, over_replicas, plain_optimizer
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import resolve_axis, resolve_replicas
+from paradyse.mixed.batches import MixedBatches, MixedStep
+from paradyse.mixed.training import MixedModel
 from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime.registry import captures_of
 from paradyse.token_scores import score_in_graph
@@ -54,14 +57,24 @@ class TrainerMixin(_Trainer):
     transformers, at any number of ranks. Of ``gradient_accumulation_steps`` calls all but the last
     run inside ``paradyse.no_sync``, unless accelerate is told to ``sync_each_batch``.
 
+    With ``batches`` every step is a batch of mixed lengths, in groups of ranks of different degree
+    (``paradyse.MixedBatches``), in place of ``train_dataset`` and a collator:
+
+        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 20, ways="plans/ways.json")
+        trainer = Trainer(model=model, args=args, batches=batches)
+
+    Then weights are whole, a step is one of ``batches``, of which ``max_steps`` says how many there
+    are, and evaluation computes each of its batches on every rank.
+
     Args:
         mesh: as the option of the backend; it must hold every rank. None: one sequence group.
         backend_options: ``options`` of ``torch.compile(..., backend="paradyse")`` besides ``mesh``.
+        batches: a ``MixedBatches`` to train on; None: ``train_dataset``.
         log_steps: add the latest call's length, plan and speed (``StepReport.scalars``) to what
             Trainer logs, and so to TensorBoard, wandb or whatever it reports to.
     Raises:
         ValueError: a mesh without some of the ranks; arguments of Trainer's that split data or
-            wrap the model in a way of their own.
+            wrap the model in a way of their own, or that do not go with ``batches``.
     """
 
     def __init__(
@@ -69,10 +82,12 @@ class TrainerMixin(_Trainer):
         *args: Any,
         mesh: Any = None,
         backend_options: Any = None,
+        batches: MixedBatches | None = None,
         log_steps: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._log_steps = log_steps
+        self._log_steps, self._batches = log_steps, batches
+        self._mixed: MixedModel | None = None
         self._sequence, self._replicas = resolve_axis(mesh), resolve_replicas(mesh)
         self._whole_state: dict[str, Any] | None = None
         self._ran = False
@@ -85,6 +100,10 @@ class TrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         _check(self.args, world)
         model = self.model
+        if batches is not None:
+            _check_mixed(self, batches, mesh)
+            self._mixed = MixedModel(model, backend_options)
+            return
         score_in_graph(model)
         if compiled_call_of(model) is None and original_module(model) is model:
             model.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
@@ -97,12 +116,25 @@ class TrainerMixin(_Trainer):
         """Samples that all replicas together take in one step with ``args``."""
         return self._train_batch_size * args.gradient_accumulation_steps * self._replicas.size
 
+    def get_train_dataloader(self) -> Any:
+        """The batches of mixed lengths, or Trainer's own loader."""
+        return super().get_train_dataloader() if self._batches is None else self._batches
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own of ``epoch_iterator``, ``args`` and ``kwargs``; of mixed lengths the next
+        batch, whose loss is a mean over its labels already."""
+        if self._mixed is None:
+            return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        return list(islice(epoch_iterator, 1)), None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One step, after which the model is known to be compiled with this backend.
 
         Raises:
             ValueError: the model was compiled with another one.
         """
+        if self._mixed is not None:
+            return self._mixed_step(*args, **kwargs)
         loss = super().training_step(*args, **kwargs)
         if not self._ran and dist.is_initialized() and not any(captures_of(self.model)):
             raise ValueError(
@@ -113,11 +145,38 @@ class TrainerMixin(_Trainer):
         self._ran = True
         return loss
 
+    def _mixed_step(self, model: Any, inputs: MixedStep, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert self._mixed is not None
+        model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
+        for loss in self._mixed.losses(inputs):
+            self.accelerator.backward(loss)
+        assert inputs.loss is not None
+        return inputs.loss.to(self.args.device, torch.float32)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Trainer's own of ``inputs``; a batch of mixed lengths is not counted."""
+        of = super().floating_point_ops
+        return 0 if isinstance(inputs, MixedStep) else int(of(inputs))
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        skips = kwargs.get("steps_trained_in_current_epoch", 0) and kwargs["epoch"] == 0
+        if self._mixed is not None and skips and kwargs.get("resume_from_checkpoint"):
+            raise ValueError(
+                "batches of mixed lengths do not skip those of before a checkpoint: give "
+                "TrainingArguments ignore_data_skip=True, and MixedBatches another seed"
+            )
+        return super()._run_epoch(*args, **kwargs)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's own, of ``logs`` of training with the latest call's, where they are wanted."""
         steps = steps_of(list(self.model.parameters())) if self._log_steps else None
         if "loss" in logs and steps is not None and steps.last is not None:
             logs = logs | steps.last.scalars()
+        report = self._mixed.last if self._mixed is not None else None
+        if "loss" in logs and report is not None and report.taken_s:
+            logs = logs | {"tokens_per_s": report.num_tokens / report.taken_s}
         super().log(logs, *args, **kwargs)
 
     # Checkpoints: model files are whole; the optimizer's state of a sharded model is not.
@@ -161,6 +220,33 @@ class TrainerMixin(_Trainer):
         load_checkpoint(Path(checkpoint, SHARDS), self.model, plain_optimizer(self.optimizer))
         saved = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
+
+
+def _check_mixed(trainer: Any, batches: Any, mesh: Any) -> None:
+    """Refuse what does not go with ``batches`` of mixed lengths."""
+    args = trainer.args
+    if not isinstance(batches, MixedBatches):
+        raise ValueError(f"batches: give a paradyse.MixedBatches, not {type(batches).__name__}")
+    refused = {
+        "mesh": mesh is not None,
+        "train_dataset": trainer.train_dataset is not None,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": bool(args.label_smoothing_factor),
+        f"gradient_accumulation_steps={args.gradient_accumulation_steps}": (
+            args.gradient_accumulation_steps != 1
+        ),
+        "include_num_input_tokens_seen": args.include_num_input_tokens_seen not in (False, "no"),
+    }
+    if found := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"{', '.join(found)}: leave it out with batches of mixed lengths, whose groups have "
+            "meshes of their own and whose micro-batches are planned"
+        )
+    if args.max_steps < 1:
+        raise ValueError(
+            f"max_steps={args.max_steps}: give TrainingArguments max_steps, as how many batches of "
+            "mixed lengths an epoch has depends on its order"
+        )
 
 
 def _check(args: Any, world: int) -> None:

@@ -71,6 +71,8 @@ def _sort_of(matmul: fx.Node) -> fx.Node | None:
     if ends.target is not aten.cumsum.default:
         return None
     counts = ends.args[0]
+    while counts.target in _CASTS:
+        counts = counts.args[0]
     if counts.target is not aten.histc.default:
         return None
     bins, least, most = (argument(counts, name) for name in ("bins", "min", "max"))

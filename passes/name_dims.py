@@ -25,7 +25,7 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
             sequence; the outermost factor where the batch is several dims in one)
     A sequence that is made of several dims, such as rows and columns of patches, has a name of its
     own. Where attention is over several sequences, as in encoder and decoder, ctx.seqs has all, and
-    S is the one whose tokens have the most work in linears.
+    S is the one of whose tokens each has the most work in linears.
     Refuses nothing: ctx.seq is None where no attention says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
@@ -73,9 +73,9 @@ def _merged_sequences(
 
 
 def _work(graph: fx.Graph, names: Names, seq: Factor) -> int:
-    """Multiplications of linears for tokens of ``seq``."""
+    """Multiplications of linears for a token of ``seq``, whatever lengths are traced at."""
     return sum(
-        n.meta["val"].numel() * n.args[1].meta["val"].shape[-1]
+        n.args[1].meta["val"].numel()
         for n in graph.nodes
         if n.target == aten.linear.default and any(seq in dim for dim in names.of(n))
     )

@@ -17,7 +17,7 @@ from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.expert_rules import GROUPED_MM
-from paradyse.graph.factors import Factor
+from paradyse.graph.factors import Factor, resolve
 from paradyse.passes.expert_regions import ExpertRegion, expert_regions
 from paradyse.passes.place_tokens import each_query_alone, place_tokens
 from paradyse.types import EXPERTS
@@ -229,8 +229,35 @@ class _Finder:
         linears.sort(key=lambda n: (-n.meta["val"].shape[-1], self.order[n]))
         return passed, linears
 
+    def _without_latents(
+        self, node: fx.Node, up: list[fx.Node], before: list[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """``up`` and ``before`` of the attention ``node`` without what has no heads yet.
+
+        Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) makes of one linear a latent,
+        which other linears make heads of, and a rotary key that all heads share. Such a linear is
+        work for local tokens, ahead of the projections, and so is what follows up to the heads.
+        """
+        behind = {n: nx.descendants(self.flow, n) for n in up}
+        latent = {n for n in up if any(m.args[0] in behind[n] for m in up if m is not n)}
+        if not latent:
+            return up, before
+        up = [n for n in up if n not in latent]
+        made = set(up).union(*(behind[n] for n in up))
+        call = AttentionCall.of(node)
+        heads = {f for x in (call.q, call.k) for f in self.ctx.names.of(x)[1]}
+
+        def has_heads(n: fx.Node) -> bool:
+            dims = self.ctx.names.dims.get(n, [])
+            if isinstance(n.meta["val"], tuple | list):
+                dims = [d for part in dims for d in part]
+            return bool(heads & {f for d in dims for f in resolve(d)})
+
+        return up, [n for n in before if n in made or has_heads(n)]
+
     def _attention(self, node: fx.Node) -> Block | None:
-        up, before = self._back_to_linears(AttentionCall.of(node).qkv)
+        up, reached = self._back_to_linears(AttentionCall.of(node).qkv)
+        up, before = self._without_latents(node, up, reached)
         after: list[fx.Node] = []
         downs: list[fx.Node] = []
         results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
@@ -249,7 +276,7 @@ class _Finder:
                 downs = users
             else:
                 frontier = users[0]
-                known = {*after, *before, frontier, node}
+                known = {*after, *reached, frontier, node}
                 after += [n for n in self._back_to_linears([frontier])[1] if n not in known]
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")

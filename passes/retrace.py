@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.subgraph import is_tensor
+from paradyse.passes.own_gradients import apply_with_slope, why_no_slope
 from paradyse.torch_private import (
     AUTOCAST_ENTER,
     AUTOCAST_EXIT,
@@ -24,6 +25,7 @@ from paradyse.torch_private import (
 aten = torch.ops.aten
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_OWN_GRADIENT = torch.ops.higher_order.autograd_function_apply
 
 
 class Untraceable(NotImplementedError):
@@ -50,20 +52,19 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     that the graph holds as constants become attributes of the new module.
 
     Raises:
-        Untraceable: the graph has an operator with a body of its own (a custom autograd function).
-            Activation checkpointing is one too, but its body is traced in its place; its nodes
-            carry ``meta["recompute"]``. Or a value got lost on the way, as in ``torch.func.vmap``.
+        Untraceable: the graph has an operator with a body of its own (a custom autograd function
+            that is more than an elementwise function and its slope). Activation checkpointing is
+            one too, but its body is traced in its place; its nodes carry ``meta["recompute"]``. Or
+            a value got lost on the way, as in ``torch.func.vmap``.
 
     Args:
         gm: the graph Dynamo hands to a backend.
         inputs: one value per placeholder: an ``InputLike``, or a Python number. A number where the
             graph has a scalar tensor stands for what ``item()`` gives.
     """
-    for target in {n.target for n in gm.graph.nodes} - {_CHECKPOINT}:
-        if isinstance(target, HigherOrderOperator):
-            raise Untraceable(
-                f"the graph contains {target}, whose body and gradient the passes do not see into"
-            )
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            _check_body(node, module)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gm = _numbers_for_items(gm, inputs)
 
@@ -82,6 +83,22 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         if stack:
             node.meta["module"] = list(stack.values())[-1][0]
     return traced
+
+
+def _check_body(node: fx.Node, gm: fx.GraphModule) -> None:
+    """Refuse ``node`` of ``gm`` if it has a body that cannot be written in its place."""
+    if not isinstance(node.target, HigherOrderOperator) or node.target is _CHECKPOINT:
+        return
+    why = ""
+    if node.target is _OWN_GRADIENT:
+        fwd, bwd = (gm.get_submodule(body.target) for body in node.args[:2])
+        examples = [a.meta.get("example_value", 0) for a in node.args[2:]]
+        if not (why := why_no_slope(fwd, bwd, examples)):
+            return
+        why = f" ({why})"
+    raise Untraceable(
+        f"the graph contains {node.target}, whose body and gradient the passes do not see into{why}"
+    )
 
 
 _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -113,6 +130,8 @@ class _Interpreter(fx.Interpreter):
             inside = _Interpreter(body)
             inside.recompute = True
             return inside.run(*args)
+        if n.target is _OWN_GRADIENT:
+            return apply_with_slope(*self.fetch_args_kwargs_from_env(n)[0])
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

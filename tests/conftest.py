@@ -40,7 +40,9 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool_of(nproc: int) -> RankPool:
-        return pools.setdefault(nproc, RankPool(nproc))
+        pool = pools.setdefault(nproc, RankPool(nproc))
+        pool.renew()
+        return pool
 
     yield pool_of
     for pool in pools.values():

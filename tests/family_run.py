@@ -13,6 +13,8 @@ from models import TOLERANCE, run_step, worst
 from plans import blocks_of, choose
 from small_models import Row, batch_of, make, num_layers
 
+from paradyse.types import ATTENTION_STRATEGIES
+
 NOTE_CHARS = 200
 
 
@@ -35,7 +37,9 @@ def examine(row: Row, plans: Sequence[str]) -> dict[str, Any]:
     current: list[Any] = [None]
     single = plans == ["auto"]
     plan = "auto" if single else lambda workload: current[0]
-    compiled = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": "eager"})
+    # Sequences so short would be computed whole on every rank, which shows nothing of a split.
+    options = {"plan": plan, "inner": "eager", "strategies": ATTENTION_STRATEGIES}
+    compiled = torch.compile(model, backend="paradyse", options=options)
     off: dict[str, float] = {}
     programs = []
     for n, batch, want in zip(row.lengths, batches, wanted, strict=True):

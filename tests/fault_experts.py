@@ -67,8 +67,8 @@ EXPERT_FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradients of a group's rows put at the first rows",
         "paradyse/strategies/experts/streamed.py",
-        "            at += num\n",
-        "",
+        "of_rows[i][at] = g[:num]",
+        "of_rows[i][:num] = g[:num]",
         DOUBLE,
     ),
     Fault(

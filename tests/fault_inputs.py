@@ -1,4 +1,4 @@
-"""Faults of what finds batch and sequence in any input (``fault_table.py``)."""
+"""Faults of what finds batch, sequence and blocks in any input (``fault_table.py``)."""
 
 from __future__ import annotations
 
@@ -62,6 +62,23 @@ INPUT_FAULTS: tuple[Fault, ...] = (
         (
             "tests/runtime/test_capture.py::"
             "test_a_length_that_no_input_shows_is_not_taken_for_that_of_all_calls",
+        ),
+    ),
+    Fault(
+        "the first of several sequences depends on lengths",
+        "passes/name_dims.py",
+        'n.args[1].meta["val"].numel()',
+        'n.meta["val"].numel()',
+        ("tests/passes/test_name_dims.py",),
+    ),
+    Fault(
+        "what makes a latent taken for a projection into heads",
+        "passes/outline_blocks.py",
+        "        if not latent:\n",
+        "        if True:\n",
+        (
+            "tests/passes/test_outline_blocks.py::"
+            "test_what_makes_a_latent_is_ahead_of_the_projections",
         ),
     ),
 )

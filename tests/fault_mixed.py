@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 PLANS = "tests/mixed/test_step_plan.py::"
+BESIDE = "tests/distributed/test_side_by_side.py::"
 TRAINING = ("tests/mixed/test_training.py::test_two_ranks[llama]",)
 
 MIXED_FAULTS: tuple[Fault, ...] = (
@@ -49,5 +50,26 @@ MIXED_FAULTS: tuple[Fault, ...] = (
         'places = [torch.arange(len(s["input_ids"])) for s in sequences]',
         'places = [torch.arange(len(call["input_ids"]))]',
         TRAINING,
+    ),
+    Fault(
+        "a failure in one group is told to no other",
+        "paradyse/distributed/side_by_side.py",
+        '            self._ring((failure, ""))\n',
+        "            pass\n",
+        (f"{BESIDE}test_a_group_that_computes_hears_at_its_next_message",),
+    ),
+    Fault(
+        "who hears of another group's failure tells its own group nothing",
+        "paradyse/distributed/agreement.py",
+        "known = e.failures[0] if isinstance(e, DroppedCallError) and e.untold else None",
+        "known = None",
+        (f"{BESIDE}test_a_group_that_computes_hears_at_its_next_message",),
+    ),
+    Fault(
+        "seconds of a group's first rank for those of its slowest",
+        "paradyse/mixed/step_reports.py",
+        "max(taken.get(number, 0.0), seconds)",
+        "taken.get(number, seconds)",
+        ("tests/mixed/test_mixed_reports.py::test_the_slowest_rank_of_a_group_counts",),
     ),
 )

@@ -52,6 +52,9 @@ GRACE_S = 5.0
 """How long the other ranks may take to finish after one has failed."""
 PATIENCE = float(os.environ.get("PATIENCE", "1"))
 """Factor of all time-outs, for a machine that is busy with other work."""
+MOST_THREADS = 48
+"""Of a rank that stays for the next test. Each of gloo's groups has threads that look for messages
+a hundred times a second, for as long as the process lives."""
 LOG_TAIL = 8_000
 """Characters of a rank's own output that a failure quotes."""
 
@@ -130,6 +133,13 @@ class RankPool:
     def processes(self) -> list[Any]:
         """Those of a pool that was started, by rank."""
         return list(self._processes)
+
+    def renew(self) -> None:
+        """Ends ranks that have more than ``MOST_THREADS`` (on Linux); the next call starts new
+        ones."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self._processes]
+        if any(len(list(t.iterdir())) > MOST_THREADS for t in tasks if t.exists()):
+            self.close()
 
     def close(self) -> None:
         """Lets the ranks leave their group and end; kills those that do not."""
@@ -297,7 +307,7 @@ def _serve(rank: int, size: int, pipe: Any, folder: str, pg_timeout_s: float, in
     faulthandler.register(signal.SIGUSR1, log, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported by now need not be searched by the collection before each call
+    imported = 0
     while message := _receive(pipe):
         path, filters, timeout_s, payload = pickle.loads(message)
         # The last resort, should the parent be gone.
@@ -312,6 +322,9 @@ def _serve(rank: int, size: int, pipe: Any, folder: str, pg_timeout_s: float, in
                     warnings.filterwarnings(*f)
                 fn, args = pickle.loads(payload)
                 _reset()
+                if len(sys.modules) > imported:  # those need not be searched before each call
+                    gc.freeze()
+                    imported = len(sys.modules)
                 answer = (True, pickle.dumps(fn(*args)))
         except BaseException as e:  # SystemExit and friends are failures of the case as well
             answer = (False, RankError(type(e).__name__, str(e), traceback.format_exc()))

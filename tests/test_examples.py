@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 from test_trainer import EXACT
 
+from paradyse.mixed.ways import Way
+from paradyse.mixed.ways_file import write_ways
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LONGEST = 301
 """Divides by no number of ranks; some files are shorter."""
 SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "lora")
+MIXED = ("mixed_loop", "mixed_trainer")
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate"}
 FIXED = ("--plan", "ulysses_z")
 """Two starts of auto may plan, and round, differently."""
@@ -73,9 +77,42 @@ def test_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> 
     assert len({row.get("loss") for row in losses(one)}) > 2  # it does train
 
 
+def text_of(folder: Path) -> Path:
+    """A folder with one long file and some short ones."""
+    folder.mkdir()
+    for i, length in enumerate((290, 60, 45, 30, 21)):
+        (folder / f"{i}.txt").write_bytes(bytes(range(32, 127)) * 4)
+        os.truncate(folder / f"{i}.txt", length)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["mixed_loop", pytest.param("mixed_trainer", marks=pytest.mark.slow)]
+)
+def test_groups_of_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> None:
+    """By ways that put the long file on both ranks and the short ones on one each."""
+    script, one, two = str(EXAMPLES / f"{name}.py"), tmp_path / "one", tmp_path / "two"
+    text, ways = text_of(tmp_path / "text"), tmp_path / "ways.json"
+    given = [Way(1, 1e-4, 600, (600,), (1.0,)), Way(2, 1e-4, 600, (60, 600), (0.2, 0.5))]
+    write_ways(ways, given, "replicated")
+    more = ["--text", str(text), "--ways", str(ways), "--tokens", "600"]
+    start([sys.executable, script, *options(one), *more], tmp_path)
+    start([*torchrun(2), script, *options(two), *more], tmp_path)
+    same(losses(two), losses(one))
+
+
+@pytest.mark.slow
+def test_ways_are_measured_where_none_are_given(tmp_path: Path) -> None:
+    text, out = text_of(tmp_path / "text"), tmp_path / "out"
+    script = str(EXAMPLES / "mixed_loop.py")
+    more = ["--text", str(text), "--tokens", "600", "--repeats", "1"]
+    said = start([*torchrun(2), script, *options(out), *more], tmp_path)
+    assert "one degree for all, predicted: 1:" in said and len(losses(out)) == 4
+
+
 def test_every_example_is_run_by_a_test() -> None:
     scripts = {f.stem for f in EXAMPLES.glob("*.py")} - {"common"}
-    assert scripts == {*SCRIPTS}
+    assert scripts == {*SCRIPTS, *MIXED}
 
 
 WORKFLOWS = ROOT / "docs" / "workflows.md"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import PATIENCE, RankFailure, RankPool, run_ranks
+from harness import MOST_THREADS, PATIENCE, RankFailure, RankPool, run_ranks
 
 
 def rank_times(factor: int) -> tuple[int, int, torch.Tensor]:
@@ -46,6 +47,11 @@ def warn() -> None:
 
 def process_id() -> int:
     return os.getpid()
+
+
+def leave_threads(number: int) -> None:
+    for _ in range(number):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def change_defaults() -> None:
@@ -103,6 +109,16 @@ def test_a_pool_keeps_its_processes_until_a_failure(pool2: RankPool) -> None:
         pool2.run(raise_on_last_rank)
     after = pool2.run(process_id)
     assert not set(before) & set(after)
+
+
+def test_ranks_crowded_with_threads_are_replaced_between_tests() -> None:
+    with RankPool(1) as pool:
+        (before,) = pool.run(process_id)
+        pool.renew()
+        assert pool.run(process_id) == [before]
+        pool.run(leave_threads, MOST_THREADS)
+        pool.renew()
+        assert pool.run(process_id) != [before]
 
 
 def test_warnings_are_errors_on_the_ranks_too(pool1: RankPool) -> None:

@@ -145,6 +145,33 @@ def over_mesh(
         return losses(trainer.state.log_history), predicted
 
 
+WAY = [{"degree": 1, "fixed_s": 0.0, "max_tokens": 99, "lengths": (99,), "times_s": (1.0,)}]
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        ({"batches": [1]}, {}, "give a paradyse.MixedBatches, not list"),
+        ({"train_dataset": [1]}, {}, "train_dataset: leave it out with batches of mixed lengths"),
+        ({}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: leave it out"),
+        ({}, {"max_steps": -1}, "max_steps=-1: give TrainingArguments max_steps"),
+    ],
+)
+def test_what_does_not_go_with_batches_of_mixed_lengths(
+    given: Mapping[str, Any], options: Mapping[str, Any], words: str, tmp_path: Path
+) -> None:
+    import paradyse
+
+    module = example()
+    data = [{"input_ids": torch.arange(9)}]
+    batches = paradyse.MixedBatches(
+        data, tokens_per_step=50, ways=[paradyse.Way(**way) for way in WAY]
+    )
+    with fresh_accelerate(), pytest.raises(ValueError, match=re.escape(words)):
+        args = arguments(str(tmp_path), eval_strategy="no", **options)
+        module.Trainer(**{"model": module.make_model(9), "args": args, "batches": batches, **given})
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     """A dataset without a length."""
 

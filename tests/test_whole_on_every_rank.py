@@ -117,6 +117,26 @@ def test_all_ranks_go_on_from_the_same_bits(pool2: RankPool) -> None:
             assert relative(mine, g * 1.05) < 1e-6
 
 
+def apart_and_kept_back(plans: Sequence[str]) -> list[Tensor]:
+    """Gradients of this rank, where ranks compute other ones whole, and send them later with those
+    that they share the work of."""
+    run = Run(num_hidden_layers=1)
+    found: dict[str, Tensor] = {}
+    for run.plan, kept in zip(plans, (True, False), strict=True):
+        with paradyse.no_sync(run.model) if kept else contextlib.nullcontext():
+            off = 1 + 0.1 * dist.get_rank() * (run.plan == REPLICATED)
+            found = run.step(9, scale=off)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("plans", [(REPLICATED, "megatron_cz"), ("megatron_cz", REPLICATED)])
+def test_gradients_kept_back_are_the_same_bits_as_well(
+    plans: Sequence[str], pool2: RankPool
+) -> None:
+    mine, other = pool2.run(apart_and_kept_back, plans, timeout_s=60)
+    assert mine and all(map(torch.equal, mine, other))
+
+
 def dropped() -> list[float]:
     drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.3)
     run, losses = Run("bert", **drops), []

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from paradyse.cli.charts import Chart, Line, Page, Table
 from paradyse.cli.traces import DISTRIBUTIONS, find_distribution, read_lengths, sample_lengths
+from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
 from paradyse.offline.groups import Comparison
 from paradyse.planning.explain import format_seconds
 
 WORDS = 110
 """Letters of a plan in a table."""
+MOST_GROUPS = 64
+"""Of one batch, in a table."""
 
 
 def draw_batches(
@@ -84,7 +87,25 @@ def tables_of_batches(
             ("longest", "tokens", "time", "number x degree; a micro-batch each"),
             plans,
         ),
+        table_of_groups(batches[0], found.plans[0]),
     ]
+
+
+def table_of_groups(lengths: Sequence[int], plan: StepPlan) -> Table:
+    """Which sequences of the first batch go where, degree and time of their group.
+
+    Args:
+        lengths: of the batch, in tokens.
+        plan: of it.
+    """
+    groups = list(reports_of(plan, (), lengths))
+    report = MixedReport(tuple(groups[:MOST_GROUPS]), plan.time_s)
+    _, header, rows = report.table()
+    rows = [row[:-1] for row in rows]  # nothing was run
+    title = "groups of the first batch"
+    if len(groups) > MOST_GROUPS:
+        title += f", {MOST_GROUPS} of {len(groups)}"
+    return title, header[:-1], rows
 
 
 def shortened(plan: StepPlan) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -34,12 +34,14 @@ from paradyse.distributed.collectives import CollectiveError, Pending, Started, 
 from paradyse.distributed.control import Control, control_of, group_like, tell_all
 from paradyse.distributed.facts import DOING, difference, digest
 from paradyse.distributed.failures import (
+    Dropped,
     DroppedCallError,
     Failure,
     RankFailedError,
     RanksDisagreeError,
     catch_up,
     error_of,
+    first_line,
     is_out_of_memory,
     place_of,
     started,
@@ -62,7 +64,9 @@ class Agreement:
 
     def __init__(self, axis: Axis, mesh: Any = None) -> None:
         of_all = everyone_of(axis, mesh)
-        ranks, everyone = ranks_of(axis), _ranks_of_mesh(mesh) or ranks_of(axis)
+        self.ranks = ranks = ranks_of(axis)
+        """Of the axis."""
+        everyone = _ranks_of_mesh(mesh) or ranks
         axes = axis, resolve_replicas(mesh), *([of_all] if of_all is not axis else [])
         self._axes = [a for a in axes if a.size > 1]
         self._of_axis = of_all.session.of(_Agreements)
@@ -208,8 +212,9 @@ class Agreement:
         sent = self._axes[0].session.of(Started)
         place = f" after a message{place_of(self._axes[0], sent.block_id)}"
         doing, error = f"backward of {call.name}", "its own error says more"
-        told = Failure(dist.get_rank(), doing, place, error, out_of_memory, holds_graph=True)
-        self.fail(told, call.trains)
+        heard = resolve_axis().session.of(Dropped).heard
+        told = heard or Failure(dist.get_rank(), doing, place, error, out_of_memory)
+        self.fail(replace(told, holds_graph=True), call.trains)
 
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
@@ -243,6 +248,7 @@ class Agreement:
         for trains in self._num_calls:  # whoever goes on after this error is in step
             self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
         self._of_axis.end_backwards(FAILED)
+        resolve_axis().session.of(Dropped).note(control.axis.group)
         raise RanksDisagreeError(
             difference(all_told, dist.get_process_group_ranks(control.axis.group))
         )
@@ -258,6 +264,7 @@ class Agreement:
             self._catch_up(control, failures, catch_up_with, may_wait)
         except MemoryError:
             self._left = partial(self._catch_up, control, failures, catch_up_with)
+        resolve_axis().session.of(Dropped).note(control.axis.group, failures)
         raise error_of(failures)
 
     def _catch_up(
@@ -279,7 +286,7 @@ class Agreement:
         except RuntimeError as e:
             if may_wait and is_out_of_memory(e):
                 raise MemoryError from e
-            problem = _first_line(e)
+            problem = first_line(e)
         if problems := [p for p in tell_all(problem, control.axis) if p]:
             for axis in self._axes:
                 axis.session.of(Started).broken = True
@@ -288,7 +295,8 @@ class Agreement:
                 f"way ({problems[0]}): start all ranks again"
             )
         control.alarm.reset()
-        if any(f.out_of_memory for f in failures) and self._of_axis.call is not None:
+        here = any(f.out_of_memory and not f.elsewhere for f in failures)
+        if here and self._of_axis.call is not None:
             self._of_axis.call.out_of_memory()
 
 
@@ -328,15 +336,16 @@ class Call:
     def _attempt(self, doing: str, compute: Callable[[], T], together: bool) -> T:
         try:
             return compute()
-        except (DroppedCallError, CollectiveError):
-            raise
         except Exception as e:
+            known = e.failures[0] if isinstance(e, DroppedCallError) and e.untold else None
+            if known is None and isinstance(e, DroppedCallError | CollectiveError):
+                raise
             place = "" if self.at is None else place_of(*self.at)
             traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
-            what = _first_line(e), is_out_of_memory(e)
+            what = first_line(e), is_out_of_memory(e)
             told = Failure(dist.get_rank(), doing, place, *what, is_late=self.all_ended)
             try:
-                self.agreement.fail(told, together)
+                self.agreement.fail(known or told, together)
             except RankFailedError:
                 raise e from None
         finally:
@@ -464,8 +473,3 @@ def compare(axis: Axis, doing: str) -> None:
 def _name(control: Axis, doing: str) -> None:
     """Have errors of messages over ``control`` say what ranks were ``doing``."""
     collectives.traffic(control, collectives.AGREEMENT).name = f"agreement: {doing}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

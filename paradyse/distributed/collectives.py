@@ -201,6 +201,8 @@ class Started:
         """One of them failed: another rank is gone."""
         self.before: list[Callable[[], None]] = []
         """Called before each; what they raise keeps the message from starting."""
+        self.notice: Callable[[], None] = lambda: None
+        """Called before each that is not of an agreement; may raise as ``before`` does."""
 
     def add(self, message: Message, block_id: int) -> None:
         """``message`` has started, for the block ``block_id``."""
@@ -276,9 +278,9 @@ class Pending:
                     self._watch()
                     continue
                 ended = work.wait(*step)  # it ended, well or not, just after the wait had
-            if not ended:
-                raise RuntimeError("wait returned False")
-            return
+            if ended:
+                return
+            raise RuntimeError("wait returned False")
 
     def _watch(self) -> None:
         if self._watched:
@@ -301,8 +303,8 @@ def _start(
     """Call ``launch`` to start the collective ``what`` with ``x``; ``kind`` where it is carried by
     another one."""
     started = axis.session.of(Started)
-    for settle in started.before:
-        settle()
+    for call in (*started.before, *([started.notice] if block_id != AGREEMENT else [])):
+        call()
     block = traffic(axis, block_id)
     block.sent_bytes[what] += num_bytes
     block.calls[what] += 1

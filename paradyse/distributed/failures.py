@@ -7,10 +7,13 @@ unspecified values, and what is received is dropped with the call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paradyse.distributed.axis import Axis
 from paradyse.distributed.collectives import CollectiveError, Message, Started, traffic
@@ -21,6 +24,12 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 class DroppedCallError(Exception):
     """All ranks have dropped the call and are in step."""
+
+    failures: tuple[Failure, ...] = ()
+    """What was told of, where a rank failed."""
+    untold: bool = False
+    """It comes from ranks that compute something else beside; those that share this call are to be
+    told."""
 
 
 class RanksDisagreeError(DroppedCallError, ValueError):
@@ -59,6 +68,8 @@ class Failure:
     """The rank lets go of what it computed only once its caller has: in backward."""
     is_late: bool = False
     """Other ranks may have ended the call before."""
+    elsewhere: bool = False
+    """In a group of ranks that computes other sequences than the group that hears of it."""
 
     def __str__(self) -> str:
         what = "ran out of memory" if self.out_of_memory else "failed"
@@ -72,16 +83,54 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def error_of(failures: Sequence[Failure]) -> DroppedCallError:
     """What every rank raises for ``failures``, of one or several ranks."""
-    told = "; ".join(map(str, failures))
+    told = "; ".join(dict.fromkeys(map(str, failures)))
     step = "All ranks dropped this call and are in step"
+    error: DroppedCallError = RankFailedError(f"{told}. {step}; see that rank's own error")
     if any(f.out_of_memory for f in failures):
-        return OutOfMemoryError(
+        error = OutOfMemoryError(
             f"{told}. {step}: a loop may catch torch.OutOfMemoryError on every rank, clear the "
             "gradients and go on with the next batch; shorter or fewer sequences, more ranks or "
             "paradyse.shard need less memory",
             may_repeat=not any(f.is_late for f in failures),
         )
-    return RankFailedError(f"{told}. {step}; see that rank's own error")
+    error.failures = tuple(failures)
+    return error
+
+
+class Dropped:
+    """What this rank has dropped, in the session of the world."""
+
+    def __init__(self) -> None:
+        self.failures: tuple[Failure, ...] = ()
+        """Of what was dropped last; none where ranks disagreed."""
+        self.times: Counter[tuple[int, ...]] = Counter()
+        """By the ranks that dropped something together: how often."""
+        self.heard: Failure | None = None
+        """In another group of ranks, which ends what this one computes."""
+
+    def note(self, group: Any, failures: Sequence[Failure] = ()) -> None:
+        """The ranks of the process ``group`` have dropped a call, for ``failures``."""
+        self.failures = tuple(failures)
+        self.times[tuple(dist.get_process_group_ranks(group))] += 1
+
+
+def num_out_of_memory() -> int:
+    """How often this process could not have memory on its GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_ooms", 0))
+
+
+def lacked_memory(before: int) -> bool:
+    """Whether a backward that failed has run out of memory, by ``num_out_of_memory`` of ``before``
+    it. On a CPU nobody counts: there it is what has most likely happened to one rank alone."""
+    return not torch.cuda.is_available() or num_out_of_memory() > before
+
+
+def first_line(error: BaseException) -> str:
+    """Kind and text of ``error``, for ``Failure.error``."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def started(axes: Sequence[Axis]) -> dict[str, tuple[int, list[Message]]]:

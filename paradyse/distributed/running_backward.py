@@ -6,10 +6,8 @@ import contextlib
 import weakref
 from typing import Any
 
-import torch
-
 from paradyse.distributed.collectives import CollectiveError
-from paradyse.distributed.failures import DroppedCallError
+from paradyse.distributed.failures import DroppedCallError, lacked_memory, num_out_of_memory
 from paradyse.torch_private import DisableTorchFunctionSubclass
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
@@ -26,7 +24,7 @@ class Backward:
             self._without_gradient = [
                 weakref.ref(p) for p in held if p is not None and p.grad is None
             ]
-        self._num_out_of_memory = _num_out_of_memory()
+        self._num_out_of_memory = num_out_of_memory()
 
     def __call__(self) -> None:
         if self.state != RUNNING:  # another one of this backward was first
@@ -40,13 +38,10 @@ class Backward:
     def __del__(self) -> None:
         if self.state == RUNNING:
             with contextlib.suppress(DroppedCallError, CollectiveError):
-                self.call.agreement.fail_backward(self.call, self._is_out_of_memory())
+                no_memory = lacked_memory(self._num_out_of_memory)
+                self.call.agreement.fail_backward(self.call, no_memory)
         if self.state != ENDED:
             self._restore()
-
-    def _is_out_of_memory(self) -> bool:
-        """On a CPU nobody counts: there it is what has most likely happened to one rank alone."""
-        return not torch.cuda.is_available() or _num_out_of_memory() > self._num_out_of_memory
 
     def _restore(self) -> None:
         """Take back the gradients that this backward was the first to give."""
@@ -54,10 +49,3 @@ class Backward:
         for p in (p() for p in self._without_gradient):
             if p is not None:
                 p.grad = None
-
-
-def _num_out_of_memory() -> int:
-    """How often this process could not have memory on its GPU."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(torch.cuda.memory_stats().get("num_ooms", 0))

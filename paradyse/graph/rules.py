@@ -180,14 +180,15 @@ def attention(names: Names, node: fx.Node) -> Any:
 
 
 _ELEMENTWISE = """
-    add sub mul div pow neg exp exp2 log log1p expm1 tanh sigmoid gelu silu relu relu6
-    leaky_relu elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt rsqrt abs cos sin
-    reciprocal square clamp clamp_min clamp_max maximum minimum max.other min.other where.self
-    where.ScalarSelf where.ScalarOther where.Scalar rsub floor_divide remainder fmod floor ceil
-    round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge logical_and logical_or
-    logical_not bitwise_and bitwise_or bitwise_not __and__ __or__ masked_fill zeros_like
-    ones_like full_like empty_like to.device to.dtype to.dtype_layout _to_copy clone contiguous
-    alias detach dropout lift_fresh lift_fresh_copy expand broadcast_to
+    add sub mul div multiply subtract divide pow neg exp exp2 log log1p expm1 tanh sigmoid gelu
+    silu relu relu6 leaky_relu elu selu softplus hardtanh hardswish mish log_sigmoid erf sqrt
+    rsqrt abs cos sin reciprocal square clamp clamp_min clamp_max maximum minimum max.other
+    min.other where.self where.ScalarSelf where.ScalarOther where.Scalar rsub floor_divide
+    remainder fmod floor ceil round sign addcmul addcdiv lerp isnan isinf eq ne lt le gt ge
+    logical_and logical_or logical_not polar complex bitwise_and bitwise_or bitwise_not __and__
+    __or__ masked_fill zeros_like ones_like full_like empty_like to.device to.dtype
+    to.dtype_layout _to_copy clone contiguous alias detach dropout lift_fresh lift_fresh_copy
+    expand broadcast_to expand_as
 """
 
 
@@ -272,6 +273,32 @@ def permute(names: Names, node: fx.Node) -> Any:
 def reshape(names: Names, node: fx.Node) -> Any:
     """``x[a b, c] -> [a, b c]``; mixes all where sizes do not nest."""
     return names.reshape(node, names.of(node.args[0]), shape_of(node))
+
+
+@rule(*overloads("reshape_as view_as"))
+def reshape_like(names: Names, node: fx.Node) -> Any:
+    """``x[a b, c], y[a, b c] -> [a, b c]``; mixes all where sizes do not nest."""
+    dims = reshape(names, node)
+    for mine, theirs in zip(dims, names.of(node.args[1]), strict=True):
+        names.unify_at(node, mine, theirs)
+    known = {f for dim in names.of(node.args[0]) for f in dim}
+    for dim in names.of(node.args[1]):
+        names.mix(node, [f for f in dim if f not in known])
+    return dims
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(names: Names, node: fx.Node) -> Any:
+    """``x[..., n] -> [...]; mixes n``, which has two elements."""
+    dims = names.of(node.args[0])
+    names.mix(node, dims[-1])
+    return dims[:-1]
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(names: Names, node: fx.Node) -> Any:
+    """``x[...] -> [..., new]``"""
+    return [*names.of(node.args[0]), *names.fresh([2])]
 
 
 @rule(*overloads("squeeze"))

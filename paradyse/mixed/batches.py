@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from paradyse.distributed.axis import Axis, device_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.step_plan import static_steps
+from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
 from paradyse.mixed.ways_file import read_ways
 
@@ -35,6 +38,8 @@ class Share:
     """Labels of each call that its loss is the mean over; at least one."""
     seeds: tuple[int, ...]
     """Of each call's random numbers: they depend on the step and on the sequences in it."""
+    group: int = -1
+    """The group's number among those of the step's plan; -1: it stands in none."""
     idle: tuple[dict[str, Tensor], ...] = ()
     """Calls of this rank by itself that count for nothing, behind ``calls``: with sharded weights
     every rank takes part in the messages of as many calls as the group with the most."""
@@ -56,6 +61,15 @@ class MixedStep:
     """The mean over all of them, once the step's gradients have been summed."""
     weights: str = ""
     """How weights lie at rest by the file of ways; "": there is none, or they may lie anyhow."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each of ``indices``."""
+    report: MixedReport | None = None
+    """What each group did and took, once the step's gradients have been summed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole batch."""
+        return sum(self.lengths)
 
 
 class MixedBatches:
@@ -148,25 +162,47 @@ class MixedBatches:
                 told = together.first(lambda: next(source, None) if source else None)
                 if told is None:
                     return
-                indices, plan = told
-                yield self._step(together, indices, plan, number)
+                indices, lengths, plan = told
+                yield self._step(together, indices, lengths, plan, number)
                 number += 1
         finally:
             if source is not None:
                 source.close()
 
+    def arranged(self, plan: StepPlan, indices: Sequence[int], lengths: Sequence[int]) -> MixedStep:
+        """A step by a ``plan`` of one's own. Call it on every rank alike.
+
+        Args:
+            indices: into the dataset, of the batch's sequences.
+            lengths: tokens of each.
+        Raises:
+            ValueError: on every rank, where there is nothing to learn from.
+        """
+        together = Together(self._axis, "arranging a step of MixedBatches")
+        return self._step(together, tuple(indices), tuple(lengths), plan, 0)
+
+    def explain(self, step: MixedStep) -> MixedReport:
+        """Which sequences of ``step`` go where and what that is to take, with what it took where
+        the step is over, beside one degree for all groups. Any rank may ask by itself."""
+        report = step.report or MixedReport(
+            tuple(reports_of(step.plan, step.indices, step.lengths)), step.plan.time_s
+        )
+        static = static_steps(step.lengths, self.ways, self._axis.size)
+        return replace(report, static_s={d: plan.time_s for d, plan in static.items()})
+
     def _planned(self, epoch: int) -> Any:
-        """On the first rank: indices and plan of each batch; the next one is planned meanwhile."""
+        """On the first rank: indices, lengths and plan of each batch; the next one is planned
+        meanwhile."""
         with Ahead(self.ways, self._axis.size, self.limit_s) as ahead:
-            waiting: list[tuple[int, ...]] = []
+            waiting: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
             with closing(self._cut(epoch)) as cut:
                 for indices, lengths in cut:
                     ahead.ask(lengths)
-                    waiting.append(indices)
+                    waiting.append((indices, tuple(lengths)))
                     if len(waiting) > 1:
-                        yield waiting.pop(0), ahead.take()
-            for indices in waiting:
-                yield indices, ahead.take()
+                        yield *waiting.pop(0), ahead.take()
+            for of in waiting:
+                yield *of, ahead.take()
 
     def _cut(self, epoch: int) -> Any:
         """Indices and lengths of the sequences of each batch."""
@@ -200,7 +236,12 @@ class MixedBatches:
         return {"input_ids": ids, "labels": labels}
 
     def _step(
-        self, together: Together, indices: tuple[int, ...], plan: StepPlan, number: int
+        self,
+        together: Together,
+        indices: tuple[int, ...],
+        lengths: tuple[int, ...],
+        plan: StepPlan,
+        number: int,
     ) -> MixedStep:
         if self._axis.size > 1:
             of_all = (g.ranks for micro in plan.micro_batches for g in micro.groups)
@@ -224,14 +265,14 @@ class MixedBatches:
         shares = tuple(
             replace(s, idle=(idle,) * (n - len(s.calls))) for s, n in zip(mine, most, strict=True)
         )
-        return MixedStep(plan, indices, shares, num_targets, weights=self.weights)
+        return MixedStep(plan, indices, shares, num_targets, weights=self.weights, lengths=lengths)
 
     def _shares(self, indices: tuple[int, ...], plan: StepPlan, number: int) -> list[Share]:
         """This rank's of each micro-batch, before others are told how many calls it has."""
-        found, rank = list[Share](), self._axis.rank
+        found, rank, numbers = list[Share](), self._axis.rank, count()
         for micro in plan.micro_batches:
             share = Share(range(rank, rank + 1), (), (), ())
-            for g in micro.groups:
+            for n, g in zip(numbers, micro.groups):
                 if rank not in g.ranks:
                     continue
                 calls, seeds = [], []
@@ -242,7 +283,7 @@ class MixedBatches:
                     seeds.append(seeded.getrandbits(62))
                 targets = tuple(int((c["labels"] != IGNORED).sum()) for c in calls)
                 if calls:
-                    share = Share(g.ranks, tuple(calls), targets, tuple(seeds))
+                    share = Share(g.ranks, tuple(calls), targets, tuple(seeds), n)
             found.append(share)
         return found
 
@@ -275,7 +316,19 @@ class MixedBatches:
             call = {name: x.unsqueeze(0) for name, x in call.items()}
         else:
             call = {name: torch.stack([s[name] for s in sequences]) for name in sequences[0]}
+        if call["input_ids"].shape[1] == 1:
+            call = _with_another_token(call, self.pack)
         return {name: x.to(_device(self._axis)) for name, x in call.items()}
+
+
+def _with_another_token(call: dict[str, Tensor], pack: bool) -> dict[str, Tensor]:
+    """``call`` of one token a sequence, which nothing could share, with one more that no token sees
+    and that is no target: packed, a sequence of its own; else padding."""
+    more = {name: x.repeat(1, 2) for name, x in call.items()}
+    more["labels"][:, 1] = IGNORED
+    if not pack:
+        more["attention_mask"] = torch.tensor([[1, 0]]).expand(more["labels"].shape).contiguous()
+    return more
 
 
 def _device(axis: Axis) -> torch.device:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import device_of, resolve_axis
+from paradyse.distributed.side_by_side import SideBySide
 from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.step_reports import MixedReport, Stopwatch, with_times
 from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights
 from paradyse.runtime.capture import check_shards
 from paradyse.torch_private import dynamo_config
@@ -57,18 +59,27 @@ class MixedModel:
             self.options.setdefault("strategies", list(WHOLE_WEIGHTS))
             self.options.setdefault("levers", list(GROUP_LEVERS))
         self._compiled: dict[range, Any] = {}
+        self.last: MixedReport | None = None
+        """Of the latest step that is over: its groups, their sequences and seconds."""
 
     def losses(self, step: MixedStep) -> Iterator[Tensor]:
         """For each micro-batch of this rank in ``step`` a loss, to be run backward before the next.
 
         After the last one the gradients of all ranks are summed: those of the mean over all labels
-        of the whole batch, added to what was there before; and ``step.loss`` is that mean. So go
-        through all of them, on every rank, also where this rank has none. A step that fails, or
-        that a rank does not go through, leaves there what was there before.
+        of the whole batch, added to what was there before; ``step.loss`` is that mean, and
+        ``step.report`` says what each group did. So go through all of them, on every rank, also
+        where this rank has none. A step that fails, or that a rank does not go through, leaves
+        there what was there before.
+
+        Where one rank fails, all end the step within about a second of being ready to hear of it,
+        and are in step again: that rank by its own error, in forward or in backward.
 
         Raises:
             ValueError: ranks are at different steps, the step is planned for weights that lie
                 otherwise, or sharded weights are inside ``paradyse.no_sync``.
+            RankFailedError: another rank failed, be it in another group.
+            torch.OutOfMemoryError: a rank ran out of memory.
+            CollectiveError: a rank is gone.
         """
         check_weights(step.weights, SHARDED if self._is_sharded else REPLICATED)
         together = Together(self._axis, "a step of MixedModel")
@@ -81,13 +92,20 @@ class MixedModel:
             p.grad = None
         kept: dict[nn.Parameter, Tensor] = {}
         total = torch.zeros((), dtype=torch.float64)
+        watch = Stopwatch(device_of(self._axis.group))
+        shares = [s for s in step.shares if s.calls or (self._takes_part and s.idle)]
+        meshes = [self._mesh_of(share.ranks) for share in shares]
+        side = SideBySide(self._axis, meshes, "a step of MixedModel")
         try:
-            for share in step.shares:
-                if not (share.calls or self._takes_part and share.idle):
-                    continue
+            for k, share in enumerate(shares):
+                side.enter(k)
+                watch.begin()
                 loss = self._loss(share, step.num_targets)
+                side.computed(loss)
                 total += loss.detach().double().cpu() / self._times_counted(share)
                 yield loss
+                side.leave()
+                watch.end()
                 del loss
                 if self._takes_part:
                     _keep_whole(weights, kept, len(share.ranks))
@@ -95,14 +113,20 @@ class MixedModel:
                 p.grad = grad
             together.compare({"micro-batches": "all done"})
             self._sum([p for p in weights if not isinstance(p, ShardedTensor)])
-        except BaseException:  # also where the loop over the losses was left
+        except BaseException as e:  # also where the loop over the losses was left
             for p, grad in zip(weights, before, strict=True):
                 p.grad = grad
+            side.fail(e)
             raise
+        finally:
+            side.end()
         for p, grad in zip(weights, before, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
         step.loss = self._summed(total.to(device_of(self._axis.group))).cpu()
+        numbers = [share.group for share in shares]
+        told = together.each(lambda: list(zip(numbers, watch.read(), strict=True)))
+        self.last = step.report = with_times(step.plan, step.indices, step.lengths, told)
 
     @property
     def _takes_part(self) -> bool:
@@ -151,14 +175,20 @@ class MixedModel:
                 parts.append(self._compiled_for(range(rank, rank + 1))(**call).loss * 0)
         return torch.stack(parts).sum()
 
+    def _mesh_of(self, ranks: range) -> Any:
+        """Of a group; None where there is nobody to tell beside all ranks: one rank with whole
+        weights, or all ranks with sharded ones."""
+        meshes = self._axis.session.of(GroupMeshes)
+        if self._takes_part:
+            return meshes.sharing(ranks, self._axis)
+        return meshes.of(ranks) if len(ranks) > 1 else None
+
     def _compiled_for(self, ranks: range) -> Any:
         if ranks not in self._compiled:
             options = dict(self.options)
             meshes = self._axis.session.of(GroupMeshes)
-            if self._takes_part:
-                options["mesh"] = meshes.sharing(ranks, self._axis)
-            elif self._axis.size > 1:
-                options["mesh"] = meshes.of(ranks)
+            if self._axis.size > 1:
+                options["mesh"] = self._mesh_of(ranks) if self._takes_part else meshes.of(ranks)
             self._compiled[ranks] = torch.compile(self.model, backend="paradyse", options=options)
         return self._compiled[ranks]
 

@@ -288,8 +288,17 @@ def _on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op.startswith("call_"):
             node.args = map_aggregate(node.args, moved)
             node.kwargs = map_aggregate(node.kwargs, moved)
+        if node.target is torch.histc:
+            node.target = _count
     gm.recompile()
     return gm
+
+
+def _count(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.histc`` of integers too, which a CPU computes of floating point numbers alone, as
+    models on other devices count the tokens of each expert."""
+    counts = torch.histc(x if x.is_floating_point() else x.float(), *args, **kwargs)
+    return counts.to(x.dtype)
 
 
 def _has_gradient(node: fx.Node) -> bool:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paradyse.config import AUTO
+from paradyse.distributed.session import Recent
+from paradyse.planning.forms import SHARES
 from paradyse.planning.planner import Planner, describe_workload
 from paradyse.planning.prior import prior_cost
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
 SHARDED = "weights are sharded over the ranks, and none has all of them"
 REPLICAS = "ranks are arranged in replicas, of which each averages gradients with the others"
-SHARES = "blocks of one plan are computed either all whole on every rank or none"
 
 
 class Alone:
@@ -30,7 +31,7 @@ class Alone:
 
     def __init__(self, planner: Planner, refused: str = "") -> None:
         self.planner, self.refused = planner, refused
-        self._ran_out: set[Workload] = set()
+        self._ran_out: Recent[Workload, None] = Recent()
 
     def plan(self, workload: Workload) -> Plan:
         """The plan of all blocks under which every rank computes all of ``workload``."""
@@ -69,7 +70,7 @@ class Alone:
 
     def ran_out(self, workload: Workload) -> None:
         """Memory did not do for ``workload``."""
-        self._ran_out.add(workload)
+        self._ran_out[workload] = None
 
     def _is_faster(self, plan: Plan, workload: Workload) -> bool:
         if not self.offered or workload in self._ran_out:
@@ -92,5 +93,6 @@ class Alone:
         pairs = list(zip(planner.blocks, plan.strategies))
         costs = planner.predicted_costs(workload)
         measured_s = sum(costs[i][s].time_s for i, (_, s) in enumerate(pairs))
-        prior_s = sum(prior_cost(b, s, workload, machine, False).time_s for b, s in pairs)
+        priors = (prior_cost(b, s, workload.of(b), machine, False) for b, s in pairs)
+        prior_s = sum(cost.time_s for cost in priors)
         return measured_s / prior_s

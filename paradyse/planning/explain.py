@@ -397,19 +397,20 @@ class Stats:
     """Block -> bytes this rank sent for it."""
     last: Any = None
     """The latest call that is over (a ``StepReport``); None before the first."""
+    groups: Any = None
+    """The latest step in groups (a ``MixedReport``); None where there are none."""
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
         counters = ("captures", "variants_compiled", "pieces_compiled", "steps", "plan_switches")
         rows: Rows = [(c.replace("_", " "), str(getattr(self, c))) for c in counters]
         plans: Rows = [(str(n), short_key(k)) for n, k in sorted(self.plan_per_length.items())]
-        sent: Rows = [
-            (name, str(self.calls_per_collective.get(name, 0)), format_bytes(n))
-            for name, n in sorted(self.bytes_per_collective.items())
-        ]
+        calls, sizes = self.calls_per_collective, sorted(self.bytes_per_collective.items())
+        sent: Rows = [(c, str(calls.get(c, 0)), format_bytes(n)) for c, n in sizes]
         return [
             ("counters", ("counter", "value"), rows),
             ("plans", ("length", "plan"), plans),
             ("communication", ("collective", "calls", "sent"), sent),
+            *([] if self.groups is None else [self.groups.table()]),
         ]
 
     def __str__(self) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paradyse.config import AUTO, BLOCK_KINDS, PlanByKind, PlanOption, parse_plan
-from paradyse.types import EXPERTS, BlockSpec, Plan
+from paradyse.types import EXPERTS, REPLICATED, BlockSpec, Plan, Point
+
+SHARES = "blocks of one plan are computed either all whole on every rank or none"
 
 
 def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Plan:
@@ -20,7 +22,8 @@ def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Pla
     block open leaves the head open.
 
     Raises:
-        ValueError: ``form`` cannot be read, or does not fit the number of blocks.
+        ValueError: ``form`` cannot be read, does not fit the number of blocks, or has every rank
+            compute the whole head and a part of the blocks.
     """
     form = parse_plan(form, where)
     if callable(form):
@@ -30,6 +33,11 @@ def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Pla
             raise ValueError(
                 f"{where}: {len(form.strategies)} strategies given, but the model has "
                 f"{len(blocks)} blocks ({_counts(blocks)})"
+            )
+        if form.alone and any(Point.parse(s).strategy != REPLICATED for s in form.strategies):
+            raise ValueError(
+                f"{where}: the head is {REPLICATED!r} and some block is not: {SHARES}; give "
+                f"{REPLICATED!r} for all blocks, or '' for the head"
             )
         return form if blocks else Plan(())
     if not blocks:

@@ -321,6 +321,8 @@ class Planner:
             for block, name in zip(self.blocks, asked.strategies)
         )
         self._check_feasible(names, workload.training)
+        if asked.alone:  # a plan that was chosen says so of its head; ``Alone`` says it again
+            return Plan(names)
         if asked.head not in ("", AUTO) and asked.head not in self._head_points():
             raise ValueError(
                 f"{self._where}: the head of this model cannot have the levers {asked.head!r}: "

@@ -61,7 +61,7 @@ class StepReport:
     def levers(self) -> tuple[str, ...]:
         """What trades time for memory in some block, or in the head: names, each once."""
         of_blocks = [v for s in self.plan.strategies for v in Point.parse(s).levers]
-        of_head = [v for v in self.plan.head.split("+") if v]
+        of_head = [] if self.plan.alone else [v for v in self.plan.head.split("+") if v]
         return tuple(dict.fromkeys([*of_blocks, *of_head]))
 
     @property
@@ -205,11 +205,8 @@ class _Call:
         self.clock.note()
         if device.type == "cuda":
             self.held_bytes = torch.cuda.memory_allocated(device)
-        trained = [
-            x
-            for x in tree_leaves(outputs)
-            if type(x) is Tensor and x.requires_grad and x.grad_fn is not None
-        ]
+        leaves = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+        trained = [x for x in leaves if x.requires_grad and x.grad_fn is not None]
         if not trained:
             self.end(trained=False)
         for x in trained:
@@ -286,10 +283,14 @@ def on_step(model: nn.Module, callback: Callback) -> Callable[[], None]:
         raise ValueError("the model has no parameters, so no call of it is known by them")
     for p in parameters:
         _STEPS.setdefault(p, steps)
-    steps.callbacks.append(callback)
+    # Graphs that have run before may each have their own, where they share no parameters.
+    known = list(dict.fromkeys(_STEPS[p] for p in parameters))
+    for of_graph in known:
+        of_graph.callbacks.append(callback)
 
     def remove() -> None:
-        if callback in steps.callbacks:
-            steps.callbacks.remove(callback)
+        for of_graph in known:
+            if callback in of_graph.callbacks:
+                of_graph.callbacks.remove(callback)
 
     return remove

@@ -82,8 +82,11 @@ class _Kept:
         self._hook: Any = None
 
     def add(self, weight: Tensor, replicas: Axis) -> None:
-        """Have the gradient of ``weight``, averaged over ``replicas``, sent later."""
-        self.replicas[weight] = replicas
+        """Have the gradient of ``weight``, averaged over ``replicas``, sent later: over those of
+        an earlier call too, of which something is kept."""
+        goes_on = weight in self.replicas and isinstance(weight.grad, PartialGradient)
+        if replicas.size > 1 or not goes_on:
+            self.replicas[weight] = replicas
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(_refuse_to_step)
             weakref.finalize(self, self._hook.remove)

@@ -102,6 +102,16 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
         lambda f: paradyse.MixedModel(nn.Linear(3, 3), {"mesh": None}),
         "option 'mesh': groups have meshes of their own",
     ),
+    "groups to be explained as one": (
+        lambda f: paradyse.explain(paradyse.MixedModel(nn.Linear(3, 3)), 1, 8),
+        "groups have a plan each: MixedBatches.explain(step)",
+    ),
+    "room for one token": (
+        lambda f: paradyse.measure_ways(
+            paradyse.MixedModel(nn.Linear(3, 3)), [], tokens_per_rank=1
+        ),
+        "tokens_per_rank=1, repeats=3: give at least 2 and 1",
+    ),
     "a way of no ranks": (
         lambda f: paradyse.Way(0, 0.0, 50, (50,), (1.0,)),
         "a group of 0 ranks",

@@ -89,6 +89,7 @@ OPTIONS: tuple[tuple[Any, Words], ...] = (
     ({"strategies": [None]}, "option 'strategies': unknown strategy None"),
     ({"strategies": []}, ("option 'strategies': the list is empty", "leave the option out")),
     ({"strategies": 5}, f"option 'strategies': {NAMES} 5"),
+    ({"strategies": ["replicated"]}, ("'replicated' alone leaves nothing", "give 'plan'")),
     ({"strategies": b"metp"}, f"option 'strategies': {NAMES} b'metp'"),
     ({"strategies": {"metp": 1}}, f"option 'strategies': {NAMES} {{'metp': 1}}"),
     ({"strategies": iter(["metp"])}, f"option 'strategies': {NAMES} <list_iterator"),

@@ -101,7 +101,7 @@ OTHER_RUNS: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 MEASUREMENTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"kind": "tail"}, "kind is 'tail', not one of attention, mlp, head, rest"),
+    ({"kind": "tail"}, "kind is 'tail', not one of attention, mlp, experts, head, rest"),
     ({"kind": "head"}, "strategy is 'replicated', not one of '', tiled, vocabulary, "),
     ({"kind": ...}, "no field 'kind'"),
     ({"kind": None}, "kind is None, not str"),

@@ -255,7 +255,41 @@ def was_told(names: Names) -> None:
     assert (tag, step) == ("run", 2) and scalars["paradyse/seq_len"] == 17
 
 
+def of_mixed_lengths() -> Names:
+    """A long sequence and short ones, and a file of ways that puts them in groups side by side."""
+    from paradyse.mixed.ways import Way
+    from paradyse.mixed.ways_file import write_ways
+
+    ways = [Way(1, 1e-4, 40, (40,), (1.0,)), Way(2, 1e-4, 80, (10, 80), (0.3, 0.6))]
+    if torch.distributed.get_rank() == 0:
+        Path("plans").mkdir()
+        write_ways(Path("plans/ways.json"), ways, "replicated")
+    torch.distributed.barrier()
+    model = small_llama(num_hidden_layers=1)
+    lengths = (60, 12, 9, 11)
+    data = [{"input_ids": make_batch("plain", 1, n)["input_ids"][0]} for n in lengths]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "plain": copy.deepcopy(model), "dataset": data, "optimizer": optimizer}
+
+
+def mixed_trains(names: Names) -> None:
+    """One step, as by the mean over the labels of all sequences."""
+    plain, step = names["plain"], names["step"]
+    assert step.plan.in_words() == "1 x 2; 2 x 1"
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    count = sum(len(s["input_ids"]) - 1 for s in names["dataset"])
+    total = torch.zeros(())
+    for s in names["dataset"]:
+        ids = s["input_ids"][None]
+        total = total + plain(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1) / count
+    total.backward()
+    assert abs(step.loss.item() / total.item() - 1) <= CLOSE
+    optimizer.step()
+    same_weights(names["model"].model, plain)
+
+
 README = "README.md"
+MIXED = "docs/mixed_lengths.md"
 SCENES = (
     Scene(README, "paradyse.shard(model)  # every param", to_shard, sharded_trains, slow=False),
     Scene(README, "with paradyse.no_sync(model):", to_keep_back, kept_back),
@@ -270,6 +304,8 @@ SCENES = (
         ranks=4,
         puts=(('"nccl"', '"gloo"'), ('"cuda"', '"cpu"'), ("torch.cuda.set_device", "int")),
     ),
+    Scene(README, "MixedBatches(", of_mixed_lengths, mixed_trains, slow=False),
+    Scene(MIXED, "MixedBatches(", of_mixed_lengths, mixed_trains),
     Scene(README, "accelerate.Accelerator)", to_prepare, prepared),
     Scene(README, "paradyse.explain(model", to_look_into, looked_into),
     Scene(README, "paradyse.on_step(model, print)", to_be_told, was_told),

@@ -32,9 +32,8 @@ ELSEWHERE = {
     "transformers.Trainer)": "tests/test_trainer.py",
     "trl.SFTTrainer)": "tests/test_trl.py",
     "def summed(x": "test_the_test_of_contributing_passes",
-    "MixedBatches(": "",
 }
-"""Text of a block of Python -> what runs it; nothing yet runs ``MixedBatches`` of plans."""
+"""Text of a block of Python -> what runs it."""
 
 FORMULAS = ("static + the most that is held", "seconds of a group =")
 """Indented blocks that are no code."""
@@ -53,13 +52,6 @@ def test_every_block_of_python_is_run() -> None:
     for scene in SCENES:
         found = [b.at for b in PYTHON if b.document == scene.document and scene.has in b.text]
         assert len(found) == 1, f"{scene.has!r} stands in {found}"
-
-
-@pytest.mark.parametrize(
-    "block", [b for b in PYTHON if "MixedBatches(" in b.text], ids=lambda b: b.at
-)
-def test_a_block_that_is_not_run_yet(block: Block) -> None:
-    pytest.skip(f"{block.at}: nothing yet runs MixedBatches of a file of plans as it is written")
 
 
 def run_block(number: int, text: str, folder: str) -> Any:

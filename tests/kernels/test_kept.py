@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -75,6 +76,19 @@ def test_what_was_made_of_a_tensor_goes_with_it_and_with_what_is_in_it(make: Mak
     del ids
     gc.collect()
     assert not cache._found, "nothing outlives its tensors"
+
+
+def test_a_tensor_that_is_written_to_in_every_step_has_one_value(make: Maker) -> None:
+    """As where a loader fills the same memory again and again."""
+    cache, ids = Kept(), torch.zeros(3)
+    for step in range(5):
+        ids.fill_(step)
+        for _ in range(2):
+            assert cache.get_of("a", (ids,), make)[0] == step + 1
+    assert len(cache._found) == 1 and cache._num_bytes == 16
+    assert weakref.getweakrefcount(ids) == 1
+    cache.clear()
+    assert cache._num_bytes == 0 and weakref.getweakrefcount(ids) == 0
 
 
 def test_what_inference_mode_made_is_not_kept(make: Maker) -> None:

@@ -42,16 +42,18 @@ def experts(
     matmul: Matmul = fallback,
     inside: Inside = lambda rows, x, k: rows,
     most: int = NUM_EXPERTS - 1,
+    counted: torch.dtype = torch.float32,
 ) -> Tensor:
     """``x`` [T, h], each token through the experts ``ids`` [T, k] with the weights ``scores``.
 
     Args:
         most: the largest id that is counted.
+        counted: what the counts are cast to.
     """
     k = ids.shape[1]
     in_order, order = torch.sort(ids.reshape(-1))
     counts = torch.histc(in_order.float(), bins=NUM_EXPERTS, min=0, max=most)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    ends = torch.cumsum(counts.to(counted), 0, dtype=torch.int32)
     rows = inside(x[order // k], x, k)
     y = matmul(F.silu(matmul(rows, up.transpose(1, 2), ends)), down.transpose(1, 2), ends)
     y = y * scores.reshape(-1)[order][:, None]

@@ -22,11 +22,14 @@ IDS = {
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 @pytest.mark.parametrize(
-    ("matmul", "dtype"), [(fallback, torch.float64), (pytorch, torch.bfloat16)]
+    ("matmul", "dtype", "counted"),
+    [(fallback, torch.float64, torch.int32), (pytorch, torch.bfloat16, torch.float32)],
 )
-def test_the_same_is_computed(matmul: Matmul, dtype: torch.dtype, ids: Tensor) -> None:
+def test_the_same_is_computed(
+    matmul: Matmul, dtype: torch.dtype, counted: torch.dtype, ids: Tensor
+) -> None:
     inputs = expert_inputs(ids, dtype)
-    fn = partial(experts, matmul=matmul)
+    fn = partial(experts, matmul=matmul, counted=counted)
     ctx, gm, count = folded(fn, *inputs)
     assert count == 2 and not ctx.notes
     found = operators(gm)

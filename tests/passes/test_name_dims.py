@@ -33,18 +33,19 @@ def test_rows_of_a_fused_weight_are_three_times_heads_times_width() -> None:
     assert [f.size for f in ctx.names.of(qkv)[0]] == [3, 4, 2]
 
 
-def of_two_sequences(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return attend(x, x, x), F.linear(attend(y, y, y), w)
+def of_two_sequences(x: Tensor, y: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(attend(x, x, x), v), F.linear(attend(y, y, y), w)
 
 
-X, Y, W = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 7, 3), torch.randn(3, 3)
+X, Y, V, W = torch.randn(2, 4, 5, 3), torch.randn(2, 4, 7, 3), torch.randn(3, 3), torch.randn(4, 3)
 
 
-@pytest.mark.parametrize(("inputs", "length"), [([X, Y, W], 7), ([Y, X, W], 5)])
-def test_of_several_sequences_the_one_with_the_most_work_is_first(
+@pytest.mark.parametrize(("inputs", "length"), [([X, Y, V, W], 7), ([Y, X, V, W], 5)])
+def test_of_several_sequences_the_one_with_the_most_work_for_a_token_is_first(
     inputs: list[Tensor], length: int
 ) -> None:
-    ctx, gm = context(), trace(of_two_sequences, *inputs, weights=1)
+    """At any lengths: a program is the same for all."""
+    ctx, gm = context(), trace(of_two_sequences, *inputs, weights=2)
     name_dims(gm, ctx)
     assert ctx.seq is not None and ctx.seq.size == length
     assert [f.size for f in ctx.seqs] == [length, 12 - length] and not ctx.notes

@@ -98,6 +98,22 @@ def test_projections_gates_and_adapters(name: str) -> None:
     assert not ctx.notes
 
 
+def test_what_makes_a_latent_is_ahead_of_the_projections() -> None:
+    """So is a key that all heads share, up to where heads are made of it."""
+
+    def fn(x: Tensor, q: Tensor, latent: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        c, key = F.linear(x, latent).split([HIDDEN - 2, 2], -1)
+        (queries,), (keys, values) = project(x, q), project(c, k[:, :-2], v[:, :-2])
+        keys = keys + key.sin().unsqueeze(1).expand(keys.shape)
+        return x + F.linear(joined(attend(queries, keys, values)), out)
+
+    ctx, _ = outlined(fn, [torch.randn(2, 5, HIDDEN), *[W] * 5])
+    ((block,), notes) = ctx.blocks, ctx.notes
+    names = {part: [str(n) for n in getattr(block, part)] for part in ("pre", "up", "region")}
+    assert names["up"] == ["linear_1", "linear_2", "linear_3"] and not notes
+    assert {"linear", "sin"} <= {*names["pre"]} and "expand" in names["region"]
+
+
 def shared(x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
     """The second layer reads the keys and values of the first."""
     heads = project(x, q, k, v)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from test_planner import LONG, MACHINE, SHORT, model, planner
@@ -80,6 +81,32 @@ def test_blocks_that_are_checkpointed_stay_so() -> None:
     alone = Alone(planner(blocks=blocks))
     assert set(alone.plan(SHORT).strategies) == {f"{REPLICATED}+recompute"}
     assert set(alone.plan(replace(SHORT, training=False)).strategies) == {REPLICATED}
+
+
+def test_what_was_chosen_may_be_asked_for() -> None:
+    """As plans are kept: with the head, on as many ranks or on one."""
+    tiny, dear = replace(SHORT, seq_len=16), replace(MACHINE, latency_s=1e-3)
+    chosen = settled(tiny, machine=lambda dtype: dear)
+    assert chosen.alone
+    for kept in (chosen, Plan.of_key(chosen.key)):
+        assert settled(LONG, plan=kept) == chosen
+        on_one = settled(replace(LONG, num_ranks=1), plan=kept, num_ranks=1)
+        assert on_one.strategies == chosen.strategies and not on_one.alone
+    with pytest.raises(ValueError, match="the head is 'replicated' and some block is not: .* give"):
+        settled(LONG, plan=Plan((REPLICATED, "metp") * 2, REPLICATED))
+
+
+def test_what_a_profile_says_of_blocks_is_held_against_their_own_sequences() -> None:
+    """A profile that says what the prior does is off by nothing, also of an encoder's blocks."""
+    decoder, encoder = model(1), [replace(b, sequence=1) for b in model(1)]
+    across = replace(decoder[0], name="layers.0.cross_attention", keys=1, layer=1)
+    p = planner(blocks=[*encoder, *decoder, across])
+    profile = SimpleNamespace(cost=lambda b, point, w: prior_cost(b, point, w, MACHINE))
+    p.cost_model = cast(Any, profile)
+    plan = Plan(("megatron_cz",) * len(p.blocks))
+    for others in ((), ((1, 16),), ((4, 8192),)):
+        off_by = Alone(p)._off_by(plan, replace(SHORT, others=others))
+        assert off_by == pytest.approx(1)
 
 
 def test_one_rank_has_no_such_choice() -> None:

@@ -10,7 +10,7 @@ from harness import RankPool
 from models import make_batch, make_model
 
 import paradyse
-from paradyse.types import Plan, Workload
+from paradyse.types import REPLICATED, Plan, Workload
 
 
 def by_length(workload: Workload) -> Plan:
@@ -75,6 +75,64 @@ def test_calls_are_told_of_in_order(pool2: RankPool) -> None:
 def test_auto_says_what_it_predicted(pool2: RankPool) -> None:
     for seen in pool2.run(watched, "auto", timeout_s=120):
         assert all(s["predicted"] and s["scalars"]["paradyse/predicted_s"] > 0 for s in seen)
+
+
+def of_logits() -> tuple[list[bool], list[float]]:
+    """A loss outside of the model: whether calls were trained, and backward's share of them."""
+    model = make_model("llama")
+    options = {"plan": "megatron_cz", "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    seen: list[paradyse.StepReport] = []
+    paradyse.on_step(model, seen.append)
+    batch = make_batch("plain", 2, 13)
+    del batch["labels"]
+    for _ in range(2):
+        compiled(**batch).logits.square().mean().backward()
+    return [s.trained for s in seen], [s.time_s - s.forward_s for s in seen]
+
+
+def test_a_backward_from_logits_is_seen(pool2: RankPool) -> None:
+    for trained, backward_s in pool2.run(of_logits, timeout_s=120):
+        assert trained == [True, True] and min(backward_s) > 0
+
+
+def alone() -> tuple[str, tuple[str, ...]]:
+    model = make_model("llama")
+    options = {"plan": REPLICATED, "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    compiled(**make_batch("plain", 2, 13)).loss.backward()
+    last = paradyse.stats(compiled).last
+    return str(last), last.levers
+
+
+def test_a_call_that_every_rank_computes_whole_has_no_levers(pool2: RankPool) -> None:
+    for text, levers in pool2.run(alone, timeout_s=120):
+        assert levers == () and "length 13, replicated, " in text
+
+
+def watched_late() -> tuple[int, int]:
+    """Calls of graphs that had run before somebody asked, and of those after that was over. They
+    share no parameters, and are not alike: one graph may serve models that are."""
+    parts = [make_model("llama", num_hidden_layers=i) for i in (1, 2)]
+    model, batch = torch.nn.ModuleList(parts), make_batch("plain", 1, 9)
+    for part in parts:
+        part.compile(backend="paradyse", options={"inner": "eager"})
+
+    def step() -> None:
+        sum(part(**batch).loss for part in parts).backward()
+
+    step()
+    seen: list[Any] = []
+    remove = paradyse.on_step(model, seen.append)
+    step()
+    num = len(seen)
+    remove()
+    step()
+    return num, len(seen) - num
+
+
+def test_every_graph_of_a_model_is_watched(pool1: RankPool) -> None:
+    assert pool1.run(watched_late, timeout_s=120) == [(2, 0)]
 
 
 def ended() -> tuple[int, int]:

@@ -409,7 +409,8 @@ def test_a_sequence_merged_with_another_dim_is_taken_apart() -> None:
     x = torch.arange(24.0).reshape(6, 4)  # [B S, 4] of 2 rows of 3
     batch, seq, width = map(Factor, (2, 3, 4))
     scope: Any = SimpleNamespace(
-        seq=seq, names=SimpleNamespace(of=lambda node: [(batch, seq), (width,)])
+        sequence_of=lambda node: seq,
+        names=SimpleNamespace(of=lambda node: [(batch, seq), (width,)]),
     )
     node = fx.Graph().placeholder("x")
     out = on_tokens(scope, node, x, {}, lambda t, dim: t.flip(dim))

@@ -73,13 +73,16 @@ class StreamedExpertsVariant:
                 is compiled twice.
         """
         n = len(self.groups.rows)
-        taken, parts = self._taken(step, tensors[n:]), []
+        taken, out = self._taken(step, tensors[n:]), None
         for group in self.used:
             weights = taken.take(group, needs[n:])
             with torch.set_grad_enabled(any(needs)):
-                y, num = self._group(step, counts, group, tensors[:n], needs[:n], weights)[:2]
-            parts.append(y.detach()[:num])
-        return torch.cat(parts)
+                y, at, _ = self._group(step, counts, group, tensors[:n], needs[:n], weights)
+            if out is None:
+                out = y.new_empty(len(tensors[0]), *y.shape[1:], requires_grad=False)
+            out[at] = y.detach()[: at.stop - at.start]
+        assert out is not None, "some group has experts"
+        return out
 
     def backward_groups(
         self,
@@ -97,25 +100,24 @@ class StreamedExpertsVariant:
         """
         n = len(self.groups.rows)
         taken = self._taken(step, tensors[n:])
-        parts: list[list[Tensor]] = [[] for _ in range(n)]
-        at = 0
+        pairs = zip(tensors[:n], needs)
+        of_rows: list[Any] = [torch.zeros_like(x) if need else None for x, need in pairs]
         for group in self.used:
             weights = taken.take(group, needs[n:])
             with torch.enable_grad():
-                y, num, leaves = self._group(step, counts, group, tensors[:n], needs[:n], weights)
-            given = _with_missing(grad[at : at + num], len(y) - num)
-            at += num
+                y, at, leaves = self._group(step, counts, group, tensors[:n], needs[:n], weights)
+            num = at.stop - at.start
+            given = _with_missing(grad[at], len(y) - num)
             where = [i for i, need in enumerate(needs) if need]
             inputs = [*leaves, *weights]
             found = gradients([y], [given], [inputs[i] for i in where])
             for i, g in zip(where, found, strict=True):
-                if i < n:
-                    parts[i].append(torch.zeros_like(leaves[i])[:num] if g is None else g[:num])
-                else:
+                if i >= n:
                     taken.add(group, [i - n], [g])
+                elif g is not None:
+                    of_rows[i][at] = g[:num]
             del y
             taken.send(group)
-        of_rows = [torch.cat(p) if p else None for p in parts]
         return [*of_rows, *taken.gradients()]
 
     def _group(
@@ -126,9 +128,9 @@ class StreamedExpertsVariant:
         rows: Sequence[Tensor],
         needs: Sequence[bool],
         weights: Sequence[Tensor],
-    ) -> tuple[Tensor, int, list[Tensor]]:
-        """What ``group`` gives, with its missing rows at the end; how many rows are there; and the
-        rows that it read."""
+    ) -> tuple[Tensor, slice, list[Tensor]]:
+        """What ``group`` gives, with its missing rows at the end; where its rows are among all;
+        and the rows that it read."""
         (first, end), most = self.groups.bounds[group], len(self.groups.dealt[0])
         mine = [*counts[first:end], *[0] * (most - end + first)]
         start, num = sum(counts[:first]), sum(mine)
@@ -142,7 +144,7 @@ class StreamedExpertsVariant:
         numbers = torch.tensor(mine, **on)
         in_order = torch.arange(most, **on).repeat_interleave(numbers, output_size=num + missing)
         ends = numbers.cumsum(0, dtype=torch.int32)
-        return self.rows(step, leaves, in_order, ends, weights), num, leaves
+        return self.rows(step, leaves, in_order, ends, weights), slice(start, start + num), leaves
 
     def _taken(self, step: StepContext, weights: Sequence[Tensor]) -> GroupTensors:
         forms = list(self.groups.forms.values())

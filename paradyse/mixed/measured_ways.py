@@ -1,0 +1,125 @@
+"""Ways of groups as they are measured: a model's own steps, by degree and length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed.axis import resolve_axis
+from paradyse.mixed.batches import MixedBatches
+from paradyse.mixed.training import MixedModel
+from paradyse.mixed.ways import Group, MicroBatch, StepPlan, Way
+
+
+def measure_ways(
+    model: MixedModel,
+    dataset: Any,
+    *,
+    tokens_per_rank: int,
+    lengths: Sequence[int] = (),
+    degrees: Sequence[int] = (),
+    repeats: int = 3,
+    causal: bool = True,
+    pack: bool = True,
+) -> list[Way]:
+    """What groups of each degree can do, measured: forward and backward of one sequence of each
+    length, on all groups of that degree side by side, as they are in training. Call it on every
+    rank; it takes as many steps as there are degrees, lengths and repeats, and one more of each to
+    warm up. Gradients are left as they were.
+
+    Args:
+        model: that is to be trained.
+        dataset: as of ``MixedBatches``; its tokens are joined to sequences of the lengths.
+        tokens_per_rank: that a rank has room for: what a group may hold is as much for each of its
+            ranks. It is not measured, so give what is known to fit.
+        lengths: tokens, ascending; those beyond what a degree has room for are left out. Default:
+            powers of four from 64 on, and the most.
+        degrees: ranks of a group; default: powers of two, and all ranks.
+        repeats: of which the median counts.
+        causal, pack: as of ``MixedBatches``.
+    Returns:
+        A way for each degree. ``fixed_s`` is where a line through the two shortest lengths is at no
+        tokens, at most the shortest time.
+    Raises:
+        ValueError: a number makes no sense.
+    """
+    if tokens_per_rank < 2 or repeats < 1:
+        raise ValueError(
+            f"tokens_per_rank={tokens_per_rank}, repeats={repeats}: give at least 2 and 1"
+        )
+    size = resolve_axis().size
+    powers = [1 << k for k in range(size.bit_length()) if 1 << k < size]
+    found = []
+    grads = [(p, p.grad) for p in model.model.parameters()]
+    model.model.zero_grad(set_to_none=True)
+    for degree in degrees or (*powers, size):
+        if not 1 <= degree <= size:
+            raise ValueError(f"a degree of {degree}: give 1 to {size}, the number of ranks")
+        most = tokens_per_rank * degree
+        usual = [1 << k for k in range(6, 40, 2)]
+        asked = sorted({n for n in (*(lengths or usual), most) if 2 <= n <= most})
+        times = [_time_s(model, dataset, degree, n, repeats, causal, pack) for n in asked]
+        found.append(way_through(degree, most, asked, times))
+    for p, grad in grads:
+        p.grad = grad
+    return found
+
+
+def way_through(
+    degree: int, max_tokens: int, lengths: Sequence[int], times_s: Sequence[float]
+) -> Way:
+    """A way of ``degree`` ranks with room for ``max_tokens`` whose groups of one sequence of each
+    of ``lengths`` take ``times_s``.
+
+    Args:
+        lengths: tokens, ascending.
+        times_s: seconds.
+    """
+    fixed = min(times_s)
+    if len(lengths) > 1:
+        slope = (times_s[1] - times_s[0]) / (lengths[1] - lengths[0])
+        fixed = min(fixed, max(0.0, times_s[0] - slope * lengths[0]))
+    adds = tuple(max(0.0, t - fixed) for t in times_s)
+    return Way(degree, fixed, max_tokens, tuple(lengths), adds, "measured")
+
+
+def _time_s(
+    model: MixedModel,
+    dataset: Any,
+    degree: int,
+    length: int,
+    repeats: int,
+    causal: bool,
+    pack: bool,
+) -> float:
+    """Seconds of groups of ``degree`` ranks with a sequence of ``length`` tokens each."""
+    num = resolve_axis().size // degree
+    sequence = _joined(dataset, length)
+    way = Way(degree, 0.0, length, (length,), (0.0,))
+    batches = MixedBatches(
+        [sequence] * num, tokens_per_step=length * num, ways=[way], causal=causal, pack=pack
+    )
+    groups = tuple(Group(way, (i,), i * degree, 0.0) for i in range(num))
+    plan = StepPlan((MicroBatch(groups),))
+    taken = []
+    for _ in range(repeats + 1):
+        step = batches.arranged(plan, range(num), [length] * num)
+        for loss in model.losses(step):
+            loss.backward()
+        assert step.report is not None
+        taken.append(max(g.taken_s or 0.0 for g in step.report.groups))
+    return median(taken[1:])
+
+
+def _joined(dataset: Any, length: int) -> Mapping[str, Tensor]:
+    """Tokens of the first sequences of ``dataset``, again and again, as many as ``length``."""
+    parts, held = list[Tensor](), 0
+    while held < length:
+        ids = torch.as_tensor(dataset[len(parts) % len(dataset)]["input_ids"])
+        parts.append(ids)
+        held += len(ids)
+    return {"input_ids": torch.cat(parts)[:length]}
