@@ -43,7 +43,8 @@ def plan_of(micro_batches: Sequence[Micro]) -> StepPlan:
 def step_by(batches: MixedBatches, plan: StepPlan, number: int = 0) -> MixedStep:
     """All of the dataset as the batch ``number`` of an epoch, by ``plan``."""
     indices = tuple(range(len(batches.dataset)))
-    return batches._step(Together(resolve_axis(), "a test"), indices, plan, number)
+    lengths = tuple(len(s["input_ids"]) for s in batches.dataset)
+    return batches._step(Together(resolve_axis(), "a test"), indices, lengths, plan, number)
 
 
 def batches_of(family: str, data: Sequence[dict[str, Tensor]], **options: Any) -> MixedBatches:
