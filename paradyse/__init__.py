@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from paradyse.data import replica_sampler as replica_sampler
     from paradyse.mixed.batches import MixedBatches as MixedBatches
     from paradyse.mixed.measured_ways import measure_ways as measure_ways
+    from paradyse.mixed.step_reports import GroupReport as GroupReport
+    from paradyse.mixed.step_reports import MixedReport as MixedReport
     from paradyse.mixed.training import MixedModel as MixedModel
     from paradyse.mixed.ways import Way as Way
     from paradyse.planning.explain import PlanReport as PlanReport
@@ -61,6 +63,8 @@ _API = {
     "MixedBatches": "paradyse.mixed.batches",
     "MixedModel": "paradyse.mixed.training",
     "measure_ways": "paradyse.mixed.measured_ways",
+    "MixedReport": "paradyse.mixed.step_reports",
+    "GroupReport": "paradyse.mixed.step_reports",
     "Way": "paradyse.mixed.ways",
     "replica_of": "paradyse.data",
     "replica_sampler": "paradyse.data",
