@@ -49,7 +49,7 @@ def step_of(groups: Groups) -> MixedStep:
         ids = torch.randint(3, VOCAB, (1, 9 + i), generator=g)
         call = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(9 + i)[None]}
         if axis.rank in ranks:
-            shares.append(Share(ranks, (call,), (8 + i,), i))
+            shares.append(Share(ranks, (call,), (8 + i,), (i,)))
     count = sum(8 + i for i in range(len(everyone)))
     return MixedStep(StepPlan(()), tuple(range(len(everyone))), tuple(shares), count)
 
