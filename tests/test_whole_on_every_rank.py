@@ -96,6 +96,7 @@ def accumulated() -> None:
                 torch.testing.assert_close(grad, want[n], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_add_up_over_plans_and_no_sync(pool2: RankPool) -> None:
     pool2.run(accumulated, timeout_s=100)
 

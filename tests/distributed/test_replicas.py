@@ -156,6 +156,7 @@ def user_loss(shape: Sequence[int], head: str = "") -> None:
         assert relative(p.grad, q.grad) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_loss_outside_the_graph(pool4: RankPool) -> None:
     pool4.run(user_loss, (2, 2), timeout_s=100)
 

@@ -174,6 +174,7 @@ def while_others_compute(rank: int) -> tuple[str, float]:
     return said, time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_group_that_computes_hears_at_its_next_message(pool3: RankPool) -> None:
     results = pool3.run(while_others_compute, 2, timeout_s=120)
     assert all(said and seconds < SOON_S for said, seconds in results), results

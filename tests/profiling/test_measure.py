@@ -163,6 +163,7 @@ def count_steps(path: str) -> tuple[Profile, set[tuple[int, str]]]:
         Steps.times = times  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_killed_profile_is_gone_on_with(pool2: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "profile.jsonl"
     with pytest.raises(RankFailure, match="rank 0 of 2 died"):

@@ -72,6 +72,7 @@ def test_calls_are_told_of_in_order(pool2: RankPool) -> None:
         assert "length 22, metp and megatron_ts with recompute" in seen[1]["text"]
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_predicted(pool2: RankPool) -> None:
     for seen in pool2.run(watched, "auto", timeout_s=120):
         assert all(s["predicted"] and s["scalars"]["paradyse/predicted_s"] > 0 for s in seen)

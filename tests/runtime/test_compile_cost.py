@@ -46,6 +46,7 @@ def compile_at(
     return stats.captures, stats.variants_compiled, stats.steps, warm - start, end - warm
 
 
+@pytest.mark.slow
 def test_fifty_lengths(pool2: RankPool) -> None:
     assert len(set(LENGTHS)) == 50
     expected = sum(STRUCTURES.values())

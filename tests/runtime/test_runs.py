@@ -78,6 +78,7 @@ def test_plans_are_counted_each_by_itself() -> None:
     assert [uses.add(plan) for plan in plans] == [False, False, True, True, True]
 
 
+@pytest.mark.slow
 def test_a_region_for_eight_blocks_after_some_calls_and_none_for_long_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
