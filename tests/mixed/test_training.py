@@ -35,9 +35,9 @@ def dataset_of(lengths: Sequence[int]) -> list[dict[str, Tensor]]:
     return found
 
 
-def ways_for(num_ranks: int) -> list[Way]:
-    """Ways with which long sequences take several ranks, and short ones one."""
-    return ways_by_formula(range(1, num_ranks + 1), 24, 1e-6, messages=1.0)
+def ways_for(num_ranks: int, room: int = 24) -> list[Way]:
+    """Ways with which sequences beyond the ``room`` of a rank, in tokens, take several ranks."""
+    return ways_by_formula(range(1, num_ranks + 1), room, 1e-6, messages=1.0)
 
 
 def targets(family: str, sequence: Mapping[str, Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ def epoch(
     batches = paradyse.MixedBatches(
         data,
         tokens_per_step=tokens,
-        ways=ways_for(dist.get_world_size()),
+        ways=ways_for(dist.get_world_size(), max(24, -(-max(lengths) // dist.get_world_size()))),
         causal=spec.causal,
         pack=spec.packs,
         shuffle=False,
