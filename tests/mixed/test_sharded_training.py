@@ -231,7 +231,7 @@ def alone_step(model: Any, batch: Sequence[dict[str, Tensor]]) -> float:
             count += num
     loss = torch.stack(parts).sum() / count
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 @pytest.mark.slow
