@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,12 @@ class StepReport:
     """Allocated on the device when forward ended, with what backward needs; None on the CPU."""
     _seconds: Callable[[], list[float]] = field(repr=False, compare=False)
     _predict: Callable[[], tuple[float, int] | None] = field(repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With what was taken and predicted, which elsewhere nobody could ask for."""
+        told = {"_seconds": partial(_known, self._seconds())}
+        told["_predict"] = partial(_known, self._prediction)
+        return vars(self) | told
 
     @property
     def batch(self) -> int:
@@ -294,3 +300,7 @@ def on_step(model: nn.Module, callback: Callback) -> Callable[[], None]:
                 of_graph.callbacks.remove(callback)
 
     return remove
+
+
+def _known(value: Any) -> Any:
+    return value

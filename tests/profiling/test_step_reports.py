@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from harness import RankPool
 from models import make_batch, make_model
+from tiny import Tiny, tokens
 
 import paradyse
 from paradyse.types import REPLICATED, Plan, Workload
@@ -70,6 +72,22 @@ def test_calls_are_told_of_in_order(pool2: RankPool) -> None:
             rate = s["sizes"][0] * s["sizes"][1] / whole
             assert s["scalars"]["paradyse/tokens_per_s"] == pytest.approx(rate)
         assert "length 22, metp and megatron_ts with recompute" in seen[1]["text"]
+
+
+def report_and_its_copy() -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    model = Tiny()
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    ids = tokens(2, 9)
+    compiled(ids, ids).backward()
+    report = paradyse.stats(compiled).last
+    copy = pickle.loads(pickle.dumps(report))
+    return report.scalars(), copy.scalars()
+
+
+def test_a_report_travels_between_processes(pool2: RankPool) -> None:
+    for mine, copied in pool2.run(report_and_its_copy):
+        assert mine == copied
 
 
 @pytest.mark.slow
