@@ -24,14 +24,14 @@ from paradyse.cli.launch import Rank
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.lanes import PURPOSES, Overlap
 from paradyse.profiling.exposed_waits import exposed_waits
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 KINDS = (*PURPOSES, "tokens", "other")
 """What is waited for: messages of weights and of their gradients, what blocks exchange, and the
 rest, such as the sum of the loss, where ranks meet."""
 
 OPTIONS: dict[str, Any] = {"layers": 4, "hidden": 256, "lengths": (256, 2048), "runs": 5}
-OPTIONS |= {"ranks": 2, "inner": "inductor", "plans": ATTENTION_STRATEGIES}
+OPTIONS |= {"ranks": 2, "inner": "inductor", "plans": ALONG_SEQUENCE}
 OPTIONS["traces"] = {"type": Path, "help": "a folder that keeps one trace of each, for Perfetto"}
 QUICK = {"layers": 2, "hidden": 64, "lengths": (64,), "runs": 2, "inner": "eager"}
 

@@ -158,8 +158,10 @@ def report(bench: Benchmark, found: dict[str, Any], args: Namespace) -> None:
     bench.at_most(f"{of}: prediction off, most of any, %", 100 * off, OFF)
     most = max(max(row["held"], row["auto"]) for row in rows.values())
     bench.at_most(f"{of}: most that was held, of the limit", most / limit, 1.0)
-    silent = sum("memory_limit" not in row["refusal"] for row in rows.values())
-    bench.at_most(f"{of}: lengths just above that are not refused in words", silent, 0)
+    silent = [name for name, row in rows.items() if "memory_limit" not in row["refusal"]]
+    if silent:
+        bench.add(f"Not refused just above their longest length, by levers: {', '.join(silent)}.")
+    bench.at_most(f"{of}: lengths just above that are not refused in words", len(silent), 0)
     failed = sum(not row["capped"] for row in rows.values()) + rows[NONE]["at most"]
     bench.at_most(f"{of}: otherwise than predicted under RLIMIT_AS", failed, 0)
 

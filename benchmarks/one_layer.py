@@ -23,7 +23,7 @@ from runner import Benchmark, benchmark, is_noise, median, milliseconds, take_tu
 import paradyse
 from paradyse.cli.charts import Chart, Line, Page, write_png
 from paradyse.cli.launch import Rank
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 OPTIONS = {"rounds": 11, "lengths": LENGTHS, "hidden": 256, "ranks": 2, "inner": "inductor"}
@@ -36,7 +36,7 @@ Times = Mapping[str, Mapping[int, Sequence[float]]]
 def measure(rank: Rank, args: Namespace) -> tuple[Times, dict[int, str]]:
     """Seconds of every step, and the key of the plan that auto takes at each length."""
     layer = Switched(llama(1, args.hidden), args.inner)
-    lengths, choices = sorted(args.lengths), (*ATTENTION_STRATEGIES, AUTO)
+    lengths, choices = sorted(args.lengths), (*ALONG_SEQUENCE, AUTO)
     layer.check_plans(rank, choices, lengths[0], lengths[len(lengths) // 2], lengths[-1])
     for n in lengths:
         layer.under(AUTO).loss(n)
@@ -108,7 +108,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
         rows.append([str(n), *cells, plans[n].replace(",", " + ")])
     bench.table(["tokens", *times, "plan of auto"], rows)
     bench.add("", "`*` fastest strategy")
-    pairs = combinations(ATTENTION_STRATEGIES, 2)
+    pairs = combinations(ALONG_SEQUENCE, 2)
     crossings = sorted((c for p in pairs for c in crossings_of(*p, times)), key=lambda c: c.at)
     header = ["at", "faster before", "faster after", "time there, ms", "of the fastest"]
     rows = [

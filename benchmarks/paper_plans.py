@@ -28,7 +28,7 @@ from paradyse.cli.commands.plan import (
 )
 from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
 from paradyse.offline.outlook import MIXTURE, look_ahead
-from paradyse.planning.explain import text_table
+from paradyse.planning.tables import text_table
 from paradyse.types import LEVERS
 
 # LLaMA-13B (arXiv 2302.13971, table 2) and OPT-13B (arXiv 2205.01068, table 1).

@@ -36,7 +36,7 @@ from runner import Benchmark, benchmark, median, milliseconds, take_turns
 from paradyse.cli.corpus import draw_files
 from paradyse.cli.launch import Rank
 from paradyse.cli.traces import DISTRIBUTIONS, sample_lengths
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 256, "ranks": 2, "inner": "inductor"}
 OPTIONS["profile"] = {"help": "file of `paradyse profile`, on as many ranks, of --model"}
@@ -81,7 +81,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
         points = sorted({args.lengths[i * (len(args.lengths) - 1) // 5] for i in range(6)})
         make_profile(rank, model(), args, points, repeats=3)
     options = {} if args.learn else {"cost_model": args.profile_path}
-    plans: dict[str, Any] = {s: s for s in ATTENTION_STRATEGIES}
+    plans: dict[str, Any] = {s: s for s in ALONG_SEQUENCE}
     plans |= {t: dict(zip(("attention", "mlp"), t.split("/"), strict=True)) for t in MIXED}
     made = {name: ours(model(), plan, args.inner) for name, plan in plans.items()}
     made[AUTO] = ours(model(), AUTO, args.inner, **options)
@@ -136,7 +136,7 @@ def steps_of(runs: Mapping[str, Mapping[int, Sequence[float]]]) -> Steps:
         of = {n: median(by_length[s]) for n, by_length in runs.items()}
         one, other = ({n: median(runs[n][s][i::2]) for n in plans} for i in range(2))
         again_s = (other[fastest(plans, one)] + one[fastest(plans, other)]) / 2
-        static_s = min(of[n] for n in plans if n in ATTENTION_STRATEGIES)
+        static_s = min(of[n] for n in plans if n in ALONG_SEQUENCE)
         steps[s] = of | {ORACLE: min(of[n] for n in plans), AGAIN: again_s, STATIC: static_s}
     return steps
 
@@ -161,7 +161,7 @@ def report_trace(
         ["plan", "seconds", "above the oracle"], rows, f"## {name}: {trace.total()} sequences"
     )
     bench.at_most(f"{name}: regret of `auto`, %", 100 * above[AUTO], 5)
-    statics = [n for n in plans if n in ATTENTION_STRATEGIES]
+    statics = [n for n in plans if n in ALONG_SEQUENCE]
     static = fastest(statics, totals)
     winners = Counter(fastest(statics, steps[s]) for s in trace)
     gain = totals[static] / totals[STATIC] - 1

@@ -25,7 +25,7 @@ from runner import Benchmark, T, benchmark, is_noise, median, milliseconds, nois
 
 import paradyse
 from paradyse.cli.launch import Rank
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 OPTIONS = {"layers": 2, "hidden": 256, "lengths": (128, 512), "rounds": 9, "ranks": 2}
 QUICK = {"hidden": 64, "lengths": (64,), "rounds": 3, "inner": "eager"}
@@ -55,13 +55,13 @@ Key = tuple[int, str]
 def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
     """All samples."""
     switched = Switched(llama(args.layers, args.hidden), args.inner)
-    switched.check_plans(rank, ATTENTION_STRATEGIES, *args.lengths)
+    switched.check_plans(rank, ALONG_SEQUENCE, *args.lengths)
     rng = random.Random(0)  # the same on all ranks
 
     def pairs(n: int, after: str, take: Callable[[Switched, int], T]) -> list[tuple[T, T]]:
         """Of steps after a switch from each other strategy, and of steps without one."""
         found = []
-        for before in ATTENTION_STRATEGIES:
+        for before in ALONG_SEQUENCE:
             if before != after:
                 taken = {}
                 for first in rng.sample((before, after), 2):
@@ -71,7 +71,7 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
         return found
 
     peaks: dict[Key, list[tuple[int, int]]] = {}
-    for n, after in product(args.lengths, ATTENTION_STRATEGIES):
+    for n, after in product(args.lengths, ALONG_SEQUENCE):
         held = pairs(n, after, peak_and_messages)
         peaks[n, after] = [(more, same) for (more, _), (same, _) in held]
         for (_, sent), (_, expected) in held:
@@ -80,7 +80,7 @@ def measure(rank: Rank, args: Namespace) -> dict[Key, Samples]:
                     f"not timed: {after} at {n} tokens sends {sent} after a switch, else {expected}"
                 )
     rank.report("memory done")
-    turns = {s: lambda n, s=s: pairs(n, s, Switched.time_s) for s in ATTENTION_STRATEGIES}
+    turns = {s: lambda n, s=s: pairs(n, s, Switched.time_s) for s in ALONG_SEQUENCE}
     taken = take_turns(turns, args.lengths, range(-1, args.rounds), rank.report)
     return {(n, s): Samples(sum(taken[s][n], []), held) for (n, s), held in peaks.items()}
 
@@ -114,7 +114,7 @@ def rows_of(found: Mapping[Key, Samples]) -> tuple[list[list[str]], int]:
 @benchmark(QUICK, **OPTIONS, inner="inductor")
 def main(bench: Benchmark, args: Namespace) -> None:
     found = bench.on_ranks(measure)
-    pairs = len(ATTENTION_STRATEGIES) - 1
+    pairs = len(ALONG_SEQUENCE) - 1
     bench.add(
         f"Llama of {args.layers} layers, hidden {args.hidden}, {bench.ranks}; {args.rounds} "
         f"interleaved rounds of {pairs} other strategies before each; medians of pairs, the slower "

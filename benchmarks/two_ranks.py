@@ -20,7 +20,7 @@ from runner import Benchmark, benchmark, median, milliseconds, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 from paradyse.cli.launch import Rank
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 # Many short, few long, as text has them; 17,312 tokens.
 TRACE = (512, 128, 1024, 192, 3072, 256, 160, 640, 1536, 384, 4096, 320, 896, 768, 2048, 1280)
@@ -49,7 +49,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     def own(plan: str) -> Callable[[Any], Contender]:
         return lambda model: ours(at_rest(model, args.sharded), plan=plan, inner=args.inner)
 
-    make |= {s: own(s) for s in (*ATTENTION_STRATEGIES, AUTO)}
+    make |= {s: own(s) for s in (*ALONG_SEQUENCE, AUTO)}
     contenders = {n: of(model()) for n, of in make.items() if not args.only or n in args.only}
     reference = Contender(model())
     for name, contender in contenders.items():

@@ -19,7 +19,7 @@ from runner import Benchmark, benchmark
 
 from paradyse.cli import rank_jobs
 from paradyse.cli.launch import Rank
-from paradyse.planning.explain import VerifyReport
+from paradyse.verification import VerifyReport
 
 OPTIONS: dict[str, Any] = {"ranks": 2, "inner": "inductor", "tokens": 1021, "batch": 2}
 OPTIONS |= {"layers": 2, "hidden": 512, "dtypes": ("float32", "bfloat16")}

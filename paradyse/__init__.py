@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from paradyse.mixed.ways import Way as Way
     from paradyse.planning.explain import PlanReport as PlanReport
     from paradyse.planning.explain import Stats as Stats
-    from paradyse.planning.explain import VerifyReport as VerifyReport
     from paradyse.profiling.measure import profile as profile
     from paradyse.profiling.step_reports import StepReport as StepReport
     from paradyse.profiling.step_reports import on_step as on_step
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from paradyse.trainer import TrainerMixin as TrainerMixin
     from paradyse.types import Plan as Plan
     from paradyse.types import Workload as Workload
+    from paradyse.verification import VerifyReport as VerifyReport
     from paradyse.verification import verify as verify
     from paradyse.weights.no_sync import no_sync as no_sync
     from paradyse.weights.shard import full_state_dict as full_state_dict
@@ -71,7 +71,7 @@ _API = {
     "LoadReport": "paradyse.checkpoint.load_safetensors",
     "PlanReport": "paradyse.planning.explain",
     "Stats": "paradyse.planning.explain",
-    "VerifyReport": "paradyse.planning.explain",
+    "VerifyReport": "paradyse.verification",
     "Plan": "paradyse.types",
     "Workload": "paradyse.types",
 }

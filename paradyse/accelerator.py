@@ -9,6 +9,7 @@ It was tried with accelerate 1.15 (``tests/test_accelerator.py``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.runtime.registry import check_compiled
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.no_sync import no_sync
 from paradyse.weights.shard import full_state_dict
@@ -126,6 +128,7 @@ class AcceleratorMixin(OverReplicas):
         **kwargs: Any,
     ) -> None:
         self._backend_options = {"mesh": mesh, **(backend_options or {})}
+        self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         if str(dynamo_backend).lower() not in ("none", "no", "paradyse"):
             raise ValueError(_other_backend(dynamo_backend))
         super().__init__(*args, **kwargs)
@@ -171,6 +174,18 @@ class AcceleratorMixin(OverReplicas):
         if compiled_call_of(model) is None and original_module(model) is model:
             model.compile(backend="paradyse", options=self._backend_options)
         return model
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """accelerate's, of ``loss`` and ``kwargs``.
+
+        Raises:
+            ValueError: a model was compiled with another backend, so that nothing sums gradients.
+        """
+        super().backward(loss, **kwargs)
+        for model in self._models if dist.is_initialized() else ():
+            if model not in self._checked and any(p.grad is not None for p in model.parameters()):
+                check_compiled(model)
+                self._checked.add(model)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """accelerate's ``scheduler``, which steps once for each replica, not for each rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,9 +36,11 @@ from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
 from paradyse.passes.dump import write
 from paradyse.passes.pipeline import OPTIONAL
+from paradyse.planning.alone import OTHER_BLOCKS
 from paradyse.planning.explain import plan_table
 from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime import registry
+from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import (
     build_alone,
     build_program,
@@ -53,6 +54,7 @@ from paradyse.runtime.capture import (
     sizes_of,
     trace_inputs,
 )
+from paradyse.runtime.computed_whole import allow_whole
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
@@ -61,7 +63,7 @@ from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
 from paradyse.types import Plan, Workload
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
-from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_here
+from paradyse.weights.sharded_tensor import relayout
 from paradyse.weights.unshard import Shelf, gather
 
 log = logging.getLogger(__name__)
@@ -112,16 +114,15 @@ class Capture:
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
         ]
-        self.parameters = [weakref.ref(e) for e in examples if isinstance(e, torch.nn.Parameter)]
-        self.sharded = {
-            i: weakref.ref(e) for i, e in enumerate(examples) if isinstance(e, ShardedTensor)
-        }
+        self.weights = CallWeights(examples)
         check_shards(examples, everyone_of(axis, options.mesh))
         self.in_group = isinstance(options.mesh, GroupMesh)
         self.fallback: Any = None
-        self.num_steps = 0
+        self.num_steps, self.is_first = 0, True
+        self.steps = steps_of(self.weights.held())
         self.notes: list[str] = []
         self.graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._whole_at: dict[tuple[Any, ...], Any] = {}
         self.data = [
             i
             for i, (e, is_weight) in enumerate(zip(examples, self.is_weight, strict=True))
@@ -146,86 +147,78 @@ class Capture:
         if graph is not None:
             self._check_sizes(graph)
         if graph is None:
-            if options.on_unsupported == "error" and axis.size > 1:
-                raise NotImplementedError(
-                    f"nothing in this graph can be split: {'; '.join(self.notes)}. "
-                    'on_unsupported="gather" computes it whole on every rank.'
-                )
-            if self.in_group and self.sharded:
-                raise NotImplementedError(
-                    f"nothing in this graph can be split: {'; '.join(self.notes)}. Groups of "
-                    "ranks cannot train it with sharded weights: leave paradyse.shard out"
-                )
-            if self.replicas.size > 1:
-                self._check_untrained(examples)
-            if axis.size > 1 and self.parameters:
-                axis.session.of(_Told).say("; ".join(self.notes))
+            self._allow_whole(examples)
             self.fallback = self._whole_graph(examples)
 
-    def _check_untrained(self, examples: Sequence[Any]) -> None:
-        """A graph that cannot be split does not average gradients over replicas."""
-        trained = any(isinstance(e, torch.nn.Parameter) and e.requires_grad for e in examples)
-        why = "; ".join(self.notes)
-        if trained and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"nothing in this graph can be split: {why}. With a data-parallel axis it cannot "
-                "be trained: use a 1-D mesh, or DistributedDataParallel"
-            )
-        if any(isinstance(e, Tensor) and e.requires_grad for e in examples):
-            log.warning(
-                "a graph without weights is computed by each replica for itself (%s): a mean over "
-                "tokens in it, such as the loss, is averaged over replicas with equal weights",
-                why,
-            )
+    def _allow_whole(self, args: Sequence[Any]) -> None:
+        """Say that calls like that with ``args`` are computed whole on every rank, if they may be.
+
+        Raises:
+            NotImplementedError: as ``allow_whole``.
+        """
+        sharded_in_group = self.in_group and bool(self.weights.sharded)
+        how = self.options, self.axis, self.replicas, sharded_in_group
+        allow_whole("; ".join(self.notes), args, *how)
 
     def run_whole(self, *args: Any) -> Any:
         """Called by Dynamo with the graph's inputs, where nothing of it is split."""
-        self.num_steps += 1
+        self._begin(args)
+        return self._computed_whole(args, self.fallback)
+
+    def _computed_whole(self, args: Sequence[Any], compute: Any) -> Any:
+        """``compute`` of ``args``, on every rank alike."""
         shapes = [tuple(args[i].shape) for i in self.data]
         call = self.agree(args, {"the shapes of the inputs": str(shapes)})
         if call is None:
-            return self.fallback(*args)
-        return call.forward(lambda: self.fallback(*args))
+            return compute(*args)
+        return call.forward(lambda: compute(*args))
+
+    def _begin(self, args: Sequence[Any]) -> None:
+        """A call with ``args`` begins."""
+        self.num_steps += 1
+        self.is_first = self.num_steps == 1
+        if self.weights.are_of(args):
+            return
+        if self.weights.take(args):
+            self.is_first, self._replicas_agree = True, False
+            for graph in self.graphs.values():
+                self._lay_out(graph.program)
+        self.steps = steps_of(self.weights.held())
 
     def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
         if self.agreement is None:
             return None
         names = (self.names[i] for i in self.data)
-        first = self.num_steps == 1
         trains = torch.is_grad_enabled()
+        weights = self.weights.checksum(sharded=False) if self.is_first else "not compared"
         call = self.agreement.begin(
-            trains and bool(self.parameters),
+            trains and bool(self.weights.refs),
             {
                 GRADIENTS: trains,
                 INPUTS: ", ".join(names),
                 "the options": self._options,
                 **facts,
                 **self._batch.fact([args[i] for i in self.data]),
-                WEIGHTS: self._checksum_of_weights(sharded=False) if first else "not compared",
+                WEIGHTS: weights,
             },
-            self.parameters,
+            self.weights.refs,
         )
         if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
             self._replicas_agree = True
-            replicas.compare("starts to train", {WEIGHTS: self._checksum_of_weights(sharded=True)})
+            replicas.compare("starts to train", {WEIGHTS: self.weights.checksum(sharded=True)})
         return call
 
-    def _checksum_of_weights(self, sharded: bool) -> int:
-        """Of those that every rank of the axis holds whole; and of the rank's rows of the others if
-        ``sharded``."""
-        held = [w for w in (p() for p in self.parameters) if w is not None]
-        held = [w for w in held if sharded or not isinstance(w, ShardedTensor)]
-        sums = [rows_here(w).detach().double().sum().cpu() for w in held]
-        return checksum([torch.stack(sums)]) if sums else 0
-
-    def _whole_graph(self, examples: Sequence[Any]) -> Any:
-        """The graph as it is, on every rank, with whole weights."""
-        inner, sharded = self.options.inner, self.sharded
-        if not sharded:
+    def _whole_graph(self, examples: Sequence[Any] | None) -> Any:
+        """The graph as it is, on every rank, with whole weights; for calls like ``examples``, the
+        graph's own, or None: like those to come."""
+        inner, sharded = self.options.inner, self.weights.sharded
+        if not sharded and examples is not None:
             return lookup_backend(inner)(self.gm, examples) if inner != "eager" else self.gm.forward
         # On first use: the inner compiler would hold whole weights against this trace's inputs.
         run = torch.compile(self.gm, backend=inner) if inner != "eager" else self.gm.forward
+        if not sharded:
+            return run
         between = collectives.register_block(self.axis, "whole graph")
 
         def with_whole_weights(*args: Any) -> Any:
@@ -272,9 +265,9 @@ class Capture:
     def _lay_out(self, program: Program) -> None:
         """Move sharded weights to whole heads per rank, once, where a block asks for it. Groups,
         of which each would ask for other heads, gather them as they lie."""
-        if not self.sharded or self.in_group:
+        if self.in_group:
             return
-        held = {program.placeholders[i]: ref() for i, ref in self.sharded.items()}
+        held = {program.placeholders[i]: w for i, w in self.weights.shards().items()}
         for step in program.block_steps:
             for node, layout in rest_layouts(program.scope_of(step), step.block).items():
                 weight = held.pop(node, None)
@@ -298,11 +291,16 @@ class Capture:
 
     def run(self, *args: Any) -> Any:
         """One call of the graph."""
-        graph = self.graphs.get(self._key(args))
-        if graph is None:
+        self._begin(args)
+        key = self._key(args)
+        graph = self.graphs.get(key)
+        if graph is None and key not in self._whole_at:
             graph = self._graph(self._inputs_like(args))
-            assert graph is not None, "a graph that could be split at other numbers"
-        self.num_steps += 1
+            if graph is None:  # other numbers or sizes could be split
+                self._allow_whole(args)
+                self._whole_at[key] = self._whole_graph(None)
+        if graph is None:
+            return self._computed_whole(args, self._whole_at[key])
         return graph(args)
 
     def _inputs_like(self, args: Sequence[Any]) -> list[Any]:
@@ -327,16 +325,6 @@ def _scalar(x: Any) -> Any:
     return x.item() if isinstance(x, Tensor) else x
 
 
-class _Told(set[str]):
-    """What was said on an axis: models break into graphs, of which many have the same to say."""
-
-    def say(self, notes: str) -> None:
-        """Log once that a graph is computed whole, and why."""
-        level = logging.DEBUG if notes in self else logging.WARNING
-        log.log(level, "computed whole on every rank: %s", notes)
-        self.add(notes)
-
-
 class _Graph:
     """A program with the guard that chooses its plan.
 
@@ -349,12 +337,11 @@ class _Graph:
         self.sizes = find_sizes(program)
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
-        weights = [w for w in (p() for p in capture.parameters) if w is not None]
+        weights = capture.weights.held()
         text = fingerprint(program)
         how = capture.options, self.axis, capture.agreement
         head, replicas = describe_head(program), capture.replicas.size
         self.choice = choice_of(text, *how, self.blocks, weights, head, replicas)
-        self.steps = steps_of(weights)
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
             "how many weights are trained": sum(w.requires_grad for w in weights),
@@ -397,10 +384,11 @@ class _Graph:
         # counted before anything may raise on one rank alone: ranks run blocks together alike
         together = self.choice.uses.add(plan)
         workload = self.choice.guard.workload(*self._shape(sizes))
-        if self.steps is None:
+        steps = self.capture.steps
+        if steps is None:
             return self._compute(args, sizes, plan, workload, together)
         device, predict = self.program.device, partial(self.choice.predict, plan, workload)
-        step = self.steps.begin(device, workload, plan, predict)
+        step = steps.begin(device, workload, plan, predict)
         try:
             outputs = self._compute(args, sizes, plan, workload, together)
         except BaseException:
@@ -448,9 +436,8 @@ class _Graph:
         """The guard's for a call of this ``shape``, which can be run."""
         plan = self.choice.guard(*shape)
         if plan.alone and self.alone is None:
-            why = "the graph has other blocks on one rank than on several"
-            log.warning("every rank cannot compute the whole: %s", why)
-            self.choice.refuse_alone(why)
+            log.warning("every rank cannot compute the whole: %s", OTHER_BLOCKS)
+            self.choice.refuse_alone(OTHER_BLOCKS)
             plan = self.choice.guard(*shape)
         return plan
 
@@ -462,8 +449,9 @@ class _Graph:
         return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients, others
 
     def _gradients(self) -> str:
-        weights = (w for w in (p() for p in self.capture.parameters) if w is not None)
-        return gradients_are(self.axis, weights) if torch.is_grad_enabled() else AT_ONCE
+        if not torch.is_grad_enabled():
+            return AT_ONCE
+        return gradients_are(self.axis, self.capture.weights.held())
 
     def _make(self, program: Program, sizes: dict[str, int], plan: Plan) -> StepConstants:
         key = (*sizes.values(), plan)
@@ -485,7 +473,7 @@ class _Graph:
         write(folder, name, plan_table(self.blocks, plan) + "\n")
 
     def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        first, dropout = self.capture.num_steps == 1, self.program.schedule.has_dropout
+        first, dropout = self.capture.is_first, self.program.schedule.has_dropout
         profile = self.choice.cost_model
         return {
             "the sequence length": sizes[WHOLE],

@@ -16,6 +16,7 @@ from paradyse.distributed.collectives import REPLICAS
 from paradyse.kernels.selection import capability_of, describe_choices
 from paradyse.mixed.training import MixedModel
 from paradyse.planning.explain import PlanReport, Stats, explain_plan
+from paradyse.profiling.step_reports import known_steps
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import VariantCache
@@ -56,7 +57,7 @@ def explain(
             else "no graph of this model is known yet: run one step of the compiled model first"
         )
     capture, graph = graphs[-1]
-    num_others = len(graph.program.ctx.seqs) - 1
+    num_others = len(graph.program.ctx.seqs) - 1 + len(graph.program.unsplit)
     if len(other_lens) not in (0, num_others):
         raise ValueError(
             f"other_lens has {len(other_lens)} lengths, and this model {num_others} sequences "
@@ -88,7 +89,8 @@ def attention_kernels(
 
 def stats(compiled_model: Any) -> Stats:
     """What has happened so far with ``compiled_model`` on this rank, and for a ``MixedModel`` in
-    the groups of the latest step."""
+    the groups of the latest step. Models of equal code share their graphs, and what is counted of
+    these; ``last`` is the model's own."""
     if isinstance(compiled_model, MixedModel):
         return replace(stats(compiled_model.model), groups=compiled_model.last)
     captures = list(captures_of(compiled_model))
@@ -107,8 +109,7 @@ def stats(compiled_model: Any) -> Stats:
     ]
     traffic += [collectives.traffic(axis, REPLICAS) for axis in {c.axis for c in captures}]
     guards = dict.fromkeys(g.choice.guard for _, g in graphs)
-    steps = dict.fromkeys(g.steps for _, g in graphs if g.steps is not None)
-    lasts = [s.last for s in steps if s.last is not None]
+    lasts = [s.last for s in known_steps(compiled_model.parameters()) if s.last is not None]
     sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
     for t in traffic:
         sent.update(t.sent_bytes)

@@ -24,7 +24,7 @@ from paradyse.distributed.axis import resolve_axis, resolve_replicas
 from paradyse.mixed.batches import MixedBatches, MixedStep
 from paradyse.mixed.training import MixedModel
 from paradyse.profiling.step_reports import steps_of
-from paradyse.runtime.registry import captures_of
+from paradyse.runtime.registry import check_compiled
 from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.shard import full_state_dict
@@ -51,7 +51,8 @@ class TrainerMixin(_Trainer):
         paradyse.shard(model, mesh)  # optional
         trainer = Trainer(model=model, args=args, train_dataset=dataset, mesh=mesh)
 
-    The model is compiled in place (``nn.Module.compile``), unless it is compiled already.
+    The model is compiled in place (``nn.Module.compile``), unless it is compiled already; so is the
+    reference model of TRL's DPOTrainer and its like.
     ``per_device_train_batch_size`` is the batch of one sequence group. Losses, evaluation and
     checkpoints are those of one process per replica; model files are whole and load in plain
     transformers, at any number of ranks. Of ``gradient_accumulation_steps`` calls all but the last
@@ -104,9 +105,11 @@ class TrainerMixin(_Trainer):
             _check_mixed(self, batches, mesh)
             self._mixed = MixedModel(model, backend_options)
             return
-        score_in_graph(model)
-        if compiled_call_of(model) is None and original_module(model) is model:
-            model.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
+        reference = getattr(self, "ref_model", None)  # TRL's: what the model is compared with
+        for one in (model,) if reference is None else (model, reference):
+            score_in_graph(one)
+            if compiled_call_of(one) is None and original_module(one) is one:
+                one.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -136,12 +139,8 @@ class TrainerMixin(_Trainer):
         if self._mixed is not None:
             return self._mixed_step(*args, **kwargs)
         loss = super().training_step(*args, **kwargs)
-        if not self._ran and dist.is_initialized() and not any(captures_of(self.model)):
-            raise ValueError(
-                "the model was compiled with another backend than paradyse, so that nothing sums "
-                "gradients over the ranks; give the model as it is, or compile it with "
-                'backend="paradyse"'
-            )
+        if not self._ran and dist.is_initialized():
+            check_compiled(self.model)
         self._ran = True
         return loss
 

@@ -8,11 +8,18 @@ from functools import cache
 
 import torch
 
-ATTENTION_STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp")
-"""Names a plan may use. For an MLP block the three ``*_z`` names mean the same variant."""
+DSP = "dsp"
+"""The strategy that switches the split to another dim of the tokens and back."""
+
+ALONG_SEQUENCE = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp")
+"""Strategies that need no other dim of the tokens than their sequence, not even a batch."""
+
+ATTENTION_STRATEGIES = (*ALONG_SEQUENCE, DSP)
+"""Names a plan may use. For an MLP block the three ``*_z`` names and ``dsp`` mean the same
+variant."""
 
 WHOLE_WEIGHTS = ("megatron_cz", "ulysses_z", "colossal_z")
-"""Those that compute with whole weights."""
+"""Those that compute with whole weights and split the tokens along their sequence alone."""
 
 REPLICATED = "replicated"
 """Every rank computes all tokens, with whole weights, and nothing crosses ranks but gradients. So
@@ -218,6 +225,12 @@ class BlockSpec:
     more than the place in ``Workload.others``."""
     keys: int | None = None
     """The same of its keys, where these are of another sequence (cross-attention)."""
+    over: int | None = None
+    """Which dim of its tokens attention is over, counted as ``sequence``, where that is not the one
+    that is split; -1 for one of a single token."""
+    switch: int | None = None
+    """Which dim of its tokens ``dsp`` switches the split to, counted as ``sequence``; -1 for the
+    batch; None where there is none."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -285,10 +298,15 @@ class Workload:
     keeps_gradients: bool = False
     """Gradients of whole weights lie here, of this call or earlier ones (``paradyse.no_sync``)."""
     others: tuple[tuple[int, int], ...] = ()
-    """(batch, tokens) of the other sequences of the graph, such as that of an encoder; empty: they
-    are as ``batch`` and ``seq_len``, if there are any."""
+    """(batch, tokens) of the other sequences of the graph, such as that of an encoder, and then of
+    other dims of the same tokens, such as space beside time; empty: they are as ``batch`` and
+    ``seq_len``, if there are any."""
     key_len: int | None = None
     """Of one block (``of``): tokens of the sequence that its keys are of; None: its own."""
+    over_len: int | None = None
+    """Of one block: length of the dim that its attention is over, where another one is split."""
+    switch_len: int | None = None
+    """Of one block: length of the dim that its split may be switched to; None: the batch."""
 
     @property
     def lengths(self) -> str:
@@ -297,7 +315,8 @@ class Workload:
 
     def of(self, block: BlockSpec) -> Workload:
         """What ``block`` alone works on: the batch and the tokens of its own sequence."""
-        if not block.sequence and block.keys is None:
+        plain = not block.sequence and block.keys is None and block.over is None
+        if plain and (block.switch is None or block.switch < 0):
             return self
         each = ((self.batch, self.seq_len), *self.others)
 
@@ -306,7 +325,17 @@ class Workload:
 
         batch, seq_len = lengths(block.sequence)
         key_len = None if block.keys is None else lengths(block.keys)[1]
-        return replace(self, batch=batch, seq_len=seq_len, others=(), key_len=key_len)
+        over_len = None if block.over is None else 1 if block.over < 0 else lengths(block.over)[1]
+        switches = block.switch is not None and block.switch >= 0
+        return replace(
+            self,
+            batch=batch,
+            seq_len=seq_len,
+            others=(),
+            key_len=key_len,
+            over_len=over_len,
+            switch_len=lengths(block.switch or 0)[1] if switches else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from paradyse.config import parse_options
 from paradyse.distributed.axis import resolve_axis
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.explain import VerifyReport, VerifyRow
+from paradyse.planning.alone import OTHER_BLOCKS
+from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.runtime.registry import captures_of
 from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Point, Workload
 from paradyse.weights.shard import check_module
@@ -20,6 +22,69 @@ from paradyse.weights.shard import check_module
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest relative norm of a difference: strategies add up the same terms in another order. Half
 precisions get 5e-2."""
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """One plan against one-device eager."""
+
+    plan: str
+    """A strategy's name, or ``mixed``."""
+    loss_error: float | None = None
+    """|loss - reference| / |reference|; None where the plan cannot run."""
+    worst_gradient: str = ""
+    """The parameter whose gradient is furthest off."""
+    gradient_error: float | None = None
+    """Its distance from the reference, in relative norm."""
+    infeasible: str = ""
+    """Why the plan cannot run on this model."""
+    tolerance: float = 1e-4
+    """What both errors may be at most."""
+
+    @property
+    def ok(self) -> bool:
+        """Within the tolerance. A plan that cannot run is not wrong."""
+        errors = (self.loss_error, self.gradient_error)
+        return bool(self.infeasible) or all(e is not None and e <= self.tolerance for e in errors)
+
+
+@dataclass(frozen=True)
+class VerifyReport(Shown):
+    """``verify``: every feasible strategy and a mixed plan against one-device eager."""
+
+    rows: tuple[VerifyRow, ...]
+    description: str = ""
+    """Of model, batch, dtype and ranks."""
+
+    @property
+    def ok(self) -> bool:
+        """At least one plan ran, and all that ran agree with the reference."""
+        return any(not r.infeasible for r in self.rows) and all(r.ok for r in self.rows)
+
+    def _table(self) -> tuple[str, tuple[str, ...], Rows]:
+        rows: Rows = []
+        for r in self.rows:
+            if r.infeasible:
+                rows.append((r.plan, "-", "-", "", f"infeasible: {r.infeasible}"))
+                continue
+            loss, grad = (
+                "-" if e is None else f"{e:.1e}" for e in (r.loss_error, r.gradient_error)
+            )
+            verdict = "ok" if r.ok else f"WRONG: over {r.tolerance:.0e}"
+            rows.append((r.plan, loss, grad, r.worst_gradient, verdict))
+        title = f"against one-device eager: {self.description}".removesuffix(": ")
+        return title, ("plan", "loss error", "gradient error", "worst gradient", "result"), rows
+
+    def __str__(self) -> str:
+        title, header, rows = self._table()
+        return f"{title}\n{text_table(header, rows)}\n{'ok' if self.ok else 'FAILED'}"
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.text import Text
+
+        style = "green" if self.ok else "bold red"
+        return Group(rich_table(*self._table()), Text("ok" if self.ok else "FAILED", style))
 
 
 def verify(
@@ -58,7 +123,9 @@ def verify(
         graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
         blocks = graphs[-1].blocks if graphs else ()
         rows = []
-        plans = _plans(blocks) if axis.size > 1 and blocks else {"auto": "auto"}
+        plans: dict[str, Any] = {"auto": "auto"}
+        if axis.size > 1 and blocks:
+            plans = _plans(blocks) | {REPLICATED: _alone(graphs[-1])}
         tolerance = TOLERANCES.get(next(model.parameters()).dtype, 5e-2)
         for name, planned in plans.items():
             if isinstance(planned, str) and planned != "auto":
@@ -110,6 +177,13 @@ def _plans(blocks: Any) -> dict[str, Any]:
         points = tuple(of[i % len(of)] for i, of in enumerate(levered))
         plans["mixed, with levers"] = Plan(points)
     return plans
+
+
+def _alone(graph: Any) -> Plan | str:
+    """The plan under which every rank computes the whole ``graph``, or why it cannot."""
+    if refused := graph.choice.alone.refused:
+        return str(refused)
+    return OTHER_BLOCKS if graph.alone is None else Plan((REPLICATED,) * len(graph.blocks))
 
 
 def _step(

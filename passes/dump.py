@@ -13,7 +13,7 @@ def readable(gm: fx.GraphModule, ctx: Any) -> str:
     """``gm`` as text. Dims show B, S for batch and sequence; ``/p`` marks what is split over
     ranks.
     """
-    others = [(f, f"S{i}") for i, f in enumerate(ctx.seqs) if i]
+    others = [(f, f"S{i}") for i, f in enumerate((*ctx.seqs, *ctx.unsplit)) if i]
     named = [(ctx.seq, "S"), *others, (ctx.batch, "B")]
     letters = {f: name for f, name in named if f is not None}
     block_of = {n: b.label for b in ctx.blocks for n in b.nodes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
             sequence; the outermost factor where the batch is several dims in one)
     A sequence that is made of several dims, such as rows and columns of patches, has a name of its
     own. Where attention is over several sequences, as in encoder and decoder, ctx.seqs has all, and
-    S is the one of whose tokens each has the most work in linears.
+    S is the one of whose tokens each has the most work in linears. Where the same tokens have
+    several dims that attention is over in turn, such as time and space, one of them is in ctx.seqs
+    and is split, and the others are in ctx.unsplit: the one whose split leaves the most attention
+    as it is, of equal ones the first. (Sizes say nothing here: programs serve all of them.)
     Refuses nothing: ctx.seq is None where no attention says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
@@ -39,11 +43,22 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     for batch, _, seq, _ in dims.values():
         if len(seq) == 1:
             over[seq[0]][batch] = None
-    ctx.seq, ctx.batch, ctx.sequences, ctx.seqs = None, None, (), {}
+    ctx.seq, ctx.batch, ctx.sequences, ctx.seqs, ctx.unsplit = None, None, (), {}, ()
     for factor in [f for f in over if f.origin()[0] is not f and f.origin()[0] in over]:
         del over[factor]  # another sequence with some tokens more
     if over:
-        order = sorted(over, key=lambda f: -_work(gm.graph, ctx.names, f))
+        turns = {f: [g for g in over if g is not f and _in_turn(f, g, over)] for f in over}
+
+        def preference(f: Factor) -> tuple[int, int]:
+            kept = [_kept(f, ctx.names.of(call.q)) for call in calls] if turns[f] else []
+            return -_work(gm.graph, ctx.names, f), -sum(kept)
+
+        order: list[Factor] = []
+        for factor in sorted(over, key=preference):
+            if any(f in turns[factor] for f in order):
+                ctx.unsplit = (*ctx.unsplit, factor)
+            else:
+                order.append(factor)
         batches = {f: next(iter(over[f])) if len(over[f]) == 1 else () for f in order}
         ctx.seqs = {f: next(iter(batches[f]), None) for f in order}
         ctx.seq = order[0]
@@ -55,6 +70,17 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     else:
         ctx.note("the sequence of an attention is several dims in one: nothing is split")
     return len(ctx.names.dims)
+
+
+def _in_turn(f: Factor, g: Factor, over: Mapping[Factor, Iterable[Dim]]) -> bool:
+    """Whether the same tokens have both ``f`` and ``g``: the batch of attention ``over`` one of
+    them has the other."""
+    return any(g in dim for dim in over[f]) or any(f in dim for dim in over[g])
+
+
+def _kept(factor: Factor, queries: Sequence[Dim]) -> bool:
+    """Whether attention of ``queries`` [B, H, S, D] may be split along ``factor``."""
+    return factor in queries[0] or factor in queries[2]
 
 
 def _merged_sequences(

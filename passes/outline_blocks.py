@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Reversible
+from collections.abc import Container, Iterable, Reversible, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.expert_rules import GROUPED_MM
 from paradyse.graph.factors import Factor, resolve
+from paradyse.graph.switches import find_switch
 from paradyse.passes.expert_regions import ExpertRegion, expert_regions
 from paradyse.passes.place_tokens import each_query_alone, place_tokens
 from paradyse.types import EXPERTS
@@ -25,10 +26,14 @@ from paradyse.types import EXPERTS
 aten = torch.ops.aten
 
 _HEAVY = {aten.linear.default, aten.matmul.default, ATTENTION, GROUPED_MM}
-"""Operators that no tail of a cache has."""
+"""Operators that no tail of a cache has, and no norm."""
 
 _PASSED = {aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
 """Operators that may stand between a value and one of several linears that read it."""
+
+
+MOST_BETWEEN = 16
+"""Nodes that ways apart may have before they come together: a norm has up to ten."""
 
 
 @dataclass(eq=False)
@@ -59,6 +64,15 @@ class Block:
     """The sequence of its tokens: of an attention, of the queries."""
     keys: Factor | None = None
     """That of the keys, where it is another one."""
+    apart: bool = False
+    """Whether ``seq`` is a dim of the attention's batch: each rank has all that its tokens see."""
+    over: Factor | None = None
+    """The dim that its attention is over in this case; None where that has one token."""
+    switch: Factor | None = None
+    """A dim of its tokens that it does not mix: it can be computed split along this in place of
+    ``seq``, which attention mixes."""
+    no_switch: str = ""
+    """Why there is no ``switch``."""
 
     @property
     def down(self) -> fx.Node:
@@ -103,6 +117,9 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
         if not loose:
             why = "its keys are of another sequence, and no block has it"
             ctx.gathered += [(n, why) for n in free]
+            known = {*ctx.unsplit, *ctx.seqs, *ctx.seqs.values(), None}
+            others = dict.fromkeys(b.switch for b in ctx.blocks if b.switch not in known)
+            ctx.unsplit = (*ctx.unsplit, *others)
             return len(ctx.blocks)
         ctx.whole_attention |= loose  # no strategy computes them: they run on gathered tensors
         place_tokens(gm, ctx)
@@ -154,6 +171,8 @@ class _Finder:
             block.seq = self.split[block.down]
             block.pre = self._pre(block)
         found = self._grow_posts(found)
+        for block in found:
+            self._look_for_switch(block)
         counts = dict.fromkeys(("attention", "mlp", EXPERTS), 0)
         for block in found:
             block.layer = counts[block.kind]
@@ -164,6 +183,18 @@ class _Finder:
             others = list(self.ctx.seqs).index(block.seq)
             block.label = f"sequence{others}." * (others > 0) + f"layers.{layer}.{kind}"
         return found
+
+    def _look_for_switch(self, block: Block) -> None:
+        """Set ``apart``, ``over``, ``switch`` and ``no_switch`` of ``block``."""
+        block.no_switch = "it has no attention, so that nothing of it mixes tokens"
+        if block.attention is None or block.seq is None:
+            return
+        ctx, call = self.ctx, AttentionCall.of(block.attention)
+        if block.seq in ctx.names.of(call.q)[0]:
+            block.apart, block.over = True, next(iter(ctx.names.of(call.q)[2]), None)
+            block.no_switch = "its attention does not mix the dim that is split"
+            return
+        block.switch, block.no_switch = find_switch(ctx.names, block, ctx.unsplit)
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(set(nodes), key=self.order.__getitem__)
@@ -229,6 +260,19 @@ class _Finder:
         linears.sort(key=lambda n: (-n.meta["val"].shape[-1], self.order[n]))
         return passed, linears
 
+    def _joined(self, users: Sequence[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
+        """The first node that all ways from ``users`` come to, as the ways through a norm do, and
+        what lies on them before it; None where they do not come together on a few tokens' work."""
+        passed: list[fx.Node] = []
+        ahead = set(users)
+        while len(ahead) > 1:
+            first = min(ahead, key=self.order.__getitem__)
+            if first not in self.split or first.target in _HEAVY or len(passed) == MOST_BETWEEN:
+                return [], None
+            passed.append(first)
+            ahead = (ahead - {first}) | set(first.users)
+        return passed, next(iter(ahead), None)
+
     def _without_latents(
         self, node: fx.Node, up: list[fx.Node], before: list[fx.Node]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -270,16 +314,22 @@ class _Finder:
             users = [u for u in frontier.users if u.op != "output"]
             if downs:
                 break
-            if len(users) != 1 or users[0] not in self.split:
+            passed, end = self._joined(users)
+            after += passed
+            if end is None or end not in self.split:
                 frontier = None
-            elif users[0].target == aten.linear.default:
-                downs = users
+            elif end.target == aten.linear.default:
+                downs = [end]
             else:
-                frontier = users[0]
+                frontier = end
                 known = {*after, *reached, frontier, node}
                 after += [n for n in self._back_to_linears([frontier])[1] if n not in known]
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
+            return None
+        others = [n for n in (*before, *after) if n.target is ATTENTION]
+        if others:
+            self.ctx.note(f"attention {node} is not switchable: {others[0]} has projections of it")
             return None
         dropped = (n for n in before if n.target == aten.dropout.default)
         if any(self.split[n] is not self.split[node] for n in dropped):

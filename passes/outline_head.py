@@ -128,5 +128,5 @@ def _width(node: fx.Node, ctx: Any) -> float:
     if not is_tensor(node):
         return math.inf
     factors = (f for d in ctx.names.of(node) for f in d)
-    tokens = {*ctx.seqs, *ctx.seqs.values()}
+    tokens = {*ctx.seqs, *ctx.seqs.values(), *ctx.unsplit}
     return math.prod(f.size for f in factors if f.origin()[0] not in tokens)

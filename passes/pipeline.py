@@ -20,6 +20,7 @@ from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
 from paradyse.passes.outline_head import Head, outline_head
 from paradyse.passes.pad_labels import pad_labels
+from paradyse.passes.part_joins import part_joins
 from paradyse.passes.place_tokens import place_tokens
 from paradyse.passes.recover_masks import recover_masks
 from paradyse.passes.remove_mutation import remove_mutation
@@ -41,6 +42,7 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     fold_experts,
     recover_masks,
     pad_labels,
+    part_joins,
     name_dims,
     place_tokens,
     outline_blocks,
@@ -62,6 +64,7 @@ OPTIONAL = tuple(
         fold_experts,
         recover_masks,
         pad_labels,
+        part_joins,
         outline_blocks,
         outline_head,
     )
@@ -82,6 +85,9 @@ class CaptureContext:
     seqs: Mapping[Factor, Factor | None] = field(default_factory=dict)
     """The sequences whose tokens are split, that with the most work first, and the batch of each;
     ``seq`` and ``batch`` are those of the first."""
+    unsplit: tuple[Factor, ...] = ()
+    """Other dims of tokens: those that attention is over in turn, such as space beside time, and
+    those that a block's split may be switched to."""
     seq: Factor | None = None
     batch: Factor | None = None
     sequences: Dim = ()

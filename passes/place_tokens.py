@@ -183,11 +183,17 @@ def each_query_alone(call: AttentionCall) -> bool:
 def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, Factor]) -> bool:
     """Whether each rank can compute its rows of ``node``, along ``seq``, from its rows of the
     inputs; of attention, whether its queries are ``split`` along it, and its keys and values as
-    well, unless each query is by itself.
+    well, unless each query is by itself. Attention over another dim of the same tokens has ``seq``
+    in its batch.
     """
     if node.target is ATTENTION:
         call = AttentionCall.of(node)
         keys = (split.get(call.k), split.get(call.v))
+        if any(seq in names.of(x)[0] for x in call.qkv):  # each rank has all that its tokens see
+            apart = all(seq in names.of(x)[0] for x in call.qkv)
+            return apart and split.get(call.q) is seq and keys == (seq, seq)
+        if seq not in names.of(call.q)[2]:
+            return False
         own = (seq, seq) if not call.is_cross else (*names.of(call.k)[2], *names.of(call.v)[2])
         return split.get(call.q) is seq and (keys == own or each_query_alone(call))
     if seq in names.mixed(node):

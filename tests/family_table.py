@@ -26,6 +26,16 @@ _CLIP: dict[str, Any] = {
     "vision_config": {"num_hidden_layers": 2},
 }
 
+_LLAVA: dict[str, Any] = {
+    "image_seq_length": 16,
+    "text_config": {"model_type": "llama"},
+    "vision_config": {"model_type": "clip_vision_model"},
+}
+_PALIGEMMA: dict[str, Any] = {
+    "text_config": {"model_type": "gemma"},
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+
 _FAMILIES = {
     # Decoders
     "llama": Row("LlamaForCausalLM"),
@@ -76,7 +86,7 @@ _FAMILIES = {
     "hubert": Row("HubertForCTC", _SMALL_CONVS),
     "whisper-encoder": Row("WhisperForAudioClassification"),
     # Vision and language
-    "llava": Row("LlavaForConditionalGeneration", {"image_seq_length": 16}, "image_text"),
+    "llava": Row("LlavaForConditionalGeneration", _LLAVA, "image_text"),
     # Mixtures of experts, state spaces
     "mixtral": Row("MixtralForCausalLM"),
     "deepseek-v3": Row("DeepseekV3ForCausalLM", {"num_key_value_heads": 4}),
@@ -217,8 +227,8 @@ _FAMILIES = {
     "wavlm": Row("WavLMForCTC", _SMALL_CONVS),
     "data2vec-audio": Row("Data2VecAudioForCTC", _SMALL_CONVS),
     "wav2vec2-classifier": Row("Wav2Vec2ForSequenceClassification", _SMALL_CONVS, batch="waves"),
-    "paligemma": Row("PaliGemmaForConditionalGeneration", {}, "image_text"),
-    "llava-next": Row("LlavaNextForConditionalGeneration", {"image_seq_length": 16}, "image_text"),
+    "paligemma": Row("PaliGemmaForConditionalGeneration", _PALIGEMMA, "image_text"),
+    "llava-next": Row("LlavaNextForConditionalGeneration", _LLAVA, "image_text"),
     "qwen2-vl-text": Row("Qwen2VLForConditionalGeneration", {"text_config": _MROPE}, "tokens"),
     "mllama-text": Row("MllamaForCausalLM", {"cross_attention_layers": [1]}),
     "blip": Row("BlipForConditionalGeneration", {}, "contrast"),

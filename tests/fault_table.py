@@ -140,8 +140,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradient of gathered tokens from the first rank's rows",
         TOKENS,
-        "_take_rows(x, layout, rank, dim, 0)",
-        "_take_rows(x, layout, 0, dim, 0)",
+        "take_rows(x, layout, rank, dim, 0)",
+        "take_rows(x, layout, 0, dim, 0)",
         MOVES,
     ),
     Fault(

@@ -135,7 +135,7 @@ def shrink(cls: Any, given: Mapping[str, Any], spec: Mapping[str, Any] | None = 
 
 def _sub_config(sub: Any, given: Any) -> tuple[Any, Mapping[str, Any]]:
     """Class and defaults of a configuration inside another; None where there is none by default."""
-    from transformers import AutoConfig, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     if isinstance(sub, type) and issubclass(sub, PreTrainedConfig):
         return sub, {}
@@ -147,7 +147,7 @@ def _sub_config(sub: Any, given: Any) -> tuple[Any, Mapping[str, Any]]:
     if cls is AutoConfig:
         if model_type is None:
             return None, {}
-        cls = sub.get_config_class(model_type)
+        cls = CONFIG_MAPPING[model_type]
     return cls, dict(getattr(sub, "init_kwargs", None) or {})
 
 
@@ -239,14 +239,19 @@ def masked_patches(model: Any, n: int, g: torch.Generator) -> Batch:
 
 
 def image_text(model: Any, n: int, g: torch.Generator) -> Batch:
-    """Token ids [3, n + image tokens] with one image a row."""
+    """Token ids [3, n + image tokens] with one image a row; types of tokens where the model takes
+    them: without these PaliGemma sees all keys in eager mode, and compiled the earlier ones."""
     config = model.config
     token = getattr(config, "image_token_id", None) or config.image_token_index
     vision = config.vision_config
     patches = (vision.image_size // vision.patch_size) ** 2
     patches = getattr(config, "image_seq_length", patches)
     ids = torch.cat([_ids(2, g, 3), torch.full((3, patches), token), _ids(n, g, 3)], 1)
-    return {"input_ids": ids, "pixel_values": _pixels(model, 3, g), "labels": ids}
+    batch = {"input_ids": ids, "pixel_values": _pixels(model, 3, g), "labels": ids}
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        suffix = torch.arange(ids.shape[1]) >= patches + 2
+        batch["token_type_ids"] = suffix.long().expand(3, -1).contiguous()
+    return batch
 
 
 def contrast(model: Any, n: int, g: torch.Generator) -> Batch:

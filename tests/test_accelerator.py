@@ -149,6 +149,30 @@ def test_what_splits_batches_or_models_is_refused(case: str, pool2: RankPool) ->
         assert says in text, text
 
 
+def trained_by_another_backend() -> str:
+    import accelerate
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    with fresh_accelerate():
+        accelerator = Accelerator(cpu=True)
+        model = make_model("llama_odd")
+        model.compile(backend="eager")
+        model = accelerator.prepare(model)
+        loss = model(**make_batch("plain", 1, 5)).loss
+        with pytest.raises(ValueError) as error:
+            accelerator.backward(loss)
+    return str(error.value)
+
+
+def test_a_model_of_another_backend_is_refused(pool2: RankPool) -> None:
+    for text in pool2.run(trained_by_another_backend):
+        assert 'compile it with backend="paradyse"' in text
+
+
 def things() -> str:
     import accelerate
 

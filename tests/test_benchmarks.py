@@ -186,7 +186,7 @@ def test_crossings_are_where_curves_meet_and_only_where_noise_lets_one_tell(benc
 
 def test_crossings_are_marked_in_the_picture(benchmark: Any, tmp_path: Path) -> None:
     one_layer = benchmark("one_layer")
-    names = one_layer.ATTENTION_STRATEGIES
+    names = one_layer.ALONG_SEQUENCE
     slow = {n: (lambda s: 1.0 + s) for n in names}
     curves = slow | {names[0]: lambda n: 1e-2 + 1e-5 * n, names[1]: lambda n: 5e-3 + 2e-5 * n}
     times = times_of(curves, (64, 256, 1024))

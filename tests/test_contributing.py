@@ -62,7 +62,7 @@ def double(names: Names, node: fx.Node) -> Any:
 """
 
 LINES = (
-    ("paradyse/types.py", r'("metp")\)', r'\1, "toy")'),
+    ("paradyse/types.py", r'(\*ALONG_SEQUENCE, DSP)\)', r'\1, "toy")'),
     ("paradyse/strategies/__init__.py", r"(STRATEGIES = \([^)]*)\)", r"\1, TOY)"),
     (
         "paradyse/strategies/__init__.py",
@@ -150,11 +150,11 @@ def test_one_file_and_one_line_are_enough(tmp_path: Path) -> None:
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(ValueError, match="has a rule already"):
         rule(torch.ops.aten.linear.default)(elementwise)
-    with pytest.raises(ValueError, match="two strategies are called metp"):
-        by_name([*STRATEGIES, STRATEGIES[-1]], [*ATTENTION_STRATEGIES, "metp"])
+    with pytest.raises(ValueError, match="two strategies are called dsp"):
+        by_name([*STRATEGIES, STRATEGIES[-1]], [*ATTENTION_STRATEGIES, "dsp"])
 
 
 def test_strategies_are_those_that_plans_may_name() -> None:
     assert list(by_name(STRATEGIES, ATTENTION_STRATEGIES)) == list(ATTENTION_STRATEGIES)
-    with pytest.raises(ValueError, match="STRATEGIES are .*metp, toy, but ATTENTION_STRATEGIES"):
+    with pytest.raises(ValueError, match="STRATEGIES are .*dsp, toy, but ATTENTION_STRATEGIES"):
         by_name([*STRATEGIES, replace(STRATEGIES[-1], name="toy")], ATTENTION_STRATEGIES)

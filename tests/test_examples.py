@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LONGEST = 301
 """Divides by no number of ranks; some files are shorter."""
-SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "lora")
+SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "lora", "sft", "dpo")
 MIXED = ("mixed_loop", "mixed_trainer")
-NEEDS = {"lora": "peft", "accelerate_loop": "accelerate"}
+NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "sft": "trl", "dpo": "trl"}
 FIXED = ("--plan", "ulysses_z")
 """Two starts of auto may plan, and round, differently."""
 
@@ -72,7 +73,8 @@ def test_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> 
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     script, one, two = str(EXAMPLES / f"{name}.py"), tmp_path / "one", tmp_path / "two"
     start([sys.executable, script, *options(one)], tmp_path)
-    start([*torchrun(2), script, *options(two), *FIXED], tmp_path)
+    nothing_whole = {"PARADYSE_OPTIONS": "on_unsupported=error"}
+    start([*torchrun(2), script, *options(two), *FIXED], tmp_path, nothing_whole)
     same(losses(two), losses(one))
     assert len({row.get("loss") for row in losses(one)}) > 2  # it does train
 
@@ -86,9 +88,8 @@ def text_of(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["mixed_loop", pytest.param("mixed_trainer", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXED)
 def test_groups_of_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> None:
     """By ways that put the long file on both ranks and the short ones on one each."""
     script, one, two = str(EXAMPLES / f"{name}.py"), tmp_path / "one", tmp_path / "two"
@@ -108,6 +109,63 @@ def test_ways_are_measured_where_none_are_given(tmp_path: Path) -> None:
     more = ["--text", str(text), "--tokens", "600", "--repeats", "1"]
     said = start([*torchrun(2), script, *options(out), *more], tmp_path)
     assert "one degree for all, predicted: 1:" in said and len(losses(out)) == 4
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in order, each showing its last expression, in a process of its own."""
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(not cell.get("outputs") for cell in cells), "outputs are of one machine"
+    (tmp_path / "run.py").write_text(f"CELLS = {codes!r}\n{RUN_CELLS}")
+    env = {"PYTHONPATH": str(EXAMPLES), "PARADYSE_OPTIONS": "inner=eager"}
+    said = start([sys.executable, "run.py"], tmp_path, env)
+    assert said.count("<pre") == 3, "explain, stats and verify"
+    assert (tmp_path / "plans" / "plan.html").is_file() and "8 x a100-80gb" in said
+
+
+RUN_CELLS = """
+import ast
+
+names = {"__name__": "__main__"}
+for cell in CELLS:
+    *body, last = ast.parse(cell).body
+    exec(compile(ast.Module(body, []), "cell", "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+        print(value._repr_html_() if hasattr(value, "_repr_html_") else value)
+    else:
+        exec(compile(ast.Module([last], []), "cell", "exec"), names)
+"""
+
+
+def slurm(job: Mapping[str, str], folder: Path) -> str:
+    """What the Slurm script starts on each node of a ``job``, Slurm's commands being stand-ins."""
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, does in {
+        "scontrol": "echo localhost; echo node8",
+        "srun": 'echo "$@"; shift; exec "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }.items():
+        (commands / name).write_text(f"#!/bin/bash\n{does}\n")
+        (commands / name).chmod(0o755)
+    env = {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", **job}
+    return start(["bash", str(EXAMPLES / "slurm.sh"), "train.py", "--steps", "3"], folder, env)
+
+
+def test_what_slurm_starts_is_a_torchrun_on_every_node(tmp_path: Path) -> None:
+    """On one node, which is this machine: it runs."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n"
+    )
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    job = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "41", "SLURM_GPUS_ON_NODE": "2"}
+    said = slurm({"SLURM_JOB_NODELIST": "node[7-8]", "MASTER_PORT": port, **job}, tmp_path)
+    assert f"--rdzv-endpoint localhost:{port}" in said and "--nproc-per-node 2" in said
+    assert all(f"rank {i} ['--steps', '3']" in said for i in range(2))
 
 
 def test_every_example_is_run_by_a_test() -> None:

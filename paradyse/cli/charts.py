@@ -20,7 +20,11 @@ from paradyse.types import ATTENTION_STRATEGIES, LEVERS, REPLICATED
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = dict(
-    zip(ATTENTION_STRATEGIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"), strict=True)
+    zip(
+        ATTENTION_STRATEGIES,
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#332288"),
+        strict=True,
+    )
 )
 COLOURS |= dict(zip(LEVERS, ("#999999", "#56b4e9", "#f0e442", "#666666", "#882255", "#44aa99")))
 COLOURS |= {"no levers": "#a6761d", REPLICATED: "#117733"}

@@ -25,9 +25,10 @@ from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
 from paradyse.cli.replay import Phase, batch_of, block_kinds, describe_plan, replay, wait_for_all
 from paradyse.distributed.axis import resolve_axis
-from paradyse.planning.explain import PlanReport, VerifyReport
+from paradyse.planning.explain import PlanReport
 from paradyse.planning.machine import measure_machine
 from paradyse.planning.profile_file import Profile
+from paradyse.verification import VerifyReport
 
 REPLAY_S = 60.0
 """No further round of the demo's replay begins after this long; the first is always whole."""

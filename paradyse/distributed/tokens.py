@@ -18,10 +18,10 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, TokenLayout, axis_named
 
 
-def _take_rows(
+def take_rows(
     x: Tensor, layout: TokenLayout, rank: int, dim: int, fill: int | None = None
 ) -> Tensor:
-    """The rows of ``x`` [.., S, ..] that ``rank`` holds, [.., s, ..].
+    """The rows of ``x`` [.., S, ..] that ``rank`` holds in ``layout`` along ``dim``, [.., s, ..].
 
     Rows past the end are copies of the last row, so that whatever is computed from them stays
     finite, or ``fill``.
@@ -50,13 +50,13 @@ def natural_order(stacked: Tensor, dim: int) -> Tensor:
 
 def _rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
     """[.., S, ..] in sequence order as the rows of every rank, [p, .., s, ..]; padding is 0."""
-    return torch.stack([_take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
+    return torch.stack([take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
 
 
 def take_own(x: Tensor, layout: TokenLayout, rank: int, dim: int) -> Tensor:
     """The rows of ``x`` [.., S, ..] (in sequence order along ``dim``) that ``rank`` holds in
     ``layout``, [.., s, ..]; 0 past the end, as in a gradient."""
-    return _take_rows(x, layout, rank, dim, 0)
+    return take_rows(x, layout, rank, dim, 0)
 
 
 def _gather(x: Tensor, axis: Axis, block_id: int, dim: int, seq_len: int) -> Tensor:
@@ -176,7 +176,7 @@ class SplitTokens(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, axis: Axis, block_id: int, fill: int | None = None
     ) -> Tensor:
         ctx.where = (axis, block_id, dim, x.shape[dim])
-        return _take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim, fill)
+        return take_rows(x, axis.layout(x.shape[dim]), axis.rank, dim, fill)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

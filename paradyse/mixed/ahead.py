@@ -44,6 +44,10 @@ class Ahead:
         self._send([int(n) for n in lengths])
         self._asked += 1
 
+    def use(self, ways: Sequence[Way]) -> None:
+        """Plan by ``ways`` what is asked for from now on."""
+        self._send(tuple(ways))
+
     def take(self) -> StepPlan:
         """The plan of the first batch asked for and not taken yet; waits until it is there.
 
@@ -122,6 +126,9 @@ def serve() -> None:
             lengths = pickle.load(asked)
         except EOFError:
             return
+        if isinstance(lengths, tuple):
+            ways = lengths
+            continue
         answer: Any
         try:
             answer = plan_step(lengths, ways, num_ranks, limit_s)

@@ -17,6 +17,7 @@ from paradyse.distributed.axis import Axis, device_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
+from paradyse.mixed.learnt_ways import LearntWays
 from paradyse.mixed.step_plan import static_steps
 from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
@@ -105,6 +106,8 @@ class MixedBatches:
         shuffle: whether each epoch has another order; else the dataset's.
         seed: of the order, and of dropout.
         limit_s: seconds for each plan.
+        learn: correct ``ways`` by what groups take while the model trains. Plans then depend on
+            this machine's times; losses and gradients do not.
     Raises:
         ValueError: the dataset has no length, a number makes no sense, a file has no ways, or none
             has a degree that the ranks can have.
@@ -122,6 +125,7 @@ class MixedBatches:
         shuffle: bool = True,
         seed: int = 0,
         limit_s: float = 5.0,
+        learn: bool = True,
     ):
         if not hasattr(dataset, "__len__") or not len(dataset):
             raise ValueError(
@@ -139,12 +143,18 @@ class MixedBatches:
         size, self.weights = self._axis.size, ""
         if isinstance(ways, str | Path):
             ways, self.weights = read_ways(ways)
-        self.ways = tuple(way for way in ways if way.degree <= size)
+        self._learnt = LearntWays([way for way in ways if way.degree <= size])
         if not self.ways:
             raise ValueError(
                 f"no way for groups of up to {size} ranks among {len(ways)}: give at least one"
             )
+        self.learn = learn
         self._epoch = 0
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What groups can do, as far as it is known by now: the next plan but one goes by it."""
+        return self._learnt.ways
 
     def __iter__(self) -> Iterator[MixedStep]:
         """The batches of the next epoch. Go through them on every rank alike.
@@ -163,7 +173,10 @@ class MixedBatches:
                 if told is None:
                     return
                 indices, lengths, plan = told
-                yield self._step(together, indices, lengths, plan, number)
+                step = self._step(together, indices, lengths, plan, number)
+                yield step
+                if self.learn and step.report is not None:
+                    self._learnt.add(step.report)
                 number += 1
         finally:
             if source is not None:
@@ -195,8 +208,12 @@ class MixedBatches:
         meanwhile."""
         with Ahead(self.ways, self._axis.size, self.limit_s) as ahead:
             waiting: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+            ways = self.ways
             with closing(self._cut(epoch)) as cut:
                 for indices, lengths in cut:
+                    if self.ways is not ways:
+                        ways = self.ways
+                        ahead.use(ways)
                     ahead.ask(lengths)
                     waiting.append((indices, tuple(lengths)))
                     if len(waiting) > 1:
@@ -272,7 +289,7 @@ class MixedBatches:
         found, rank, numbers = list[Share](), self._axis.rank, count()
         for micro in plan.micro_batches:
             share = Share(range(rank, rank + 1), (), (), ())
-            for n, g in zip(numbers, micro.groups):
+            for g, n in zip(micro.groups, numbers):  # in this order: the end takes no number
                 if rank not in g.ranks:
                     continue
                 calls, seeds = [], []

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from paradyse.mixed.ways import StepPlan
-from paradyse.planning.explain import format_seconds, text_table
+from paradyse.planning.explain import format_seconds
+from paradyse.planning.tables import Shown, text_table
 
 SHOWN = 6
 """Sequences of a group that a table names."""
@@ -42,7 +43,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
-class MixedReport:
+class MixedReport(Shown):
     """One step, equal on all ranks."""
 
     groups: tuple[GroupReport, ...]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, TokenLayout, register_axis
+from paradyse.distributed.switch import switch_back, switch_split
 from paradyse.distributed.tokens import (
     exchange_tokens,
     gather_tokens,
@@ -95,7 +96,7 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
 
     attention = (attention_across_ranks, attention_across_ranks_backward)
     moves = gather_tokens, reduce_scatter_tokens, exchange_tokens, return_tokens
-    communicate = (*attention, *moves)
+    communicate = (*attention, *moves, switch_split, switch_back)
     found = {op: with_numbers(op) for op in communicate}
     if p >= MANY_RANKS:
         found |= {gather_tokens: gather, reduce_scatter_tokens: scatter}

@@ -18,6 +18,7 @@ from paradyse.planning.prior import prior_cost
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
 SHARDED = "weights are sharded over the ranks, and none has all of them"
+OTHER_BLOCKS = "the graph has other blocks on one rank than on several"
 REPLICAS = "ranks are arranged in replicas, of which each averages gradients with the others"
 
 

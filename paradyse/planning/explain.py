@@ -1,7 +1,4 @@
-"""What the library tells people about itself: plans explained, strategies verified, counters.
-
-Values with ``str()`` as plain text; with ``rich``, ``print`` of a console shows them as tables.
-"""
+"""What the library tells people about itself: plans explained, and counters."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from paradyse.planning.alone import Alone
 from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
-from paradyse.planning.reasons import held_on_host, over, slower, why_chosen, why_not
+from paradyse.planning.reasons import held_on_host, over, slower, what_is_seen, why_chosen, why_not
+from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     HEAD,
@@ -28,17 +26,8 @@ from paradyse.types import (
     Workload,
 )
 
-Rows = list[tuple[str, ...]]
-
 WHOLE_LOGITS = "whole logits"
 """A head without levers."""
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """``rows`` below their ``header``: columns as wide as they need to be, no trailing blanks."""
-    widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
-    lines = [header, ["-" * w for w in widths], *rows]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
 
 
 def plan_table(blocks: Sequence[BlockSpec], plan: Plan) -> str:
@@ -47,16 +36,6 @@ def plan_table(blocks: Sequence[BlockSpec], plan: Plan) -> str:
     rows = [(b.name, s, str(b.mask or "") or "-", b.structure) for b, s in pairs]
     rows += [(HEAD, plan.head, "-", "-")] * bool(plan.head)
     return text_table(("block", "strategy", "mask", "structure"), rows)
-
-
-def _rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*header, title=escape(title), title_justify="left")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def format_seconds(s: float) -> str:
@@ -106,14 +85,14 @@ class BlockReport:
     name: str
     kind: str
     mask: str
-    """The mask in words; empty for an MLP."""
+    """The mask in words, and of several dims of tokens those of attention; empty for an MLP."""
     chosen: str
     rows: tuple[StrategyRow, ...]
     """One per strategy, and one per set of levers of the chosen one; of the head one per set."""
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Shown):
     """``explain``: the plan for a workload and why it is that one."""
 
     workload: Workload
@@ -184,7 +163,7 @@ class PlanReport:
         from rich.console import Group
         from rich.text import Text
 
-        tables = [_rich_table(*t) if t[2] else Text(t[0]) for t in self._tables()]
+        tables = [rich_table(*t) if t[2] else Text(t[0]) for t in self._tables()]
         return Group(Text(self._headline()), *tables, Text(self._notes()))
 
 
@@ -211,8 +190,9 @@ def explain_plan(
     limit = planner.memory_limit(workload.dtype)
     time_s, peak = planner.predict(plan, workload)
     blocks = tuple(
-        BlockReport(b.name, b.kind, _mask(b), s, _block_rows(planner, workload, plan, costs, i))
+        BlockReport(b.name, b.kind, what_is_seen(b, workload), s, rows)
         for i, (b, s) in enumerate(zip(planner.blocks, plan.strategies))
+        for rows in [_block_rows(planner, workload, plan, costs, i)]
     )
     return PlanReport(
         workload,
@@ -232,12 +212,6 @@ def explain_plan(
         planner.held(plan, workload),
         kernels,
     )
-
-
-def _mask(block: BlockSpec) -> str:
-    if block.kind != "attention":
-        return ""
-    return "dense, not recovered" if block.mask is None else str(block.mask)
 
 
 def _strategies(planner: Planner) -> tuple[str, ...]:
@@ -374,7 +348,7 @@ def _plan_row(
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Shown):
     """Counters of one compiled model, all captures together."""
 
     captures: int = 0
@@ -419,7 +393,7 @@ class Stats:
     def __rich__(self) -> Any:
         from rich.console import Group
 
-        return Group(*[_rich_table(*t) for t in self._tables() if t[2]])
+        return Group(*[rich_table(*t) for t in self._tables() if t[2]])
 
 
 def count_names(names: Sequence[str]) -> str:
@@ -435,66 +409,3 @@ def short_key(key: str) -> str:
     if plan.alone:
         return f"{blocks} on every rank"
     return f"{blocks}; head {plan.head}" if plan.head else blocks
-
-
-@dataclass(frozen=True)
-class VerifyRow:
-    """One plan against one-device eager."""
-
-    plan: str
-    """A strategy's name, or ``mixed``."""
-    loss_error: float | None = None
-    """|loss - reference| / |reference|; None where the plan cannot run."""
-    worst_gradient: str = ""
-    """The parameter whose gradient is furthest off."""
-    gradient_error: float | None = None
-    """Its distance from the reference, in relative norm."""
-    infeasible: str = ""
-    """Why the plan cannot run on this model."""
-    tolerance: float = 1e-4
-    """What both errors may be at most."""
-
-    @property
-    def ok(self) -> bool:
-        """Within the tolerance. A plan that cannot run is not wrong."""
-        errors = (self.loss_error, self.gradient_error)
-        return bool(self.infeasible) or all(e is not None and e <= self.tolerance for e in errors)
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """``verify``: every feasible strategy and a mixed plan against one-device eager."""
-
-    rows: tuple[VerifyRow, ...]
-    description: str = ""
-    """Of model, batch, dtype and ranks."""
-
-    @property
-    def ok(self) -> bool:
-        """At least one plan ran, and all that ran agree with the reference."""
-        return any(not r.infeasible for r in self.rows) and all(r.ok for r in self.rows)
-
-    def _table(self) -> tuple[str, tuple[str, ...], Rows]:
-        rows: Rows = []
-        for r in self.rows:
-            if r.infeasible:
-                rows.append((r.plan, "-", "-", "", f"infeasible: {r.infeasible}"))
-                continue
-            loss, grad = (
-                "-" if e is None else f"{e:.1e}" for e in (r.loss_error, r.gradient_error)
-            )
-            verdict = "ok" if r.ok else f"WRONG: over {r.tolerance:.0e}"
-            rows.append((r.plan, loss, grad, r.worst_gradient, verdict))
-        title = f"against one-device eager: {self.description}".removesuffix(": ")
-        return title, ("plan", "loss error", "gradient error", "worst gradient", "result"), rows
-
-    def __str__(self) -> str:
-        title, header, rows = self._table()
-        return f"{title}\n{text_table(header, rows)}\n{'ok' if self.ok else 'FAILED'}"
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        style = "green" if self.ok else "bold red"
-        return Group(_rich_table(*self._table()), Text("ok" if self.ok else "FAILED", style))

@@ -288,7 +288,8 @@ class Planner:
 
     def _kind(self, b: BlockSpec) -> Hashable:
         weights = (b.num_weight_elements, b.num_split_weight_elements)
-        measured_as = (b.sequence, b.keys, "" if self.cost_model is None else b.structure)
+        of = b.sequence, b.keys, b.over, b.switch
+        measured_as = (*of, "" if self.cost_model is None else b.structure)
         limits = tuple(sorted(b.infeasible)), tuple(sorted(b.refused_levers)), b.recompute
         return b.kind, b.widths, weights, b.mask, limits, measured_as
 
@@ -369,7 +370,8 @@ class Planner:
     def _choose(self, asked: Plan, workload: Workload) -> Plan:
         """The fastest plan that fits, with what ``asked`` names where that is not "auto"."""
         offered = self._offered(asked, workload)
-        if self.num_ranks == 1 and all(len(points) == 1 for points in offered):
+        is_limited = self.options.memory_limit is not None
+        if self.num_ranks == 1 and not is_limited and all(len(of) == 1 for of in offered):
             return self.plan_of([only for (only,) in offered])
         choices = self._choices(asked, workload)
         limit = self.memory_limit(workload.dtype)

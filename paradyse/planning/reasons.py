@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from paradyse.planning.planner import Planner, format_bytes
 from paradyse.strategies import canonical_strategy
-from paradyse.types import HEAD, REPLICATED, Plan, Point, Workload
+from paradyse.types import DSP, HEAD, REPLICATED, BlockSpec, Plan, Point, Workload
 
 
 def slower(time_s: float, best_s: float) -> str:
@@ -19,6 +19,20 @@ def slower(time_s: float, best_s: float) -> str:
 def over(peak: int, limit: float) -> str:
     """In words, that ``peak`` bytes are more than ``limit``."""
     return f"does not fit: needs {format_bytes(peak)} of {format_bytes(limit)}"
+
+
+def what_is_seen(block: BlockSpec, workload: Workload) -> str:
+    """The mask of ``block`` in words, and where its tokens have several dims that attention is over
+    in turn, which of them plays what part."""
+    if block.kind != "attention":
+        return ""
+    text = "dense, not recovered" if block.mask is None else str(block.mask)
+    at = workload.of(block)
+    if at.over_len is not None:
+        return f"{text}; over {at.over_len} of a dim that is not split"
+    if at.switch_len is not None:
+        return f"{text}; {DSP} splits a dim of {at.switch_len} meanwhile"
+    return text
 
 
 def why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:

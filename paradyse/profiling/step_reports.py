@@ -6,7 +6,7 @@ times are read off events of the device, for which nothing waits until somebody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paradyse.planning.tables import Shown
 from paradyse.profiling.marks import Clock
 from paradyse.torch_private import at_end_of_backward, tree_leaves
 from paradyse.types import Plan, Point, Workload
@@ -23,7 +24,7 @@ Callback = Callable[["StepReport"], Any]
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Shown):
     """One call of a compiled model, as ``paradyse.on_step`` and ``stats(model).last`` give it."""
 
     number: int
@@ -261,6 +262,11 @@ def steps_of(parameters: Sequence[Tensor]) -> Steps | None:
     return made
 
 
+def known_steps(parameters: Iterable[Tensor]) -> list[Steps]:
+    """Those of all models that have some of ``parameters``, of calls so far or watched for."""
+    return list(dict.fromkeys(_STEPS[p] for p in parameters if p in _STEPS))
+
+
 def on_step(model: nn.Module, callback: Callback) -> Callable[[], None]:
     """Call ``callback`` with a ``StepReport`` after every call of ``model`` and its backward.
 
@@ -290,7 +296,7 @@ def on_step(model: nn.Module, callback: Callback) -> Callable[[], None]:
     for p in parameters:
         _STEPS.setdefault(p, steps)
     # Graphs that have run before may each have their own, where they share no parameters.
-    known = list(dict.fromkeys(_STEPS[p] for p in parameters))
+    known = known_steps(parameters)
     for of_graph in known:
         of_graph.callbacks.append(callback)
 

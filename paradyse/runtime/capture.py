@@ -189,7 +189,7 @@ def _wanted_equal(
         return ()
     symbols = sorted(guard.free_symbols, key=str)
     pairs = [(a, b) for a, b in combinations(symbols, 2) if hints[a] == hints[b]]
-    for number in (1, 2):  # [B, S] flattened against another [B, S]: two
+    for number in (1, 2, 3):  # [B, S] flattened against another [B, S]: two; [B, T, S]: three
         for chosen in combinations(pairs, number):
             if guard.xreplace({**values, **{a: values[b] for a, b in chosen}}):
                 return chosen
@@ -262,10 +262,13 @@ def _traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 def _other_sizes(placeholders: Sequence[fx.Node], ctx: CaptureContext) -> tuple[Factor, ...]:
     """Sizes that vary besides the first sequence and its batch: other sequences and their batches,
-    and dims of index inputs, such as token ids, that no weight has."""
+    other dims of the same tokens, and dims of index inputs, such as token ids, that no weight has.
+    """
     inputs = [n for n in placeholders if is_tensor(n)]
     mine = ctx.seq, ctx.batch
-    of_all = (f for pair in ctx.seqs.items() for f in pair)
+    given = {f for n in inputs if not is_weight(n) for dim in ctx.names.of(n) for f in dim}
+    shown = (f for f in ctx.unsplit if f in given)  # others have the size that was traced
+    of_all = (*(f for pair in ctx.seqs.items() for f in pair), *shown)
     others = dict.fromkeys(f for f in of_all if f is not None and f not in mine)
     known = {f for n in inputs if is_weight(n) for dim in ctx.names.of(n) for f in dim}
     known |= {f for f in (*mine, *others) if f is not None}

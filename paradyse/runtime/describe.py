@@ -46,7 +46,7 @@ def describe_masks(blocks: Sequence[BlockSpec]) -> str:
 
 def _describe(program: Program, step: BlockStep) -> BlockSpec:
     block, scope = step.block, program.scope_of(step)
-    order = [None, *program.ctx.seqs]
+    over, switch = program.number_of(block.over), program.number_of(block.switch)
     weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
     split = [n.args[1].meta["val"] for n in (*block.up, *block.downs)]
     down = block.down.args[1].meta["val"]
@@ -80,6 +80,8 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         refused_levers=refused_levers(scope, block),
         recompute=step.recompute,
         follows=input_of(program.steps, step) is not None,
-        sequence=order.index(step.seq) - 1,
-        keys=None if step.keys is None else order.index(step.keys) - 1,
+        sequence=program.number_of(step.seq) or 0,
+        keys=program.number_of(step.keys),
+        over=-1 if block.apart and over is None else over,
+        switch=-1 if block.switch is not None and switch is None else switch,
     )

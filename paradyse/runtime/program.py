@@ -102,6 +102,13 @@ class Program:
         if ranks is not None:
             self.ranks = self.replicas = ranks
         self._scopes: dict[tuple[Factor, Factor | None], Scope] = {(scope.seq, None): scope}
+        letters, self.unsplit = scope.labels(WHOLE).of, list[Factor]()
+        """Other dims of tokens; of those of equal size that no call can change the first."""
+        self._same_as: dict[Factor, Factor] = {}
+        for f in ctx.unsplit:
+            fixed = (g for g in self.unsplit if {f, g}.isdisjoint(letters) and f.size == g.size)
+            self._same_as[f] = next(fixed, f)
+            self.unsplit += [f] * (self._same_as[f] is f)
         self.schedule = ctx.schedule
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
@@ -147,14 +154,27 @@ class Program:
                 found[scope.keys_at[SPLIT]] = layout.local_len
         return found
 
+    def number_of(self, factor: Factor | None) -> int | None:
+        """``BlockSpec.sequence`` for the tokens of ``factor``; None where it is none of these."""
+        order = [*self.ctx.seqs, *self.unsplit]
+        found = self._same_as.get(factor, factor) if factor is not None else None
+        return order.index(found) if found in order else None
+
     def num_sequences(self, sizes: Mapping[str, int]) -> int:
         """Of a call of these ``sizes``: the batch, times what else is in attention's batch dim."""
         return int(size_of(self.ctx.sequences, bind_factors(self.scope, WHOLE, sizes)))
 
     def other_lengths(self, sizes: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
-        """(batch, tokens) of the sequences beside the first, in a call of these ``sizes``."""
+        """(batch, tokens) of the sequences beside the first, then of other dims of its tokens, in a
+        call of these ``sizes``."""
         own = (self.sizes_in(self.scope_along(f), sizes) for f in list(self.ctx.seqs)[1:])
-        return tuple((of.get("B", 1), of[WHOLE]) for of in own)
+        beside = tuple((of.get("B", 1), of[WHOLE]) for of in own)
+        if not self.unsplit:
+            return beside
+        tokens = self.num_sequences(sizes) * sizes[WHOLE]
+        factors = bind_factors(self.scope, WHOLE, sizes)
+        lengths = [int(size_of((f,), factors)) for f in self.unsplit]
+        return (*beside, *((max(1, tokens // n), n) for n in lengths))
 
     def variant(self, step: Step, strategy: str) -> Any:
         """What computes ``step`` by ``strategy`` ("" for a piece): ``StepContext`` -> outputs."""

@@ -21,8 +21,22 @@ def register(capture: Any) -> None:
     capture.axis.session.of(_Captures).append(weakref.ref(capture))
 
 
+def check_compiled(model: torch.nn.Module) -> None:
+    """Raise if ``model``, which has run, was compiled with another backend than this.
+
+    Raises:
+        ValueError: it was.
+    """
+    if not any(captures_of(model)) and not any(captures_of(model, whole=True)):
+        raise ValueError(
+            "the model was compiled with another backend than paradyse, so that nothing sums "
+            "gradients over the ranks; give the model as it is, or compile it with "
+            'backend="paradyse"'
+        )
+
+
 def captures_of(model: Any, whole: bool = False) -> Iterator[Any]:
-    """The captures made so far of graphs with ``model``'s parameters.
+    """The captures so far of graphs that were called with some of ``model``'s parameters.
 
     Args:
         model: compiled or not.
@@ -32,7 +46,7 @@ def captures_of(model: Any, whole: bool = False) -> Iterator[Any]:
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"give the compiled model, not {type(model).__name__}")
-    mine = {id(p) for p in model.parameters()}
+    mine = list(model.parameters())
     for axis in live_axes():
         known = axis.session.of(_Captures)
         alive = [(ref, ref()) for ref in known]
@@ -41,6 +55,6 @@ def captures_of(model: Any, whole: bool = False) -> Iterator[Any]:
             if (
                 capture is not None
                 and whole == (capture.fallback is not None)
-                and any(id(p()) in mine for p in capture.parameters if p() is not None)
+                and capture.weights.have(mine)
             ):
                 yield capture

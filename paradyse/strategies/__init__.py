@@ -10,6 +10,7 @@ from typing import Any
 import paradyse.strategies.attention.operators  # noqa: F401  registers the attention operators
 from paradyse.graph.subgraph import Piece
 from paradyse.strategies.base import Scope, Strategy
+from paradyse.strategies.dsp import DSP
 from paradyse.strategies.experts.model import split_experts
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.model import Unsplittable
@@ -33,7 +34,7 @@ from paradyse.types import (
     Workload,
 )
 
-STRATEGIES = (MEGATRON_TS, MEGATRON_CZ, ULYSSES_Z, COLOSSAL_Z, METP)
+STRATEGIES = (MEGATRON_TS, MEGATRON_CZ, ULYSSES_Z, COLOSSAL_Z, METP, DSP)
 """In the order of ``ATTENTION_STRATEGIES``, the names that a plan may use."""
 
 

@@ -51,6 +51,8 @@ def unchunkable(scope: Scope, block: Any) -> str:
         return "it has no attention"
     if block.keys is not None:
         return "its keys are of another sequence than its queries"
+    if block.apart:
+        return "its attention is over a dim that is not split"
     results = (block.attention, *block.attention.users)
     around = [n for n in block.nodes if n not in results]
     return masks_inside(block) or mixes_tokens(scope, around)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.factors import size_of
+from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.kernels.dropout import hashed_dropout
 from paradyse.strategies.base import SPLIT, Scope
@@ -35,6 +35,7 @@ def dropout_overrides(
     common: Sequence[Tensor],
     groups: Groups | None = None,
     heads: Tensor | None = None,
+    own: Mapping[Factor, tuple[Tensor, Any]] | None = None,
 ) -> dict[fx.Node, Override]:
     """What runs in place of the dropouts among ``nodes``.
 
@@ -46,6 +47,7 @@ def dropout_overrides(
         common: ``StepContext.common``.
         groups: where it runs on a group's part: then those of the groups' core alone.
         heads: int64 [h], query heads (or columns) of the group.
+        own: other dims of which the rank has some rows: which, int64 [n], and how many there are.
     """
     whole, local, _, info, seed = common
     positions = local if layout == SPLIT else whole
@@ -54,7 +56,9 @@ def dropout_overrides(
     for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
 
         def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
-            index = _element_index(scope, node, layout, sizes, positions, info[0], groups, heads)
+            at = own or {}
+            given = scope, node, layout, sizes, positions, info[0], groups, heads, at
+            index = _element_index(*given)
             return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
 
         if node in core:
@@ -71,6 +75,7 @@ def _element_index(
     seq_len: Tensor,
     groups: Groups | None,
     heads: Tensor | None,
+    own: Mapping[Factor, tuple[Tensor, Any]],
 ) -> Tensor:
     """Where each element of ``node``'s value, or of a group's part of it, lies in the whole tensor:
     int64, of the value's shape. ``seq_len`` is the tokens of the whole sequence, of which
@@ -87,6 +92,8 @@ def _element_index(
         num: Any = sizes.get(letters.get(f, ""), f.size)
         if f is scope.seq:
             digit, num = positions, seq_len
+        elif f in own:
+            digit, num = own[f]
         elif f is outer:
             digit = table[:, 0] // ratio
         elif f is inner and outer in factors:  # a digit for each slot

@@ -19,6 +19,7 @@ from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, run
+from paradyse.graph.switches import DROPS
 from paradyse.strategies.attention.operators import attend_across_ranks
 from paradyse.strategies.base import (
     SPLIT,
@@ -42,6 +43,10 @@ from paradyse.types import EXPERTS
 
 _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "colossal"}
 """How attention crosses ranks under each strategy."""
+
+APART = "apart"
+"""In place of a strategy where attention is over a dim that is not split: each rank computes its
+own sequences, and nothing crosses ranks."""
 
 KEYS_GO_ROUND = (
     "keys and values go round the ranks; each has all of its heads' under ulysses_z alone"
@@ -92,6 +97,8 @@ class LocalPiece(PieceVariant):
         self.scope, self.piece, self.layout, self.parts = scope, piece, layout, parts or {}
         self.strategy, self.attention, self.within = strategy, attention, within or piece
         whole = AttentionCall.of(attention).mask_nodes if attention is not None else []
+        if strategy == APART:
+            whole = []  # masks of the sequences that the rank has
         self.inputs, self.weight_nodes = split_inputs(piece)
         self.uses: Uses = [(n, None) for n in self.weight_nodes]
         self.layouts = [WHOLE if n in whole else layout for n in self.inputs]
@@ -183,22 +190,40 @@ def _count_scores(work: Work) -> None:
     work.workspace_bytes += scores_bytes * (2 + work.back) + work.out_bytes
 
 
+def count_apart(work: Work) -> None:
+    """Count attention over a dim of which each rank has all as ``work``."""
+    work.attend(work.block.num_heads, work.pairs / work.p)
+    work.num_ops += CORE_OPS * (1 + work.back)
+    work.workspace_bytes += work.out_bytes
+
+
+def attention_dropout(block: Any) -> str:
+    """Why a rank cannot compute the attention of ``block`` for a part of its batch; "" where it
+    can, or need not."""
+    if not block.apart or AttentionCall.of(block.attention).dropout_p == 0:
+        return ""
+    return DROPS
+
+
 def _strategy(
     name: str, count_core: Callable[[Work], None], without: Mapping[str, str] | None = None
 ) -> Strategy:
     def build(scope: Scope, block: Any, piece: Piece) -> LocalPiece:
-        return zero_variant(scope, piece, block.attention, name)
+        way = APART if block.apart and scope.axis.size > 1 else name
+        return zero_variant(scope, piece, block.attention, way)
 
     def count(work: Work) -> None:
         work.project_here(1 + 2 * work.back)
         work.saved_bytes += work.between_bytes
-        if work.is_attention:
+        if work.workload.over_len is not None:
+            count_apart(work)
+        elif work.is_attention:
             count_core(work)
         else:
             work.workspace_bytes += work.between_bytes
 
     same_as = dict.fromkeys(("mlp", EXPERTS), "megatron_cz")
-    return Strategy(name, build, count, same_as=same_as, without=without or {})
+    return Strategy(name, build, count, "whole", same_as, attention_dropout, without or {})
 
 
 MEGATRON_CZ = _strategy("megatron_cz", _count_ring, {"chunked": KEYS_GO_ROUND})

@@ -70,6 +70,13 @@ def masks_inside(block: Any) -> str:
     return ""
 
 
+def _refusal(block: Any) -> str:
+    """Why no group of ``block`` can be computed on local tokens with a ring; "" where it can."""
+    if block.apart:
+        return "its attention is over a dim that is not split, so that nothing goes round the ranks"
+    return masks_inside(block)
+
+
 @dataclass(frozen=True)
 class _Call:
     """What a step knows besides the tensors that may have gradients."""
@@ -154,7 +161,7 @@ class MetpVariant:
     """A block computed group by group on local tokens."""
 
     def __init__(self, scope: Scope, block: Any, piece: Piece):
-        if reason := masks_inside(block):
+        if reason := _refusal(block):
             raise Unsplittable(reason)
         self.scope, self.piece = scope, piece
         self.groups = groups = analyse(scope, block)
@@ -416,7 +423,7 @@ METP = Strategy(
     _build,
     _count,
     weights="streamed",
-    refuses=masks_inside,
+    refuses=_refusal,
     without={
         "selective": "metp keeps no more than the block's input and what attention gave",
         "tiled": "metp computes an MLP by groups of columns; its weights would go round once more "

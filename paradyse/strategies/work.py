@@ -105,9 +105,12 @@ class Work:
             """Query and KV heads of one of p groups, padding and copies included."""
             self.padded_weights = n * self.own_heads * self.p / block.num_heads
             """Elements of the weights of all groups."""
-            self.pairs = workload.seq_len * key_len
+            self.pairs: float = workload.seq_len * key_len
             if not across:
                 self.pairs = count_visible_pairs(block.mask, workload.seq_len)
+            if workload.over_len is not None:  # of as many sequences as the rank has tokens for
+                seen = count_visible_pairs(block.mask, workload.over_len)
+                self.pairs = seen * self.local_len * self.p / workload.over_len
             of_keys = 2 * block.num_kv_heads * block.head_dim
             downs = block.num_heads * block.head_dim
             ups = downs + of_keys

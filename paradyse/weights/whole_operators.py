@@ -123,6 +123,7 @@ MESSAGES = (
 _WITHOUT_GRADIENT = {aten.allclose.default, aten.argmax.default, aten.argmin.default}
 
 
+@torch.compiler.disable  # Dynamo would compile what runs here, where a graph has broken outside
 def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run ``func`` with whole tensors in place of the sharded ones of ``args`` and ``kwargs``.
 

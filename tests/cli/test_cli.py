@@ -24,8 +24,8 @@ from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import Phase, describe_plan
 from paradyse.cli.results import Record
 from paradyse.cli.screen import Screen
-from paradyse.mixed.ways_file import REPLICATED, read_ways
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.mixed.ways_file import read_ways
+from paradyse.types import ALONG_SEQUENCE, ATTENTION_STRATEGIES, REPLICATED
 
 TINY = ["--layers", "1", "--hidden", "64", "--inner", "aot_eager"]
 
@@ -96,14 +96,15 @@ def test_demo_trains_compares_and_checks() -> None:
     assert "step 4/4" in out
     assert "ok: losses of 2 ranks against one process" in out
     header = next(line for line in out.splitlines() if line.startswith("length "))
-    assert set(ATTENTION_STRATEGIES) <= set(header.split())
+    assert set(ALONG_SEQUENCE) <= set(header.split())
 
 
 def test_verify_compares_every_strategy(config: str) -> None:
     few = ["--layers", "1", "--seq-len", "13", "--inner", "eager"]
     code, out = run("verify", "--model", config, *few)
     assert code == 0, out
-    assert all(s in out for s in (*ATTENTION_STRATEGIES, "mixed")) and out.endswith("ok\n")
+    assert all(s in out for s in (*ATTENTION_STRATEGIES, REPLICATED, "mixed"))
+    assert out.endswith("ok\n")
 
 
 @pytest.mark.slow

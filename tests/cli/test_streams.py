@@ -140,6 +140,7 @@ def test_a_signal_ends_the_ranks_and_leaves_nothing(number: int, tmp_path: Path)
 
 def test_signals_are_handled_as_before_afterwards() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    ends = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # other tests' libraries handle it
     try:
         with pytest.raises(SystemExit):
             cli.main(["--version"])
@@ -147,6 +148,7 @@ def test_signals_are_handled_as_before_afterwards() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGTERM, ends or signal.SIG_DFL)
 
 
 def imported_from(rank: Rank, names: list[str]) -> list[str]:

@@ -288,7 +288,28 @@ def mixed_trains(names: Names) -> None:
     same_weights(names["model"].model, plain)
 
 
+def learns(names: Names) -> None:
+    losses = names["losses"]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+def on_ranks() -> Names:
+    """What the tutorial's script for one device gives."""
+    from blocks import ROOT, blocks_of
+
+    first = next(b for b in blocks_of(ROOT / TUTORIAL) if "# train.py" in b.text)
+    names: Names = {}
+    exec(compile(first.text, first.at, "exec"), names)
+    return {"want": names["losses"]}
+
+
+def as_on_one_device(names: Names) -> None:
+    for loss, want in zip(names["losses"], names["want"], strict=True):
+        assert abs(loss / want - 1) <= CLOSE
+
+
 README = "README.md"
+TUTORIAL = "docs/tutorial.md"
 MIXED = "docs/mixed_lengths.md"
 SCENES = (
     Scene(README, "paradyse.shard(model)  # every param", to_shard, sharded_trains, slow=False),
@@ -309,5 +330,8 @@ SCENES = (
     Scene(README, "accelerate.Accelerator)", to_prepare, prepared),
     Scene(README, "paradyse.explain(model", to_look_into, looked_into),
     Scene(README, "paradyse.on_step(model, print)", to_be_told, was_told),
+    Scene(TUTORIAL, "# train.py", dict, learns, ranks=1),
+    Scene(TUTORIAL, "# train_on_ranks.py", on_ranks, as_on_one_device),
+    Scene(TUTORIAL, "paradyse.on_step(model, print)", to_look_into, looked_into),
 )
 """Of every block of Python but those that ``test_blocks.py`` names otherwise."""

@@ -48,22 +48,27 @@ PLANS: dict[int, list[list[Micro]]] = {
 }
 
 
-def check(results: list[list[tuple[float, float, str]]]) -> None:
-    """All steps have one loss, which models compute in float32, and the gradients of the first."""
+THIRDS = 4 * torch.finfo(torch.float32).eps
+"""What dividing by three does to gradients: they come through a loss that models compute in
+float32, where halves are exact and thirds are rounded."""
+
+
+def check(results: list[list[tuple[float, float, str]]], close: float) -> None:
+    """All steps have one loss, and the gradients of the first as ``close`` as that."""
     for found in results:
         assert all(abs(loss - found[0][0]) <= 1e-6 * loss for loss, *_ in found), found
-        assert all(error <= TOLERANCE[torch.float64] for _, error, _ in found), found
+        assert all(error <= close for _, error, _ in found), found
 
 
 def test_two_ranks(pool2: RankPool) -> None:
-    check(pool2.run(steps, "gpt2", PLANS[2], False, timeout_s=120))
+    check(pool2.run(steps, "gpt2", PLANS[2], False, timeout_s=120), TOLERANCE[torch.float64])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(DROPOUT))
 @pytest.mark.parametrize("sharded", [False, True])
 def test_three_ranks(family: str, sharded: bool, pool3: RankPool) -> None:
-    check(pool3.run(steps, family, PLANS[3], sharded, timeout_s=240))
+    check(pool3.run(steps, family, PLANS[3], sharded, timeout_s=240), THIRDS)
 
 
 @pytest.mark.slow

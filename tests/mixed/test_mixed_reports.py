@@ -49,6 +49,7 @@ def said() -> tuple[str, str, str, float]:
     (step,) = _trained(model, batches)
     before = paradyse.MixedBatches.explain(batches, step)
     assert step.report is not None and step.report.taken_s
+    assert all(g.taken_s for g in step.report.groups), "of both micro-batches"
     fastest = min(before.static_s.values())
     assert step.plan.time_s <= fastest
     assert before.static_s == {

@@ -29,6 +29,7 @@ def mixtral4() -> DryRun:
         return dry_run(model, batch, 4, levers=())
 
 
+@pytest.mark.slow
 def test_all_strategies_of_experts_are_measured(mixtral4: DryRun) -> None:
     assert [b.kind for b in mixtral4.blocks] == ["attention", EXPERTS] * 2 and not mixtral4.notes
     block = mixtral4.blocks[1]

@@ -83,7 +83,14 @@ def adapted(x: Tensor, q: Tensor, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return x + (F.linear(o, out) + F.linear(F.linear(o, a[:2]), b[:, :2]))
 
 
+def normed(x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """A norm between attention and its output projection, as BitNet has one."""
+    o = joined(attend(*project(x, q, k, v)))
+    return x + F.linear(o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-6), out)
+
+
 FOUND = {
+    "a norm before the output": (normed, 4, [("attention", 3, 1)]),
     "three projections": (separate, 4, [("attention", 3, 1)]),
     "a gate": (gated, 7, [("attention", 3, 1), ("mlp", 2, 1)]),
     "adapters": (adapted, 4, [("attention", 6, 2)]),
@@ -125,7 +132,16 @@ def without_output(x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> T
     return joined(attend(*project(x, q, k, v))).relu()
 
 
+def differential(x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+    """Two attentions of the same queries and keys before one norm, as DiffLlama has them."""
+    heads = project(x, q, k, v)
+    both = torch.cat([attend(*heads), attend(*heads[:2], heads[2] * 0.5)], -1)
+    o = joined(both)
+    return x + F.linear(o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True)), torch.cat([out, out], 1))
+
+
 REFUSED = {
+    "two attentions at once": (differential, "has projections of it"),
     "shared keys": (shared, "is also read by"),
     "no output": (without_output, "has no projections around it"),
 }

@@ -14,15 +14,14 @@ from test_planner import LONG, NORM, SHORT, model, planner
 from paradyse.planning.explain import (
     PlanReport,
     Stats,
-    VerifyReport,
-    VerifyRow,
     explain_plan,
     format_seconds,
     short_key,
-    text_table,
 )
+from paradyse.planning.tables import text_table
 from paradyse.reports import attention_kernels
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVERS, HeadSpec
+from paradyse.verification import VerifyReport, VerifyRow
 
 
 def rendered(value: Any) -> str:
@@ -175,3 +174,12 @@ def test_kernels_are_shown() -> None:
     report = explain_plan(planner(), LONG, kernels=(line,))
     assert f"kernel: {line}" in str(report) and "aten_flash" in rendered(report)
     assert attention_kernels(model(), torch.bfloat16, torch.device("cpu")) == ()
+
+
+def test_notebooks_show_the_text_as_it_is_printed() -> None:
+    report = VerifyReport((VerifyRow("metp", 1e-7, "a<b>&c", 2e-6),))
+    shown = report._repr_html_()
+    assert "a&lt;b&gt;&amp;c" in shown and "<b>" not in shown
+    inside = re.fullmatch(r"<pre [^>]*>(.*)</pre>", shown, re.DOTALL)
+    assert inside and inside[1].splitlines()[0] == str(report).splitlines()[0]
+    assert all(hasattr(kind, "_repr_html_") for kind in (PlanReport, Stats))

@@ -157,6 +157,15 @@ def test_auto_chooses_only_what_is_allowed_and_feasible() -> None:
         assert set(planner(strategies=[s]).plan(LONG).strategies) == {s}
 
 
+def test_a_limit_holds_where_there_is_one_way_alone() -> None:
+    """One rank without levers computes a length in one way, or not at all."""
+    alone = replace(SHORT, num_ranks=1)
+    need = planner(num_ranks=1).least_bytes(alone)
+    assert set(planner(num_ranks=1, memory_limit=need).plan(alone).strategies) == {"replicated"}
+    with pytest.raises(ValueError, match=r"the longest sequences that would fit .*'memory_limit'"):
+        planner(num_ranks=1, memory_limit=need - 1).plan(alone)
+
+
 def test_memory_limit_turns_blocks_one_by_one_to_smaller_strategies() -> None:
     blocks = model(layers=6)
     p = planner(blocks=blocks, smoothing=0)
@@ -241,7 +250,7 @@ def test_the_cost_of_equal_blocks_is_asked_for_once(monkeypatch: pytest.MonkeyPa
     p = planner(blocks=model(layers=80))
     asked = count_costs(p, monkeypatch)
     p.plan(LONG)
-    assert asked == ["layers.0.attention"] * 5 + ["layers.0.mlp"] * 3  # variants
+    assert asked == ["layers.0.attention"] * 6 + ["layers.0.mlp"] * 3  # variants
 
 
 @pytest.mark.parametrize(
@@ -308,7 +317,7 @@ def test_nothing_fits_names_the_need_the_limit_and_the_way_out() -> None:
         r"\d+\.\d MiB a rank, 0 B of them weights, gradients and optimizer state; the longest "
         r"sequences that would fit have \d+ tokens, but option "
         r"'memory_limit' is 1\.0 MiB; raise it, use more ranks or shorter or fewer sequences, or "
-        r"allow more strategies or levers \(now: megatron_ts, .*metp\)"
+        r"allow more strategies or levers \(now: megatron_ts, .*dsp\)"
     )
     with pytest.raises(ValueError, match=pattern):
         planner(memory_limit="1MiB").plan(LONG)

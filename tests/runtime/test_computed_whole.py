@@ -3,14 +3,17 @@ of them has blocks, and what is computed whole, exactly and with a note."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from harness import RankPool
+from models import relative, whole
 from torch import Tensor, nn
 
 Made = tuple[nn.Module, dict[str, Tensor]]
@@ -237,3 +240,50 @@ def test_on_one_rank(pool1: RankPool) -> None:
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_two_ranks(sharded: bool, pool2: RankPool) -> None:
     assert pool2.run(train, list(MODELS), sharded, timeout_s=300) == [NUM_BLOCKS] * 2
+
+
+def whole_at_eleven(inner: str, sharded: bool) -> dict[str, float]:
+    """The largest error at each length, of a model that has a program for each; that for eleven
+    tokens cannot be made."""
+    from test_capture import Repeated
+
+    import paradyse
+    from paradyse import backend
+    from paradyse.runtime.registry import captures_of
+
+    torch.manual_seed(0)
+    model = Repeated().double()
+    eager = copy.deepcopy(model)
+    build = backend.build_program
+
+    def refusing(gm: Any, inputs: Any, *rest: Any) -> Any:
+        program, ctx = build(gm, inputs, *rest)
+        lengths = {x.shape[-1] for x in inputs if getattr(x, "dtype", None) == torch.int64}
+        return (None, SimpleNamespace(notes=["eleven"])) if 11 in lengths else (program, ctx)
+
+    if sharded:
+        paradyse.shard(model)
+    compiled = torch.compile(model, backend="paradyse", options={"inner": inner})
+    errors = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "build_program", refusing)
+        for length in (7, 9, 11, 9, 11):
+            given = ids(2, length) % 20
+            for one in (compiled, eager):
+                one(given, given).backward()
+            pairs = zip(model.parameters(), eager.parameters(), strict=True)
+            errors[str(length)] = max(relative(whole(p.grad), q.grad) for p, q in pairs)
+            model.zero_grad()
+            eager.zero_grad()
+    assert any(c.graphs and c.notes == ["eleven"] for c in captures_of(compiled))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("inner", "sharded"), [("eager", False), ("eager", True), ("aot_eager", False)]
+)
+def test_a_length_that_cannot_be_split_beside_others_that_can(
+    inner: str, sharded: bool, pool2: RankPool
+) -> None:
+    for errors in pool2.run(whole_at_eleven, inner, sharded, timeout_s=120):
+        assert errors.keys() == {"7", "9", "11"} and max(errors.values()) < 1e-9

@@ -66,8 +66,8 @@ def count_messages(plan: str) -> dict[str, object]:
 
 def capture_args(capture: object) -> list[object]:
     """The sharded weights of a capture, at their places among its arguments."""
-    sharded = capture.sharded  # type: ignore[attr-defined]
-    return [sharded[i]() if i in sharded else None for i in range(len(capture.placeholders))]  # type: ignore[attr-defined]
+    shards = capture.weights.shards()  # type: ignore[attr-defined]
+    return [shards.get(i) for i in range(len(capture.placeholders))]  # type: ignore[attr-defined]
 
 
 def test_look_ahead_begins_with_the_first_call(pool2: RankPool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 from typing import Any
-from weakref import ref
 
 import pytest
 from torch import nn
 
 from paradyse.distributed.axis import SINGLE
+from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.registry import captures_of, register
 
 
@@ -19,7 +19,7 @@ class Capture(SimpleNamespace):
 
 
 def capture_of(model: nn.Module, fallback: Any = None) -> Capture:
-    found = Capture(parameters=[ref(p) for p in model.parameters()], fallback=fallback)
+    found = Capture(weights=CallWeights(list(model.parameters())), fallback=fallback)
     register(found)
     return found
 

@@ -18,7 +18,7 @@ from plans import blocks_of, head_of
 
 from paradyse.runtime import offload
 from paradyse.strategies import host_memory, tiles
-from paradyse.types import Plan
+from paradyse.types import ATTENTION_STRATEGIES, Plan
 
 FEW, MANY = 120, 200
 """Steps of a training run."""
@@ -127,7 +127,7 @@ def count_bytes(sharded: bool) -> tuple[dict[str, dict[str, int]], dict[str, int
 def test_switch_sends_nothing(sharded: bool, pool2: RankPool) -> None:
     """Bytes of a step are the sum over blocks of what each sends under its strategy."""
     for static, mixed, names in pool2.run(count_bytes, sharded, timeout_s=200):
-        assert set(static) == {"megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp"}
+        assert set(static) == {*ATTENTION_STRATEGIES}
         between = {n for n in mixed if n not in names}
         expected = {name: static[s][name] for s, name in zip(MIXED, names, strict=True)}
         expected |= {n: static["colossal_z"][n] for n in between}

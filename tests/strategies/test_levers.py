@@ -356,6 +356,8 @@ def test_strategies_that_keep_as_little_anyway_say_so(pool2: RankPool) -> None:
         chunked = {f"{s}+chunked": attention.pop(f"{s}+chunked") for s in rings}
         assert all("go round" in why for why in chunked.values())
         assert "gathers all tokens" in attention.pop("megatron_ts+chunked")
+        assert "as a whole" in attention.pop("dsp+chunked")
+        assert "own tokens" in attention.pop("dsp+selective")
         assert attention.keys() == {"ulysses_z+selective", "metp+selective"}
         assert "exchanged" in attention["ulysses_z+selective"]
         assert mlp.keys() == {"metp+selective", "metp+tiled"}

@@ -12,7 +12,7 @@ from paradyse.cli.outputs import check_file, check_folder
 from paradyse.cli.results import COLUMNS, Record, Results
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.cli.traces import trace_of
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -22,7 +22,7 @@ def run_bench(args: argparse.Namespace) -> int:
     console = make_console()
     lengths, source = trace_of(args)
     device = launch.choose_device(args.device, args.ranks)
-    strategies = (args.strategies or ATTENTION_STRATEGIES) if args.ranks > 1 else ()
+    strategies = (args.strategies or ALONG_SEQUENCE) if args.ranks > 1 else ()
     size = llama_size(args, max(lengths))
     rate, links = launch.choose_links(args, device)
     title = (

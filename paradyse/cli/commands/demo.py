@@ -25,7 +25,7 @@ from paradyse.cli.replay import AUTO
 from paradyse.cli.results import Record, Results, choice_times
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.planner import format_bytes
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ALONG_SEQUENCE
 
 TOLERANCE = 1e-4
 """Of a loss, relative, in float32: sums over ranks are rounded in another order."""
@@ -63,7 +63,7 @@ def run_demo(args: argparse.Namespace) -> int:
     size = llama_size(args, args.cap)
     files = draw_files(args.steps, args.cap, args.seed, args.text)
     ranges = length_ranges(args.cap)
-    strategies = ATTENTION_STRATEGIES if args.ranks > 1 else ()
+    strategies = ALONG_SEQUENCE if args.ranks > 1 else ()
     picked = pick_files(files, ranges, args.per_range)
     check_folder("--out", args.out)
     rate, links = launch.choose_links(args, device)

@@ -1,0 +1,97 @@
+"""Which dim of a block's tokens its split may be switched to: one that nothing inside mixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from paradyse.graph.attention_call import ATTENTION, AttentionCall
+from paradyse.graph.factors import Dim, Factor, Names, resolve
+from paradyse.graph.subgraph import is_tensor, is_weight
+
+aten = torch.ops.aten
+
+_REPEATS = {aten.expand.default, aten.broadcast_to.default}
+"""Operators that may give a dim to what has none: its elements are alike."""
+
+
+def find_switch(names: Names, block: Any, first: Sequence[Factor]) -> tuple[Factor | None, str]:
+    """The dim of attention's batch that ``block`` can be computed split along, or None and why
+    there is none.
+
+    Args:
+        names: of the dims of the graph's values.
+        block: with an attention, over the dim ``block.seq``.
+        first: dims to prefer; the outermost one, which is the batch as a rule, comes last.
+    """
+    call = AttentionCall.of(block.attention)
+    if call.dropout_p > 0:
+        return None, DROPS
+    if block.keys is not None:
+        return None, "its keys are of another sequence than its queries"
+    batch = names.of(call.q)[0]
+    if not batch:
+        return None, "its tokens have no dim besides the one that is split"
+    order = sorted((*batch[1:], batch[0]), key=lambda f: f not in first)
+    reasons = []
+    for factor in order:
+        if not (why := _mixes(names, block, factor)):
+            return factor, ""
+        reasons.append(why)
+    return None, reasons[0]
+
+
+DROPS = "its attention has dropout, which goes by the place in the whole batch"
+"""Why attention cannot be computed for a part of its batch."""
+
+
+def _mixes(names: Names, block: Any, factor: Factor) -> str:
+    """Why ``block`` cannot be computed split along ``factor``; "" where it can."""
+    inside = set(block.nodes)
+    for node in block.nodes:
+        if factor in names.mixed(node):
+            return f"{node} mixes the other dim of its tokens"
+        outputs = _dims(names, node)
+        if any(_is_shifted(f, factor) for dims in outputs for d in dims for f in d):
+            return f"{node} cuts the other dim of its tokens, or adds to it"
+        read = [dims for a in node.all_input_nodes for dims in _dims(names, a)]
+        reads = any(_times(dims, factor) for dims in read)
+        times = [_times(dims, factor) for dims in outputs]
+        if any(n > 1 for n in times) or (reads and 0 in times):
+            return f"{node} does not keep the other dim of its tokens"
+        if not reads and any(times) and node.target not in _REPEATS:
+            return f"{node} makes the other dim of its tokens"
+        if node.target is ATTENTION:
+            call = AttentionCall.of(node)
+            if any(factor not in names.of(x)[0] for x in call.qkv):
+                return f"{node} has no such dim in the batch of its keys"
+    for node in dict.fromkeys(a for n in block.nodes for a in n.all_input_nodes):
+        if node in inside or not is_tensor(node):
+            continue
+        found = [f for d in names.of(node) for f in d]
+        if any(_is_shifted(f, g) for f in found for g in (factor, block.seq)):
+            return f"{node} has some tokens more or less"
+        if not is_weight(node) and found.count(block.seq) > 1:
+            return f"{node} has the dim that is split twice"
+    dims = names.of(block.output)
+    if _times(dims, factor) != 1 or _times(dims, block.seq) != 1:
+        return f"{block.output} does not have both dims of its tokens"
+    return ""
+
+
+def _dims(names: Names, node: fx.Node) -> list[list[Dim]]:
+    """Dims of each result of ``node``; of what is no tensor none."""
+    several = isinstance(node.meta.get("val"), tuple | list)
+    results = names.dims[node] if several else [names.dims[node]] * is_tensor(node)
+    return [[resolve(d) for d in dims] for dims in results]
+
+
+def _times(dims: Iterable[Dim], factor: Factor) -> int:
+    return sum(f is factor for d in dims for f in d)
+
+
+def _is_shifted(f: Factor, factor: Factor) -> bool:
+    return f is not factor and f.origin()[0] is factor

@@ -1,0 +1,86 @@
+"""A transformer over time and space in turn, for tests: attention over one dim of its tokens, then
+over the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, HEADS, CHANNELS, CLASSES = 16, 2, 3, 5
+
+
+class SpaceTime(nn.Module):
+    """Cells [B, T, S, C] and a label for each, [B, T, S], to a loss.
+
+    Args:
+        causal: attention over time sees no later time.
+        positions: a table of places is added, with a row for each.
+        dropout: of what blocks add to the stream.
+    """
+
+    def __init__(
+        self, layers: int = 2, causal: bool = False, places: int = 0, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.causal, self.dropout = causal, dropout
+        self.into = nn.Linear(CHANNELS, WIDTH)
+        self.places = nn.Parameter(torch.randn(places, WIDTH)) if places else None
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"time": _attention(), "space": _attention(), "mlp": _mlp()})
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.into(x)
+        if self.places is not None:
+            x = x + self.places
+        for layer in self.layers:
+            x = x + self.attend(layer["time"], x.transpose(1, 2), self.causal).transpose(1, 2)
+            x = x + self.attend(layer["space"], x, False)
+            mlp = layer["mlp"]
+            x = x + mlp["down"](F.gelu(mlp["up"](mlp["norm"](x))))
+        return F.cross_entropy(self.head(x).flatten(0, 2), labels.flatten())
+
+    def attend(self, parts: nn.ModuleDict, x: Tensor, causal: bool) -> Tensor:
+        """Attention over dim 2 of ``x`` [B, O, N, D]."""
+        b, o, n, d = x.shape
+        qkv = parts["qkv"](parts["norm"](x)).reshape(b * o, n, 3, HEADS, d // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        y = self.attention(q, k, v, causal)
+        y = parts["proj"](y.transpose(1, 2).reshape(b, o, n, d))
+        return F.dropout(y, self.dropout) if self.dropout else y
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """Of heads [N, H, tokens, D]."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def _attention() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "norm": nn.LayerNorm(WIDTH),
+            "qkv": nn.Linear(WIDTH, 3 * WIDTH),
+            "proj": nn.Linear(WIDTH, WIDTH),
+        }
+    )
+
+
+def _mlp() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "norm": nn.LayerNorm(WIDTH),
+            "up": nn.Linear(WIDTH, 24),
+            "down": nn.Linear(24, WIDTH),
+        }
+    )
+
+
+def cells(batch: int, time: int, space: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A batch of so many, of these lengths, and its labels; float64."""
+    g = torch.Generator().manual_seed(seed + 100 * time + space)
+    x = torch.randn(batch, time, space, CHANNELS, generator=g, dtype=torch.float64)
+    labels = torch.randint(CLASSES, (batch, time, space), generator=g)
+    labels[0, -1, 0] = -100
+    return x, labels
