@@ -62,7 +62,7 @@ def double(names: Names, node: fx.Node) -> Any:
 """
 
 LINES = (
-    ("paradyse/types.py", r'(\*ALONG_SEQUENCE, DSP)\)', r'\1, "toy")'),
+    ("paradyse/types.py", r"(\*ALONG_SEQUENCE, DSP)\)", r'\1, "toy")'),
     ("paradyse/strategies/__init__.py", r"(STRATEGIES = \([^)]*)\)", r"\1, TOY)"),
     (
         "paradyse/strategies/__init__.py",
