@@ -55,7 +55,7 @@ def part_joins(gm: fx.GraphModule, ctx: Any) -> int:
     joins: dict[fx.Node, _Join] = {}
     for node in nodes:
         if _is_join(node):
-            dim = node.args[1] % node.meta["val"].ndim if len(node.args) > 1 else 0
+            dim = argument(node, "dim") % node.meta["val"].ndim
             whole = {*names.of(node)[dim]}
             inside = {f for part in node.args[0] for f in names.of(part)[dim]}
             if inside & over and not whole & over:
@@ -73,13 +73,16 @@ def part_joins(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _is_join(node: fx.Node) -> bool:
-    """Whether ``node`` joins values [B, .., N, .., D], and not what attention is given."""
+    """Whether ``node`` joins values [B, .., N, .., D] along another dim than the last, as rotary
+    embeddings join halves."""
+    if node.target is not aten.cat.default or not is_tensor(node):
+        return False
+    value, dim = node.meta["val"], argument(node, "dim")
     return (
-        node.target is aten.cat.default
-        and is_tensor(node)
-        and node.meta["val"].ndim >= 3
-        and node.meta["val"].is_floating_point()
-        and all(p.meta["val"].ndim == node.meta["val"].ndim for p in node.args[0])
+        value.ndim >= 3
+        and dim % value.ndim != value.ndim - 1
+        and value.is_floating_point()
+        and all(p.meta["val"].ndim == value.ndim for p in node.args[0])
     )
 
 

@@ -224,7 +224,9 @@ def choose_links(args: argparse.Namespace, device: str) -> tuple[float | None, s
         cheap = "; where they are slow, plans differ more" if device == "cpu" else ""
         return None, f"links: as they are{f' ({why}{cheap})' if args.usual and why else ''}"
     ratio = flops_per_byte(like)
-    (flops, *_) = run_ranks("paradyse.cli.rank_jobs:matmul_flops", args.ranks, {}, Setting(device))
+    at_once = min(args.ranks, num_cores())  # more would take turns, and each see a time of its own
+    (flops, *_) = run_ranks("paradyse.cli.rank_jobs:matmul_flops", at_once, {}, Setting(device))
+    flops *= at_once / args.ranks
     rate = 8 * flops / ratio
     return rate, (
         f"links: {links.format_rate(rate)} each, so that ranks of {flops / 1e9:.0f} Gflop/s have "
@@ -316,7 +318,7 @@ def _collect(
     if waiting:
         after = time.monotonic() - start
         why = (
-            f"not finished in {after:.0f} s"
+            f"not finished in {setting.timeout_s:.0f} s"
             if after >= setting.timeout_s
             else f"no sign of life for {setting.silence_s:.0f} s"
         )
