@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paradyse.data import replica_sampler as replica_sampler
     from paradyse.mixed.batches import MixedBatches as MixedBatches
     from paradyse.mixed.measured_ways import measure_ways as measure_ways
+    from paradyse.mixed.sequences import sequences_of as sequences_of
     from paradyse.mixed.step_reports import GroupReport as GroupReport
     from paradyse.mixed.step_reports import MixedReport as MixedReport
     from paradyse.mixed.training import MixedModel as MixedModel
@@ -63,6 +64,7 @@ _API = {
     "MixedBatches": "paradyse.mixed.batches",
     "MixedModel": "paradyse.mixed.training",
     "measure_ways": "paradyse.mixed.measured_ways",
+    "sequences_of": "paradyse.mixed.sequences",
     "MixedReport": "paradyse.mixed.step_reports",
     "GroupReport": "paradyse.mixed.step_reports",
     "Way": "paradyse.mixed.ways",

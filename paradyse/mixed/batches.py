@@ -1,10 +1,9 @@
-"""Batches of mixed lengths from a dataset, planned one ahead: each rank gets its share of each."""
+"""Batches of mixed lengths, planned one ahead: each rank gets its share of each."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -18,13 +17,12 @@ from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.learnt_ways import LearntWays
+from paradyse.mixed.sequences import IGNORED
+from paradyse.mixed.sources import Batch, Dataset, Loader, Source
 from paradyse.mixed.step_plan import static_steps
 from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
 from paradyse.mixed.ways_file import read_ways
-
-IGNORED = -100
-"""The label of what is no target, as HuggingFace's losses have it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class MixedStep:
     plan: StepPlan
     """Of all ranks."""
     indices: tuple[int, ...]
-    """Into the dataset, of the batch's sequences."""
+    """Of the batch's sequences: into the dataset, or their numbers among those of an epoch."""
     shares: tuple[Share, ...]
     """Of this rank, one for each micro-batch; without ``calls`` where it has nothing to do."""
     num_targets: int
@@ -84,6 +82,10 @@ class MixedBatches:
             optimizer.step()
             optimizer.zero_grad()
 
+    ``MixedBatches(loader, ways=ways)`` takes the batches that a loader gives: lists of samples, or
+    padded or packed ones, which ``sequences_of`` takes apart. Every rank goes through the loader,
+    and has to be given the same batches.
+
     The first rank plans (``plan_step``), in a process of its own while the batch before trains, and
     tells the others. Every pass over it is an epoch of its own order. Of the last sequences of an
     epoch, which are fewer, a smaller batch is made.
@@ -91,8 +93,9 @@ class MixedBatches:
     Args:
         dataset: with a length, and for each index a dict of "input_ids" [S] int64 and, if they are
             others, "labels" [S] int64. The first rank reads all sequences for their lengths, each
-            rank those that it computes.
+            rank those that it computes. Without ``tokens_per_step``: a loader of batches.
         tokens_per_step: of all sequences of a batch together, at most, unless one alone has more.
+            None: as many as are in each of the loader's batches.
         ways: what groups can do, or the path of a file of ways (``paradyse plan --lengths-from``),
             made for weights that lie as those of the model. Degrees may be any number of ranks up
             to all.
@@ -103,7 +106,7 @@ class MixedBatches:
         apart: each sequence is a call of its own. What dropout drops of it is then a function of
             ``seed``, the step and the sequence alone, whatever group computes it; short sequences
             take longer so. Else it also depends on what is in one call with it.
-        shuffle: whether each epoch has another order; else the dataset's.
+        shuffle: whether each epoch has another order; else the dataset's. A loader has its own.
         seed: of the order, and of dropout.
         limit_s: seconds for each plan.
         learn: correct ``ways`` by what groups take while the model trains. Plans then depend on
@@ -117,7 +120,7 @@ class MixedBatches:
         self,
         dataset: Any,
         *,
-        tokens_per_step: int,
+        tokens_per_step: int | None = None,
         ways: Sequence[Way] | str | Path,
         causal: bool = True,
         pack: bool = True,
@@ -127,17 +130,14 @@ class MixedBatches:
         limit_s: float = 5.0,
         learn: bool = True,
     ):
-        if not hasattr(dataset, "__len__") or not len(dataset):
-            raise ValueError(
-                f"give a dataset with a length of at least 1, not {type(dataset).__name__}"
-            )
-        if isinstance(tokens_per_step, bool) or not isinstance(tokens_per_step, int):
-            raise ValueError(f"tokens_per_step={tokens_per_step!r}: give a whole number")
-        if tokens_per_step < 1:
-            raise ValueError(f"tokens_per_step={tokens_per_step}: give at least 1")
-        self.dataset, self.tokens_per_step = dataset, tokens_per_step
+        self.dataset = dataset
+        self._source: Source = (
+            Loader(dataset)
+            if tokens_per_step is None
+            else Dataset(dataset, tokens_per_step, shuffle, seed)
+        )
         self.causal, self.pack, self.apart = causal, pack, apart
-        self.shuffle, self.seed = shuffle, seed
+        self.seed = seed
         self.limit_s = limit_s
         self._axis = resolve_axis()
         size, self.weights = self._axis.size, ""
@@ -165,22 +165,25 @@ class MixedBatches:
         """
         epoch, self._epoch = self._epoch, self._epoch + 1
         together = Together(self._axis, f"epoch {epoch} of MixedBatches")
-        source = self._planned(epoch) if together.is_first else None
+        batches = self._source.batches(epoch)
+        planned = self._planned(batches) if together.is_first else None
+        follows = self._source.is_read_by_all and not together.is_first
         try:
-            number = 0
-            while True:
-                told = together.first(lambda: next(source, None) if source else None)
+            for number in count():
+                told = together.first(lambda: next(planned, None) if planned else None)
                 if told is None:
                     return
-                indices, lengths, plan = told
-                step = self._step(together, indices, lengths, plan, number)
+                batch, plan = told
+                read = (lambda: next(batches, None)) if follows else None
+                step = self._step(together, batch, plan, number, read)
                 yield step
+                self._source.forget(step.indices)
                 if self.learn and step.report is not None:
                     self._learnt.add(step.report)
-                number += 1
         finally:
-            if source is not None:
-                source.close()
+            if planned is not None:
+                planned.close()
+            batches.close()
 
     def arranged(self, plan: StepPlan, indices: Sequence[int], lengths: Sequence[int]) -> MixedStep:
         """A step by a ``plan`` of one's own. Call it on every rank alike.
@@ -192,7 +195,7 @@ class MixedBatches:
             ValueError: on every rank, where there is nothing to learn from.
         """
         together = Together(self._axis, "arranging a step of MixedBatches")
-        return self._step(together, tuple(indices), tuple(lengths), plan, 0)
+        return self._step(together, (tuple(indices), tuple(lengths)), plan, 0)
 
     def explain(self, step: MixedStep) -> MixedReport:
         """Which sequences of ``step`` go where and what that is to take, with what it took where
@@ -203,86 +206,73 @@ class MixedBatches:
         static = static_steps(step.lengths, self.ways, self._axis.size)
         return replace(report, static_s={d: plan.time_s for d, plan in static.items()})
 
-    def _planned(self, epoch: int) -> Any:
-        """On the first rank: indices, lengths and plan of each batch; the next one is planned
+    def _planned(self, batches: Iterator[Batch]) -> Any:
+        """On the first rank: each of ``batches`` with its plan; the next one is planned
         meanwhile."""
         with Ahead(self.ways, self._axis.size, self.limit_s) as ahead:
-            waiting: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-            ways = self.ways
-            with closing(self._cut(epoch)) as cut:
-                for indices, lengths in cut:
-                    if self.ways is not ways:
-                        ways = self.ways
-                        ahead.use(ways)
-                    ahead.ask(lengths)
-                    waiting.append((indices, tuple(lengths)))
-                    if len(waiting) > 1:
-                        yield *waiting.pop(0), ahead.take()
+            waiting, ways = list[Batch](), self.ways
+            for batch in batches:
+                if self.ways is not ways:
+                    ways = self.ways
+                    ahead.use(ways)
+                ahead.ask(batch[1])
+                waiting.append(batch)
+                if len(waiting) > 1:
+                    yield waiting.pop(0), ahead.take()
             for of in waiting:
-                yield *of, ahead.take()
+                yield of, ahead.take()
 
-    def _cut(self, epoch: int) -> Any:
-        """Indices and lengths of the sequences of each batch."""
-        order = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(f"{self.seed} {epoch}").shuffle(order)
-        indices, lengths, tokens = list[int](), list[int](), 0
-        for i in order:
-            length = len(self._sequence(i)["input_ids"])
-            if indices and tokens + length > self.tokens_per_step:
-                yield tuple(indices), lengths
-                indices, lengths, tokens = [], [], 0
-            indices.append(i)
-            lengths.append(length)
-            tokens += length
-        if indices:
-            yield tuple(indices), lengths
-
-    def _sequence(self, index: int) -> dict[str, Tensor]:
-        """The tokens and labels of the dataset's sequence ``index``."""
-        given = self.dataset[index]
-        ids = torch.as_tensor(given["input_ids"])
-        labels = torch.as_tensor(given.get("labels", ids)).clone()
-        if ids.ndim != 1 or labels.shape != ids.shape or not len(ids):
-            raise ValueError(
-                f"sequence {index} has input_ids {list(ids.shape)} and labels "
-                f"{list(labels.shape)}: give both with the same one dim, of at least 1 token"
-            )
+    def _sequence(self, number: int) -> dict[str, Tensor]:
+        """Tokens and labels of sequence ``number``; the first label of a causal one is no target,
+        as other sequences may be packed before it."""
+        sequence = self._source.sequence(number)
         if self.causal:
+            labels = sequence["labels"].clone()
             labels[0] = IGNORED
-        return {"input_ids": ids, "labels": labels}
+            sequence = {**sequence, "labels": labels}
+        return sequence
 
     def _step(
         self,
         together: Together,
-        indices: tuple[int, ...],
-        lengths: tuple[int, ...],
+        batch: Batch,
         plan: StepPlan,
         number: int,
+        follow: Callable[[], Batch | None] | None = None,
     ) -> MixedStep:
+        """Step ``number`` of an epoch; ``follow`` reads ``batch`` here, where all ranks do."""
+        indices, lengths = batch
         if self._axis.size > 1:
             of_all = (g.ranks for micro in plan.micro_batches for g in micro.groups)
             self._axis.session.of(GroupMeshes).make(of_all, self._axis)
         mine: list[Share] = []
 
-        def read() -> tuple[int, list[int]]:
+        def read() -> tuple[int, list[int], int]:
+            if follow is not None and follow() != batch:
+                raise ValueError(f"batch {number} of this rank is another than the first rank's")
             mine.extend(self._shares(indices, plan, number))
             firsts = [s for s in mine if s.ranks.start == self._axis.rank]
-            return sum(sum(s.num_targets) for s in firsts), [len(s.calls) for s in mine]
+            counted = sum(sum(s.num_targets) for s in firsts)
+            return counted, [len(s.calls) for s in mine], self._source.checksum(indices)
 
-        told = together.each(read)
-        num_targets = sum(counted for counted, _ in told)
-        if not num_targets:
+        counted, num_calls, checksums = zip(*together.each(read), strict=True)
+        others = [rank for rank, found in enumerate(checksums) if found != checksums[0]]
+        if others:
+            raise ValueError(
+                f"batch {number} has other tokens on ranks {others} than on the first: give all "
+                "ranks the same batches, such as by a loader with a generator of one seed"
+            )
+        if not sum(counted):
             raise ValueError(
                 f"the batch of sequences {indices[:8]}... has no label that is a target: give "
                 "longer sequences, more labels, or more tokens_per_step"
             )
-        most = [max(numbers) for numbers in zip(*(numbers for _, numbers in told), strict=True)]
+        most = [max(numbers) for numbers in zip(*num_calls, strict=True)]
         idle = self._idle(indices)
         shares = tuple(
             replace(s, idle=(idle,) * (n - len(s.calls))) for s, n in zip(mine, most, strict=True)
         )
-        return MixedStep(plan, indices, shares, num_targets, weights=self.weights, lengths=lengths)
+        return MixedStep(plan, indices, shares, sum(counted), weights=self.weights, lengths=lengths)
 
     def _shares(self, indices: tuple[int, ...], plan: StepPlan, number: int) -> list[Share]:
         """This rank's of each micro-batch, before others are told how many calls it has."""

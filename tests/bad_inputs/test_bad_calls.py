@@ -73,6 +73,22 @@ CALLS: dict[str, tuple[Callable[[Path], Any], Words]] = {
         lambda f: mixed(dataset=iter([])),
         "give a dataset with a length of at least 1, not list_iterator",
     ),
+    "a loader and tokens": (
+        lambda f: mixed(dataset=torch.utils.data.DataLoader([{"input_ids": torch.arange(5)}])),
+        "where it gives whole batches, leave tokens_per_step out",
+    ),
+    "neither a loader nor tokens": (
+        lambda f: mixed(dataset=3, tokens_per_step=None),
+        "give tokens_per_step, or a loader of batches, not int",
+    ),
+    "a dataset without tokens": (
+        lambda f: mixed(tokens_per_step=None),
+        "input_ids [5]: give [batch, tokens]",
+    ),
+    "a batch without sequences": (
+        lambda f: mixed(dataset=[[]], tokens_per_step=None),
+        "a batch without sequences",
+    ),
     "no sequences": (lambda f: mixed(dataset=[]), "a length of at least 1"),
     "no tokens": (lambda f: mixed(tokens_per_step=0), "tokens_per_step=0: give at least 1"),
     "half a token": (lambda f: mixed(tokens_per_step=0.5), "give a whole number"),

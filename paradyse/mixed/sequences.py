@@ -1,0 +1,132 @@
+"""The sequences of a batch that was padded or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of what is no target, as HuggingFace's losses have it."""
+
+_BY_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens")
+_NEEDLESS = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
+"""What collators add that follows from the rest."""
+
+
+def sequences_of(batch: Any) -> list[dict[str, Tensor]]:
+    """The sequences of ``batch`` one by one, without padding.
+
+    Args:
+        batch: a list of samples, each a dict of "input_ids" [S] and, if they are others, "labels"
+            [S]; or a dict of "input_ids" [B, S] and what there is of "labels" [B, S],
+            "attention_mask" [B, S] (0: padding, on either side), "position_ids" [B, S] or [1, S]
+            (0, 1, 2, .. in each sequence) and "cu_seq_lens_q" [N + 1] (bounds of the sequences of
+            the one row). Without bounds and without positions a row is a sequence.
+    Returns:
+        Of each sequence "input_ids" [S] and "labels" [S], in the batch's order.
+    Raises:
+        ValueError: the batch has another argument, shapes do not match, padding is inside a
+            sequence or is a target, positions do not count from 0, or bounds make no sense.
+    """
+    if not isinstance(batch, Mapping):
+        return list(batch)
+    unknown = sorted({*batch} - {*_BY_TOKEN, *_BOUNDS, *_NEEDLESS})
+    if unknown:
+        raise ValueError(
+            f"a batch with {', '.join(unknown)}: sequences of mixed lengths have input_ids and "
+            "labels alone; leave it out"
+        )
+    ids = torch.as_tensor(batch["input_ids"])
+    if ids.ndim != 2:
+        raise ValueError(f"input_ids {list(ids.shape)}: give [batch, tokens]")
+    rows = {name: _like(ids, name, batch[name]) for name in _BY_TOKEN if name in batch}
+    bounds = next((batch[name] for name in _BOUNDS if name in batch), None)
+    if bounds is not None:
+        return _between(rows, torch.as_tensor(bounds).tolist())
+    found = list[dict[str, Tensor]]()
+    for number in range(len(ids)):
+        row = _without_padding({name: x[number] for name, x in rows.items()}, f"row {number}")
+        found += _cut(row, _starts(row, f"row {number}"))
+    return found
+
+
+def checked(given: Mapping[str, Any], number: int) -> dict[str, Tensor]:
+    """A sequence as ``given``, with labels.
+
+    Args:
+        given: with "input_ids", and perhaps "labels".
+        number: of the sequence, for what is told of it.
+    Returns:
+        "input_ids" [S] and "labels" [S].
+    Raises:
+        ValueError: they have another number of dims or tokens, or none.
+    """
+    ids = torch.as_tensor(given["input_ids"])
+    labels = torch.as_tensor(given.get("labels", ids))
+    if ids.ndim != 1 or labels.shape != ids.shape or not len(ids):
+        raise ValueError(
+            f"sequence {number} has input_ids {list(ids.shape)} and labels {list(labels.shape)}: "
+            "give both with the same one dim, of at least 1 token"
+        )
+    return {"input_ids": ids, "labels": labels}
+
+
+def _like(ids: Tensor, name: str, given: Any) -> Tensor:
+    """``given`` [B, S], as large as ``ids``, also where it has one row for all."""
+    x = torch.as_tensor(given)
+    if x.shape not in (ids.shape, (1, ids.shape[1])):
+        raise ValueError(f"{name} {list(x.shape)}: give {list(ids.shape)}, as input_ids have")
+    return x.expand(ids.shape)
+
+
+def _between(rows: Mapping[str, Tensor], bounds: list[int]) -> list[dict[str, Tensor]]:
+    """The sequences between ``bounds`` of the one row of ``rows``."""
+    count, length = rows["input_ids"].shape
+    ascend = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+    if count != 1 or bounds[:1] != [0] or bounds[-1] != length or not ascend:
+        raise ValueError(
+            f"cu_seq_lens {bounds} of input_ids {[count, length]}: give ascending numbers from 0 "
+            "to the length of the one row"
+        )
+    if not bool(rows.get("attention_mask", torch.ones(1)).all()):
+        raise ValueError("cu_seq_lens and padding: leave the padding, or the bounds, out")
+    return _cut({name: x[0] for name, x in rows.items()}, bounds)
+
+
+def _without_padding(row: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """``row`` of a batch where its attention_mask is 1."""
+    if "attention_mask" not in row:
+        return row
+    mask = row["attention_mask"]
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"{where}: attention_mask has other values than 0 and 1")
+    (seen,) = mask.nonzero(as_tuple=True)
+    if len(seen) and len(seen) != seen[-1] - seen[0] + 1:
+        raise ValueError(f"{where} has padding inside: pad on the left or on the right")
+    if "labels" in row and bool((row["labels"][mask == 0] != IGNORED).any()):
+        raise ValueError(f"{where} has labels at padding: give {IGNORED} there")
+    return {name: x[seen] for name, x in row.items()}
+
+
+def _starts(row: Mapping[str, Tensor], where: str) -> list[int]:
+    """Where the sequences of ``row`` start, by its positions, and where the last one ends."""
+    length = len(row["input_ids"])
+    if "position_ids" not in row:
+        return [0, length]
+    places = row["position_ids"]
+    starts = [*(places == 0).nonzero()[:, 0].tolist(), length]
+    counted = [torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)]
+    if not torch.equal(places.cpu(), torch.cat([*counted, torch.arange(0)])):
+        raise ValueError(f"{where}: position_ids do not count from 0 in each sequence")
+    return starts
+
+
+def _cut(row: Mapping[str, Tensor], bounds: Sequence[int]) -> list[dict[str, Tensor]]:
+    """``row`` between ``bounds``, without parts that are empty."""
+    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    pairs = zip(bounds, bounds[1:], strict=False)
+    return [{"input_ids": ids[a:b], "labels": labels[a:b]} for a, b in pairs if a < b]
