@@ -40,7 +40,7 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "sums of gradients where backward ends",
         "paradyse/weights/gradients.py",
-        "if ends and (is_last or num_bytes >= TOGETHER_BYTES):",
+        "if ends and (is_last or num_bytes >= enough):",
         "if is_last:",
         (f"{COMING}test_weights_are_joined_from_the_last_used_on",),
     ),

@@ -108,7 +108,7 @@ class Frame:
         self._joined.begin()
         units: Sequence[Unit] = program.steps
         if self.constants.together and self.fuses and not self._is_sharded:
-            units = program.runs.units(self.constants.strategies, self.sizes)
+            units = program.runs.units(self.constants.strategies, self.sizes, self._joined.sums)
         for unit in units:
             steps = unit.steps if isinstance(unit, Run) else (unit,)
             for step in steps:

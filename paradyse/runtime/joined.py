@@ -42,6 +42,11 @@ class JoinedGradients:
         first = [step.position for step in self._to_sum.values()]
         self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
 
+    @property
+    def sums(self) -> frozenset[int]:
+        """Positions of the steps after whose backward gradients are sent."""
+        return frozenset(self._sums)
+
     def before(self, position: int) -> None:
         """The step at ``position`` is about to run."""
         self._sum(position)

@@ -102,24 +102,32 @@ class Runs:
             scope_of,
             variant,
         )
-        self._units: Recent[tuple[str, ...], Sequence[Unit]] = Recent()
+        self._units: Recent[tuple[tuple[str, ...], frozenset[int]], Sequence[Unit]] = Recent()
 
-    def units(self, strategies: tuple[str, ...], sizes: Mapping[str, int]) -> Sequence[Unit]:
+    def units(
+        self,
+        strategies: tuple[str, ...],
+        sizes: Mapping[str, int],
+        sums: frozenset[int] = frozenset(),
+    ) -> Sequence[Unit]:
         """The steps of a call, in order, those together that run as one.
 
         Args:
             strategies: per block, a strategy and its levers.
             sizes: "B", "S" and, on more than one rank, "s", of the first sequence.
+            sums: positions of the steps after whose backward gradients are sent. None is inside a
+                run, all of whose gradients are there at once: backward goes on meanwhile.
         """
         if self.inner == "eager" or len(strategies) < 2:
             return self.schedule.steps
         if sizes.get("B", 1) * sizes.get(SPLIT, sizes[WHOLE]) > FUSED_TOKENS:
             return self.schedule.steps
-        if strategies not in self._units:
-            self._units[strategies] = self._fused(strategies)
-        return self._units[strategies]
+        key = strategies, sums
+        if key not in self._units:
+            self._units[key] = self._fused(*key)
+        return self._units[key]
 
-    def _fused(self, strategies: tuple[str, ...]) -> list[Unit]:
+    def _fused(self, strategies: tuple[str, ...], sums: Collection[int]) -> list[Unit]:
         units: list[Unit] = []
         run: dict[BlockStep, Member] = {}
 
@@ -129,7 +137,8 @@ class Runs:
 
         for step in self.schedule.steps:
             member = self._member(step, strategies)
-            if len(run) == RUN_BLOCKS or not self._goes_on(run, step, strategies):
+            ends = len(run) == RUN_BLOCKS or step.position in sums
+            if ends or not self._goes_on(run, step, strategies):
                 end_run()
             if isinstance(step, BlockStep) and member is not None:
                 run[step] = member

@@ -23,17 +23,25 @@ TOGETHER_BYTES = 25 * 2**20
 """Gradients of replicated weights are summed as soon as so many are there, as
 DistributedDataParallel does (arXiv 2006.15704, section 3.2.2)."""
 
+NUM_SUMS = 8
+"""Where all gradients together are few, they are summed in so many parts: what is left for the end
+of backward, where nothing hides it, is one of them."""
+
+LEAST_BYTES = 2**20
+"""Parts are no smaller, as latency rules then."""
+
 
 def joined_by_use(uses: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
     """Which gradients are summed together: by the step before which their weights pass through
     ``SumGradients``, the indices of weights, so that backward has ``TOGETHER_BYTES`` of gradients
-    when it comes there.
+    when it comes there, or a part of ``NUM_SUMS`` of all.
 
     Args:
         uses: per weight, the first step that reads it; backward has its gradient after that one.
         sizes: bytes of each.
     """
     found: dict[int, list[int]] = {}
+    enough = min(TOGETHER_BYTES, max(LEAST_BYTES, sum(sizes) // NUM_SUMS))
     together, num_bytes = list[int](), 0
     last_first = sorted(range(len(uses)), key=lambda i: -uses[i])
     for at, i in enumerate(last_first):
@@ -41,7 +49,7 @@ def joined_by_use(uses: Sequence[int], sizes: Sequence[int]) -> dict[int, list[i
         num_bytes += sizes[i]
         is_last = at + 1 == len(last_first)
         ends = is_last or uses[last_first[at + 1]] < uses[i]
-        if ends and (is_last or num_bytes >= TOGETHER_BYTES):
+        if ends and (is_last or num_bytes >= enough):
             found[uses[i]] = sorted(together)
             together, num_bytes = [], 0
     return found

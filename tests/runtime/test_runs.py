@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from paradyse.runtime.frame import Frame, frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.runtime.runs import Run
 from paradyse.types import Plan
+from paradyse.weights import gradients
 
 LAYERS = 3
 """Blocks of one whole run and of a shorter one."""
@@ -49,13 +51,17 @@ def programs_of(compiled: Any) -> list[Any]:
     return [g.program for c in captures_of(compiled) for g in c.graphs.values()]
 
 
-def units_of(compiled: Any, plan: str | Plan = "replicated") -> list[list[str]]:
-    """Labels of the blocks of each unit that has blocks, as a call of 13 tokens would run them."""
+def units_of(
+    compiled: Any, plan: str | Plan = "replicated", sums: Iterable[int] = ()
+) -> list[list[str]]:
+    """Labels of the blocks of each unit that has blocks, as a call of 13 tokens would run them,
+    which sends gradients after the backward of the blocks ``sums``."""
     (program,) = programs_of(compiled)
     num_blocks = len(program.block_steps)
     strategies = plan.strategies if isinstance(plan, Plan) else (plan,) * num_blocks
     sizes = {"B": 2, "S": 13, "s": 7}
-    units = program.runs.units(strategies, sizes)
+    at = frozenset(program.block_steps[i].position for i in sums)
+    units = program.runs.units(strategies, sizes, at)
     steps = [u.steps if isinstance(u, Run) else [u] for u in units]
     assert [s for unit in steps for s in unit] == list(program.steps)
     return [[s.block.label for s in unit] for unit in steps if isinstance(unit[0], BlockStep)]
@@ -110,6 +116,41 @@ def test_new_lengths_compile_nothing_and_layers_share_a_run() -> None:
         compiled(**make_batch("plain", 2, seq_len)).loss.backward()
     assert cache.num_compiled == before + 1
     assert [len(u) for u in units_of(compiled)] == [4, 4]
+
+
+def test_no_gradients_are_sent_inside_a_run() -> None:
+    compiled = compiled_of(make_model("llama", **SMALL))
+    compiled(**make_batch("plain", 2, 13))
+    assert [len(u) for u in units_of(compiled)] == [4, 2]
+    assert [len(u) for u in units_of(compiled, sums=[0, 4])] == [4, 2]
+    assert [len(u) for u in units_of(compiled, sums=[0, 1, 3])] == [1, 2, 3]
+
+
+def summed_in_parts() -> tuple[list[int], list[list[int]]]:
+    """Of calls that send gradients in parts: the positions of the steps after whose backward they
+    do, and of the steps of each run."""
+    runs.FUSE_AFTER, after = 0, runs.FUSE_AFTER
+    try:
+        model = make_model("llama", **SMALL)
+        reference, compiled = copy.deepcopy(model), compiled_of(model, plan="ulysses_z")
+        batch = make_batch("plain", 2, 13)
+        want = run_step(reference, reference, batch)
+        layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+        with patch.object(gradients, "TOGETHER_BYTES", layer):
+            check(run_step(compiled, model, batch), want)
+        (program,) = programs_of(compiled)
+        ((_, sums), units) = next(iter(program.runs._units.items()))
+        of_runs = [[s.position for s in u.steps] for u in units if isinstance(u, Run)]
+        return sorted(sums), of_runs
+    finally:
+        runs.FUSE_AFTER = after
+        torch._dynamo.reset()
+
+
+def test_runs_of_a_call_end_where_its_gradients_are_sent(pool2: RankPool) -> None:
+    for sums, of_runs in pool2.run(summed_in_parts, timeout_s=120):
+        assert len(sums) >= LAYERS and len(of_runs) >= LAYERS - 1
+        assert not {*sums} & {position for run in of_runs for position in run[1:]}
 
 
 def test_who_watches_blocks_sees_each_of_them() -> None:

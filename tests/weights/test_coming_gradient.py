@@ -19,7 +19,7 @@ from paradyse.distributed.collectives import MACHINE, Pending
 from paradyse.torch_private import at_end_of_backward
 from paradyse.weights import gradients
 from paradyse.weights.coming_gradient import ComingGradient
-from paradyse.weights.gradients import TOGETHER_BYTES, joined_by_use
+from paradyse.weights.gradients import LEAST_BYTES, TOGETHER_BYTES, joined_by_use
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.unshard import Gathered
 
@@ -123,11 +123,20 @@ def test_operators_have_its_values() -> None:
 
 
 def test_weights_are_joined_from_the_last_used_on() -> None:
-    mib, big = 2**20, TOGETHER_BYTES
-    assert joined_by_use([0, 1, 2], [mib, mib, mib]) == {0: [0, 1, 2]}
-    assert joined_by_use([0, 1, 2, 2], [mib, mib, big, mib]) == {2: [2, 3], 0: [0, 1]}
-    assert joined_by_use([3, 0, 3], [mib, big, big]) == {3: [0, 2], 0: [1]}
+    kib, big = 2**10, TOGETHER_BYTES
+    assert joined_by_use([0, 1, 2], [kib, kib, kib]) == {0: [0, 1, 2]}
+    assert joined_by_use([0, 1, 2, 2], [kib, kib, big, kib]) == {2: [2, 3], 0: [0, 1]}
+    assert joined_by_use([3, 0, 3], [kib, big, big]) == {3: [0, 2], 0: [1]}
     assert joined_by_use([], []) == {}
+
+
+def test_few_gradients_are_summed_in_parts_that_are_not_too_small() -> None:
+    parts = joined_by_use(range(64), [LEAST_BYTES // 4] * 64)
+    assert [len(parts[first]) for first in sorted(parts)] == [8] * 8
+    parts = joined_by_use(range(16), [LEAST_BYTES // 4] * 16)
+    assert [len(parts[first]) for first in sorted(parts)] == [4] * 4
+    parts = joined_by_use(range(64), [TOGETHER_BYTES] * 64)
+    assert len(parts) == 64
 
 
 # On ranks
