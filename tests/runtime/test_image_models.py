@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import TOLERANCE, redraw
-from plans import blocks_of, head_of
+from plans import blocks_of
 
 from paradyse.types import Plan
 
@@ -49,7 +49,7 @@ def train_by_random_plans(steps: int) -> tuple[list[float], list[float], int]:
         }
         if step:
             points = tuple(drawn.choice(b.points()) for b in blocks_of(compiled))
-            current[0] = Plan(points, drawn.choice(head_of(compiled).points()))
+            current[0] = Plan(points)
         for call, optimizer, into in zip((reference, compiled), optimizers, losses, strict=True):
             optimizer.zero_grad()
             loss = call(**batch, interpolate_pos_encoding=True).loss
