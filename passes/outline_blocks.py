@@ -129,7 +129,7 @@ def read_by_none_but(
     inside: Iterable[fx.Node], nodes: Reversible[fx.Node], free: Container[fx.Node]
 ) -> list[fx.Node]:
     """Operators among ``nodes``, which are in graph order, that are ``free`` and that only those
-    ``inside`` read, or others such."""
+    ``inside`` read, or others such. One of several results stays with what gives them."""
     within = set(inside)
     found: list[fx.Node] = []
     for node in reversed(nodes):
@@ -137,7 +137,7 @@ def read_by_none_but(
         if usable and within.issuperset(node.users):
             within.add(node)
             found.append(node)
-    return found[::-1]
+    return [n for n in reversed(found) if n.target is not operator.getitem or n.args[0] in within]
 
 
 class _Finder:

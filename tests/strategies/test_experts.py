@@ -117,13 +117,13 @@ def test_mixtral_in_double_precision(
     assert_exact(ranks(p).run(compare, *args, timeout_s=300), F64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [1, *(pytest.param(p, marks=SLOW) for p in (2, 3, 4))])
 def test_router_losses(p: int, ranks: Callable[[int], RankPool]) -> None:
-    """The load is balanced over the tokens of all ranks."""
+    """The load is balanced over the tokens of all ranks. Routers' choices are read beside the
+    block, by the loss."""
     config = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
     plans = PLANS if p > 1 else ("colossal_z",)
-    args = (make_mixtral, (4, 2, F64), config, plans, (13, 2, 22), False)
+    args = (make_mixtral, (4, 2, F64), config, plans, (13, 2, 22) if p > 1 else (13,), False)
     assert_exact(ranks(p).run(compare, *args, timeout_s=300), F64)
 
 
@@ -185,6 +185,7 @@ def switch(steps: int) -> tuple[list[float], list[float], int]:
     made = [make_mixtral(4, 2, torch.float32, output_router_logits=True) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in made]
     compiled, current = compiled_by(made[1], "eager")
+    made[1](**make_batch("plain", 2, 3))  # transformers adds hooks at the first call
     drawn, losses = random.Random(3), ([], [])
     for step in range(steps):
         batch = make_batch("plain", 2, drawn.randint(3, 40), seed=step)
