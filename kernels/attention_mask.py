@@ -66,6 +66,9 @@ class AttentionSpec:
     sinks: Tensor | None = None
     """[H]: one more score for each row of a head, of a key without a value (arXiv 2309.17453; GPT-
     OSS). H and ``head_ids`` as of the bias."""
+    sequence_ids: Tensor | None = None
+    """[B] int64, the global index of each sequence for dropout; None for 0..B-1. Masks and bias
+    are those of the sequences at hand."""
     query_len: int | None = None
     """Where queries are of another sequence than keys, its length: ``seq_len`` is then that of the
     keys alone. A bias is [B|1, H|1, query_len|1, S|1], and nothing else depends on positions."""
@@ -385,7 +388,7 @@ def dropout_keep(
     again.
 
     Args:
-        batch: the sequences at hand.
+        batch: which of the sequences at hand.
         num_heads: H.
         q_positions, k_positions: int64 [R] and [K], global.
     Returns:
@@ -397,7 +400,10 @@ def dropout_keep(
     heads = spec.head_ids
     if heads is None:
         heads = torch.arange(num_heads, device=device)
-    sequences = torch.arange(batch.start, batch.stop, device=device)
+    if spec.sequence_ids is None:
+        sequences = torch.arange(batch.start, batch.stop, device=device)
+    else:
+        sequences = spec.sequence_ids.to(device)[batch] & _WORD
     rows = _mix(_mix(seed & _WORD) ^ sequences)[:, None]
     rows = _mix(rows ^ ((seed >> 32) & _WORD) ^ (heads.to(device) * 0x27D4EB2D & _WORD))[..., None]
     rows = _mix(rows ^ q_positions)[..., None]

@@ -13,6 +13,8 @@ spec, layout, gradient. The arguments of both, for S tokens:
 - ``info``: int64 [2] on the CPU, (S, block id); tokens past S <= N are padding. None: S = N.
   Where keys are of another sequence than queries, [3]: (length of the queries', block id, S).
 - ``sinks``: [H], one more score of each row (differentiable): see ``AttentionSpec``.
+- ``sequence_ids``: int64 [B], the global indices of the sequences for dropout, where they are not
+  all sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ sinks (of no elements where there are none)."""
 ARGUMENTS = (
     "Tensor? key_padding, Tensor? document_ids, Tensor? bias, Tensor? seed, SymInt left, "
     "SymInt right, SymInt chunk, float scale, float softcap, float dropout_p, "
-    "Tensor? head_ids=None, Tensor? info=None, Tensor? sinks=None"
+    "Tensor? head_ids=None, Tensor? info=None, Tensor? sinks=None, "
+    "Tensor? sequence_ids=None"
 )
 """Of every attention operator after q, k and v, as ``paradyse::attention`` states them."""
 
@@ -69,6 +72,7 @@ def make_spec(
     head_ids: Tensor | None = None,
     info: Tensor | None = None,
     sinks: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
 ) -> AttentionSpec:
     """``ARGUMENTS`` as a spec.
 
@@ -111,6 +115,7 @@ def make_spec(
         seed=seed,
         head_ids=head_ids,
         sinks=sinks,
+        sequence_ids=sequence_ids,
         query_len=num_queries if across else None,
     )
 

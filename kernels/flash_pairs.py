@@ -54,6 +54,7 @@ class Constants(NamedTuple):
     """NO_BIAS, BOOL_BIAS or FLOAT_BIAS."""
     DROPOUT: bool
     HAS_HEAD_IDS: bool
+    HAS_SEQUENCE_IDS: bool
     WIDEN: bool
     """To float32, for the interpreter, which cannot compute in bfloat16."""
     STRIDE_Q: int
@@ -86,6 +87,8 @@ class Pairs(NamedTuple):
     """int64 []."""
     head_ids: Tensor
     """int64 [H]."""
+    sequence_ids: Tensor
+    """int64 [B]."""
     bias_b: int
     """Stride of the bias, in elements; 0 along dims of size 1."""
     bias_h: int
@@ -142,6 +145,8 @@ def hash_rows(pairs, b, h, position, C: tl.constexpr):
     """
     if C.HAS_HEAD_IDS:
         h = tl.load(pairs.head_ids + h).to(tl.int32)
+    if C.HAS_SEQUENCE_IDS:
+        b = tl.load(pairs.sequence_ids + b)
     seed = tl.load(pairs.seed)
     zero = tl.zeros_like(position).to(tl.uint32)
     low = (seed & 0xFFFFFFFF).to(tl.uint32) + zero

@@ -236,7 +236,8 @@ def launch(
             bias = join_sides(bias)[:, spec.seq_len - 1 :]
             bias_strides = 0, 0 if bias.shape[0] == 1 else bias.stride(0), -1, 1
     rows = visibility.rows  # in place of what is not there
-    tensors = (rows if x is None else x.to(q.device) for x in (bias, spec.seed, spec.head_ids))
+    given = bias, spec.seed, spec.head_ids, spec.sequence_ids
+    tensors = (rows if x is None else x.to(q.device) for x in given)
     *factors, threshold = scalars(spec)
     pairs = Pairs._make([*tensors, *bias_strides, *factors])
     mask = Mask(
@@ -261,6 +262,7 @@ def launch(
         BIAS=kind,
         DROPOUT=spec.dropout_p > 0,
         HAS_HEAD_IDS=spec.head_ids is not None,
+        HAS_SEQUENCE_IDS=spec.sequence_ids is not None,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         **{f"STRIDE_{name}": x.stride(2) for name, x in zip("QKVG", inputs)},
     )

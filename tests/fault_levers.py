@@ -35,7 +35,7 @@ LEVER_FAULTS: tuple[Fault, ...] = (
     Fault(
         "dropout in a tile as in a sequence of its length",
         "paradyse/strategies/dropout.py",
-        "digit, num = positions, seq_len",
+        "digit, num = positions, info[0]",
         "digit, num = positions, positions.shape[0]",
         (f"{LEVERS}test_dropout_is_that_of_the_whole_sequence",),
     ),

@@ -17,13 +17,19 @@ class SpaceTime(nn.Module):
         causal: attention over time sees no later time.
         positions: a table of places is added, with a row for each.
         dropout: of what blocks add to the stream.
+        attention_dropout: of what attention weighs values with.
     """
 
     def __init__(
-        self, layers: int = 2, causal: bool = False, places: int = 0, dropout: float = 0.0
+        self,
+        layers: int = 2,
+        causal: bool = False,
+        places: int = 0,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.causal, self.dropout = causal, dropout
+        self.causal, self.dropout, self.attention_dropout = causal, dropout, attention_dropout
         self.into = nn.Linear(CHANNELS, WIDTH)
         self.places = nn.Parameter(torch.randn(places, WIDTH)) if places else None
         self.layers = nn.ModuleList(
@@ -54,7 +60,8 @@ class SpaceTime(nn.Module):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """Of heads [N, H, tokens, D]."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        p = self.attention_dropout
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
 
 
 def _attention() -> nn.ModuleDict:

@@ -224,7 +224,7 @@ def train_with_dropout(family: str, plans: tuple[str, ...]) -> dict[str, list[mo
 
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "bert"])
 def test_dropout(family: str, pool1: RankPool, pool2: RankPool) -> None:
-    plans = ("megatron_cz", "ulysses_z", "colossal_z", "megatron_ts", "metp")
+    plans = ("megatron_cz", "ulysses_z", "colossal_z", "megatron_ts", "metp", "dsp")
     (one,) = pool1.run(train_with_dropout, family, plans[:1], timeout_s=200)
     (reference,) = one.values()
     for rank in pool2.run(train_with_dropout, family, plans, timeout_s=200):

@@ -202,6 +202,20 @@ def test_in_runs(family: str, nproc: int, ranks: Callable[[int], RankPool]) -> N
     assert_exact(family, ranks(nproc).run(compare_in_runs, *args, timeout_s=500))
 
 
+def ask_for_a_batch_of_one() -> str:
+    model = make_model("llama_odd", num_hidden_layers=1)
+    compiled = torch.compile(model, backend="paradyse", options={"plan": DSP, "inner": "eager"})
+    with pytest.raises(ValueError) as refusal:
+        run_step(compiled, model, make_batch("plain", 1, 13))
+    return str(refusal.value)
+
+
+def test_dsp_refuses_a_batch_of_one(pool2: RankPool) -> None:
+    for text in pool2.run(ask_for_a_batch_of_one, timeout_s=100):
+        assert "'dsp' cannot compute block 'layers.0.attention': its tokens have no dim" in text
+        assert "give a batch of more than one; feasible there: megatron_ts" in text
+
+
 def ask_for_refused() -> list[str]:
     model = make_model("olmo2", num_hidden_layers=1)
     texts = []

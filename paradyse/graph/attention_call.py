@@ -52,6 +52,7 @@ class AttentionCall:
     head_ids: Any = None
     info: Any = None
     sinks: Any = None
+    sequence_ids: Any = None
 
     @classmethod
     def of(cls, node: fx.Node) -> AttentionCall:
@@ -106,9 +107,10 @@ class AttentionCall:
         data = self.key_padding is not None, self.document_ids is not None
         return MaskSpec(left, right, chunk, *data, bias=self.bias is not None)
 
-    def seeded(self, seed: Any) -> AttentionCall:
-        """With ``seed`` (int64 []), if the call has dropout."""
-        return replace(self, seed=seed if self.dropout_p > 0 else None)
+    def seeded(self, seed: Any, sequence_ids: Any = None) -> AttentionCall:
+        """With ``seed`` (int64 []) and ``sequence_ids``, if the call has dropout."""
+        given = (seed, sequence_ids) if self.dropout_p > 0 else (None, None)
+        return replace(self, seed=given[0], sequence_ids=given[1])
 
     def run(self, apply: Apply = apply_operator) -> Any:
         """The operator's results for a whole sequence on one rank, out and lse; ``apply`` calls

@@ -18,6 +18,10 @@ _REPEATS = {aten.expand.default, aten.broadcast_to.default}
 """Operators that may give a dim to what has none: its elements are alike."""
 
 
+NO_DIM = "its tokens have no dim besides the one that is split: give a batch of more than one"
+"""Why there is none: a dim of one element has no name."""
+
+
 def find_switch(names: Names, block: Any, first: Sequence[Factor]) -> tuple[Factor | None, str]:
     """The dim of attention's batch that ``block`` can be computed split along, or None and why
     there is none.
@@ -28,13 +32,11 @@ def find_switch(names: Names, block: Any, first: Sequence[Factor]) -> tuple[Fact
         first: dims to prefer; the outermost one, which is the batch as a rule, comes last.
     """
     call = AttentionCall.of(block.attention)
-    if call.dropout_p > 0:
-        return None, DROPS
     if block.keys is not None:
         return None, "its keys are of another sequence than its queries"
     batch = names.of(call.q)[0]
     if not batch:
-        return None, "its tokens have no dim besides the one that is split"
+        return None, NO_DIM
     order = sorted((*batch[1:], batch[0]), key=lambda f: f not in first)
     reasons = []
     for factor in order:
@@ -42,10 +44,6 @@ def find_switch(names: Names, block: Any, first: Sequence[Factor]) -> tuple[Fact
             return factor, ""
         reasons.append(why)
     return None, reasons[0]
-
-
-DROPS = "its attention has dropout, which goes by the place in the whole batch"
-"""Why attention cannot be computed for a part of its batch."""
 
 
 def _mixes(names: Names, block: Any, factor: Factor) -> str:

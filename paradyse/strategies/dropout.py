@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.factors import Factor, size_of
+from paradyse.graph.factors import Dim, Factor, size_of
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.kernels.dropout import hashed_dropout
 from paradyse.strategies.base import SPLIT, Scope
@@ -49,16 +49,14 @@ def dropout_overrides(
         heads: int64 [h], query heads (or columns) of the group.
         own: other dims of which the rank has some rows: which, int64 [n], and how many there are.
     """
-    whole, local, _, info, seed = common
-    positions = local if layout == SPLIT else whole
+    seed, at = common[-1], own or {}
     out: dict[fx.Node, Override] = {}
     core = set(groups.core.nodes) if groups is not None else nodes
     for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
 
         def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
-            at = own or {}
-            given = scope, node, layout, sizes, positions, info[0], groups, heads, at
-            index = _element_index(*given)
+            dims = scope.names.of(node)
+            index = _element_index(scope, dims, layout, sizes, common, at, groups, heads)
             return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
 
         if node in core:
@@ -66,22 +64,42 @@ def dropout_overrides(
     return out
 
 
-def _element_index(
+def sequence_ids(
     scope: Scope,
-    node: fx.Node,
+    attention: fx.Node,
     layout: str,
     sizes: Mapping[str, Any],
-    positions: Tensor,
-    seq_len: Tensor,
-    groups: Groups | None,
-    heads: Tensor | None,
-    own: Mapping[Factor, tuple[Tensor, Any]],
-) -> Tensor:
-    """Where each element of ``node``'s value, or of a group's part of it, lies in the whole tensor:
-    int64, of the value's shape. ``seq_len`` is the tokens of the whole sequence, of which
-    ``positions`` may be any.
+    common: Sequence[Tensor],
+    own: Mapping[Factor, tuple[Tensor, Any]] | None = None,
+) -> Tensor | None:
+    """The global indices of the sequences of ``attention``, int64 [B]; None without dropout.
+
+    Args:
+        scope, layout, sizes, common, own: as of ``dropout_overrides``.
     """
-    dims, letters = scope.names.of(node), scope.labels(layout).of
+    call = AttentionCall.of(attention)
+    if call.dropout_p == 0:
+        return None
+    batch = scope.names.of(call.q)[:1]
+    return _element_index(scope, batch, layout, sizes, common, own or {})
+
+
+def _element_index(
+    scope: Scope,
+    dims: Sequence[Dim],
+    layout: str,
+    sizes: Mapping[str, Any],
+    common: Sequence[Tensor],
+    own: Mapping[Factor, tuple[Tensor, Any]],
+    groups: Groups | None = None,
+    heads: Tensor | None = None,
+) -> Tensor:
+    """Where each element of a value of ``dims``, or of a group's part of it, lies in the whole
+    tensor: int64, of the value's shape. The rank's tokens may be any of the sequence's.
+    """
+    whole, local, _, info, _ = common
+    positions = local if layout == SPLIT else whole
+    letters = scope.labels(layout).of
     factors = [f for d in dims for f in d]
     outer, inner, ratio, table = None, None, 1, torch.empty(0)
     if groups is not None and heads is not None:
@@ -91,7 +109,7 @@ def _element_index(
     for at, f in enumerate(factors):
         num: Any = sizes.get(letters.get(f, ""), f.size)
         if f is scope.seq:
-            digit, num = positions, seq_len
+            digit, num = positions, info[0]
         elif f in own:
             digit, num = own[f]
         elif f is outer:

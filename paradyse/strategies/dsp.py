@@ -37,10 +37,10 @@ from paradyse.strategies.base import (
     spec_dims,
     split_inputs,
 )
-from paradyse.strategies.dropout import dropout_overrides
+from paradyse.strategies.dropout import dropout_overrides, sequence_ids
 from paradyse.strategies.groups.analyse import factors_of, may_be_split
 from paradyse.strategies.groups.model import Unsplittable
-from paradyse.strategies.local import APART, attention_dropout, count_apart, zero_variant
+from paradyse.strategies.local import APART, count_apart, zero_variant
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
 from paradyse.types import DSP as NAME
 from paradyse.types import EXPERTS
@@ -112,9 +112,10 @@ class SwitchedPiece(PieceVariant):
         known = {to: (positions, num)}
         nodes = self.piece.nodes
         overrides = dropout_overrides(scope, nodes, WHOLE, sizes, common, own=known)
+        ids = sequence_ids(scope, self.attention, WHOLE, sizes, common, known)
 
         def attend(*args: Any) -> Any:
-            return AttentionCall(*args).seeded(seed).run(apply)
+            return AttentionCall(*args).seeded(seed, ids).run(apply)
 
         overrides[self.attention] = attend
         values = [given[n] for n in self.piece.inputs]
@@ -166,9 +167,8 @@ def _build(scope: Scope, block: Any, piece: Piece) -> PieceVariant:
 
 
 def _refuses(block: Any) -> str:
-    if block.attention is None or block.apart:
-        return attention_dropout(block) if block.attention is not None else ""
-    return "" if block.switch is not None else block.no_switch
+    needs_none = block.attention is None or block.apart or block.switch is not None
+    return "" if needs_none else block.no_switch
 
 
 def _count(work: Work) -> None:

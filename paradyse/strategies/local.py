@@ -19,7 +19,6 @@ from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, run
-from paradyse.graph.switches import DROPS
 from paradyse.strategies.attention.operators import attend_across_ranks
 from paradyse.strategies.base import (
     SPLIT,
@@ -36,7 +35,7 @@ from paradyse.strategies.base import (
     spec_dims,
     split_inputs,
 )
-from paradyse.strategies.dropout import dropout_overrides
+from paradyse.strategies.dropout import dropout_overrides, sequence_ids
 from paradyse.strategies.groups.evaluate import local_shape
 from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
 from paradyse.types import EXPERTS
@@ -55,15 +54,16 @@ KEYS_GO_ROUND = (
 
 
 def attention_override(
-    scope: Scope, strategy: str, common: Sequence[Tensor], apply: Apply
+    scope: Scope, strategy: str, common: Sequence[Tensor], apply: Apply, ids: Tensor | None
 ) -> Override:
     """The attention operator of ``strategy`` over the axis of ``scope``, called by ``apply`` with
-    the arguments of ``paradyse::attention``; ``common`` is ``StepContext.common``.
+    the arguments of ``paradyse::attention``; ``common`` is ``StepContext.common``, ``ids`` the
+    ``sequence_ids`` where the rank has some sequences.
     """
     *_, info, seed = common
 
     def local(*args: Any) -> Any:
-        return AttentionCall(*args).seeded(seed).run(apply)
+        return AttentionCall(*args).seeded(seed, ids).run(apply)
 
     def across_ranks(*args: Any) -> Any:
         call = replace(AttentionCall(*args).seeded(seed), info=info)
@@ -121,7 +121,10 @@ class LocalPiece(PieceVariant):
         scope, piece = self.scope, self.piece
         overrides = dropout_overrides(scope, self.within.nodes, self.layout, sizes, common)
         if self.attention is not None:
-            way = attention_override(scope, self.strategy, common, apply)
+            ids = None
+            if self.strategy == APART:
+                ids = sequence_ids(scope, self.attention, self.layout, sizes, common)
+            way = attention_override(scope, self.strategy, common, apply, ids)
             overrides[self.attention] = way
         given = dict(zip(self.order, own))
         factors = {**bind_factors(scope, self.layout, sizes), **self.parts}
@@ -197,14 +200,6 @@ def count_apart(work: Work) -> None:
     work.workspace_bytes += work.out_bytes
 
 
-def attention_dropout(block: Any) -> str:
-    """Why a rank cannot compute the attention of ``block`` for a part of its batch; "" where it
-    can, or need not."""
-    if not block.apart or AttentionCall.of(block.attention).dropout_p == 0:
-        return ""
-    return DROPS
-
-
 def _strategy(
     name: str, count_core: Callable[[Work], None], without: Mapping[str, str] | None = None
 ) -> Strategy:
@@ -223,7 +218,7 @@ def _strategy(
             work.workspace_bytes += work.between_bytes
 
     same_as = dict.fromkeys(("mlp", EXPERTS), "megatron_cz")
-    return Strategy(name, build, count, "whole", same_as, attention_dropout, without or {})
+    return Strategy(name, build, count, "whole", same_as, without=without or {})
 
 
 MEGATRON_CZ = _strategy("megatron_cz", _count_ring, {"chunked": KEYS_GO_ROUND})

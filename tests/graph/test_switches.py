@@ -80,9 +80,10 @@ def test_a_dim_that_is_mixed_inside_gives_way_to_the_batch() -> None:
     assert time.switch is ctx.batch and ctx.batch.size == 2 and not time.no_switch
 
 
-def test_attention_with_dropout_says_why_not() -> None:
-    _, (time, _) = blocks_of(dropout=0.5)
-    assert time.switch is None and "dropout" in time.no_switch
+def test_attention_with_dropout_is_switched_as_without() -> None:
+    ctx, (time, space) = blocks_of(dropout=0.5)
+    assert time.switch is ctx.unsplit[0] and not time.no_switch
+    assert space.apart
 
 
 def test_one_batch_of_plain_sequences() -> None:

@@ -327,8 +327,9 @@ def test_dropout_does_not_depend_on_the_split() -> None:
     spec, at, everyone = dropped(0.4), torch.arange(53), slice(0, 3)
     whole = dropout_keep(spec, everyone, 6, at, at)
     heads = torch.tensor([4, 1])
-    part = dropout_keep(dropped(0.4, head_ids=heads), slice(1, 3), 2, at[20:30], at[7:50])
-    assert torch.equal(part, whole[1:3, heads, 20:30, 7:50])
+    mine = dropped(0.4, head_ids=heads, sequence_ids=torch.tensor([2, 1, 0]))
+    part = dropout_keep(mine, slice(1, 3), 2, at[20:30], at[7:50])
+    assert torch.equal(part, whole[[1, 0]][:, heads, 20:30, 7:50])
     other = AttentionSpec(53, 0.3, dropout_p=0.4, seed=torch.tensor(2**40 + 12))
     assert (dropout_keep(other, everyone, 6, at, at) == whole).float().mean() < 0.6
 

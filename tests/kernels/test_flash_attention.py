@@ -210,7 +210,8 @@ def test_dropout_drops_the_pairs_of_the_definition(p: float) -> None:
     """Which know nothing of tiles, ranks or which of the heads are here."""
     s, seed = 45, torch.tensor(2**40 + 11)
     heads = torch.tensor([5, 1], device=DEVICE)
-    spec = AttentionSpec(s, 0.3, right=0, dropout_p=p, seed=seed, head_ids=heads)
+    ids = torch.tensor([3, 7], device=DEVICE)
+    spec = AttentionSpec(s, 0.3, right=0, dropout_p=p, seed=seed, head_ids=heads, sequence_ids=ids)
     check(spec, balanced(s, 1), balanced(s, 0), (2, 2, 1, 16, 16))
     if p < 1:
         spec = AttentionSpec(s, 0.3, left=30, dropout_p=p, seed=seed.to(DEVICE), softcap=4.0)

@@ -26,7 +26,7 @@ from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.describe import describe_blocks
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program
-from paradyse.types import ATTENTION_STRATEGIES, DSP
+from paradyse.types import ATTENTION_STRATEGIES
 
 BATCH, TOKENS = 2, 59
 SIZE = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 96, "n_positions": 64}
@@ -103,7 +103,7 @@ def test_a_step_copies_nothing_once_it_has_run(device: torch.device) -> None:
     with whole_graphs(), fake_world(3) as axis:
         program, args = captured(model, batch, axis)
         assert program.device == device and program.schedule.has_dropout
-        for strategy in (s for s in ATTENTION_STRATEGIES if s != DSP):  # attention drops out
+        for strategy in ATTENTION_STRATEGIES:
             step(program, args, strategy)
             found = step(program, args, strategy)
             assert not found, (strategy, found)

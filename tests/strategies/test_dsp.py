@@ -106,6 +106,24 @@ def test_exact_at_odd_lengths_of_both_dims(
         assert blocks[1][1:] == (1, None, ["metp"])  # over space, with time in the batch
 
 
+def one_sequence(time: int, space: int) -> tuple[dict[str, str], list[Any], str]:
+    """What is further off than the tolerance in a batch of one, and the blocks; the error where
+    nothing but the split dim has more than one element."""
+    off, (_, blocks, _) = train((DSP, "ulysses_z"), [(1, time, space)], "plain", False, "eager")
+    with pytest.raises(ValueError) as refusal:
+        steps(DSP, (1, time, 1))
+    return off, blocks, str(refusal.value)
+
+
+def test_a_batch_of_one(pool3: RankPool) -> None:
+    """It switches to another dim where there is one; else the error says what to do."""
+    for off, blocks, error in pool3.run(one_sequence, 7, 5, timeout_s=200):
+        assert not off
+        assert blocks[0] == ("attention", None, 1, [])  # to space, which is no batch
+        assert "option 'plan': 'dsp' cannot compute block 'layers.0.attention'" in error
+        assert "give a batch of more than one; feasible there: megatron_ts" in error
+
+
 def steps(plan: Any, size: tuple[int, int, int], **options: Any) -> tuple[Any, Any, Any]:
     """Of one step of one layer under ``plan``: what was sent, per collective and per block, and the
     report of the plan."""
@@ -150,13 +168,15 @@ def test_explain_shows_what_is_switched_and_what_needs_no_switch(pool2: RankPool
         assert "over 12 of a dim that is not split" in text
 
 
-def dropped(plans: tuple[str, ...], probability: float) -> tuple[list[Any], list[str]]:
+def dropped(
+    plans: tuple[str, ...], probabilities: dict[str, float], inner: str
+) -> tuple[list[Any], list[str]]:
     """Loss and gradients of a step with dropout under each plan, from the same random state."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = space_time.SpaceTime(layers=1, dropout=probability).double()
+    model = space_time.SpaceTime(layers=1, **probabilities).double()
     current: list[Any] = [plans[0]]
-    options = {"plan": lambda workload: current[0], "inner": "eager"}
+    options = {"plan": lambda workload: current[0], "inner": inner}
     compiled = torch.compile(model, backend="paradyse", options=options)
     found = []
     for current[0] in plans:
@@ -169,10 +189,25 @@ def dropped(plans: tuple[str, ...], probability: float) -> tuple[list[Any], list
     return found, [b.infeasible.get(DSP, "") for b in blocks_of(compiled)]
 
 
-def test_dropout_is_the_same_whatever_is_split(pool3: RankPool) -> None:
-    for found, _ in pool3.run(dropped, ("megatron_cz", DSP, "ulysses_z"), 0.5, timeout_s=200):
-        for other in found[1:]:
-            for x, y in zip(found[0], other, strict=True):
+@pytest.mark.parametrize(
+    ("nproc", "attention", "inner"),
+    [
+        (3, False, "eager"),
+        (2, True, "eager"),
+        (3, True, "eager"),
+        pytest.param(2, True, "aot_eager", marks=pytest.mark.slow),
+    ],
+)
+def test_dropout_is_the_same_whatever_is_split(
+    nproc: int, attention: bool, inner: str, ranks: Any
+) -> None:
+    plans = "megatron_cz", DSP, "ulysses_z", "megatron_ts"
+    given = {"attention_dropout": 0.5} if attention else {"dropout": 0.5}
+    ((whole,), _), *_ = ranks(1).run(dropped, (DSP,), given, "eager", timeout_s=200)
+    for found, refused in ranks(nproc).run(dropped, plans, given, inner, timeout_s=200):
+        assert not any(refused)
+        for other in found:
+            for x, y in zip(whole, other, strict=True):
                 assert (x - y).norm() <= TOLERANCE * (x.norm() + 1e-3)
 
 
