@@ -168,13 +168,19 @@ def test_explain_shows_what_is_switched_and_what_needs_no_switch(pool2: RankPool
         assert "over 12 of a dim that is not split" in text
 
 
-def dropped(
-    plans: tuple[str, ...], probabilities: dict[str, float], inner: str
-) -> tuple[list[Any], list[str]]:
+def dropping(where: str) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """A model that drops out values of "blocks" or of "attention", or TimeSformer; and a batch."""
+    torch.manual_seed(0)
+    if where == "timesformer":
+        return make_timesformer(5, dropout=0.3), videos(3, 5)
+    given = {"dropout": 0.5} if where == "blocks" else {"attention_dropout": 0.5}
+    return space_time.SpaceTime(layers=1, **given).double(), space_time.cells(3, 5, 7)
+
+
+def dropped(plans: tuple[str, ...], where: str, inner: str) -> tuple[list[Any], list[str]]:
     """Loss and gradients of a step with dropout under each plan, from the same random state."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = space_time.SpaceTime(layers=1, **probabilities).double()
+    model, batch = dropping(where)
     current: list[Any] = [plans[0]]
     options = {"plan": lambda workload: current[0], "inner": inner}
     compiled = torch.compile(model, backend="paradyse", options=options)
@@ -182,7 +188,8 @@ def dropped(
     for current[0] in plans:
         model.zero_grad()
         torch.manual_seed(5)
-        loss = compiled(*space_time.cells(3, 5, 7))
+        out = compiled(*batch)
+        loss = out if isinstance(out, torch.Tensor) else out.loss
         loss.backward()
         grads = [p.grad.clone() for p in model.parameters()]
         found.append([loss.detach(), *grads])
@@ -190,21 +197,21 @@ def dropped(
 
 
 @pytest.mark.parametrize(
-    ("nproc", "attention", "inner"),
+    ("nproc", "where", "inner"),
     [
-        (3, False, "eager"),
-        (2, True, "eager"),
-        (3, True, "eager"),
-        pytest.param(2, True, "aot_eager", marks=pytest.mark.slow),
+        (3, "blocks", "eager"),
+        (2, "attention", "eager"),
+        (3, "attention", "eager"),
+        pytest.param(2, "attention", "aot_eager", marks=pytest.mark.slow),
+        pytest.param(2, "timesformer", "eager", marks=pytest.mark.slow),
     ],
 )
 def test_dropout_is_the_same_whatever_is_split(
-    nproc: int, attention: bool, inner: str, ranks: Any
+    nproc: int, where: str, inner: str, ranks: Any
 ) -> None:
     plans = "megatron_cz", DSP, "ulysses_z", "megatron_ts"
-    given = {"attention_dropout": 0.5} if attention else {"dropout": 0.5}
-    ((whole,), _), *_ = ranks(1).run(dropped, (DSP,), given, "eager", timeout_s=200)
-    for found, refused in ranks(nproc).run(dropped, plans, given, inner, timeout_s=200):
+    ((whole,), _), *_ = ranks(1).run(dropped, (DSP,), where, "eager", timeout_s=200)
+    for found, refused in ranks(nproc).run(dropped, plans, where, inner, timeout_s=200):
         assert not any(refused)
         for other in found:
             for x, y in zip(whole, other, strict=True):
@@ -252,15 +259,10 @@ def test_auto_takes_it_where_the_prior_says_so(pool2: RankPool) -> None:
         assert calls["all_to_all"] == 4
 
 
-def timesformer(plans: tuple[str, ...], sharded: bool, frames: int) -> tuple[Any, ...]:
-    """What is further off than the tolerance; blocks, notes, and the report of explain."""
+def make_timesformer(frames: int, dropout: float = 0.0) -> Any:
+    """For videos of 12 x 12 pixels, in float64; redrawn, so that no gradient is too small."""
     import transformers
 
-    import paradyse
-    from paradyse.runtime.registry import captures_of
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     config = transformers.TimesformerConfig(
         image_size=12,
         patch_size=4,
@@ -269,13 +271,33 @@ def timesformer(plans: tuple[str, ...], sharded: bool, frames: int) -> tuple[Any
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=24,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
         num_labels=4,
     )
-    reference = transformers.TimesformerForVideoClassification(config).double()
-    for p in reference.parameters():
+    model = transformers.TimesformerForVideoClassification(config).double().train()
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def videos(batch: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many of 12 x 12 pixels, and a label of each; float64."""
+    g = torch.Generator().manual_seed(batch)
+    x = torch.randn(batch, frames, 3, 12, 12, generator=g, dtype=torch.float64)
+    return x, torch.arange(batch)
+
+
+def timesformer(
+    plans: tuple[str, ...], sharded: bool, frames: int, batches: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """What is further off than the tolerance; blocks, how many differ, and notes."""
+    import paradyse
+    from paradyse.runtime.registry import captures_of
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = make_timesformer(frames)
     model = copy.deepcopy(reference)
     if sharded:
         paradyse.shard(model)
@@ -283,16 +305,14 @@ def timesformer(plans: tuple[str, ...], sharded: bool, frames: int) -> tuple[Any
     options = {"plan": lambda workload: current[0], "inner": "eager"}
     compiled = torch.compile(model, backend="paradyse", options=options)
     off: dict[str, str] = {}
-    for batch in (2, 3):
-        g = torch.Generator().manual_seed(batch)
-        videos = torch.randn(batch, frames, 3, 12, 12, generator=g, dtype=torch.float64)
-        labels = torch.arange(batch)
+    for batch in batches:
+        given = videos(batch, frames)
         reference.zero_grad()
-        want = reference(videos, labels=labels).loss
+        want = reference(*given).loss
         want.backward()
         for name in (*plans[1:], plans[0]):
             model.zero_grad()
-            got = compiled(videos, labels=labels).loss
+            got = compiled(*given).loss
             got.backward()
             worst = max(errors(model, got, reference, want))
             if not worst[0] <= TOLERANCE:
@@ -305,17 +325,19 @@ def timesformer(plans: tuple[str, ...], sharded: bool, frames: int) -> tuple[Any
 
 
 @pytest.mark.parametrize(
-    ("sharded", "nproc", "frames"),
+    ("sharded", "nproc", "frames", "batches"),
     [
-        (False, 2, 5),
-        pytest.param(True, 2, 4, marks=pytest.mark.slow),
-        pytest.param(True, 3, 7, marks=pytest.mark.slow),
-        pytest.param(False, 4, 3, marks=pytest.mark.slow),
+        (False, 2, 5, (2, 3)),
+        pytest.param(True, 2, 4, (1, 2), marks=pytest.mark.slow),
+        pytest.param(True, 3, 7, (2, 3), marks=pytest.mark.slow),
+        pytest.param(False, 4, 3, (2, 3), marks=pytest.mark.slow),
     ],
 )
-def test_timesformer(sharded: bool, nproc: int, frames: int, ranks: Any) -> None:
+def test_timesformer(
+    sharded: bool, nproc: int, frames: int, batches: tuple[int, ...], ranks: Any
+) -> None:
     plans = ("megatron_cz", DSP, "megatron_ts", "mixed 0")
-    case = (plans, sharded, frames)
+    case = (plans, sharded, frames, batches)
     for off, blocks, structures, notes in ranks(nproc).run(timesformer, *case, timeout_s=400):
         assert not off
         time, space = ("attention", None, 2), ("attention", 1, None)
