@@ -3,7 +3,7 @@
 # make test-all  the same with the tests marked slow, several times as long
 # make test-oldest, make test-newest  make test with the oldest versions that are supported
 #             (constraints-oldest.txt), or the newest there are, in environments of their own
-# make compatibility  the table of families: exact, split, or whole (hours; goes on where it ended)
+# make compatibility  the table of families: exact, split, or whole (goes on where it ended)
 # make docs   the site of the documents, in build/site; warnings are errors
 # make pytest some of the tests, in one process (ARGS="-k masks" goes to pytest)
 # make setup  the virtual environment with the package installed in it, editable

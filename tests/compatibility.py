@@ -34,12 +34,12 @@ NUM_RANKS = 2
 
 HEAD = """# Compatibility
 
-Written by `make compatibility` (`tests/compatibility.py`): a small model of each family, with
-random weights, on two ranks, against one process in eager mode.
+Written by `make compatibility ARGS=--all-strategies` (`tests/compatibility.py`): a small model of
+each family, with random weights, on two ranks, against one process in eager mode.
 
 | column | meaning |
 |---|---|
-| exact | the plan under which loss and gradients are equal at three lengths; else what is off |
+| exact | the plans under which loss and gradients are equal at three lengths; else what is off |
 | blocks | those that have strategies, by kind; "whole": every rank computes all of it |
 | layers | of all stacks of the model |
 | programs | captures after the first, second and third length |
