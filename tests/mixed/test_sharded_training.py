@@ -44,7 +44,8 @@ def step_by(batches: MixedBatches, plan: StepPlan, number: int = 0) -> MixedStep
     """All of the dataset as the batch ``number`` of an epoch, by ``plan``."""
     indices = tuple(range(len(batches.dataset)))
     lengths = tuple(len(s["input_ids"]) for s in batches.dataset)
-    return batches._step(Together(resolve_axis(), "a test"), indices, lengths, plan, number)
+    together = Together(resolve_axis(), "a test")
+    return batches._step(together, (indices, lengths), plan, number)
 
 
 def batches_of(family: str, data: Sequence[dict[str, Tensor]], **options: Any) -> MixedBatches:
