@@ -212,6 +212,9 @@ class BlockSpec:
     """Elements of all weights of the block."""
     num_split_weight_elements: int = 0
     """Of these, elements a head- or column-parallel strategy splits over the ranks."""
+    num_shared_weight_elements: int = 0
+    """Of these in turn, elements that several ranks take, such as those of a KV head that is one of
+    fewer than there are ranks: at rest they lie like elements that are not split."""
     mask: MaskSpec | None = None
     """None for attention under a dense mask that was not recovered, and for other blocks."""
     refused_levers: Mapping[str, str] = field(default_factory=dict)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import fx
 
 from paradyse.graph.attention_call import AttentionCall
 from paradyse.graph.subgraph import is_weight, structure
@@ -13,6 +14,7 @@ from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, input_o
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons, refused_by_head, refused_levers
 from paradyse.strategies.base import WHOLE
+from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.types import BlockSpec, HeadSpec
 
 
@@ -47,8 +49,10 @@ def describe_masks(blocks: Sequence[BlockSpec]) -> str:
 def _describe(program: Program, step: BlockStep) -> BlockSpec:
     block, scope = step.block, program.scope_of(step)
     over, switch = program.number_of(block.over), program.number_of(block.switch)
-    weights = [n.meta["val"] for n in step.piece.inputs if is_weight(n)]
-    split = [n.args[1].meta["val"] for n in (*block.up, *block.downs)]
+    weights = [n for n in step.piece.inputs if is_weight(n)]
+    at_rest = rest_layouts(scope, block)
+    split = {_weight_of(n.args[1]) for n in (*block.up, *block.downs)}
+    split |= at_rest.keys() & {x for n in block.up for x in n.args[2:3]}  # their biases
     down = block.down.args[1].meta["val"]
     heads = kv_heads = head_dim = num_experts = experts_per_token = 0
     if block.experts is not None:
@@ -74,8 +78,9 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         intermediate=intermediate,
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        num_weight_elements=sum(w.numel() for w in weights),
-        num_split_weight_elements=sum(w.numel() for w in split),
+        num_weight_elements=_elements(weights),
+        num_split_weight_elements=_elements(split),
+        num_shared_weight_elements=_elements(split.difference(at_rest)),
         mask=call.mask_spec if call is not None else None,
         refused_levers=refused_levers(scope, block),
         recompute=step.recompute,
@@ -85,3 +90,14 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         over=-1 if block.apart and over is None else over,
         switch=-1 if block.switch is not None and switch is None else switch,
     )
+
+
+def _weight_of(value: fx.Node) -> fx.Node:
+    """The weight of which ``value`` is a cast or a transpose, or itself."""
+    while value.args and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value
+
+
+def _elements(weights: Iterable[fx.Node]) -> int:
+    return sum(w.meta["val"].numel() for w in weights)

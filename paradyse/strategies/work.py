@@ -289,7 +289,9 @@ class Work:
         """
         e, n, training = self.itemsize, self.block.num_weight_elements, self.workload.training
         summed = (self.workload.reduce_dtype or self.workload.dtype).itemsize
-        split = self.block.num_split_weight_elements if weights == "split" else 0
+        block = self.block
+        own = block.num_split_weight_elements - block.num_shared_weight_elements
+        split = own if weights == "split" else 0
         whole, share = n - split, (self.p - 1) / self.p * e
         if sharded:
             groups = self.p if weights == "streamed" else 1

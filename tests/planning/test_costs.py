@@ -112,6 +112,20 @@ def test_gradients_of_whole_weights_are_all_reduced_and_split_ones_gathered() ->
     assert prior_cost(block, "megatron_cz", w, GPU, sharded=True).comm_bytes == 3 * share
 
 
+def test_weights_that_several_ranks_take_travel_like_those_that_are_not_split() -> None:
+    """A KV head for two ranks each: its rows are gathered twice, and their gradients added up."""
+    p, h = 4, 256
+    apart = attention(h, heads=8, kv=2)
+    of_keys = 2 * 2 * apart.head_dim * h
+    shared = replace(apart, num_shared_weight_elements=of_keys)
+    for sharded, messages in ((True, 3), (False, 1)):  # whole: summed, and not merely gathered
+        own, both = (
+            prior_cost(b, "megatron_ts", work(1024, p), GPU, sharded).comm_bytes
+            for b in (apart, shared)
+        )
+        assert both - own == messages * of_keys * 2 * (p - 1) // p
+
+
 @pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
 def test_gradients_are_counted_in_the_dtype_that_they_are_added_up_in(strategy: str) -> None:
     """Gathered in bfloat16 in forward and in backward, added up in float32."""
