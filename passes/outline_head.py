@@ -61,7 +61,7 @@ def outline_head(gm: fx.GraphModule, ctx: Any) -> int:
         taken.update(head.nodes)
         ctx.heads.append(head)
         behind = set().union(*(nx.descendants(flow, n) for n in mine)) - set(core)
-        end = next(reversed(gm.graph.nodes))
+        end = gm.graph.output_node()
         for node in (*head.nodes, *(n for n in list(gm.graph.nodes) if n in behind - {end})):
             end.prepend(node)
     return len(ctx.heads)

@@ -34,7 +34,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
 
 def overloads(names: str) -> list[Any]:
     """The overloads of operators, ``names`` with blanks between, that a functional graph has: those
-    that write nothing."""
+    that write nothing, and those for named tensors neither, which PyTorch up to 2.11 has."""
     found = []
     for name in names.split():
         packet, _, overload = name.partition(".")
@@ -42,7 +42,8 @@ def overloads(names: str) -> list[Any]:
         for o in [overload] if overload else of.overloads():
             schema = schema_of(getattr(of, o))
             gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
-            if gives_tensors and not schema.is_mutable and not o.startswith("prim_"):
+            other = o.startswith("prim_") or "name" in o.lower()
+            if gives_tensors and not schema.is_mutable and not other:
                 found.append(getattr(of, o))
     return found
 
