@@ -78,7 +78,8 @@ for _width in (64, 128, 256):
     _CONFIGS[86, 2, _width] = _CONFIGS[8, 2, _width]
     _CONFIGS[86, 4, _width] = _CONFIGS[9, 4, _width] = _CONFIGS[8, 4, _width]
 # Forward with documents, whose comparison takes registers, where the tiles above would spill.
-_DOCUMENT_FORWARD = {(8, 2, 128): _F(64, 32, 4, 2), (86, 2, 128): _F(64, 32, 4, 2)}
+_DOCUMENT_FORWARD = {(9, 2, 128): _F(128, 64, 8, 3, 2)}
+_DOCUMENT_FORWARD |= {(g, 2, 128): _F(64, 32, 4, 2) for g in (8, 86)}
 _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1, 1))
 
 

@@ -85,8 +85,12 @@ def save_checkpoint(
     if ranks.is_first:
         entries["run"] = step, optimizer and type(optimizer).__name__, extra
     unfinished = path.with_name(path.name + ".tmp")
-    metadata = storage.write(ranks, unfinished, entries)
-    ranks.first(lambda: files.finish(unfinished, path, metadata, step, keep))
+    storage.write(ranks, unfinished, entries)
+
+    def finish() -> None:
+        files.finish(unfinished, path, storage.read_metadata(unfinished), step, keep)
+
+    ranks.first(finish)
     return path
 
 

@@ -45,15 +45,13 @@ _BLOCK_BYTES = 1 << 20
 # Writing
 
 
-def write(ranks: Together, path: Path, entries: Mapping[str, Any]) -> Any:
+def write(ranks: Together, path: Path, entries: Mapping[str, Any]) -> None:
     """Write ``entries`` of every rank; all is on the disk when this returns.
 
     Args:
         ranks: that write, each what it holds.
         path: a folder that does not exist yet.
         entries: nested by name, as of ``get_state_dict``.
-    Returns:
-        The checkpoint's metadata; on the first rank it is complete.
     Raises:
         ValueError: a value could not be read again.
         RuntimeError: a rank could not write.
@@ -82,7 +80,6 @@ def write(ranks: Together, path: Path, entries: Mapping[str, Any]) -> Any:
     plans, metadata = ranks.first(partial(plan_all, plans))
     written = ranks.each(partial(write_mine, plans[ranks.rank]))
     ranks.first(partial(finish, metadata, written))
-    return metadata
 
 
 class _SavePlanner(DefaultSavePlanner):
