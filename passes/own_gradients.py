@@ -23,7 +23,8 @@ def why_no_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, given: Sequence[Any])
     """Why ``apply_with_slope`` cannot stand for a custom autograd function; "" where it can.
 
     Args:
-        fwd: its forward, which gives (outputs, what is saved).
+        fwd: its forward, which gives (outputs, what is saved). With PyTorch up to 2.11 values of
+            its inside are outputs too; only the first is read.
         bwd: its backward, of the outputs' gradients and what is saved.
         given: its arguments: a tensor of any sizes, and numbers for sizes.
     """
@@ -37,9 +38,9 @@ def why_no_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, given: Sequence[Any])
             x = torch.empty([*range(size, size + given[at].ndim)], dtype=given[at].dtype)
             args = [x if i == at else size for i in range(len(given))]
             outputs, saved = fwd(*args)
-            if len(outputs) != 1 or outputs[0].shape != x.shape:
-                return "it gives more than one tensor, or one of another shape"
-            traced.append((make_fx(fwd)(*args).graph, make_fx(bwd)(outputs[0], *saved).graph))
+            if outputs[0].shape != x.shape:
+                return "it gives a tensor of another shape"
+            traced.append((make_fx(fwd)(*args).graph, make_fx(bwd)(*outputs, *saved).graph))
     if len({_text(graphs) for graphs in traced}) > 1:
         return "it depends on sizes"
     forward, backward = traced[-1]
@@ -81,7 +82,7 @@ def _is_linear(graph: fx.Graph, grad: fx.Node, result: fx.Node) -> bool:
     return result in linear
 
 
-def apply_with_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, *given: Any) -> tuple[Tensor]:
+def apply_with_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, *given: Any) -> tuple[Tensor, ...]:
     """An elementwise function f with a slope g of its own, as ``f(x) + (x - x') g(x)``, where x'
     and what f and g give are constants to autograd: x - x' is zero, and its gradient is one.
 
@@ -90,6 +91,6 @@ def apply_with_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, *given: Any) -> t
     """
     ((at, x),) = ((i, x) for i, x in enumerate(given) if isinstance(x, Tensor))
     constant = x.detach()
-    (y,), saved = fwd(*given[:at], constant, *given[at + 1 :])
-    slope = bwd(torch.ones_like(y), *saved)[at]
-    return (y.detach() + (x - constant) * slope.detach(),)
+    (y, *inside), saved = fwd(*given[:at], constant, *given[at + 1 :])
+    slope = bwd(torch.ones_like(y), *map(torch.zeros_like, inside), *saved)[at]
+    return (y.detach() + (x - constant) * slope.detach(), *inside)

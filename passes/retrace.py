@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         fakes = [fake(x) for x in inputs]
         traced = make_fx(lambda *args: _Interpreter(gm).run(*args), pre_dispatch=True)(*fakes)
     _check_constants(traced, gm)
+    _write_numbers(traced)
     for node in traced.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -93,7 +95,9 @@ def _check_body(node: fx.Node, gm: fx.GraphModule) -> None:
     if node.target is _OWN_GRADIENT:
         fwd, bwd = (gm.get_submodule(body.target) for body in node.args[:2])
         examples = [a.meta.get("example_value", 0) for a in node.args[2:]]
-        if not (why := why_no_slope(fwd, bwd, examples)):
+        if any(u.target is not operator.getitem or u.args[1] for u in node.users):
+            why = "it gives more than one tensor"
+        elif not (why := why_no_slope(fwd, bwd, examples)):
             return
         why = f" ({why})"
     raise Untraceable(
@@ -106,17 +110,44 @@ _LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
 def _check_constants(traced: fx.GraphModule, gm: fx.GraphModule) -> None:
-    """A value that tracing lost track of becomes a constant, which holds in no other call."""
+    """Refuse transforms of functions. A value that tracing lost track of becomes a constant, which
+    holds in no other call; PyTorch up to 2.11 has the transforms themselves in the graph, where
+    what lies between their begin and their end cannot be told from what does not."""
     modules = list(gm.modules())
     own = [v for m in modules for v in (*m.parameters(False), *m.buffers(False), *vars(m).values())]
+    why = ""
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(traced, node.target)
+            if not any(value is v for v in own) and not all(u.target in _LIFTS for u in node.users):
+                why = f"{next(iter(node.users))} reads a value that tracing took for a constant"
+        elif getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            why = f"{node} is a step of one"
+        if why:
+            raise Untraceable(
+                f"{why}: the graph transforms functions (torch.func, associative_scan), which the "
+                "passes do not see into"
+            )
+
+
+def _write_numbers(traced: fx.GraphModule) -> None:
+    """Write tensors of one number as such.
+
+    before: c = lift_fresh_copy(_tensor_constant0)
+    after:  c = full([], 1.0)
+    """
     for node in traced.graph.find_nodes(op="get_attr"):
         value = getattr(traced, node.target)
-        if not any(value is v for v in own) and not all(u.target in _LIFTS for u in node.users):
-            raise Untraceable(
-                f"{next(iter(node.users))} reads a value that tracing took for a constant: the "
-                "graph transforms functions (torch.func, associative_scan), which the passes do "
-                "not see into"
-            )
+        for lift in list(node.users):
+            if value.ndim or lift.target not in _LIFTS:
+                continue
+            out = lift.meta["val"]
+            given = {"dtype": out.dtype, "device": out.device}
+            with traced.graph.inserting_before(lift):
+                full = traced.graph.call_function(aten.full.default, ([], value.item()), given)
+            full.meta = dict(lift.meta)
+            lift.replace_all_uses_with(full)
+            traced.graph.erase_node(lift)
 
 
 class _Interpreter(fx.Interpreter):

@@ -32,7 +32,6 @@ _CHOICES = (
     aten.where.ScalarOther,
     aten.where.Scalar,
 )
-_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 _MAXIMA = (aten.maximum.default, aten.max.other)
 _NEGLIGIBLE = -1e30
 """What is below counts as the lowest number: scores are above it."""
@@ -75,12 +74,10 @@ def number_of(x: Any) -> float | None:
         return float(x)
     if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
         return None
-    if x.target in (*CASTS, *_LIFTS, aten.detach.default, aten.clone.default):
+    if x.target in (*CASTS, aten.detach.default, aten.clone.default):
         return number_of(x.args[0])
     if x.target in (aten.full.default, aten.scalar_tensor.default):
         return number_of(x.args[1] if x.target is aten.full.default else x.args[0])
-    if x.op == "get_attr" and not shape_of(x) and any(u.target in _LIFTS for u in x.users):
-        return float(getattr(x.graph.owning_module, str(x.target)))
     return None
 
 
