@@ -50,9 +50,12 @@ def explain(
         check_count("other_lens", length)
     graphs = [(c, g) for c in captures_of(compiled_model) for g in c.graphs.values() if g.blocks]
     if not graphs:
-        notes = dict.fromkeys(n for c in captures_of(compiled_model, whole=True) for n in c.notes)
+        whole = list(captures_of(compiled_model, whole=True))
+        split = list(captures_of(compiled_model))
+        notes = dict.fromkeys(n for c in (*split, *whole) for n in c.notes)
+        what = "no block of this model is found" if split else "nothing of this model is split"
         raise ValueError(
-            f"nothing of this model is split, so there is nothing to choose: {'; '.join(notes)}"
+            f"{what}, so there is nothing to choose: {'; '.join(notes)}"
             if notes
             else "no graph of this model is known yet: run one step of the compiled model first"
         )

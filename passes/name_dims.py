@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.graph.infer import infer_names
+from paradyse.passes.looked_up import cut_sequences, inputs_of, looked_up_sequences
 
 aten = torch.ops.aten
 
@@ -30,20 +31,27 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     several dims that attention is over in turn, such as time and space, one of them is in ctx.seqs
     and is split, and the others are in ctx.unsplit: the one whose split leaves the most attention
     as it is, of equal ones the first. (Sizes say nothing here: programs serve all of them.)
-    Refuses nothing: ctx.seq is None where no attention says what the sequence is.
+    On several ranks, without any attention, the sequence is that of the token ids that are looked
+    up. It stays one dim where views cut it into chunks, or merge these again.
+    Refuses nothing: ctx.seq is None where neither says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
     calls = [AttentionCall.of(n) for n in gm.graph.nodes if n.target is ATTENTION]
     heads = [x for call in calls for x in (call.q, call.k)]
-    merged = _merged_sequences(gm.graph, ctx.names, heads)
-    if merged:
-        ctx.names = infer_names(gm.graph, merged)
+    compound = {dim for dim in (ctx.names.of(x)[2] for x in heads) if len(dim) > 1}
+    by_ids = not calls and ctx.axis.size > 1
+    cut = cut_sequences(gm.graph, ctx.names) if by_ids else set()
+    merged = _merged_sequences(gm.graph, ctx.names, compound | cut)
+    if merged or cut:
+        ctx.names = infer_names(gm.graph, merged, inputs_of(gm.graph, ctx.names, cut))
     over: dict[Factor, dict[Dim, None]] = defaultdict(dict)
     dims = {x: ctx.names.of(x) for x in heads}
     for batch, _, seq, _ in dims.values():
         if len(seq) == 1:
             over[seq[0]][batch] = None
     ctx.seq, ctx.batch, ctx.sequences, ctx.seqs, ctx.unsplit = None, None, (), {}, ()
+    if by_ids:
+        over.update(looked_up_sequences(gm.graph, ctx.names))
     for factor in [f for f in over if f.origin()[0] is not f and f.origin()[0] in over]:
         del over[factor]  # another sequence with some tokens more
     if over:
@@ -64,7 +72,7 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
         ctx.seq = order[0]
         ctx.batch, ctx.sequences = ctx.seqs[ctx.seq], batches[ctx.seq]
     elif not calls:
-        ctx.note("no scaled_dot_product_attention in the graph: nothing says what the sequence is")
+        ctx.note("no attention and no look-up of token ids: nothing says what the sequence is")
     elif not any(seq for _, _, seq, _ in dims.values()):
         ctx.note("a sequence of one token: computed whole on every rank")
     else:
@@ -84,11 +92,10 @@ def _kept(factor: Factor, queries: Sequence[Dim]) -> bool:
 
 
 def _merged_sequences(
-    graph: fx.Graph, names: Names, heads: list[fx.Node]
+    graph: fx.Graph, names: Names, compound: Collection[Dim]
 ) -> list[tuple[fx.Node, int]]:
     """Where dims become a sequence, such as rows and columns of patches: reshapes, and the dims
-    that they make of several; ``heads`` are queries and keys."""
-    compound = {dim for dim in (names.of(x)[2] for x in heads) if len(dim) > 1}
+    that they make of several, which are one of ``compound``."""
     return [
         (node, d)
         for node in graph.nodes

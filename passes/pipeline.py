@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -167,4 +168,10 @@ def _report_gathered(ctx: CaptureContext) -> None:
                 'on_unsupported="gather" computes it on gathered tensors instead, exactly but '
                 "slowly."
             )
-        ctx.note(f"{node.target} runs on gathered tensors: {why}")
+        ctx.note(f"{node.target} runs on gathered tensors{_where(node)}: {why}")
+
+
+def _where(node: fx.Node) -> str:
+    """The module of ``node`` with * in place of numbers, so that layers read alike."""
+    module = node.meta.get("module")
+    return "" if module is None else " in " + re.sub(r"\b\d+\b", "*", module)

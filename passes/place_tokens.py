@@ -22,6 +22,9 @@ aten = torch.ops.aten
 
 MEAN, SUM = 1, 2
 
+_PRODUCTS = {aten.linear.default, aten.matmul.default, aten.bmm.default}
+"""Operators with so much work that to share it is worth messages."""
+
 UNJOINED = (
     "a mean cross entropy of what is not split along the sequence is averaged over replicas with "
     "equal weights, not by their tokens"
@@ -36,7 +39,8 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
             where ctx.partial = {sums} is to be summed over ranks; with a data-parallel axis
             sums = sum_over_replicas(sums) before a mean
     Where attention would see replicated tokens (patches of images, features that were put between
-    the embeddings), they are split as soon as they have the sequence.
+    the embeddings), they are split as soon as they have the sequence. What is computed of gathered
+    tokens is split again where nothing behind it mixes tokens (``_behind_gathered``).
     Rows in the order of experts are split where nothing sees that order: each rank sorts its own.
     Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on
             gathered tensors; also what reads tokens of another sequence, which are gathered.
@@ -50,6 +54,10 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     if late:
         _begin(ctx)
         _place_all(gm, ctx, late)
+    again = _behind_gathered(gm, ctx)
+    if again:
+        _begin(ctx)
+        _place_all(gm, ctx, late | again)
     return len(ctx.split)
 
 
@@ -101,6 +109,33 @@ def _before_replicated_attention(gm: fx.GraphModule, ctx: Any) -> set[fx.Node]:
         if node in found:
             found.update(node.all_input_nodes)
     return found
+
+
+def _behind_gathered(gm: fx.GraphModule, ctx: Any) -> set[fx.Node]:
+    """What is computed of gathered tokens, token by token, and read by nothing else than what is
+    split: each rank can compute its own rows of it.
+
+    What adds up several gathered values, in place of which its result can be cut, stays whole: the
+    gradient of each value that is cut is a message.
+    """
+    fixed = {*ctx.split, *ctx.whole_attention, *ctx.whole_experts}
+    behind: dict[fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        if any(a in ctx.split or a in behind for a in node.all_input_nodes) and node not in fixed:
+            behind[node] = None
+    found: dict[fx.Node, Factor] = {}
+    for node in reversed(behind):
+        along = _may_start(node, ctx)
+        users = [u for u in node.users if u.op != "output"]
+        if along is not None and users:
+            if all(found.get(u, ctx.split.get(u)) is along for u in users):
+                found[node] = along
+    for node in [n for n in behind if n in found and n.target not in _PRODUCTS]:
+        values = [a for a in node.all_input_nodes if a in behind or a in ctx.split]
+        cut = [a for a in values if a in behind and a not in found]
+        if len(cut) > 1 and cut == values:
+            del found[node]
+    return set(found)
 
 
 def _may_start(node: fx.Node, ctx: Any) -> Factor | None:

@@ -40,7 +40,8 @@ each family, with random weights, on two ranks, against one process in eager mod
 | column | meaning |
 |---|---|
 | exact | the plans under which loss and gradients are equal at three lengths; else what is off |
-| blocks | those that have strategies, by kind; "whole": every rank computes all of it |
+| blocks | those that have strategies, by kind; "none": tokens are split, and nothing is a block; \
+"whole": every rank computes all of it |
 | layers | of all stacks of the model |
 | programs | captures after the first, second and third length |
 | notes | what is computed on gathered tensors or whole, and why |

@@ -52,10 +52,11 @@ def examine(row: Row, plans: Sequence[str]) -> dict[str, Any]:
         programs.append(str(len(captures)))
     graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
     kinds = Counter(b.kind for b in graphs[-1].blocks) if graphs else Counter()
+    found = [f"{n} {kind}" for kind, n in kinds.items()]
     notes = dict.fromkeys(n for c in captures for n in c.notes)
     return {
         "exact": _exact(off, plans),
-        "blocks": ", ".join(f"{n} {kind}" for kind, n in kinds.items()) or "whole",
+        "blocks": ", ".join(found) or ("none" if graphs else "whole"),
         "layers": str(num_layers(reference)),
         "programs": " ".join(programs),
         "notes": "; ".join(short(n) for n in notes),

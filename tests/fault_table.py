@@ -12,6 +12,7 @@ from fault_experts import EXPERT_FAULTS
 from fault_inputs import INPUT_FAULTS
 from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
+from fault_mixers import MIXER_FAULTS
 from fault_overlap import OVERLAP_FAULTS
 from fault_workflows import WORKFLOW_FAULTS
 
@@ -483,6 +484,7 @@ FAULTS: tuple[Fault, ...] = (
     *DEVICE_FAULTS,
     *OVERLAP_FAULTS,
     *MIXED_FAULTS,
+    *MIXER_FAULTS,
     *EXPERT_FAULTS,
     *WORKFLOW_FAULTS,
 )

@@ -19,12 +19,14 @@ from torch import fx
 class Factor:
     """A dimension, or a part of one: unknown until unified with others or split by a view."""
 
-    __slots__ = ("size", "base", "_same_as", "_parts", "_shifts")
+    __slots__ = ("size", "base", "whole", "_same_as", "_parts", "_shifts")
 
     def __init__(self, size: int, base: tuple[Factor, int] | None = None):
         self.size = size
         self.base = base
         """(f, k) for a dim of k more elements than f has: what padding and shifting make."""
+        self.whole = False
+        """Whether it stays one factor: a view that splits it mixes it."""
         self._shifts: dict[int, Factor] = {}
         self._same_as: Factor | None = None
         self._parts: tuple[Factor, ...] | None = None
@@ -121,11 +123,12 @@ class Names:
                 elif x.base and y.base and x.base[1] == y.base[1]:
                     self.unify([x.base[0]], [y.base[0]])
                 y._same_as = x
-            elif x.size > y.size and x.size % y.size == 0:
+                x.whole = x.whole or y.whole
+            elif x.size > y.size and x.size % y.size == 0 and not x.whole:
                 rest = Factor(x.size // y.size)
                 x._parts = (y, rest)
                 left.append(rest)
-            elif y.size % x.size == 0:
+            elif y.size > x.size and y.size % x.size == 0 and not y.whole:
                 rest = Factor(y.size // x.size)
                 y._parts = (x, rest)
                 right.append(rest)
@@ -158,10 +161,25 @@ class Names:
     def reshape(self, node: fx.Node, dims: list[Dim], shape: Sequence[int]) -> list[Dim]:
         """``dims`` after a view to ``shape``: factors are split and merged where sizes allow."""
         out = self.fresh(shape)
-        if 0 in shape or not self.unify(chain(*dims), chain(*out)):
-            self.mix(node, *dims)  # [6, 4] seen as [4, 6]: neither nests in the other
-            return self.fresh(shape)
+        if 0 in shape:
+            self.mix(node, *dims)
+        elif not self.unify(chain(*dims), chain(*out)):
+            out = self._between_equal_ends(node, dims, shape)
         return [resolve(d) for d in out]
+
+    def _between_equal_ends(
+        self, node: fx.Node, dims: list[Dim], shape: Sequence[int]
+    ) -> list[Dim]:
+        """``dims`` after a view to ``shape`` that mixes some: [2, 6, 4] seen as [2, 4, 6], of which
+        neither nests in the other. Outer and inner dims of equal sizes are the same."""
+        sizes = [size_of(d, {}) for d in dims]
+        most = min(len(sizes), len(shape))
+        first = next((i for i in range(most) if sizes[i] != shape[i]), most)
+        most -= first
+        last = next((i for i in range(most) if sizes[-1 - i] != shape[-1 - i]), most)
+        self.mix(node, *dims[first : len(dims) - last])
+        middle = self.fresh(shape[first : len(shape) - last])
+        return [*dims[:first], *middle, *dims[len(dims) - last :]]
 
 
 Rule = Callable[[Names, fx.Node], Any]

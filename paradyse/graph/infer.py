@@ -22,7 +22,11 @@ def _new_dims(names: Names, val: Any) -> Any:
     return [_new_dims(names, v) for v in val] if isinstance(val, tuple | list) else []
 
 
-def infer_names(graph: fx.Graph, merged: Collection[tuple[fx.Node, int]] = ()) -> Names:
+def infer_names(
+    graph: fx.Graph,
+    merged: Collection[tuple[fx.Node, int]] = (),
+    whole: Collection[tuple[fx.Node, int]] = (),
+) -> Names:
     """Name every dim of every value of ``graph`` (nodes carry fake values in ``meta['val']``).
 
     An operator of which nothing is known mixes all its inputs.
@@ -30,6 +34,7 @@ def infer_names(graph: fx.Graph, merged: Collection[tuple[fx.Node, int]] = ()) -
     Args:
         merged: (reshape, dim of its result) that gets a name of its own, not those of the dims that
             it is made of.
+        whole: (input, dim of it) that stays one factor where views split it.
     """
     names = Names()
     for node in graph.nodes:
@@ -42,6 +47,9 @@ def infer_names(graph: fx.Graph, merged: Collection[tuple[fx.Node, int]] = ()) -
             for a in filter(is_tensor, node.all_input_nodes):
                 names.mix(node, *names.dims[a])
         names.dims[node] = _new_dims(names, node.meta.get("val")) if dims is None else dims
+        for d in (d for at, d in whole if at is node):
+            for factor in names.dims[node][d]:
+                factor.whole = True
         for d in (d for at, d in merged if at is node):
             names.mix(node, names.dims[node][d])
             names.dims[node][d] = names.fresh([node.meta["val"].shape[d]])[0]

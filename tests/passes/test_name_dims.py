@@ -74,7 +74,7 @@ def test_rows_and_columns_of_patches_are_one_sequence() -> None:
 
 
 UNNAMED = {
-    "no attention": (lambda x: x + 1, [X], "no scaled_dot_product_attention"),
+    "no attention": (lambda x: x + 1, [X], "no attention and no look-up of token ids"),
     "one token": (lambda x: attend(x, x, x), [X[:, :, :1]], "a sequence of one token"),
 }
 

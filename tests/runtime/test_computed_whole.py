@@ -239,7 +239,8 @@ def test_on_one_rank(pool1: RankPool) -> None:
 
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_two_ranks(sharded: bool, pool2: RankPool) -> None:
-    assert pool2.run(train, list(MODELS), sharded, timeout_s=300) == [NUM_BLOCKS] * 2
+    want = NUM_BLOCKS | {"deberta_v2": 1}  # token ids say what the sequence is
+    assert pool2.run(train, list(MODELS), sharded, timeout_s=300) == [want] * 2
 
 
 def whole_at_eleven(inner: str, sharded: bool) -> dict[str, float]:
