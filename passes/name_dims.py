@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.distributed.axis import GroupMesh
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.graph.infer import infer_names
@@ -31,15 +32,15 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     several dims that attention is over in turn, such as time and space, one of them is in ctx.seqs
     and is split, and the others are in ctx.unsplit: the one whose split leaves the most attention
     as it is, of equal ones the first. (Sizes say nothing here: programs serve all of them.)
-    On several ranks, without any attention, the sequence is that of the token ids that are looked
-    up. It stays one dim where views cut it into chunks, or merge these again.
+    Where several ranks train, without any attention, the sequence is that of the token ids that are
+    looked up. It stays one dim where views cut it into chunks, or merge these again.
     Refuses nothing: ctx.seq is None where neither says what the sequence is.
     """
     ctx.names = infer_names(gm.graph)
     calls = [AttentionCall.of(n) for n in gm.graph.nodes if n.target is ATTENTION]
     heads = [x for call in calls for x in (call.q, call.k)]
     compound = {dim for dim in (ctx.names.of(x)[2] for x in heads) if len(dim) > 1}
-    by_ids = not calls and ctx.axis.size > 1
+    by_ids = not calls and _trains_together(ctx)
     cut = cut_sequences(gm.graph, ctx.names) if by_ids else set()
     merged = _merged_sequences(gm.graph, ctx.names, compound | cut)
     if merged or cut:
@@ -78,6 +79,12 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     else:
         ctx.note("the sequence of an attention is several dims in one: nothing is split")
     return len(ctx.names.dims)
+
+
+def _trains_together(ctx: Any) -> bool:
+    """Whether other ranks train the same weights; else a graph without attention is left whole."""
+    in_group = isinstance(getattr(ctx.options, "mesh", None), GroupMesh)
+    return ctx.axis.size > 1 or ctx.replicas.size > 1 or in_group
 
 
 def _in_turn(f: Factor, g: Factor, over: Mapping[Factor, Iterable[Dim]]) -> bool:

@@ -145,7 +145,7 @@ class _Finder:
         self.ctx = ctx
         self.nodes = list(graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.split = ctx.split
+        self.split = {n: f for n, f in ctx.split.items() if n not in ctx.mixed}
         self.taken: dict[fx.Node, Block] = {}
         self.flow = nx.DiGraph()
         """Split values in no core yet, and what reads them; nothing flows into a linear."""

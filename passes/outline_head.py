@@ -56,7 +56,8 @@ def outline_head(gm: fx.GraphModule, ctx: Any) -> int:
         logits = _logits(core, mine, ctx)
         if logits is None:
             continue
-        pre = read_by_none_but(core, nodes, ctx.split.keys() - taken - set(core))
+        free = ctx.split.keys() - taken - set(core) - ctx.mixed.keys()
+        pre = read_by_none_but(core, nodes, free)
         head = Head(tuple(pre), tuple(mine), tuple(core), tuple(logits))
         taken.update(head.nodes)
         ctx.heads.append(head)
@@ -91,7 +92,7 @@ def _cores(nodes: Sequence[fx.Node], linears: Collection[fx.Node], ctx: Any) -> 
         follows = any(a in found or a in behind for a in inputs)
         if not follows and node not in linears:
             continue
-        alone = node in ctx.split and node.target is not ATTENTION
+        alone = node in ctx.split and node.target is not ATTENTION and node not in ctx.mixed
         if alone and behind.isdisjoint(inputs):
             found[node] = None
             links.add_node(node)

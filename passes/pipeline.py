@@ -17,6 +17,7 @@ from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.fold_experts import fold_experts
+from paradyse.passes.mixing_regions import MixingRegion
 from paradyse.passes.name_dims import name_dims
 from paradyse.passes.outline_blocks import Block, outline_blocks
 from paradyse.passes.outline_head import Head, outline_head
@@ -109,6 +110,10 @@ class CaptureContext:
     """Operators on rows in the order of experts, which each rank sorts for its own tokens."""
     whole_experts: set[fx.Node] = field(default_factory=set)
     """The same where something sees that order: computed on gathered tensors."""
+    mixing: list[MixingRegion] = field(default_factory=list)
+    """What mixes tokens and is computed for all of them and a part of another dim."""
+    mixed: dict[fx.Node, Factor] = field(default_factory=dict)
+    """Their operators, and the sequence that what they give is split along."""
     blocks: list[Block] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
     """What makes logits, and their losses."""
@@ -156,6 +161,7 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
             if folder is not None:
                 write(folder, f"{i:02d}_{name}.txt", text)
     _report_gathered(ctx)
+    _report_mixing(ctx)
 
 
 def _report_gathered(ctx: CaptureContext) -> None:
@@ -169,6 +175,14 @@ def _report_gathered(ctx: CaptureContext) -> None:
                 "slowly."
             )
         ctx.note(f"{node.target} runs on gathered tensors{_where(node)}: {why}")
+
+
+def _report_mixing(ctx: CaptureContext) -> None:
+    for region in ctx.mixing:
+        first, size = region.nodes[0], region.over.size
+        more = f" and {len(region.nodes) - 1} more operators" if len(region.nodes) > 1 else ""
+        what = "sequences" if region.over is ctx.batch else f"{size} heads or channels"
+        ctx.note(f"{first.target}{more}{_where(first)}: all tokens, for a part of the {what}")
 
 
 def _where(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ from paradyse.graph.expert_rules import ROUTE_ROWS
 from paradyse.graph.factors import Factor, Names, resolve
 from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.passes.expert_regions import expert_region
+from paradyse.passes.mixing_regions import mixing_regions
 from paradyse.strategies.loss import loss_sums
 from paradyse.strategies.weight_stream import sum_dtype
 
@@ -42,9 +43,11 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     the embeddings), they are split as soon as they have the sequence. What is computed of gathered
     tokens is split again where nothing behind it mixes tokens (``_behind_gathered``).
     Rows in the order of experts are split where nothing sees that order: each rank sorts its own.
+    What mixes tokens by heads or channels is computed by these (``mixing_regions``): ctx.mixing.
     Refuses to split what mixes tokens without a rule: ctx.gathered lists it, and it runs on
             gathered tensors; also what reads tokens of another sequence, which are gathered.
     """
+    ctx.mixing, ctx.mixed = [], {}
     _begin(ctx)
     if ctx.seq is None:
         return 0
@@ -53,6 +56,11 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     late = _before_replicated_attention(gm, ctx)
     if late:
         _begin(ctx)
+        _place_all(gm, ctx, late)
+    ctx.mixing = mixing_regions(gm, ctx, lambda n: _alone(n, ctx)) if ctx.axis.size > 1 else []
+    if ctx.mixing:
+        _begin(ctx)
+        ctx.mixed = {n: region.seq for region in ctx.mixing for n in region.nodes}
         _place_all(gm, ctx, late)
     again = _behind_gathered(gm, ctx)
     if again:
@@ -138,6 +146,13 @@ def _behind_gathered(gm: fx.GraphModule, ctx: Any) -> set[fx.Node]:
     return set(found)
 
 
+def _alone(node: fx.Node, ctx: Any) -> bool:
+    """Whether ranks could compute ``node`` for their own tokens, were its inputs split."""
+    reads = any(_sequences(a, ctx) for a in filter(is_tensor, node.all_input_nodes))
+    reads |= node.target is operator.getitem
+    return reads and _along(node, ctx.seqs, ctx) is not None
+
+
 def _may_start(node: fx.Node, ctx: Any) -> Factor | None:
     """The sequence of which each rank can compute its rows of ``node`` from rows of replicated
     values."""
@@ -156,6 +171,8 @@ def _place(node: fx.Node, ctx: Any) -> None:
             ctx.partial |= {node} if node.target is loss_sums else set()
     elif node.target is ROUTE_ROWS:
         _place_rows(node, ctx)
+    elif node in ctx.mixed:
+        ctx.split[node] = ctx.mixed[node]
     elif node in ctx.own_experts:
         ctx.split[node] = ctx.own_experts[node]
     elif node in ctx.whole_experts:

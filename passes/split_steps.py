@@ -132,6 +132,14 @@ class LookUpStep(PieceStep):
         return VOCABULARY if VOCABULARY in head.split("+") else ""
 
 
+@dataclass(frozen=True, eq=False)
+class MixingStep(PieceStep):
+    """A piece that mixes tokens, computed with all of them and a part of another dim."""
+
+    over: Factor
+    """That dim."""
+
+
 Step = BlockStep | PieceStep
 
 
@@ -147,8 +155,8 @@ def input_of(steps: Sequence[Step], step: Step) -> fx.Node | None:
 
 _Unit = tuple[int, bool, int, int, int]
 """What a step is made of, and when it runs: number of blocks before it, whether it is one itself,
-changes of layout since, number of the head if it is one, of the sequence that its values are split
-along (0: of none)."""
+changes of layout since, number of the head if it is one (of what mixes tokens: counted on from
+these), of the sequence that its values are split along (0: of none)."""
 
 
 @dataclass(frozen=True)
@@ -239,11 +247,14 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
             steps.append(BlockStep(len(steps), stage, block, piece, block_id, pieces, again))
         elif outputs:
             name = f"head_{head}" if head else f"piece_{stage}_{sub}"
+            name = f"mixing_{stage}_{sub}" if head > len(ctx.heads) else name
             piece = _closed_piece(name, group, outputs, fixed, order)
             split = along > 0 and ctx.axis.size > 1
             common = len(steps), piece, between_id, split, _is_small(piece), seqs[along]
             look_ups = _look_ups(piece, ctx) if split else ()
-            if head:
+            if head > len(ctx.heads):
+                steps.append(MixingStep(*common, ctx.mixing[head - 1 - len(ctx.heads)].over))
+            elif head:
                 steps.append(_head_step(ctx.heads[head - 1], common))
             elif look_ups:
                 steps.append(LookUpStep(*common, look_ups))
@@ -264,17 +275,19 @@ def _levels(nodes: Sequence[fx.Node], ctx: Any, fixed: nx.DiGraph) -> dict[fx.No
         for i, block in enumerate(ctx.blocks)
         for n in block.nodes
     }
-    heads = {n: i for i, head in enumerate(ctx.heads, 1) for n in head.nodes}
+    groups = [*(head.nodes for head in ctx.heads), *(region.nodes for region in ctx.mixing)]
+    heads = {n: i for i, group in enumerate(groups, 1) for n in group}
     for node in nodes:
         if node.op != "call_function" or node in found:
             continue
         split = number[ctx.split[node]] if node in ctx.split else 0
         head, level = heads.get(node, 0), (0, 0)
-        members = ctx.heads[head - 1].nodes if head else (node,)
+        members = groups[head - 1] if head else (node,)
         for a in (a for n in members for a in n.all_input_nodes):
             if a in found and a not in fixed:
-                stage, is_block, sub, _, a_split = found[a]
+                stage, is_block, sub, a_head, a_split = found[a]
                 changed = split != a_split or (a in ctx.partial and not is_block)
+                changed |= head != a_head and max(head, a_head) > len(ctx.heads)
                 level = max(level, (stage + is_block, sub + changed))
         found.update(dict.fromkeys(members, (level[0], False, level[1], head, split)))
     return found

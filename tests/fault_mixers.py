@@ -1,9 +1,11 @@
-"""Faults of models without attention: what the sequence is, and what is split behind a gather."""
+"""Faults of models without attention: what the sequence is, what is split behind a gather, and by
+which dim ranks share what mixes tokens."""
 
 from __future__ import annotations
 
 from fault import Fault
 
+REGIONS = "tests/passes/test_mixing_regions.py::test_what_is_mixed_too_or_lost_is_no_such_dim"
 LOOKED_UP = "tests/passes/test_looked_up.py::"
 
 MIXER_FAULTS: tuple[Fault, ...] = (
@@ -27,5 +29,26 @@ MIXER_FAULTS: tuple[Fault, ...] = (
         "if all(found.get(u, ctx.split.get(u)) is along for u in users):",
         "if True:",
         (f"{LOOKED_UP}test_what_mixes_tokens_once_more_has_them_gathered_once",),
+    ),
+    Fault(
+        "a dim that is mixed inside taken for one that ranks can share",
+        "paradyse/graph/switches.py",
+        "if factor in names.mixed(node) or max(",
+        "if max(",
+        (f"{REGIONS}[norm over channels inside]",),
+    ),
+    Fault(
+        "weights of all channels computed from those of some",
+        "passes/mixing_regions.py",
+        "closed = [*nodes, *_from_weights(nodes)]",
+        "closed = nodes",
+        (f"{REGIONS}[weights of all channels]",),
+    ),
+    Fault(
+        "channels of a convolution counted for all ranks",
+        "paradyse/graph/subgraph.py",
+        "return (*args[:6], size(names.of(args[0])[1]))",
+        "return args",
+        ("tests/graph/test_rules.py::test_what_a_rule_claims_to_be_splittable_is[conv1d]",),
     ),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCAB, HIDDEN, HEADS, WIDTH, CHUNK = 50, 24, 6, 4, 4
+VOCAB, HIDDEN, HEADS, WIDTH, CHUNK = 50, 20, 5, 4, 4
 
 
 class Mixing(nn.Module):
@@ -64,6 +64,16 @@ class ShortConv(Mixing):
         return (second * y).transpose(1, 2)
 
 
+class Bare(ShortConv):
+    """Without any MLP: nothing is a block."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer["out"](self.mix(layer, layer["into"](layer["norm"](x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Scan(Mixing):
     """A state by head that fades, in chunks: the last is filled up with zeros (Mamba-2)."""
 
@@ -109,7 +119,7 @@ class Scored(Mixing):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-MODELS = {cls.__name__: cls for cls in (ShortConv, Scan, Fourier, Scored)}
+MODELS = {cls.__name__: cls for cls in (ShortConv, Bare, Scan, Fourier, Scored)}
 
 
 def batch_of(batch: int, length: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ from paradyse.graph.rules import (
 
 aten = torch.ops.aten
 
+_SOLVED = factor_map("a[..., i, j], b[..., i, k] -> [..., i, k]; mixes i, j")
+
 _SDPA = factor_map(
     "q[..., s, d], k[..., t, d], v[..., t, e], mask[..., s, t] -> [..., s, e]; mixes t, d"
 )
@@ -47,14 +49,20 @@ def left_attention(names: Names, node: fx.Node) -> Any:
 @rule(*overloads("conv1d conv2d conv3d"))
 def convolution(names: Names, node: fx.Node) -> Any:
     """``x[b, c, n, ..], w[o, i, k, ..], b[o] -> [b, o, new, ..]; mixes c, n, i, k``, and o where it
-    is in groups."""
+    is in groups. Of channels by themselves ``x[b, c, n, ..], w[c, 1, k, ..], b[c] -> [b, c, new,
+    ..]; mixes n, k``."""
     x, w = names.of(node.args[0]), names.of(node.args[1])
     shape = shape_of(node)
     if len(x) != len(shape) or len(x) != len(w):
         return None
-    names.mix(node, *x[1:], *w[1:])
-    if argument(node, "groups") != 1:
-        names.mix(node, w[0])
+    channels = shape_of(node.args[0])[1]
+    if 1 < argument(node, "groups") == channels == shape[1]:
+        names.unify_at(node, x[1], w[0])
+        names.mix(node, *x[2:], *w[2:])
+    else:
+        names.mix(node, *x[1:], *w[1:])
+        if argument(node, "groups") != 1:
+            names.mix(node, w[0])
     if len(node.args) > 2 and node.args[2] is not None:
         names.unify_at(node, w[0], names.of(node.args[2])[0])
     return [x[0], w[0], *names.fresh(shape[2:])]
@@ -146,3 +154,36 @@ def repeat(names: Names, node: fx.Node) -> Any:
         else:
             names.mix(node, dim)
     return out
+
+
+@rule(aten.einsum.default)
+def einsum(names: Names, node: fx.Node) -> Any:
+    """``x[a, i], y[b, i] -> [a, b]; mixes i``, as the equation says. Nothing is known of diagonals,
+    nor of dims without a letter."""
+    left, arrow, right = node.args[0].replace(" ", "").partition("->")
+    terms, found = left.split(","), dict[str, Any]()
+    if not arrow or "." in node.args[0] or any(len(set(x)) < len(x) for x in (*terms, right)):
+        return None
+    for letters, arg in zip(terms, node.args[1], strict=True):
+        for letter, dim in zip(letters, names.of(arg), strict=True):
+            names.unify_at(node, found.setdefault(letter, dim), dim)
+            found[letter] = found[letter] or dim
+    names.mix(node, *[dim for letter, dim in found.items() if letter not in right])
+    return [found[letter] for letter in right]
+
+
+@rule(aten.linalg_solve_triangular.default)
+def solve_triangular(names: Names, node: fx.Node) -> Any:
+    """``a[..., i, j], b[..., i, k] -> [..., i, k]; mixes i, j``. Nothing is known of the
+    other order."""
+    if argument(node, "left") is False:
+        return None
+    return _SOLVED(names, node)
+
+
+@rule(aten.tril.default, aten.triu.default)
+def triangle(names: Names, node: fx.Node) -> Any:
+    """``x[..., i, j] -> [..., i, j]; mixes i, j``"""
+    dims = names.of(node.args[0])
+    names.mix(node, *dims[-2:])
+    return dims

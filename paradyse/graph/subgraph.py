@@ -32,6 +32,11 @@ _SHAPED_SECOND = {
     aten.new_zeros.default,
     aten.new_full.default,
 }
+_IN_GROUPS = {
+    getattr(getattr(aten, f"conv{n}d"), overload)
+    for n in (1, 2, 3)
+    for overload in ("default", "padding")
+}
 _END = 2**63 - 1
 
 
@@ -96,6 +101,8 @@ def _with_sizes(
     if node.target == aten.unflatten.int:
         at = args[1] % args[0].meta["val"].ndim
         return (args[0], at, [size(d) for d in names.of(node)[at : at + len(args[2])]])
+    if node.target in _IN_GROUPS and len(args) > 6 and args[6] == args[0].meta["val"].shape[1]:
+        return (*args[:6], size(names.of(args[0])[1]))  # each channel by itself
     if node.target == aten.arange.default:
         return (size(names.of(node)[0]),)
     if node.target == aten.arange.start:

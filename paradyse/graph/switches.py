@@ -46,21 +46,53 @@ def find_switch(names: Names, block: Any, first: Sequence[Factor]) -> tuple[Fact
     return None, reasons[0]
 
 
+_FILLED = {
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+"""Operators that make a value whose elements are alike, of any size."""
+
+
+def mixes(names: Names, node: fx.Node, factor: Factor) -> bool:
+    """Whether ``node`` cannot be computed for a part of ``factor`` as if there was no other.
+
+    Args:
+        names: of the dims of the graph's values.
+        node: an operator.
+        factor: a dim of other tokens or no tokens, such as heads.
+    """
+    outputs = dims_of(names, node)
+    read = [dims for a in node.all_input_nodes for dims in dims_of(names, a)]
+    found, reads = [times(d, factor) for d in outputs], [times(d, factor) for d in read]
+    if factor in names.mixed(node) or max((*found, *reads), default=0) > 1:
+        return True
+    if any(_is_shifted(f, factor) for dims in outputs for d in dims for f in d):
+        return True
+    if any(reads):
+        fixed = node.kwargs.get("output_size") is not None  # of ``repeat_interleave``
+        return 0 in found or fixed
+    return any(found) and node.target not in _REPEATS | _FILLED
+
+
 def _mixes(names: Names, block: Any, factor: Factor) -> str:
     """Why ``block`` cannot be computed split along ``factor``; "" where it can."""
     inside = set(block.nodes)
     for node in block.nodes:
         if factor in names.mixed(node):
             return f"{node} mixes the other dim of its tokens"
-        outputs = _dims(names, node)
+        outputs = dims_of(names, node)
         if any(_is_shifted(f, factor) for dims in outputs for d in dims for f in d):
             return f"{node} cuts the other dim of its tokens, or adds to it"
-        read = [dims for a in node.all_input_nodes for dims in _dims(names, a)]
-        reads = any(_times(dims, factor) for dims in read)
-        times = [_times(dims, factor) for dims in outputs]
-        if any(n > 1 for n in times) or (reads and 0 in times):
+        read = [dims for a in node.all_input_nodes for dims in dims_of(names, a)]
+        reads = any(times(dims, factor) for dims in read)
+        counts = [times(dims, factor) for dims in outputs]
+        if any(n > 1 for n in counts) or (reads and 0 in counts):
             return f"{node} does not keep the other dim of its tokens"
-        if not reads and any(times) and node.target not in _REPEATS:
+        if not reads and any(counts) and node.target not in _REPEATS:
             return f"{node} makes the other dim of its tokens"
         if node.target is ATTENTION:
             call = AttentionCall.of(node)
@@ -75,19 +107,20 @@ def _mixes(names: Names, block: Any, factor: Factor) -> str:
         if not is_weight(node) and found.count(block.seq) > 1:
             return f"{node} has the dim that is split twice"
     dims = names.of(block.output)
-    if _times(dims, factor) != 1 or _times(dims, block.seq) != 1:
+    if times(dims, factor) != 1 or times(dims, block.seq) != 1:
         return f"{block.output} does not have both dims of its tokens"
     return ""
 
 
-def _dims(names: Names, node: fx.Node) -> list[list[Dim]]:
-    """Dims of each result of ``node``; of what is no tensor none."""
+def dims_of(names: Names, node: fx.Node) -> list[list[Dim]]:
+    """Dims by ``names`` of each result of ``node``; of what is no tensor none."""
     several = isinstance(node.meta.get("val"), tuple | list)
     results = names.dims[node] if several else [names.dims[node]] * is_tensor(node)
     return [[resolve(d) for d in dims] for dims in results]
 
 
-def _times(dims: Iterable[Dim], factor: Factor) -> int:
+def times(dims: Iterable[Dim], factor: Factor) -> int:
+    """How often ``dims`` have ``factor``."""
     return sum(f is factor for d in dims for f in d)
 
 

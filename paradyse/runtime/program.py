@@ -17,12 +17,13 @@ from paradyse.distributed.session import Recent
 from paradyse.graph.factors import Factor, size_of
 from paradyse.graph.subgraph import cast_of, is_tensor
 from paradyse.passes.pipeline import CaptureContext
-from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, Step
+from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, MixingStep, Step
 from paradyse.runtime.known_buffers import KnownBuffers
 from paradyse.runtime.runs import Runs
 from paradyse.runtime.shown_keys import ShownKeys
 from paradyse.strategies import build_head, build_variant
 from paradyse.strategies.base import SPLIT, WHOLE, Common, Scope, bind_factors
+from paradyse.strategies.dsp import SwitchedPiece
 from paradyse.strategies.local import LocalPiece
 from paradyse.strategies.look_up import LookUpPiece
 from paradyse.types import REPLICATED, Point
@@ -186,6 +187,8 @@ class Program:
                 known[strategy] = build_variant(scope, step.block, step.piece, strategy)
             elif isinstance(step, HeadStep) and strategy:
                 known[strategy] = build_head(scope, step.head, step.closed, strategy)
+            elif isinstance(step, MixingStep):
+                known[strategy] = SwitchedPiece(scope, step.piece, None, step.over)
             elif isinstance(step, LookUpStep) and strategy:
                 known[strategy] = LookUpPiece(scope, step.piece, step.look_ups, step.eager)
             else:

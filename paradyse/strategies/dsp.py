@@ -51,13 +51,13 @@ class SwitchedPiece(PieceVariant):
 
     Args:
         piece: the whole block.
-        attention: its attention.
+        attention: its attention, if it has one.
         to: the dim that is split meanwhile, which nothing in it mixes.
     """
 
-    def __init__(self, scope: Scope, piece: Piece, attention: fx.Node, to: Factor):
+    def __init__(self, scope: Scope, piece: Piece, attention: fx.Node | None, to: Factor):
         self.scope, self.piece, self.attention, self.to = scope, piece, attention, to
-        masks = AttentionCall.of(attention).mask_nodes
+        masks = AttentionCall.of(attention).mask_nodes if attention is not None else []
         self.inputs, self.weight_nodes = split_inputs(piece)
         self.uses: Uses = [(n, None) for n in self.weight_nodes]
         self.layouts = [WHOLE if n in masks or self._is_whole(n) else SPLIT for n in self.inputs]
@@ -65,8 +65,9 @@ class SwitchedPiece(PieceVariant):
         self.order = [*self.inputs, *self.weight_nodes]
         at = dict(zip(self.inputs, self.layouts, strict=True))
         dims = [spec_dims(scope, n, at.get(n, WHOLE)) for n in self.order]
-        index = [f for d in scope.names.of(piece.outputs[0]) for f in d].index(to)
-        key = piece_key(scope, piece, SPLIT, f"{NAME} {index} {self.layouts}")
+        values = [*piece.outputs, *self.order]
+        at_dims = [[d for d, f in enumerate(self._factors(n)) if f is to] for n in values]
+        key = piece_key(scope, piece, SPLIT, f"{NAME} {at_dims} {self.layouts}")
         self.lowered = LoweredPiece(scope, key, self.compute, dims)
 
     def _is_whole(self, node: fx.Node) -> bool:
@@ -112,12 +113,13 @@ class SwitchedPiece(PieceVariant):
         known = {to: (positions, num)}
         nodes = self.piece.nodes
         overrides = dropout_overrides(scope, nodes, WHOLE, sizes, common, own=known)
-        ids = sequence_ids(scope, self.attention, WHOLE, sizes, common, known)
+        if self.attention is not None:
+            ids = sequence_ids(scope, self.attention, WHOLE, sizes, common, known)
 
-        def attend(*args: Any) -> Any:
-            return AttentionCall(*args).seeded(seed, ids).run(apply)
+            def attend(*args: Any) -> Any:
+                return AttentionCall(*args).seeded(seed, ids).run(apply)
 
-        overrides[self.attention] = attend
+            overrides[self.attention] = attend
         values = [given[n] for n in self.piece.inputs]
         outputs = []
         for node, y in zip(
@@ -155,6 +157,8 @@ class SwitchedPiece(PieceVariant):
 
     def attended_dims(self) -> Dims | None:
         """See ``PieceVariant``; with the dim that is split meanwhile whole."""
+        if self.attention is None:
+            return None
         return spec_dims(self.scope, attended_by(self.attention), WHOLE)
 
 

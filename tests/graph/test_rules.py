@@ -173,6 +173,10 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t((2, 3), 4, 9), t(5, 4, 3), t(5)),
         (t(6, 4, 9), t(4, 1, 3), None, [1], [2], [1], 4),
     ],
+    "einsum": [("aij,akj->aik", [t((2, 3), 5, 4), t(6, 2, 4)]), ("ab->ba", [t(3, 5)])],
+    "linalg_solve_triangular": [(t(3, (2, 2), 4, 4), t(3, 4, 4, 5))],
+    "tril": [(t(3, 4, 4),)],
+    "triu": [(t(3, 4, 4), 1)],
     "conv1d.padding": [(t(6, 4, 9), t(5, 4, 3), t(5), [1], "same")],
     "conv2d": [(t((2, 3), 4, 6, 6), t(5, 4, 2, 2), t(5), [2, 2])],
     "conv2d.padding": [(t(6, 4, 5, 5), t(5, 4, 3, 3), t(5), [1], "same")],
@@ -203,6 +207,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
 }
 
 KEYWORDS: dict[str, dict[str, Any]] = {
+    "linalg_solve_triangular": {"upper": False},
     "sort.stable": {"stable": True, "dim": 1},
     "clamp": {"min": 0.3},
 }
@@ -223,7 +228,7 @@ def samples(target: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Calls of ``target``: from the table, or from the schema for elementwise and reductions."""
     name = name_of(target)
     if SAMPLES.get(name):
-        return [(args, {}) for args in SAMPLES[name]]
+        return [(args, dict(KEYWORDS.get(name, {}))) for args in SAMPLES[name]]
     if RULES[target].__name__ not in ("elementwise", "reduction", "ordering"):
         return []
     whole = name.startswith(("bitwise", "__"))

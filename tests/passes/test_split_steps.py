@@ -61,6 +61,7 @@ class Toy:
         self.partial = {self.total}
         self.tails = {self.tail}
         self.heads: list[Any] = []
+        self.mixing: list[Any] = []
         self.blocks = [
             Block("mlp", i, [up], [act], [down], label=f"layers.{i}.mlp", seq=SEQ)
             for i, (up, act, down) in enumerate(self._made)
