@@ -21,8 +21,9 @@ from contenders import AUTO, Switched, llama
 from runner import Benchmark, benchmark, is_noise, median, milliseconds, take_turns
 
 import paradyse
-from paradyse.cli.charts import Chart, Line, Page, write_png
+from paradyse.cli.charts import Chart, Line, Page
 from paradyse.cli.launch import Rank
+from paradyse.cli.pages import WAY_OUT, write_png
 from paradyse.types import ALONG_SEQUENCE
 
 LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -122,4 +123,4 @@ def main(bench: Benchmark, args: Namespace) -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         drawn = write_png(args.out / "one_layer.png", page_of(title, times, crossings))
-        bench.add("", "![times](one_layer.png)" if drawn else "No picture without matplotlib.")
+        bench.add("", "![times](one_layer.png)" if drawn else f"No picture: {WAY_OUT}.")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from runner import Benchmark, benchmark
 
-from paradyse.cli.charts import write_svg
 from paradyse.cli.commands.plan import (
     default_lengths,
     dry_run_of,
@@ -26,6 +25,7 @@ from paradyse.cli.commands.plan import (
     tables_of,
     tables_of_the_longest,
 )
+from paradyse.cli.pages import write_svg
 from paradyse.offline.devices import DEVICES, Cluster, Network, machine_of, read_cluster
 from paradyse.offline.outlook import MIXTURE, look_ahead
 from paradyse.planning.tables import text_table

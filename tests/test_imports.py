@@ -49,7 +49,8 @@ OPTIONAL = {
     "transformers": "paradyse/cli/models.py",
     "safetensors": "paradyse/checkpoint/load_safetensors.py",
     "accelerate": "paradyse/accelerator.py",
-    "matplotlib": "paradyse/cli/charts.py",
+    "altair": "paradyse/cli/drawing.py",
+    "vl_convert": "paradyse/cli/drawing.py",
 }
 """Not a dependency: the one file that may import it."""
 

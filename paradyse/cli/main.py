@@ -220,7 +220,7 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     _count(parser, "--per-range", "files replayed of each range of lengths", 2)
     # A wide MLP: its weights' gradients are what short sequences pay for, as in larger models.
     _add_llama(parser, 2, wide=8)
-    text = "write demo.html, demo.csv and, with matplotlib, demo.png here"
+    text = "write demo.html, demo.csv and, with paradyse[plot], demo.png here"
     _flag(parser, "--out", text, "paradyse-demo", metavar="FOLDER")
     _add_links(parser, usual="a100-nvlink")
     _add_running(parser)
@@ -257,7 +257,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _count(group, "--batches", "of --batch sequences each that --lengths-from gives (default: 4)")
     text = "tokens behind which sequences of --lengths-from are cut off (default: never)"
     _flag(group, "--cut", text, type=_tokens, metavar="N")
-    text = "write plan.html, and plan.png with matplotlib, here; of --lengths-from ways.json too"
+    text = (
+        "write plan.html and, with paradyse[plot], plan.png here, and ways.json of --lengths-from"
+    )
     _flag(group, "--out", text, metavar="FOLDER")
 
 
@@ -298,7 +300,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     _add_strategies(parser, "what to compare auto with")
     _count(parser, "--rounds", "runs of each length under each choice", 5)
     _flag(parser, "--csv", "write every run here", metavar="FILE")
-    text = "write bench.csv, bench.html and, with matplotlib, bench.png here"
+    text = "write bench.csv, bench.html and, with paradyse[plot], bench.png here"
     _flag(parser, "--out", text, metavar="FOLDER")
     _add_inner(parser, "inductor")
     _add_llama(parser, 4)

@@ -121,4 +121,6 @@ def page_of_batches(title: str, batches: Sequence[Sequence[int]], found: Compari
     for degree, seconds in found.static_of_each.items():
         of = sorted((sum(b), s, True) for b, s in zip(batches, seconds))
         lines.append(Line(f"degree {degree}", tuple(of)))
-    return Page(title, (Chart("Predicted time of a step by its tokens", "s", tuple(lines)),))
+    what = "Predicted time of a step by its tokens"
+    chart = Chart(what, "s", tuple(lines), x_title="tokens of a batch")
+    return Page(title, (chart,))

@@ -13,8 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
+from paradyse.cli.charts import Bands, Chart, Line, Page, Table
 from paradyse.cli.outputs import write_whole
+from paradyse.cli.pages import write_charts
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
 from paradyse.cli.screen import Screen
@@ -105,8 +106,8 @@ class Results:
         return [self.times(), *([self.memory()] if self.record.held else [])]
 
     def write(self, folder: Path, name: str, title: str) -> list[str]:
-        """Writes charts, tables and every run to ``name``.html, .csv and, with matplotlib, .png in
-        ``folder``; ``title`` is on top.
+        """Writes charts, tables and every run to ``name``.html, .csv and, with what draws
+        charts, .png in ``folder``; ``title`` is on top.
 
         Returns:
             Lines that tell of them.

@@ -39,11 +39,21 @@ def plan_table(blocks: Sequence[BlockSpec], plan: Plan) -> str:
 
 
 def format_seconds(s: float) -> str:
-    """Seconds ``s`` for people: ``1.25 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if s >= scale:
+    """Seconds ``s`` for people: ``1.25 ms``, ``45 min``."""
+    units = (("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0))
+    for unit, scale, end in units:
+        if s < 0.9995 * end:
             return f"{s / scale:.3g} {unit}"
-    return f"{s / 1e-6:.3g} us"
+    hours = s / 3600
+    return f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
+
+
+def format_count(n: int) -> str:
+    """A number ``n`` of parameters for people: ``1.92 billion``."""
+    for name, scale in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if n >= 0.9995 * scale:
+            return f"{n / scale:.3g} {name}"
+    return str(n)
 
 
 @dataclass(frozen=True)

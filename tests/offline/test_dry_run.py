@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from harness import RankPool
 from models import FAMILIES, make_batch, make_model
 from torch import Tensor
 
-from paradyse.cli.charts import svg_of, write_page
 from paradyse.cli.commands.plan import levers_chart, page_of
 from paradyse.cli.models import whole_graphs
 from paradyse.offline import dry_run as dry
@@ -268,50 +264,18 @@ def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:
     assert reach is not None and any("chunked" in point for point in reach.plan.strategies)
 
 
-class Links(HTMLParser):
-    """Checks that tags close, and collects what a page asks for outside itself."""
-
-    VOID = ("meta",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self.VOID:
-            self.open.append(tag)
-        self.outside += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "data")]
-        self.outside += [tag] * (tag in ("script", "link", "iframe", "img"))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_is_well_formed_and_asks_for_nothing_outside(
-    llama8: DryRun, tmp_path: Path
-) -> None:
-    outlook = outlook_of(llama8)
-    path = tmp_path / "plan.html"
-    write_page(path, page_of("a < b & c", outlook), [("t", ("a", "b"), [("1", "<2>")])])
-    text = path.read_text()
-    links = Links()
-    links.feed(text)
-    assert not links.open and not links.outside
-    assert "http" not in text and "url(" not in text and "@import" not in text
-    assert "a &lt; b &amp; c" in text
-    times, peaks, levers = page_of("", outlook).charts
+def test_the_page_has_a_line_for_each_strategy(llama8: DryRun) -> None:
+    page = page_of("", outlook_of(llama8))
+    times, peaks, levers = page.charts
     strategies = {*FEASIBLE, MIXTURE}
     named = (times, strategies), (peaks, strategies), (levers, {"no levers", "all levers"})
     for chart, lines in named:
-        root = ElementTree.fromstring(svg_of(chart))
-        assert lines <= {e.text for e in root.iter("text")}
-        assert "nan" not in svg_of(chart)
+        assert lines <= {line.name for line in chart.lines if line.points}
+        assert all(math.isfinite(v) for line in chart.lines for _, v, _ in line.points)
+    assert times.fits_to == outlook_of(llama8).longest[MIXTURE]
+    whole, of_levers = ([b for b in page.bands if b.of_one_whole is one] for one in (True, False))
+    assert all(sum(shares.values()) == pytest.approx(1) for b in whole for shares in b.shares)
+    assert whole and all(b.title.startswith("Levers") for b in of_levers)
 
 
 def test_growth_finds_another_moment_of_the_peak() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import torch
 
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
-from paradyse.cli.charts import Bands, Chart, Line, Page, Table, write_charts
+from paradyse.cli.charts import Bands, Chart, Line, Page, Table
 from paradyse.cli.mixed import draw_batches, page_of_batches, tables_of_batches
 from paradyse.cli.outputs import check_folder
+from paradyse.cli.pages import write_charts
 from paradyse.cli.replay import lever_shares, plan_shares
 from paradyse.cli.screen import make_console, show_table
 from paradyse.config import AUTO
@@ -31,7 +32,7 @@ from paradyse.offline.outlook import (
     plan_in_words,
 )
 from paradyse.planning.costs import Machine
-from paradyse.planning.explain import format_seconds
+from paradyse.planning.explain import format_count, format_seconds
 from paradyse.planning.planner import format_bytes
 from paradyse.types import LEVERS
 
@@ -41,6 +42,7 @@ TRACED_TOKENS = 512
 """Of the sequence that the model is traced with; its length is symbolic."""
 BATCHES = 4
 """Where ``--batches`` is not given."""
+MORE = "Shaded: more than a rank may use."
 FIRST_LENGTH = 2048
 """Where ``--lengths`` is not given: this length, and doubled until nothing fits."""
 
@@ -106,11 +108,11 @@ def run_plan(args: argparse.Namespace) -> int:
 def _plan_here(args: argparse.Namespace) -> None:
     """Planned on ranks of this machine, from what it measures."""
     config = integrations.checked_config(args.model, args.layers)
-    dtype = args.dtype or "float32"
+    dtype, lengths = args.dtype or "float32", args.lengths or [128, 1024, 8192]
     arguments = {
         "make": partial(integrations.make_model, config, args.layers, dtype=dtype),
         "batch": args.batch,
-        "lengths": args.lengths or [128, 1024, 8192],
+        "lengths": lengths,
         "options": {
             "inner": "eager",
             "plan": args.plan,
@@ -124,6 +126,8 @@ def _plan_here(args: argparse.Namespace) -> None:
     for report in reports:
         console.print(report if console.is_terminal else str(report))
         console.print()
+    for note in beyond_positions(config, max(lengths)):
+        console.print(f"note: {note}")
 
 
 def _plan_on_paper(args: argparse.Namespace) -> None:
@@ -159,7 +163,9 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     console.print(title)
     for table in tables:
         show_table(console, *table)
-    for note in [*run.notes, *remarks(machine)]:
+    lengths = [f.seq_len for of in outlook.forecasts.values() for f in of]
+    beyond = beyond_positions(config, max([*lengths, *outlook.longest.values()]))
+    for note in [*run.notes, *beyond, *remarks(machine)]:
         console.print(f"note: {note}")
     if args.out:
         for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
@@ -210,7 +216,7 @@ def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weig
     """``outlook`` in a line: ``model``, ``num_gpus`` of ``cluster``, and how ``weights`` lie."""
     names = ", ".join(dict.fromkeys(d.name for d in cluster.devices))
     return (
-        f"{Path(model).name}: {outlook.run.num_parameters / 1e9:.3g} billion parameters, "
+        f"{Path(model).name}: {format_count(outlook.run.num_parameters)} parameters, "
         f"{len(outlook.run.blocks)} blocks, on {num_gpus} x {names}, batch {outlook.batch}, "
         f"{str(outlook.dtype).removeprefix('torch.')}, weights {weights}"
     )
@@ -301,6 +307,18 @@ def remarks(machine: Machine) -> Sequence[str]:
     )
 
 
+def beyond_positions(config: Mapping[str, object], longest: int) -> list[str]:
+    """What is to be said where sequences of ``longest`` tokens have more than the positions that
+    the model's ``config`` has."""
+    for name in ("max_position_embeddings", "n_positions"):
+        if isinstance(most := config.get(name), int) and 0 < most < longest:
+            return [
+                f"the model's configuration has {most:,} positions ({name}), and plans go up to "
+                f"{longest:,} tokens: to train beyond {most:,} give it more"
+            ]
+    return []
+
+
 def levers_chart(outlook: Outlook) -> Chart:
     """Memory against the length by the levers that plans may use, of ``outlook``."""
     lines = []
@@ -311,7 +329,7 @@ def levers_chart(outlook: Outlook) -> Chart:
         elif len(reach.levers) == 1:
             lines.append(Line(reach.levers[0], points))
     limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / 2.0**30
-    return Chart("Least memory of a rank, by lever", "GiB", tuple(lines), limit)
+    return Chart("Least memory of a rank, by lever", "GiB", tuple(lines), limit, note=MORE)
 
 
 def page_of(title: str, outlook: Outlook) -> Page:
@@ -323,9 +341,11 @@ def page_of(title: str, outlook: Outlook) -> Page:
         times.append(Line(name, tuple((f.seq_len, f.time_s, f.fits) for f in forecasts)))
         peaks.append(Line(name, tuple((f.seq_len, f.peak_bytes / gib, f.fits) for f in forecasts)))
     limit = None if math.isinf(outlook.limit_bytes) else outlook.limit_bytes / gib
+    longest = outlook.longest[MIXTURE]
+    fits = "Dashed: that strategy alone does not fit. Shaded: no plan does."
     charts = (
-        Chart("Predicted time of a step (dashed: does not fit)", "s", tuple(times)),
-        Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit),
+        Chart("Predicted time of a step", "s", tuple(times), fits_to=longest, note=fits),
+        Chart("Predicted peak memory of a rank", "GiB", tuple(peaks), limit, note=MORE),
         levers_chart(outlook),
     )
     kinds = [b.kind for b in outlook.run.blocks]
@@ -336,5 +356,6 @@ def page_of(title: str, outlook: Outlook) -> Page:
         shares = [shares_of(key, kinds) for key in keys]
         for kind in dict.fromkeys(k for s in shares for k in s if any(of[k] for of in shares)):
             of_kind = tuple(s[kind] for s in shares)
-            bands.append(Bands(f"{what} of {kind} blocks in the mixture", lengths, of_kind))
+            name = f"{what} of {kind} blocks in the mixture"
+            bands.append(Bands(name, lengths, of_kind, of_one_whole=shares_of is plan_shares))
     return Page(title, charts, bands)
