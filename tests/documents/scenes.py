@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -308,7 +309,65 @@ def as_on_one_device(names: Names) -> None:
         assert abs(loss / want - 1) <= CLOSE
 
 
+def to_limit() -> Names:
+    return {"model": small_llama(), "batch": make_batch("plain", 2, 17)}
+
+
+def limited(names: Names) -> None:
+    report = names["report"]
+    assert report.limit_bytes == 12 * 2**30
+    assert 0 < report.peak_bytes == sum(held for _, held in report.held)
+
+
+def to_measure() -> Names:
+    model = small_llama()
+    return {"model": model, "plain": copy.deepcopy(model), "dist": torch.distributed}
+
+
+def measured(names: Names) -> None:
+    batch = make_batch("plain", 1, 64)
+    loss, want = names["model"](**batch).loss, names["plain"](**batch).loss
+    assert abs(loss.item() / want.item() - 1) <= CLOSE
+    names["dist"].barrier()
+    assert len(Path("profile.jsonl").read_text().splitlines()) > 10
+
+
+class Late(list[Any]):
+    """Batches that the second rank is slow to read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            time.sleep(0.4 * torch.distributed.get_rank())
+            yield batch
+
+
+def with_one_slow() -> Names:
+    model = torch.compile(small_llama(), backend="paradyse")
+    batch = make_batch("plain", 2, 17)
+    model(**batch).loss.backward()
+    return {"model": model, "batches": Late([batch] * 3)}
+
+
+def slow_is_found(names: Names) -> None:
+    assert names["slowest"] == 1 and names["waited"][0] > 1.0, names["waited"]
+
+
+def from_elsewhere() -> Names:
+    """A checkpoint of another layout: whole weights."""
+    import paradyse
+
+    model = small_llama(seed=7)
+    paradyse.save_checkpoint("run", model, torch.optim.AdamW(model.parameters()), step=5)
+    return {"model": small_llama(), "saved": model}
+
+
+def gone_on(names: Names) -> None:
+    assert names["step"] == 5
+    same_weights(names["model"], names["saved"])
+
+
 README = "README.md"
+HOW_TO = "docs/how_to.md"
 TUTORIAL = "docs/tutorial.md"
 MIXED = "docs/mixed_lengths.md"
 SCENES = (
@@ -330,6 +389,10 @@ SCENES = (
     Scene(README, "accelerate.Accelerator)", to_prepare, prepared),
     Scene(README, "paradyse.explain(model", to_look_into, looked_into),
     Scene(README, "paradyse.on_step(model, print)", to_be_told, was_told),
+    Scene(HOW_TO, '"memory_limit": "12GiB"', to_limit, limited),
+    Scene(HOW_TO, "paradyse.profile(model", to_measure, measured),
+    Scene(HOW_TO, "exposed_waits(trace)", with_one_slow, slow_is_found),
+    Scene(HOW_TO, "except FileNotFoundError", from_elsewhere, gone_on),
     Scene(TUTORIAL, "# train.py", dict, learns, ranks=1),
     Scene(TUTORIAL, "# train_on_ranks.py", on_ranks, as_on_one_device),
     Scene(TUTORIAL, "paradyse.on_step(model, print)", to_look_into, looked_into),
