@@ -58,7 +58,7 @@ def require_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
             "this command makes a HuggingFace model, and transformers is not installed: "
-            "pip install 'transformers>=5.17', or run make setup in the checkout"
+            "pip install 'paradyse[hf]'"
         )
 
 

@@ -1,4 +1,4 @@
-"""``paradyse doctor``: is everything here that the backend needs? If not, what to do."""
+"""``paradyse doctor``: is everything here that the backend needs, and what it can do without?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from paradyse.cli import launch
 from paradyse.cli.screen import make_console, show_table
@@ -29,6 +30,11 @@ class Finding:
     advice: str = ""
     """What would be better; nothing fails for want of it."""
 
+    @property
+    def state(self) -> str:
+        """In a word."""
+        return "PROBLEM" if self.problem else "advice" if self.advice else "ok"
+
 
 def _version(name: str, least: str = "", needed: str = "") -> Finding:
     """A distribution's version. ``needed``: what for, if it must be there."""
@@ -40,6 +46,14 @@ def _version(name: str, least: str = "", needed: str = "") -> Finding:
     if least and numbers < [int(x) for x in least.split(".")]:
         return Finding(name, version, f"too old: pip install '{name}>={least}'")
     return Finding(name, version)
+
+
+def _optional(name: str, least: str, what_for: str, extra: str) -> Finding:
+    """A distribution that the backend does without."""
+    found = _version(name, least)
+    install = f"{what_for}: pip install 'paradyse[{extra}]'"
+    lacks = found.found == "not installed" or found.problem
+    return Finding(name, found.found, advice=install if lacks else "")
 
 
 def _device() -> Finding:
@@ -132,14 +146,23 @@ def _ranks() -> Finding:
     return Finding("2 ranks", f"an all-reduce works ({device})", wrong)
 
 
+OPTIONAL = (
+    ("transformers", "5.17", "every command but doctor makes its models by it", "hf"),
+    ("accelerate", "", "AcceleratorMixin and HuggingFace's Trainer need it", "hf"),
+    ("peft", "", "adapters need it", "hf"),
+    ("safetensors", "", "load_safetensors and save_pretrained need it", "hf"),
+    ("trl", "1.16", "TRL's trainers are in it", "trl"),
+    ("altair", "5.5", "charts of plan, bench and demo are drawn by it", "plot"),
+    ("vl-convert-python", "1.8", "charts of plan, bench and demo are drawn by it", "plot"),
+)
+"""Distribution, the least version ("": any), what it is for, and the extra that has it."""
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: Finding("python", f"{platform.python_version()} ({sys.executable})"),
     lambda: _version("paradyse", needed="it is imported from a folder, not installed"),
     lambda: _version("torch", "2.11", "the backend is one of torch's"),
     lambda: _version("triton"),
-    lambda: _version(
-        "transformers", "5.17", "demo, verify, plan and bench make their models by it"
-    ),
+    *(partial(_optional, *row) for row in OPTIONAL),
     _device,
     _allocator,
     _compiler,
@@ -150,11 +173,12 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Every check, whatever ``args``; exit code 1 if one found a problem."""
+    """Every check, whatever ``args``; exit code 1 if one found what keeps the backend from
+    running."""
     console = make_console()
     with console.status("looking around ..."):
         findings = [check() for check in CHECKS]
-    rows = [("PROBLEM" if f.problem else "ok", f.what, f.found) for f in findings]
+    rows = [(f.state, f.what, f.found) for f in findings]
     show_table(console, "what the backend needs", ("", "what", "found"), rows)
     problems = [f for f in findings if f.problem]
     for f in findings:
@@ -165,7 +189,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     if problems:
         return 1
     console.print(
-        "All is there. To see inside: TORCH_LOGS='+paradyse' for logs, and the option "
+        "The backend can run. To see inside: TORCH_LOGS='+paradyse' for logs, and the option "
         "'dump': folder for the graph after every pass.",
     )
     return 0
