@@ -64,6 +64,8 @@ class Spec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    alike: bool = False
+    """Its elements are one in memory, as those of a tensor that only shows sizes are."""
 
 
 @dataclass
@@ -123,7 +125,8 @@ def compile_function(
 
     def example(spec: Spec) -> Tensor:
         shape = [dim_size(d, sizes) for d in spec.dims]
-        out = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+        out = torch.empty(() if spec.alike else shape, dtype=spec.dtype, device=spec.device)
+        out = out.expand(shape) if spec.alike else out
         return out.requires_grad_(spec.requires_grad)
 
     # The fake mode also while tracing: operators without tensor inputs (arange) find it no other

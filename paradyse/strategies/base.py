@@ -246,7 +246,10 @@ class LoweredPiece:
         compiled = self._modes.get(mode)
         if compiled is None or not compiled.holds_for(sizes):
             specs = [
-                Spec(dims, t.dtype, t.device, grad and t.requires_grad)
+                Spec(
+                    *(dims, t.dtype, t.device, grad and t.requires_grad),
+                    alike=t.ndim > 0 and not any(t.stride()),
+                )
                 for dims, t in zip(self.dims, tensors, strict=True)
             ]
             key = (self.key, self.scope.axis.name, self.scope.inner, mode, tuple(specs))

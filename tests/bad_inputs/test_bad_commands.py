@@ -423,4 +423,4 @@ def test_without_transformers_the_way_out_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'transformers" in told(capsys, "demo")
+    assert "pip install 'paradyse[hf]'" in told(capsys, "demo")
