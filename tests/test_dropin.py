@@ -352,7 +352,24 @@ def test_without_rules_exact(nproc: int, cls: type[nn.Module], ranks: Ranks) -> 
     ranks(nproc).run(train_unsupported, cls, "gather", timeout_s=200)
 
 
-@pytest.mark.parametrize("cls", [NoAttention, SomeAttention])
+class _AllAtOnce:
+    """Mixes tokens, channels and sequences: there is no dim left by which ranks could share it."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        out = super().forward(input_ids, labels)  # type: ignore[misc]
+        all_at_once = out.logits.flatten().cumsum(0).view_as(out.logits)
+        return _Output(out.loss + all_at_once.square().mean(), out.logits)
+
+
+class NoAttentionAllAtOnce(_AllAtOnce, NoAttention):
+    pass
+
+
+class SomeAttentionAllAtOnce(_AllAtOnce, SomeAttention):
+    pass
+
+
+@pytest.mark.parametrize("cls", [NoAttentionAllAtOnce, SomeAttentionAllAtOnce])
 def test_without_rules_error(cls: type[nn.Module], pool2: RankPool) -> None:
     pool2.run(expect_unsupported, cls, timeout_s=200)
 
