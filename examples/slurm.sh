@@ -17,7 +17,7 @@
 
 set -euo pipefail
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # one a line; a pipe into head could break
 export PYTORCH_ALLOC_CONF=expandable_segments:True # lengths that vary fragment memory otherwise
 export PARADYSE_COLLECTIVE_TIMEOUT_S=600           # a rank that waits longer fails, by name
 
@@ -26,5 +26,5 @@ srun --kill-on-bad-exit=1 torchrun \
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-backend c10d \
-    --rdzv-endpoint "$first:${MASTER_PORT:-29500}" \
+    --rdzv-endpoint "${nodes%%$'\n'*}:${MASTER_PORT:-29500}" \
     "$@"

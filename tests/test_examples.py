@@ -144,7 +144,7 @@ def slurm(job: Mapping[str, str], folder: Path) -> str:
     commands = folder / "bin"
     commands.mkdir()
     for name, does in {
-        "scontrol": "echo localhost; echo node8",
+        "scontrol": "echo localhost; sleep 0.2; echo node8",
         "srun": 'echo "$@"; shift; exec "$@"',
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     }.items():
