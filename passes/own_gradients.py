@@ -38,8 +38,8 @@ def why_no_slope(fwd: fx.GraphModule, bwd: fx.GraphModule, given: Sequence[Any])
             x = torch.empty([*range(size, size + given[at].ndim)], dtype=given[at].dtype)
             args = [x if i == at else size for i in range(len(given))]
             outputs, saved = fwd(*args)
-            if outputs[0].shape != x.shape:
-                return "it gives a tensor of another shape"
+            if not all(isinstance(y, Tensor) for y in outputs) or outputs[0].shape != x.shape:
+                return "it gives a tensor of another shape, or what is none"
             traced.append((make_fx(fwd)(*args).graph, make_fx(bwd)(*outputs, *saved).graph))
     if len({_text(graphs) for graphs in traced}) > 1:
         return "it depends on sizes"

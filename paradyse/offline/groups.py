@@ -48,25 +48,27 @@ class GroupCosts(PaperCosts):
         """Of ``block`` under ``point`` for ``workload``."""
         alone = super().cost(block, point, workload)
         own_s = gradient_sum_s(block, point, workload, self.machine)
-        held = RESIDENT[True] * block.num_weight_elements * workload.dtype.itemsize
+        weights = block.num_weight_elements * workload.dtype.itemsize
         seen = 1 - self.axis.overlap  # of messages while neighbouring blocks compute
         return replace(
             alone,
             time_s=alone.time_s - own_s + seen * self._fetch_s(block, workload),
-            workspace_bytes=alone.workspace_bytes + held,
+            workspace_bytes=alone.workspace_bytes + RESIDENT[True] * weights,
             left_bytes=0,
+            ahead_bytes=weights,
         )
 
     def head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
         """Of ``head`` with ``levers`` for ``workload``, without its weights' messages: ``rest`` has
         those of all tables."""
         alone = super().head(head, levers, workload)
-        held = RESIDENT[True] * head.hidden * head.vocabulary * workload.dtype.itemsize
+        weights = head.hidden * head.vocabulary * workload.dtype.itemsize
         return replace(
             alone,
             time_s=max(0.0, alone.time_s - head_sum_s(head, workload, self.machine)),
-            workspace_bytes=alone.workspace_bytes + held,
+            workspace_bytes=alone.workspace_bytes + RESIDENT[True] * weights,
             left_bytes=0,
+            ahead_bytes=weights,
         )
 
     def rest(

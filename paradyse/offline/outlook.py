@@ -42,10 +42,9 @@ NO_LEVERS = f"{MIXTURE}, no levers"
 LONGEST = 1 << 34
 """Tokens at which the search for the longest length ends."""
 
-RESIDENT = {False: 2, True: 3}
+RESIDENT = {False: 1, True: 2}
 """Times a block's whole weights are there where they lie spread over ranks, by whether it is
-trained: its own, the next block's on their way while it runs, and in backward the former one's
-gradients on theirs (``lanes.Overlap``)."""
+trained: its own, and in backward the former one's gradients on their way (``lanes.Overlap``)."""
 
 
 class PaperCosts:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paradyse.planning.costs import BlockCost
+from paradyse.planning.costs import moments
 from paradyse.planning.solver import Choices
 from paradyse.types import Point
 
@@ -33,9 +33,10 @@ def break_down(choices: Choices, points: Sequence[str], kinds: Sequence[str]) ->
         Part("weights, gradients, optimizer", choices.static_bytes),
         Part("communicators", choices.communicator_bytes),
     ]
-    at, left, workspace = _fullest(costs, choices.rest)
-    rest, saved = choices.rest.saved_bytes, sum(c.saved_bytes for c in costs[: at + 1])
-    held = choices.communicator_bytes + rest + saved + left + workspace
+    most = max(moments(costs, choices.rest), key=lambda moment: moment.held_bytes)
+    held, at, left, ahead, workspace = most
+    rest = choices.rest.saved_bytes
+    held += choices.communicator_bytes + rest
     margin = math.ceil(held * (1 + choices.margin)) - held
     if choices.floor_bytes + choices.communicator_bytes > held + margin:
         found.append(
@@ -50,6 +51,7 @@ def break_down(choices: Choices, points: Sequence[str], kinds: Sequence[str]) ->
         Part(f"kept for all blocks, of {OUTSIDE}", rest),
         Part("gradients of whole weights, until they are summed", left),
         Part(f"workspace of {names[at] if at < len(names) else OUTSIDE}", workspace),
+        Part("weights fetched ahead for the block before or behind", ahead),
         Part("margin of the prediction", margin),
     ]
     return tuple(part for part in found if part.num_bytes)
@@ -61,16 +63,3 @@ def _words(kind: str, point: str) -> str:
     if of.levers:
         return f"{kind}, {of.strategy} with {'+'.join(of.levers)}"
     return f"{kind}, {point}" if point else kind
-
-
-def _fullest(costs: Sequence[BlockCost], rest: BlockCost) -> tuple[int, int, int]:
-    """The moment of ``peak_bytes``: index of the block that runs, or how many there are where none
-    does; bytes that later blocks left; workspace."""
-    saved, left = 0, sum(c.left_bytes for c in costs)
-    moments = []
-    for i, c in enumerate(costs):
-        saved, left = saved + c.saved_bytes, left - c.left_bytes
-        moments.append((saved + left + c.workspace_bytes, i, left, c.workspace_bytes))
-    moments.append((saved + rest.workspace_bytes, len(costs), 0, rest.workspace_bytes))
-    _, at, left, workspace = max(moments, key=lambda moment: moment[0])
-    return at, left, workspace

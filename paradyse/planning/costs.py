@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from paradyse.types import BlockSpec, Point, Workload
 
@@ -90,6 +91,9 @@ class BlockCost:
     """"online" where the bytes were corrected by this run; empty where they are as predicted."""
     host_bytes: int = 0
     """Held on the host from the block's forward to its backward."""
+    ahead_bytes: int = 0
+    """Whole weights of the block that are on their way while the one before it runs, or in
+    backward the one behind."""
 
 
 NOTHING = BlockCost(0.0, 0, 0, 0)
@@ -142,6 +146,7 @@ def join(first: BlockCost, second: BlockCost) -> BlockCost:
         first.comm_bytes + second.comm_bytes,
         first.left_bytes + second.left_bytes,
         host_bytes=first.host_bytes + second.host_bytes,
+        ahead_bytes=max(first.ahead_bytes, second.ahead_bytes),
     )
 
 
@@ -160,18 +165,42 @@ def peak_bytes(costs: Sequence[BlockCost], rest: BlockCost = NOTHING) -> int:
 
     While a block runs, that is what it and the blocks before it save, what the blocks after it left
     behind when their backward was done, and its workspace: so no more than the sum of all that is
-    saved + the largest workspace (DESIGN 6), by much in a model of few layers.
+    saved + the largest workspace (DESIGN 6), by much in a model of few layers. Meanwhile weights of
+    a neighbouring block are on their way.
 
     Args:
         costs: of the blocks, in the order of computation.
         rest: of what is in no block: saved all the time; its workspace is needed when all blocks
             have saved.
     """
-    saved, left, most = 0, sum(c.left_bytes for c in costs), 0
-    for c in costs:
+    return rest.saved_bytes + max(m.held_bytes for m in moments(costs, rest))
+
+
+class Moment(NamedTuple):
+    """What is held beyond static, communicators and what the rest saves, while a block runs or,
+    last, while none does."""
+
+    held_bytes: int
+    at: int
+    """Index of the block."""
+    left_bytes: int
+    """Of these, what later blocks left."""
+    ahead_bytes: int
+    """What is on its way for a neighbouring block."""
+    workspace_bytes: int
+
+
+def moments(costs: Sequence[BlockCost], rest: BlockCost = NOTHING) -> list[Moment]:
+    """The moments of a step at which most is held; ``costs`` and ``rest`` as of ``peak_bytes``."""
+    saved, left, found = 0, sum(c.left_bytes for c in costs), []
+    ahead = [0, *(c.ahead_bytes for c in costs), 0]
+    for i, c in enumerate(costs):
         saved, left = saved + c.saved_bytes, left - c.left_bytes
-        most = max(most, saved + left + c.workspace_bytes)
-    return rest.saved_bytes + max(most, saved + rest.workspace_bytes)
+        coming = max(ahead[i], ahead[i + 2])
+        held = saved + left + coming + c.workspace_bytes
+        found.append(Moment(held, i, left, coming, c.workspace_bytes))
+    held = saved + ahead[-2] + rest.workspace_bytes
+    return [*found, Moment(held, len(costs), 0, ahead[-2], rest.workspace_bytes)]
 
 
 class CostTable(dict[str, BlockCost]):

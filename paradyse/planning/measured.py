@@ -68,7 +68,7 @@ class CostModel:
         ValueError: the machine in the profile is none.
     """
 
-    margin = 0.02
+    margin = 0.025
     """Share by which a step may need more than curves say of it, beyond weights and gradients. With
     ``megatron_ts`` a length that ranks cannot share evenly takes a copy more: 2.2 % of a Llama's
     step (hidden 256, two ranks, 1,625 tokens, by ``Steps.memory``); all else was within 1 %."""
@@ -120,7 +120,8 @@ class CostModel:
         prior = measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
         outside = self._outside(block, variant, workload)
-        return replace(cost, time_s=cost.time_s + outside)
+        ahead = self._ahead(key, prior)
+        return replace(cost, time_s=cost.time_s + outside, ahead_bytes=ahead)
 
     def measurable(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
         """The prior's answer for ``block`` under ``point`` and ``workload``, less what is in no
@@ -148,7 +149,8 @@ class CostModel:
         curves = self._curves(key, measurable)
         prior = measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
-        cost = replace(cost, time_s=cost.time_s + self._outside_head(head, workload))
+        outside, ahead = self._outside_head(head, workload), self._ahead(key, prior)
+        cost = replace(cost, time_s=cost.time_s + outside, ahead_bytes=ahead)
         return self._over_limit(cost, key, workload)
 
     def _prior_of_head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
@@ -223,6 +225,12 @@ class CostModel:
                 for names in missing.values()
             ),
         )
+
+    def _ahead(self, key: _Key, prior: BlockCost) -> int:
+        """Bytes that are fetched ahead: as measured, as gloo's messages take twice what they bring;
+        where another plan could not fetch ahead as much, by the ``prior``."""
+        measured = (m.ahead_bytes for m in self._measured.get(key, {}).values())
+        return max(prior.ahead_bytes, *measured, 0)
 
     def _outside(self, block: BlockSpec, point: str, workload: Workload) -> float:
         """Seconds that a block's strategy causes but its own measurements do not have."""
@@ -309,6 +317,7 @@ def with_levers(measured: BlockCost, plain: BlockCost, levered: BlockCost) -> Bl
         workspace_bytes=max(0, workspace),
         comm_bytes=levered.comm_bytes,
         host_bytes=levered.host_bytes,
+        ahead_bytes=measured.ahead_bytes if levered.ahead_bytes else 0,
     )
 
 

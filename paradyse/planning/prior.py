@@ -75,7 +75,7 @@ def head_cost(
 ) -> BlockCost:
     """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
     work = count_head(head, levers, workload, sharded)
-    return _cost(work, machine, gradient_bytes(_weight_of(head), workload, sharded))
+    return _cost(work, machine, gradient_bytes(weight_of(head), workload, sharded))
 
 
 def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
@@ -92,12 +92,13 @@ def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
 def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:
     """Seconds in which the ranks' gradients of the whole weight of ``head`` are summed, at the end
     of the backward of the model."""
-    work = Work(_weight_of(head), workload)
+    work = Work(weight_of(head), workload)
     work.fetch_weights("whole", sharded=False)
     return seconds(work, machine)
 
 
-def _weight_of(head: HeadSpec) -> BlockSpec:
+def weight_of(head: HeadSpec) -> BlockSpec:
+    """The weight of ``head``, as of a block that has no other."""
     return BlockSpec(HEAD, HEAD, 0, "", num_weight_elements=head.hidden * head.vocabulary)
 
 
@@ -109,6 +110,7 @@ def _cost(work: Work, machine: Machine, left_bytes: int) -> BlockCost:
         comm_bytes=int(sum(work.sent_bytes.values())),
         left_bytes=left_bytes,
         host_bytes=int(work.host_bytes),
+        ahead_bytes=int(work.ahead_bytes),
     )
 
 

@@ -73,8 +73,11 @@ class Measurement:
     """Held from forward to backward, weights and their gradients not counted; of ``rest``: what is
     still held when the blocks' backward begins, gradients included."""
     workspace_bytes: int = 0
-    """The most held beyond that while the block ran, forward or backward; of ``rest``: beyond all
-    that is saved, such as logits."""
+    """The most held beyond that while the block ran, forward or backward, but for weights of others
+    that were on their way; of ``rest``: beyond all that is saved, such as logits."""
+    ahead_bytes: int = 0
+    """Of the block's own weights, what was held while they were on their way and another one ran.
+    """
     floor_bytes: int = 0
     """Of the head, or of ``rest`` where there is none: held when nothing is saved any more, as
     gradients are summed over ranks. A step needs so much at least, whatever else it saves; with

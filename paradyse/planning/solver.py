@@ -11,6 +11,10 @@ is left out (chapter 5.1.1).
 An MLP whose input the attention before it may make again (``costs.behind``) is chosen together with
 that attention: a pair is one block here, whose points are those of both.
 
+Weights fetched ahead go by two neighbours. The search counts, at every moment, as much as is
+fetched ahead for any block of a plan, and looks for the best plan of each such amount: what it
+finds fits, and is the best but for as much memory as these weights differ by.
+
 Once the last blocks hold more than any workspace of the blocks before them, these add what they
 save and nothing else, so that their order does not matter: they are chosen all at once, by counts
 (``knapsack``). In a deep model those are nearly all blocks.
@@ -82,8 +86,12 @@ class Choices:
     def peak(self, points: Sequence[str]) -> int:
         """Bytes of a rank that a step needs under ``points``, one per block."""
         held = self.communicator_bytes + peak_bytes(self.chosen(points), self.rest)
-        floor = self.communicator_bytes + self.floor_bytes
-        return self.static_bytes + max(math.ceil(held * (1 + self.margin)), floor)
+        return max(self.static_bytes + math.ceil(held * (1 + self.margin)), self._floor)
+
+    @property
+    def _floor(self) -> int:
+        """Bytes of a rank that every plan needs."""
+        return self.static_bytes + self.communicator_bytes + self.floor_bytes
 
     def chosen(self, points: Sequence[str]) -> list[BlockCost]:
         """Per block its cost under ``points``."""
@@ -126,15 +134,23 @@ class Choices:
 
     def _fastest(self, limit: float) -> Points | None:
         """As ``fastest``, whatever the host has."""
-        kinds, number = self._kinds
-        plan = self._named([kinds[k].fastest for k in number])
-        if self.peak(plan) <= limit:
-            return plan
+        best, best_s = None, math.inf
+        for part in self._by_ahead if self._floor <= limit else ():
+            kinds, number = part._kinds
+            plan = part._named([kinds[k].fastest for k in number])
+            if self.time_s(plan) >= best_s:
+                break  # as is all that has fewer points
+            if self.peak(plan) <= limit:
+                return plan
+            room = part._room(limit)
+            if room >= part._blocks_hold(part._smallest):
+                plan = _flat(_Search(kinds, number, room, self.rest.workspace_bytes).run())
+                if (time_s := self.time_s(plan)) < best_s:
+                    best, best_s = plan, time_s
+        if best is not None:
+            return best
         need, plan = self.smallest()
-        if need > limit:
-            return None
-        search = _Search(kinds, number, self._room(limit), self.rest.workspace_bytes)
-        return _flat(search.run())
+        return plan if need <= limit else None
 
     def _within_host(self, limit: float) -> Points | None:
         """The fastest plan at the least price of a byte on the host at which it fits there."""
@@ -175,17 +191,57 @@ class Choices:
 
     def smallest(self) -> tuple[int, Points]:
         """The least bytes that any plan needs, and that plan."""
+        plans = (part._smallest for part in self._by_ahead)
+        return min(((self.peak(plan), plan) for plan in plans), key=lambda found: found[0])
+
+    @cached_property
+    def _smallest(self) -> Points:
+        """The plan that needs least beside weights fetched ahead."""
         kinds, number = self._kinds
-        plan = self._named(smallest(kinds, number, self.rest.workspace_bytes))
-        return self.peak(plan), plan
+        return self._named(smallest(kinds, number, self.rest.workspace_bytes))
+
+    def _blocks_hold(self, points: Sequence[str]) -> int:
+        """Bytes that the blocks hold under ``points``, beside weights fetched ahead and what is
+        saved by the rest."""
+        costs = [replace(c, ahead_bytes=0) for c in self.chosen(points)]
+        return peak_bytes(costs, self.rest) - self.rest.saved_bytes
+
+    @cached_property
+    def _most_ahead(self) -> int:
+        """The most bytes that are fetched ahead for any block, whatever the plan."""
+        return max((c[s].ahead_bytes for names, c in self._of_kinds for s in names), default=0)
+
+    @property
+    def _of_kinds(self) -> Iterable[tuple[Points, Mapping[str, BlockCost]]]:
+        """What there is to choose, and its costs, once for equal blocks."""
+        pairs = zip(self.names, self.costs)
+        return {(names, id(c)): (names, c) for names, c in pairs}.values()
+
+    @cached_property
+    def _by_ahead(self) -> list[Choices]:
+        """The choices among all points, those with less fetched ahead, and so on: the best plan is
+        the best of one of them, where so much is counted for each moment."""
+        every = {c[s].ahead_bytes for names, c in self._of_kinds for s in names}
+        found = [self]
+        for most in sorted(every, reverse=True)[1:]:
+            kept = {
+                (names, id(c)): tuple(s for s in names if c[s].ahead_bytes <= most)
+                for names, c in self._of_kinds
+            }
+            if not all(kept.values()):
+                break
+            names = [kept[of, id(c)] for of, c in zip(self.names, self.costs)]
+            found.append(replace(self, names=names))
+        return found
 
     def _named(self, taken: Sequence[int]) -> Points:
         kinds, number = self._kinds
         return _flat(kinds[k].points[p] for k, p in zip(number, taken))
 
     def _room(self, limit: float) -> int:
-        """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``."""
-        fixed = self.communicator_bytes + self.rest.saved_bytes
+        """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``, with as much
+        fetched ahead as for any plan."""
+        fixed = self.communicator_bytes + self.rest.saved_bytes + self._most_ahead
         room = math.floor((limit - self.static_bytes) / (1 + self.margin)) + 1
         while math.ceil(room * (1 + self.margin)) > limit - self.static_bytes:
             room -= 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -376,42 +376,64 @@ class StepMemory:
     """Bytes per block id that are held after the block's forward and not before; -1 is what is held
     beyond their sum when the first block's backward begins."""
     workspace_bytes: dict[int, int]
-    """Per block id, the most held while it ran, beyond what it saves in forward and beyond what was
-    held when its backward began; -1: the most held beyond all that is saved, such as logits, until
-    the last block's backward."""
+    """Per block id, the most held while it ran: in forward beyond what was held after it, in
+    backward beyond what it and the blocks before it save and those after it left. So the gradient
+    that backward begins with is in it, and what the block behind still sends. -1: the most held
+    beyond all that is saved, such as logits, until the last block's backward."""
+    ahead_bytes: dict[int, int]
+    """Per block id, of its weights, what was on its way while another block ran, whose workspace
+    does not have it."""
     floor_bytes: int
     """The most held after the last block's backward, when nothing is saved any more."""
     peak_bytes: int
 
 
-def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
+def memory_of(
+    watch: Watch, levels: Sequence[Level], left: Mapping[int, int] | None = None
+) -> StepMemory:
     """What each block held by the ``levels`` at the marks of ``watch``.
 
-    Weights fetched ahead count as workspace of the block that runs meanwhile, and then of their
-    own.
+    Weights that are on their way count for their own block, once it has taken them, and for no
+    other (``BlockCost.ahead_bytes``). With these ``planning.costs.peak_bytes`` of the parts is what
+    was held at most, or more.
+
+    Args:
+        left: per block id the bytes of gradients that are held from its backward to the end of the
+            step (``BlockCost.left_bytes``); default none.
     """
-    coming, held = 0, []
+    coming, held, peaks, taken = 0, [], [], dict[int, int]()
     for i, (what, _) in enumerate(watch.marks):
         if what == FETCHED:
             coming += levels[i].held_bytes - levels[i - 1].held_bytes
-        elif what == TAKEN:
-            coming = 0
+        peaks.append(levels[i].peak_bytes - coming)
+        if what == TAKEN:
+            taken[i], coming = coming, 0
         held.append(levels[i].held_bytes - coming)
     spans = sorted(find_spans(watch.marks), key=lambda s: s.first)
     saved = {s.block: held[s.last] - held[s.first] for s in spans if not s.backward}
-    workspace = dict.fromkeys(saved, 0)
-    peaks = [level.peak_bytes for level in levels]
+    backward = [s for s in spans if s.backward]
+    turn = backward[0].first if backward else watch.marks.index((LOSS, -1))
+    end = max((s.last for s in backward), default=len(levels))
+    rest = max(0, held[turn] - sum(saved.values()))
+    due, before, behind = dict[int, int](), rest, 0
+    for block, num_bytes in saved.items():
+        before += num_bytes
+        due[block] = before
+    for block in reversed(saved):
+        due[block] += behind
+        behind += (left or {}).get(block, 0)
+    saved[-1] = rest
+    workspace = dict.fromkeys(due, 0)
+    ahead = dict.fromkeys(due, 0)
     outside = set(range(1, len(levels)))
     for s in spans:
         inside = range(s.first + 1, s.last + 1)
         outside.difference_update(inside)
-        beyond = max(peaks[i] for i in inside) - held[s.first if s.backward else s.last]
+        beyond = max(peaks[i] for i in inside) - (due[s.block] if s.backward else held[s.last])
         workspace[s.block] = max(workspace[s.block], beyond)
-    backward = [s for s in spans if s.backward]
-    turn = backward[0].first if backward else watch.marks.index((LOSS, -1))
-    end = max((s.last for s in backward), default=len(levels))
-    saved[-1] = max(0, held[turn] - sum(saved.values()))
+        ahead[s.block] = max(ahead[s.block], *(taken.get(i, 0) for i in inside))
     workspace[-1] = max(0, *(peaks[i] for i in outside if i <= end)) - sum(saved.values())
     workspace[-1] = max(0, workspace[-1])
     floor = max((peaks[i] for i in outside if i > end), default=0)
-    return StepMemory(saved, workspace, floor, max(peaks[1:]))
+    peak = max(level.peak_bytes for level in levels[1:])
+    return StepMemory(saved, workspace, ahead, floor, peak)

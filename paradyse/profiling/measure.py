@@ -32,7 +32,7 @@ from paradyse.config import check_count, check_levers, parse_options
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.costs import BlockCost, gradient_bytes, peak_bytes
+from paradyse.planning.costs import BlockCost, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.measured import head_structure
 from paradyse.planning.profile_file import (
@@ -52,7 +52,6 @@ from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.shard import check_module
-from paradyse.weights.sharded_tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def profile(
         device=describe_device(steps.device),
         num_ranks=steps.axis.size,
         dtype=str(steps.parameters[0].dtype).removeprefix("torch."),
-        sharded=any(isinstance(p, ShardedTensor) for p in steps.parameters),
+        sharded=steps.sharded,
         inner=(options or {}).get("inner") or "inductor",
         machine=asdict(machine),
         memory_limit=limit,
@@ -259,6 +258,7 @@ SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
     "backward_s": statistics.median,
     "saved_bytes": lambda values: max(0, math.ceil(statistics.fmean(values))),
     "workspace_bytes": max,
+    "ahead_bytes": max,
     "floor_bytes": max,
 }
 """What a field of a measurement is of a rank's samples; the mean of what adds up over blocks."""
@@ -344,6 +344,7 @@ class _Row:
         self.timed.append(name)
         self._note(name, "saved_bytes", memory.saved_bytes)
         self._note(name, "workspace_bytes", memory.workspace_bytes)
+        self._note(name, "ahead_bytes", memory.ahead_bytes)
         heads = (i for i, of in self.steps.part_of.items() if isinstance(of, HeadSpec))
         self._note(name, "floor_bytes", {next(heads, -1): memory.floor_bytes})
 
@@ -397,16 +398,15 @@ class _Row:
         rows = [m for m in found if m is not None]
         if rest is None or len(rows) < len(found):
             return 0
-        w = steps.workload(seq_len)
-        left = [gradient_bytes(b, w, self.book.header.sharded) for b in steps.blocks]
-        left += [0] * (len(found) - len(left))
+        left = [steps.left_bytes(of) for of in steps.parts]
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
         return max(peak_bytes(costs, _held(rest)), *(m.floor_bytes for m in (rest, *rows)))
 
 
 def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:
     """The memory of a measurement."""
-    return BlockCost(0.0, m.saved_bytes, m.workspace_bytes, 0, left_bytes)
+    held = m.saved_bytes, m.workspace_bytes
+    return BlockCost(0.0, *held, 0, left_bytes, ahead_bytes=m.ahead_bytes)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

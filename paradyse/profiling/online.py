@@ -342,9 +342,10 @@ class Feedback:
             return found
         probe = watch.probe
         assert isinstance(probe, DeviceMemory | SavedMemory)
-        held = memory_of(watch, probe.read())
         costs = self.planner.predicted_costs(record.workload)
         ids, points = mark_ids(record.program), self.planner.points(record.plan)
+        left = {of[0]: c[p].left_bytes for of, c, p in zip(ids, costs, points, strict=True)}
+        held = memory_of(watch, probe.read(), left)
         for key, at in keys.items():
             cost, numbers = costs[at[0]][points[at[0]]], [i for k in at for i in ids[k]]
             saved = max(0.0, sum(held.saved_bytes[i] for i in numbers) / len(at))

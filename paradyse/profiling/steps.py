@@ -15,6 +15,8 @@ from torch import Tensor
 from paradyse.config import AUTO, PlanOption
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
+from paradyse.planning.costs import gradient_bytes
+from paradyse.planning.prior import weight_of
 from paradyse.profiling.marks import (
     END,
     LOSS,
@@ -42,7 +44,7 @@ from paradyse.types import (
     Point,
     Workload,
 )
-from paradyse.weights.sharded_tensor import lies_on_host, rows_here, used_on
+from paradyse.weights.sharded_tensor import ShardedTensor, lies_on_host, rows_here, used_on
 
 MakeBatch = Callable[[int, int], Mapping[str, Any]]
 """From (batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
@@ -70,6 +72,7 @@ class Steps:
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
         self.parameters = list(self.model.parameters())
+        self.sharded = any(isinstance(p, ShardedTensor) for p in self.parameters)
         self.device = used_on(self.parameters[0])
         self.blocks: tuple[BlockSpec, ...] = ()
         """Blocks in the order of computation."""
@@ -144,7 +147,15 @@ class Steps:
         with _memory_probe(self.device) as probe:
             watch = Watch(probe)
             self._step(inputs, plan, watch)
-        return memory_of(watch, probe.read())
+        parts = {i: part for _, i in watch.marks if (part := self.part_of.get(i)) is not None}
+        heads = [i for i, part in parts.items() if isinstance(part, HeadSpec)]
+        left = {i: self.left_bytes(part) for i, part in parts.items() if i not in heads[1:]}
+        return memory_of(watch, probe.read(), left)
+
+    def left_bytes(self, part: BlockSpec | HeadSpec) -> int:
+        """Gradients of whole weights that ``part`` leaves until the end of a step."""
+        block = weight_of(part) if isinstance(part, HeadSpec) else part
+        return gradient_bytes(block, self.workload(1), self.sharded)
 
     def times(self, seq_len: int, plan: PlanOption) -> StepTimes:
         """Seconds of parts of a step of ``seq_len`` tokens under ``plan``; ranks start together."""

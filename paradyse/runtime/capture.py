@@ -45,6 +45,8 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
 
 
 _PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
+_CLOSE = (43, 47, 59, 71)
+"""More of them that leave 3 when divided by 4, as few of the others do."""
 
 
 def _as_input(example: Any, meta: Any, values: Mapping[Any, int]) -> Any:
@@ -162,8 +164,13 @@ def _choose_sizes(
     merged = False
     if not _allowed(env, values):
         values, merged = hints, len({hints[g[0]] for g in groups}) < len(groups)
-    primes = (v for v in _PRIMES if v not in taken)
-    others = {s: v for g in groups for v in [next(primes, hints[g[0]])] for s in g}
+    others: dict[Any, int] = {}
+    for group in groups:
+        left = sorted({*_PRIMES, *_CLOSE} - taken - set(others.values()))
+        traced = values[group[0]]
+        # Padding to a multiple of 4, 8, .. is another one then, and does not look like a constant.
+        value = next((v for v in left if (v - traced) % 4), next(iter(left), traced))
+        others.update(dict.fromkeys(group, value))
     return values, others if _allowed(env, others) else {}, merged
 
 

@@ -228,6 +228,7 @@ def _fetch_tables(work: Work, head: HeadSpec, levers: str, sharded: bool) -> Non
         _look_up(work, head.num_looked_up)
     else:
         work.workspace_bytes += n * work.itemsize * (1 + work.back)
+        work.ahead_bytes += n * work.itemsize
         _send_table(work, n, gathers=1 if levers else 1 + work.back)
         _send_table(work, head.num_looked_up, gathers=1)
 

@@ -145,6 +145,8 @@ class Work:
         self.ahead: dict[str, tuple[float, float]] = {}
         """Of these, per collective the bytes and the messages that are under way while neighbouring
         blocks compute: weights fetched ahead, and their gradients."""
+        self.ahead_bytes = 0.0
+        """Whole weights that are on their way while a neighbouring block computes."""
         self.saved_bytes = self.workspace_bytes = 0.0
         """Bytes held from the block's forward to its backward, and those only while it runs."""
         self.host_bytes = 0.0
@@ -303,6 +305,8 @@ class Work:
                 held = summed if groups == 1 else max(0, summed - e)
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
+            # what is streamed is fetched by the block itself
+            self.ahead_bytes += (n - own if weights == "streamed" else whole) * e
         elif training:
             if split:
                 self.send("all_gather", split * share)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,6 +59,44 @@ def test_equals_exhaustive_search(seed: int) -> None:
         assert plan is not None and every[plan] <= limit
         best = min(choices.time_s(p) for p in every if every[p] <= limit)
         assert choices.time_s(plan) == pytest.approx(best, rel=1e-7)
+
+
+def counted(choices: Choices, points: Sequence[str]) -> int:
+    """The peak, where the most that is fetched ahead for any block is there at every moment."""
+    costs = choices.chosen(points)
+    ahead = max(c.ahead_bytes for c in costs)
+    alone = replace(choices, costs=[{p: replace(c, ahead_bytes=0)} for p, c in zip(points, costs)])
+    rest = replace(choices.rest, saved_bytes=choices.rest.saved_bytes + ahead)
+    return replace(alone, rest=rest).peak(points)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weights_fetched_ahead_are_there_while_a_neighbour_runs(seed: int) -> None:
+    """Of three points one fetches all weights, one some and one none."""
+    choices, rng = random_choices(seed, 3, NAMES[:3]), random.Random(seed)
+    of = {n: rng.randrange(m) if m else 0 for n, m in zip(NAMES, (300, 90, 0))}
+    costs = [{n: replace(c[n], ahead_bytes=of[n]) for n in NAMES[:3]} for c in choices.costs[:2]]
+    choices = replace(choices, costs=costs * 3, names=[NAMES[:3]] * 6)
+    every = {p: counted(choices, p) for p in itertools.product(NAMES[:3], repeat=6)}
+    assert all(choices.peak(p) <= most for p, most in every.items())
+    need, smallest = choices.smallest()
+    assert need == choices.peak(smallest) <= min(every.values())
+    for limit in (need - 1, need, need + 40, need + 120, need + 400, max(every.values())):
+        plan = choices.fastest(limit)
+        assert (plan is not None) == choices.feasible(limit) == (limit >= need)
+        fit = [choices.time_s(p) for p, most in every.items() if most <= limit]
+        if plan is not None:
+            assert choices.peak(plan) <= limit
+            assert choices.time_s(plan) <= min(fit, default=math.inf) * (1 + 1e-7)
+
+
+def test_what_comes_for_a_block_is_beside_its_neighbours() -> None:
+    """Not beside itself: it has taken it."""
+    wide, narrow = BlockCost(1.0, 10, 0, 0, ahead_bytes=50), BlockCost(1.0, 10, 100, 0)
+    assert choices_of([{"a": wide}, {"a": narrow}], 1).peak("aa") == 1003 + 20 + 100 + 50
+    assert choices_of([{"a": narrow}, {"a": narrow}, {"a": wide}], 1).peak("aaa") == 1003 + 20 + 150
+    costs = [replace(wide, workspace_bytes=100), NOTHING]
+    assert choices_of([{"a": c} for c in costs], 1).peak("aa") == 1003 + 10 + 100
 
 
 def test_no_blocks_and_no_time() -> None:

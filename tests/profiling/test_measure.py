@@ -140,7 +140,7 @@ def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_pat
 
 def measure_until_killed(path: str) -> None:
     def progress(p: profiler.Progress) -> None:
-        if p.done == len(ATTENTION) + 1:
+        if p.done == len(ATTENTION_STRATEGIES) + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     given = {"options": EAGER, "make_batch": tiny_batch, "progress": progress}
@@ -177,7 +177,7 @@ def test_a_killed_profile_is_gone_on_with(pool2: RankPool, tmp_path: Path) -> No
         file.write(first.splitlines()[-1][:40])  # as if it had been killed while it wrote
     ((found, measured), _) = pool2.run(count_steps, str(path), timeout_s=120)
     assert path.read_bytes().startswith(first)
-    assert measured == {(24, s) for s in ATTENTION}
+    assert measured == {(24, s) for s in ATTENTION_STRATEGIES}
     keys = [key(m) for m in found.measurements]
     assert len(keys) == len(set(keys)) == 2 * len(kept)
     ((again, measured), _) = pool2.run(count_steps, str(path), timeout_s=120)
@@ -310,7 +310,8 @@ def test_memory_adds_up() -> None:
     memory = memory_of(Script().watch(), [Level(h, p) for h, p in zip(held, peak, strict=True)])
     # 30 bytes came ahead for block 1 and are its own to hold: it began with 10, not with 40.
     assert memory.saved_bytes == {1: 25 - 10, 2: 55 - 25, -1: 55 - 15 - 30}
-    assert memory.workspace_bytes == {1: 80 - 25, 2: 90 - 55, -1: 99 - 55}
+    assert memory.workspace_bytes == {1: 70 - 25, 2: 90 - 55, -1: 99 - 55}
+    assert memory.ahead_bytes == {1: 30, 2: 0}
     assert memory.peak_bytes == 99 and memory.floor_bytes == 50
 
 
