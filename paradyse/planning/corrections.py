@@ -64,7 +64,7 @@ class Corrections:
         """``cost`` as corrected. What was learned of memory was learned in training. A point with
         levers that was not measured follows its strategy without them."""
         at, timed = scale_of(workload), _seen(key, self.times.knows)
-        time_s = cost.time_s * self.times.ratio(timed, at)
+        time_s = cost.time_s * self.times.ratio(timed, at, cost.parts)
         source = ONLINE if self.times.knows(timed) else cost.source
         cost = replace(cost, time_s=time_s, source=source)
         held = _seen(key, lambda k: (SAVED, k) in self.measured)

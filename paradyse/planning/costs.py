@@ -71,6 +71,21 @@ class Machine:
         return self.links.get(collective) or Link(self.latency_s, self.bandwidth_bytes)
 
 
+class TimeParts(NamedTuple):
+    """What the time of a block is made of, by the prior: seconds, those that hide behind others
+    included."""
+
+    compute_s: float = 0.0
+    """Linears, what surrounds them, launches."""
+    attention_s: float = 0.0
+    ring_s: float = 0.0
+    """Messages that attention hides."""
+    exchange_s: float = 0.0
+    """Messages that are waited for."""
+    weights_s: float = 0.0
+    """Messages of weights and of their gradients that neighbouring blocks hide."""
+
+
 @dataclass(frozen=True)
 class BlockCost:
     """Predicted for one block on one rank, forward and, when training, backward."""
@@ -94,6 +109,8 @@ class BlockCost:
     ahead_bytes: int = 0
     """Whole weights of the block that are on their way while the one before it runs, or in
     backward the one behind."""
+    parts: TimeParts = TimeParts()
+    """Of the prior's time."""
 
 
 NOTHING = BlockCost(0.0, 0, 0, 0)

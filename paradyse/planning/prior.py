@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paradyse.distributed.axis import TokenLayout
-from paradyse.planning.costs import BlockCost, Machine, gradient_bytes
+from paradyse.planning.costs import BlockCost, Machine, TimeParts, gradient_bytes
 from paradyse.strategies import count_work, strategy_named
 from paradyse.strategies.lever_work import count_head
 from paradyse.strategies.work import Work
@@ -31,22 +31,29 @@ def seconds(work: Work, machine: Machine) -> float:
     """Predicted time of ``work`` on ``machine``. A ring's messages hide behind attention, those of
     weights behind all that neighbouring blocks compute, which is taken to be as much as this one
     does, and copies to the host and back behind the block."""
+    parts = time_parts(work, machine)
+    behind_attention_s = min(parts.ring_s, parts.attention_s)
+    computed_s = parts.compute_s + parts.attention_s
+    hidden_s = behind_attention_s + min(parts.weights_s, computed_s - behind_attention_s)
+    block_s = sum(parts) - machine.overlap * hidden_s
+    return block_s + _copies_s(work, machine, block_s)
+
+
+def time_parts(work: Work, machine: Machine) -> TimeParts:
+    """What ``work`` on ``machine`` takes, part by part, nothing of it hidden."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
-    compute_s += attention_s + work.num_ops * machine.op_overhead_s
-    ring_s = ahead_s = others_s = 0.0
+    compute_s += work.num_ops * machine.op_overhead_s
+    ring_s = exchange_s = weights_s = 0.0
     for name, count in work.messages.items():
         link, (num_bytes, messages) = machine.link(name), work.ahead.get(name, (0.0, 0.0))
-        ahead_s += link.time_s(num_bytes, messages)
+        weights_s += link.time_s(num_bytes, messages)
         wait_s = link.time_s(work.sent_bytes[name] - num_bytes, count - messages)
         if name == "ring_exchange":
             ring_s += wait_s
         else:
-            others_s += wait_s
-    behind_attention_s = min(ring_s, attention_s)
-    hidden_s = behind_attention_s + min(ahead_s, compute_s - behind_attention_s)
-    block_s = compute_s + ring_s + ahead_s + others_s - machine.overlap * hidden_s
-    return block_s + _copies_s(work, machine, block_s)
+            exchange_s += wait_s
+    return TimeParts(compute_s, attention_s, ring_s, exchange_s, weights_s)
 
 
 def _copies_s(work: Work, machine: Machine, block_s: float) -> float:
@@ -111,6 +118,7 @@ def _cost(work: Work, machine: Machine, left_bytes: int) -> BlockCost:
         left_bytes=left_bytes,
         host_bytes=int(work.host_bytes),
         ahead_bytes=int(work.ahead_bytes),
+        parts=time_parts(work, machine),
     )
 
 

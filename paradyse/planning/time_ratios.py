@@ -2,14 +2,19 @@
 
 The logarithm of measured over predicted seconds, of a variant at a scale of lengths, is taken for a
 sum: what all variants of the kind of block have in common (the machine's state, Python's own time),
-what is the variant's own (the prediction is wrong of it), and noise. The first two are Gaussian
-processes over the scale. The estimate is the mean that they have given the measurements (Rasmussen
-and Williams 2006, "Gaussian Processes for Machine Learning", section 2.2): little is made of a
-single measurement, a variant that never ran is as far off as those that did, and what was seen at
-one length tells less of another the further it lies.
+what the prediction is wrong of, and noise. The first two are Gaussian processes over the scale. The
+estimate is the mean that they have given the measurements (Rasmussen and Williams 2006, "Gaussian
+Processes for Machine Learning", section 2.2): little is made of a single measurement, a variant
+that never ran is as far off as those that did, and what was seen at one length tells less of
+another the further it lies.
+
+A prediction is wrong of the parts that it adds up (``TimeParts``), each weighted by its share of
+the time, and a little of the variant as such. So variants that are made of the same parts are wrong
+alike: where gathered weights hide less than was thought, ``megatron_cz`` is slower than predicted,
+``metp``, which never ran, will be too, and ``megatron_ts``, which gathers none, will not.
 
 A ratio that changes at once, by more than ``JUMP``, is a change of that variant and not of the
-machine: what is in common is learned from the others and from before. So when a collective becomes
+machine: what is shared is learned from the others and from before. So when a collective becomes
 slow the planner tries what does without it, and then knows.
 """
 
@@ -19,8 +24,11 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
+
+from paradyse.planning.costs import TimeParts
 
 Key = tuple[Hashable, str]
 """A kind of block (``Planner.kinds``) and a variant of it."""
@@ -28,9 +36,23 @@ Key = tuple[Hashable, str]
 COMMON, COMMON_OF_SCALE = 0.2, 0.1
 """Standard deviations, of logarithms: of what all variants have in common, at all scales and at
 one alone."""
-OWN_OF_PROFILE, OWN_OF_PRIOR = 0.05, 0.25
-"""Of what is a variant's own, at all scales, and at one alone as much again: the errors of
-predictions from measurements, and of the analytic prior's."""
+
+
+class Errors(NamedTuple):
+    """Standard deviations of what predictions are wrong of, at all scales, and at one alone as much
+    again."""
+
+    own: float
+    """Of a variant as such."""
+    parts: TimeParts = TimeParts()
+    """Of each part of the time."""
+
+
+OF_PROFILE = Errors(0.05)
+"""Of predictions from measurements."""
+OF_PRIOR = Errors(0.1, TimeParts(0.15, 0.25, 0.4, 0.3, 0.5))
+"""Of the analytic prior's: rates of arithmetic are measured on the machine, how much of a message
+hides behind it is known least."""
 NOISE = 0.15
 """Of one measurement: the median of a few steps, the slowest rank's."""
 COMMON_REACH, OWN_REACH = 2.0, 1.0
@@ -39,8 +61,8 @@ JUMP = 0.5
 """No noise but a change."""
 MEMORY = 16
 """Measurements that count, of a variant at a scale."""
-DIGITS = 6
-"""Of an estimate: ranks with other processors may round it differently."""
+DIGITS, SHARE_DIGITS = 6, 2
+"""Of an estimate: ranks with other processors may round it differently; and of a share of time."""
 
 Array = np.ndarray
 
@@ -64,6 +86,8 @@ class _Cell:
     now: _Mean
     steady: _Mean
     """Without what has changed at once."""
+    shares: Array
+    """Of each part, in the predicted time."""
     jumped: bool = False
     """The last measurement was far from those before."""
 
@@ -85,14 +109,34 @@ def _alike(scales: Array, others: Array, reach: float) -> Array:
     return np.exp(-np.abs(scales[:, None] - others[None, :]) / reach)
 
 
-def _common(scales: Array, others: Array) -> Array:
-    """Covariance of what is in common, between scales."""
-    return COMMON**2 + COMMON_OF_SCALE**2 * _alike(scales, others, COMMON_REACH)
+def _shares(parts: TimeParts) -> Array:
+    """Of each of ``parts`` in their sum."""
+    of = np.array(parts)
+    return np.round(of / (of.sum() or 1.0), SHARE_DIGITS)
 
 
-def _own(deviation: float, scales: Array, others: Array) -> Array:
-    """Covariance of what is one variant's own, between scales."""
-    return deviation**2 * (1 + _alike(scales, others, OWN_REACH))
+class _At(NamedTuple):
+    """Variants at scales, one per row."""
+
+    variants: Array
+    scales: Array
+    shares: Array
+    """[rows, parts]"""
+
+
+def _own(errors: Errors, a: _At, b: _At) -> Array:
+    """Covariance of what predictions of ``a`` and of ``b`` are wrong of as the variants that they
+    are: [rows of a, rows of b]."""
+    same = a.variants[:, None] == b.variants[None, :]
+    return same * errors.own**2 * (1 + _alike(a.scales, b.scales, OWN_REACH))
+
+
+def _shared(errors: Errors, a: _At, b: _At) -> Array:
+    """The same of what all variants have in common, or those that are made of the same parts."""
+    of_parts = (a.shares * np.array(errors.parts) ** 2) @ b.shares.T
+    of_parts *= 1 + _alike(a.scales, b.scales, OWN_REACH)
+    common = COMMON**2 + COMMON_OF_SCALE**2 * _alike(a.scales, b.scales, COMMON_REACH)
+    return common + of_parts
 
 
 class KindRatios:
@@ -100,33 +144,46 @@ class KindRatios:
 
     Args:
         cells: (variant, scale) -> what was measured.
-        own: standard deviation of what is a variant's own.
+        errors: of predictions.
     """
 
-    def __init__(self, cells: Mapping[tuple[str, int], _Cell], own: float) -> None:
+    def __init__(self, cells: Mapping[tuple[str, int], _Cell], errors: Errors) -> None:
         self.variants = [v for v, _ in cells]
         """Of each cell, as ``scales``."""
         self.scales = scales = np.array([float(s) for _, s in cells])
-        self._own = own
-        self.ratio = cache(self._ratio)
-        """Expected measured over predicted seconds of a variant at a scale."""
-        same = np.array([[a == b for b in self.variants] for a in self.variants])
-        of_own, common = same * _own(own, scales, scales), _common(scales, scales)
+        self._errors = errors
+        shares = np.array([c.shares for c in cells.values()])
+        self._cells = _At(np.array(self.variants), scales, shares)
+        self._known = cache(self._ratio)
+        own, shared = (of(errors, self._cells, self._cells) for of in (_own, _shared))
         steady, now = ([getattr(c, what) for c in cells.values()] for what in ("steady", "now"))
 
         def solve(covariance: Array, values: Array, means: Iterable[_Mean]) -> Array:
             noise = np.diag([NOISE**2 / m.count for m in means])
             return np.asarray(np.linalg.solve(covariance + noise, values))
 
-        self._common_weights = solve(common + of_own, np.array([m.value for m in steady]), steady)
-        left = np.array([m.value for m in now]) - common @ self._common_weights
-        self._own_weights = solve(of_own, left, now)
+        values = np.array([m.value for m in steady])
+        self._shared_weights = solve(shared + own, values, steady)
+        left = np.array([m.value for m in now]) - shared @ self._shared_weights
+        self._own_weights = solve(own, left, now)
 
-    def _ratio(self, variant: str, scale: int) -> float:
-        at = np.array([float(scale)])
-        mine = np.array([v == variant for v in self.variants])
-        log = _common(at, self.scales) @ self._common_weights
-        log += (mine * _own(self._own, at, self.scales)) @ self._own_weights
+    def ratio(self, variant: str, scale: int, parts: TimeParts | None = None) -> float:
+        """Expected measured over predicted seconds of ``variant`` at ``scale``.
+
+        Args:
+            parts: of the predicted time; None: as where the variant was measured nearest.
+        """
+        if parts is not None:
+            return self._known(variant, scale, tuple(_shares(parts).tolist()))
+        rows = [i for i, v in enumerate(self.variants) if v == variant]
+        near = min(rows, key=lambda i: abs(self.scales[i] - scale), default=None)
+        known = self._cells.shares[near] if near is not None else _shares(TimeParts())
+        return self._known(variant, scale, tuple(known.tolist()))
+
+    def _ratio(self, variant: str, scale: int, shares: tuple[float, ...]) -> float:
+        at = _At(np.array([variant]), np.array([float(scale)]), np.array([shares]))
+        log = _shared(self._errors, at, self._cells) @ self._shared_weights
+        log += _own(self._errors, at, self._cells) @ self._own_weights
         return round(math.exp(float(log[0])), DIGITS)
 
 
@@ -141,29 +198,31 @@ class Ratios:
         kind = self.of_kind.get(key[0])
         return kind is not None and key[1] in kind.variants
 
-    def ratio(self, key: Key, scale: int) -> float:
-        """Expected measured over predicted seconds of ``key`` at ``scale``."""
-        return self.of_kind[key[0]].ratio(key[1], scale) if key[0] in self.of_kind else 1.0
+    def ratio(self, key: Key, scale: int, parts: TimeParts | None = None) -> float:
+        """Expected measured over predicted seconds of ``key`` at ``scale``; ``parts`` as of
+        ``KindRatios.ratio``."""
+        kind = self.of_kind.get(key[0])
+        return 1.0 if kind is None else kind.ratio(key[1], scale, parts)
 
 
 class TimeRatios:
     """Collects what was measured.
 
     Args:
-        own: how far off predictions of one variant are: ``OWN_OF_PROFILE`` or ``OWN_OF_PRIOR``.
+        errors: of predictions: ``OF_PROFILE`` or ``OF_PRIOR``.
     """
 
-    def __init__(self, own: float) -> None:
-        self._own = own
+    def __init__(self, errors: Errors) -> None:
+        self._errors = errors
         self._cells: dict[Hashable, dict[tuple[str, int], _Cell]] = {}
 
-    def add(self, key: Key, scale: int, ratio: float) -> None:
+    def add(self, key: Key, scale: int, ratio: float, parts: TimeParts) -> None:
         """One measurement of ``key`` at ``scale``: ``ratio`` is measured over predicted seconds,
-        above 0."""
+        above 0, ``parts`` what these are made of."""
         kind, variant = key
         cells, log = self._cells.setdefault(kind, {}), math.log(ratio)
         if (cell := cells.get((variant, scale))) is None:
-            cells[variant, scale] = _Cell(_Mean(log), _Mean(log))
+            cells[variant, scale] = _Cell(_Mean(log), _Mean(log), _shares(parts))
         else:
             cell.add(log)
 
@@ -174,4 +233,5 @@ class TimeRatios:
 
     def estimate(self) -> Ratios:
         """From all that was measured so far."""
-        return Ratios({kind: KindRatios(cells, self._own) for kind, cells in self._cells.items()})
+        of_kind = self._cells.items()
+        return Ratios({kind: KindRatios(cells, self._errors) for kind, cells in of_kind})

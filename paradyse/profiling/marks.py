@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -30,7 +30,7 @@ from paradyse.torch_private import is_allocation, profiled_events
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.shard_comm import Messages
 from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.unshard import Shards, Shelf
+from paradyse.weights.unshard import Gathered, Shards, Shelf
 
 START, LOSS, END = "start", "loss", "end"
 """Marks of a step: forward lies between the first two, backward between the last two."""
@@ -42,6 +42,9 @@ and the last DONE; at FREED the values that no later step reads are gone."""
 FETCH, FETCHED, TAKEN = "fetch", "fetched", "taken"
 """Marks of sharded weights: between FETCHED and TAKEN the next block's are on their way, in memory
 that the present block does not keep."""
+
+SEND, SENT = "send", "sent"
+"""Marks of their gradients: from SENT to the next SEND those of one block are on their way."""
 
 
 def mark_id(step: Step) -> int | None:
@@ -84,9 +87,13 @@ class Watch:
     probe: Probe
     marks: list[tuple[str, int]] = field(default_factory=list)
     """The kind of each mark, and the block id; -1 where it belongs to no block."""
+    given: dict[int, int] = field(default_factory=dict)
+    """Index of a mark GRAD -> bytes of the gradient."""
 
-    def mark(self, at: str, block: int = -1) -> None:
-        """Add a mark of kind ``at`` for ``block``."""
+    def mark(self, at: str, block: int = -1, num_bytes: int = 0) -> None:
+        """Add a mark of kind ``at`` for ``block``, which is given a gradient of ``num_bytes``."""
+        if num_bytes:
+            self.given[len(self.marks)] = num_bytes
         self.marks.append((at, block))
         self.probe.note()
 
@@ -291,12 +298,13 @@ class _MarkGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         watch, at, block = ctx.args
-        watch.mark(at, block)
+        watch.mark(at, block, grad.nbytes if at == GRAD else 0)
         return None, None, None, grad
 
 
 class _WatchedShelf(Shelf):
-    """A shelf that marks when weights are fetched ahead, and when they are taken."""
+    """A shelf that marks when weights are fetched ahead, when they are taken, and when gradients
+    are sent."""
 
     def __init__(self, watch: Watch, ahead: bool, sync: GradientSync) -> None:
         super().__init__(ahead, sync)
@@ -310,6 +318,14 @@ class _WatchedShelf(Shelf):
     def take(self, shards: Shards) -> Messages | None:
         self._watch.mark(TAKEN)
         return super().take(shards)
+
+    def send(self) -> None:
+        super().send()
+        self._watch.mark(SEND)
+
+    def sent(self, gathered: Gathered) -> None:
+        self._watch.mark(SENT)
+        super().sent(gathered)
 
 
 @dataclass(frozen=True)
@@ -377,9 +393,9 @@ class StepMemory:
     beyond their sum when the first block's backward begins."""
     workspace_bytes: dict[int, int]
     """Per block id, the most held while it ran: in forward beyond what was held after it, in
-    backward beyond what it and the blocks before it save and those after it left. So the gradient
-    that backward begins with is in it, and what the block behind still sends. -1: the most held
-    beyond all that is saved, such as logits, until the last block's backward."""
+    backward beyond what was held when that began, but for the gradient that it began with and those
+    that were on their way, or beyond what it and the blocks before it save, if that is more. -1:
+    the most held beyond all that is saved, such as logits, until the last block's backward."""
     ahead_bytes: dict[int, int]
     """Per block id, of its weights, what was on its way while another block ran, whose workspace
     does not have it."""
@@ -388,48 +404,40 @@ class StepMemory:
     peak_bytes: int
 
 
-def memory_of(
-    watch: Watch, levels: Sequence[Level], left: Mapping[int, int] | None = None
-) -> StepMemory:
+def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
     """What each block held by the ``levels`` at the marks of ``watch``.
 
     Weights that are on their way count for their own block, once it has taken them, and for no
     other (``BlockCost.ahead_bytes``). With these ``planning.costs.peak_bytes`` of the parts is what
     was held at most, or more.
-
-    Args:
-        left: per block id the bytes of gradients that are held from its backward to the end of the
-            step (``BlockCost.left_bytes``); default none.
     """
-    coming, held, peaks, taken = 0, [], [], dict[int, int]()
+    coming, going, held, peaks, taken = 0, 0, [], [], dict[int, int]()
     for i, (what, _) in enumerate(watch.marks):
         if what == FETCHED:
             coming += levels[i].held_bytes - levels[i - 1].held_bytes
         peaks.append(levels[i].peak_bytes - coming)
         if what == TAKEN:
             taken[i], coming = coming, 0
-        held.append(levels[i].held_bytes - coming)
+        if what == SEND:
+            going = 0
+        elif what == SENT:
+            going = max(0, levels[i].held_bytes - levels[i - 1].held_bytes)
+        held.append(levels[i].held_bytes - coming - going)
     spans = sorted(find_spans(watch.marks), key=lambda s: s.first)
     saved = {s.block: held[s.last] - held[s.first] for s in spans if not s.backward}
     backward = [s for s in spans if s.backward]
     turn = backward[0].first if backward else watch.marks.index((LOSS, -1))
     end = max((s.last for s in backward), default=len(levels))
+    workspace, ahead = dict.fromkeys(saved, 0), dict.fromkeys(saved, 0)
     rest = max(0, held[turn] - sum(saved.values()))
-    due, before, behind = dict[int, int](), rest, 0
-    for block, num_bytes in saved.items():
-        before += num_bytes
-        due[block] = before
-    for block in reversed(saved):
-        due[block] += behind
-        behind += (left or {}).get(block, 0)
+    kept = dict(zip(saved, accumulate(saved.values())))
     saved[-1] = rest
-    workspace = dict.fromkeys(due, 0)
-    ahead = dict.fromkeys(due, 0)
     outside = set(range(1, len(levels)))
     for s in spans:
         inside = range(s.first + 1, s.last + 1)
         outside.difference_update(inside)
-        beyond = max(peaks[i] for i in inside) - (due[s.block] if s.backward else held[s.last])
+        begun = max(held[s.first] - watch.given.get(s.first, 0), rest + kept[s.block])
+        beyond = max(peaks[i] for i in inside) - (begun if s.backward else held[s.last])
         workspace[s.block] = max(workspace[s.block], beyond)
         ahead[s.block] = max(ahead[s.block], *(taken.get(i, 0) for i in inside))
     workspace[-1] = max(0, *(peaks[i] for i in outside if i <= end)) - sum(saved.values())

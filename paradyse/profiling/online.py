@@ -42,8 +42,9 @@ from paradyse.planning.corrections import (
     num_tokens,
     scale_of,
 )
+from paradyse.planning.costs import TimeParts
 from paradyse.planning.planner import Planner
-from paradyse.planning.time_ratios import OWN_OF_PRIOR, OWN_OF_PROFILE, Key, TimeRatios
+from paradyse.planning.time_ratios import OF_PRIOR, OF_PROFILE, Key, TimeRatios
 from paradyse.profiling.marks import (
     END,
     GRAD,
@@ -92,11 +93,12 @@ class StepWatch(Watch):
     closed: bool = False
     _ending: bool = False
 
-    def mark(self, at: str, block: int = -1) -> None:
-        """Add a mark of kind ``at`` for ``block``, unless the step is over."""
+    def mark(self, at: str, block: int = -1, num_bytes: int = 0) -> None:
+        """Add a mark of kind ``at`` for ``block``, unless the step is over; ``num_bytes`` as of
+        ``Watch.mark``."""
         if self.closed:  # a second backward through the same graph
             return
-        super().mark(at, block)
+        super().mark(at, block, num_bytes)
         if at == GRAD and not self._ending:
             self._ending = True
             at_end_of_backward(self.close)
@@ -160,7 +162,7 @@ class Feedback:
         self.planner, self.forget = planner, forget
         self.measured: dict[tuple[str, Hashable], dict[int, float]] = {}
         """What the ranks agreed on (``Corrections.measured``)."""
-        self.times = TimeRatios(OWN_OF_PROFILE if planner.cost_model else OWN_OF_PRIOR)
+        self.times = TimeRatios(OF_PROFILE if planner.cost_model else OF_PRIOR)
         self._used = self._snapshot()
         """The corrections that the present plans were chosen by."""
         self._calls = 0
@@ -266,12 +268,13 @@ class Feedback:
             return
         agreed, records = self._agreement.wait(), self._agreement.records
         self._agreement = None
+        parts = self._parts(records)
         for (quantity, of, at), latest in agreed.items():
             if latest <= 0:
                 continue
             if quantity == TIME:
                 assert isinstance(of, tuple)
-                self.times.add(of, at, latest)
+                self.times.add(of, at, latest, parts[of, at])
             else:
                 row = self.measured.setdefault((quantity, of), {})
                 row[at] = max(row.get(at, latest), latest)
@@ -330,6 +333,15 @@ class Feedback:
             for key, members in keys.items()
         }
 
+    def _parts(self, records: Sequence[_Record]) -> dict[tuple[Key, int], TimeParts]:
+        """What the predicted times of variants in ``records`` are made of, by scale."""
+        found: dict[tuple[Key, int], TimeParts] = {}
+        for r in records:
+            costs, points = self.planner.predicted_costs(r.workload), self.planner.points(r.plan)
+            for key, (i, *_) in self._keys(r.plan).items():
+                found[key, scale_of(r.workload)] = costs[i][points[i]].parts
+        return found
+
     def _memory(self, record: _Record) -> dict[Slot, float]:
         """What the call held; 0 where it was not watched or had no backward."""
         keys, watch = self._keys(record.plan), record.watch
@@ -344,8 +356,7 @@ class Feedback:
         assert isinstance(probe, DeviceMemory | SavedMemory)
         costs = self.planner.predicted_costs(record.workload)
         ids, points = mark_ids(record.program), self.planner.points(record.plan)
-        left = {of[0]: c[p].left_bytes for of, c, p in zip(ids, costs, points, strict=True)}
-        held = memory_of(watch, probe.read(), left)
+        held = memory_of(watch, probe.read())
         for key, at in keys.items():
             cost, numbers = costs[at[0]][points[at[0]]], [i for k in at for i in ids[k]]
             saved = max(0.0, sum(held.saved_bytes[i] for i in numbers) / len(at))

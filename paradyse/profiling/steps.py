@@ -147,10 +147,7 @@ class Steps:
         with _memory_probe(self.device) as probe:
             watch = Watch(probe)
             self._step(inputs, plan, watch)
-        parts = {i: part for _, i in watch.marks if (part := self.part_of.get(i)) is not None}
-        heads = [i for i, part in parts.items() if isinstance(part, HeadSpec)]
-        left = {i: self.left_bytes(part) for i, part in parts.items() if i not in heads[1:]}
-        return memory_of(watch, probe.read(), left)
+        return memory_of(watch, probe.read())
 
     def left_bytes(self, part: BlockSpec | HeadSpec) -> int:
         """Gradients of whole weights that ``part`` leaves until the end of a step."""

@@ -176,6 +176,15 @@ class Work:
                 before = self.ahead.get(collective, (0.0, 0.0))
                 self.ahead[collective] = before[0] + num_bytes, before[1] + messages
 
+    def _of_groups(self, collective: str, num_bytes: float, times: int, groups: int) -> None:
+        """Book a block's weights, or their gradients, that travel so many ``times``. Where they do
+        in several ``groups``, the block itself waits for one of these: that which it begins with in
+        forward, that which it ends with in backward."""
+        ahead = (groups - 1) / groups if groups > 1 else 1.0
+        messages = times * groups
+        self.send(collective, num_bytes * ahead, messages * ahead, ahead=True)
+        self.send(collective, num_bytes * (1 - ahead), messages * (1 - ahead))
+
     def surround(self) -> None:
         """Norm, rotary embedding or activation, residual; one compiled piece."""
         values = 6 * self.block.hidden + 2 * self.columns
@@ -298,9 +307,9 @@ class Work:
         if sharded:
             groups = self.p if weights == "streamed" else 1
             gathers = 1 + self.back
-            self.send("all_gather", whole * share * gathers, gathers * groups, ahead=True)
+            self._of_groups("all_gather", whole * share * gathers, gathers, groups)
             if training:
-                self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
+                self._of_groups("reduce_scatter", whole * share / e * summed, 1, groups)
                 # on their way meanwhile: the gradients of the block behind
                 held = summed if groups == 1 else max(0, summed - e)
                 self.workspace_bytes += whole * held

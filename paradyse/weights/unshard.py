@@ -58,6 +58,10 @@ class Shelf:
         self._unsent = gathered if any(at_rest(s).requires_grad for s in gathered.shards) else None
         return True
 
+    def send(self) -> None:
+        """Wait for the gradients of the block before, as others are to be sent."""
+        self.sync.finish_scatters()
+
     def sent(self, gathered: Gathered) -> None:
         """The gradients of ``gathered`` are on their way."""
         if self._unsent is gathered:
@@ -213,7 +217,7 @@ class _Gather(torch.autograd.Function):
                 out[i] = at_rest(shard).with_rows(rows)
             return None, *out
         sync = gathered.shelf.sync
-        sync.finish_scatters()  # those of the block before this one
+        gathered.shelf.send()
         for index, message in start_scatter(given, like, gathered.block_id):
             shards = [at_rest(like[k]) for k in index]
             nodes = [ctx.next_functions[found[k]][0] for k in index]

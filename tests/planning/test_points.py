@@ -15,7 +15,7 @@ from paradyse.planning.explain import explain_plan
 from paradyse.planning.measured import with_levers
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
-from paradyse.planning.time_ratios import OWN_OF_PRIOR, TimeRatios
+from paradyse.planning.time_ratios import OF_PRIOR, TimeRatios
 from paradyse.types import LEVERS, BlockSpec, HeadSpec, Plan, Point, Workload
 
 ALONE = replace(LONG, num_ranks=1)
@@ -191,9 +191,9 @@ def test_explain_says_which_levers_why_and_what_they_cost() -> None:
 def test_a_point_that_was_not_measured_follows_its_strategy() -> None:
     p = planner(levers=["recompute"])
     key = p.kinds[0], "megatron_cz"
-    ratios = TimeRatios(OWN_OF_PRIOR)
+    ratios, parts = TimeRatios(OF_PRIOR), p.predicted_costs(LONG)[0]["megatron_cz"].parts
     for _ in range(20):
-        ratios.add(key, scale_of(LONG), 2.0)
+        ratios.add(key, scale_of(LONG), 2.0, parts)
     known = {("saved", key): {scale_of(LONG): 1.5}, ("workspace", key): {scale_of(LONG): 1.5}}
     corrections = Corrections(known, ratios.estimate())
     before = p.costs(LONG)[0]["megatron_cz+recompute"]
