@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import BartConfig, BartForConditionalGeneration
 
 import paradyse.backend
+from paradyse.runtime.capture import _choose_sizes
 from paradyse.runtime.registry import captures_of
 
 
@@ -122,6 +123,24 @@ class Repeated(Tiny):
 def test_a_length_that_no_input_shows_is_not_taken_for_that_of_all_calls(dynamic):
     compiled = compile_and_compare(Repeated().double(), LENGTHS, dynamic)
     assert all(c.graphs for c in captures_of(compiled))
+
+
+@pytest.mark.parametrize("length", [9, 37, 41, 64, 131])
+def test_a_graph_is_compared_at_a_length_that_is_padded_otherwise(length: int) -> None:
+    """To a multiple of four or of eight, so that what is padded does not look like a constant."""
+    chosen = []
+
+    def backend(gm: Any, examples: Any) -> Any:
+        symbols = [x for x in examples if isinstance(x, torch.SymInt)]
+        values, others, _ = _choose_sizes(symbols, examples)
+        chosen.append([(values[s], others[s]) for s in values])
+        return gm.forward
+
+    torch.compile(lambda x: x.sum(1), backend=backend, dynamic=True)(torch.ones(3, length))
+    (sizes,) = chosen
+    assert len(sizes) == 2
+    for traced, other in sizes:
+        assert traced != other and -traced % 4 != -other % 4 and -traced % 8 != -other % 8
 
 
 class Choices(Tiny):
