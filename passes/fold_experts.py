@@ -25,6 +25,8 @@ weights and the ends of the experts' rows."""
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
 _SORTS = {aten.sort.default, aten.sort.stable}
 _FLOORS = {aten.floor_divide.default, aten.floor_divide.Scalar}
+_FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+_SAME_VALUES = {aten.reshape.default, aten.unsqueeze.default, aten.expand.default, *_CASTS}
 
 
 def fold_experts(gm: fx.GraphModule, ctx: Any) -> int:
@@ -35,9 +37,11 @@ def fold_experts(gm: fx.GraphModule, ctx: Any) -> int:
     after:  i, p, q, n = route_rows(ids, E)
             r = take_rows(x, p, q, k); y = grouped_mm(r, w, n)
             z = take_rows(y * take_rows(v, p, q, 1), q, p, 1)
-    What these give is equal to what was there. Whether rows may be split over ranks between the
-    sort and the way back is for ``place_tokens`` to see. Refuses, with a note, a matmul whose ends
-    are not the counts of sorted ids.
+    What these give is equal to what was there. Where ids are places of a top-k of at most E
+    numbers, none is E or more, and what is done to rows of such ids, which transformers 5.17 has
+    for experts that another rank holds, is not done. Whether rows may be split over ranks between
+    the sort and the way back is for ``place_tokens`` to see. Refuses, with a note, a matmul whose
+    ends are not the counts of sorted ids.
     """
     found: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     for node in gm.graph.nodes:
@@ -109,6 +113,8 @@ def _write_route(
     in_order, order, inverse, ends = parts
     for result in list(sort.users):
         result.replace_all_uses_with((in_order, order)[result.args[1]])
+    if _are_below(ids, num_experts):
+        _drop_ids_beyond(in_order, num_experts)
     for user in list(order.users):
         if _is_inverse(user, order):
             user.replace_all_uses_with(inverse)
@@ -120,6 +126,41 @@ def _write_route(
     for matmul in matmuls:
         rows, weights, _ = _operands(matmul)
         matmul.target, matmul.args, matmul.kwargs = GROUPED_MM, (rows, weights, ends), {}
+
+
+def _are_below(ids: fx.Node, num_experts: int) -> bool:
+    """Whether ``ids`` are places in a dim of at most ``num_experts``."""
+    while ids.target in _SAME_VALUES:
+        ids = ids.args[0]
+    if ids.target is not operator.getitem or ids.args[1] != 1:
+        return False
+    top = ids.args[0]
+    if top.target is not aten.topk.default:
+        return False
+    dim = argument(top, "dim")
+    return bool(top.args[0].meta["val"].shape[-1 if dim is None else dim] <= num_experts)
+
+
+def _drop_ids_beyond(ids: fx.Node, num_experts: int) -> None:
+    """Leave out what is done where ``ids``, all below ``num_experts``, are not."""
+    for user in list(ids.users):
+        if user.target is aten.clamp.default:
+            least, most = argument(user, "min"), argument(user, "max")
+            if (least is None or least <= 0) and (most is None or most >= num_experts - 1):
+                user.replace_all_uses_with(ids)
+        elif user.target is aten.ge.Scalar and user.args[1] >= num_experts:
+            _drop_fills(user)
+
+
+def _drop_fills(mask: fx.Node) -> None:
+    """Leave out what fills where ``mask``, which is False everywhere, is True."""
+    for user in list(mask.users):
+        if user.target in _FILLS and user.args[1] is mask:
+            filled = user.args[0]
+            if filled.meta["val"].shape == user.meta["val"].shape:
+                user.replace_all_uses_with(filled)
+        elif user.target in _SAME_VALUES:
+            _drop_fills(user)
 
 
 def _is_inverse(node: fx.Node, order: fx.Node) -> bool:

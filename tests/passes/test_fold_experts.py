@@ -6,9 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from expert_graphs import NUM_EXPERTS, Matmul, expert_inputs, experts, fallback, folded, pytorch
-from pass_graphs import context, operators, run, trace
+from expert_graphs import (
+    NUM_EXPERTS,
+    WIDTH,
+    Matmul,
+    expert_inputs,
+    experts,
+    fallback,
+    folded,
+    pytorch,
+)
+from pass_graphs import HIDDEN, context, operators, run, trace
 from torch import Tensor
+from torch.nn import functional as F
 
 from paradyse.passes.fold_experts import fold_experts
 
@@ -60,3 +70,39 @@ def test_counts_that_are_not_those_of_the_rows_are_refused_by_name() -> None:
     assert operators(gm) == before
     assert len(ctx.notes) == 2
     assert all("rows of experts stay as they are" in note for note in ctx.notes)
+
+
+def with_ids_beyond(x: Tensor, ids: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """Experts as transformers 5.17 has them: what is beyond the last expert is filled."""
+    k = ids.shape[1]
+    in_order, order = torch.sort(ids.reshape(-1))
+    counts = torch.histc(in_order.float(), bins=NUM_EXPERTS, min=0, max=NUM_EXPERTS - 1)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    beyond = (in_order >= NUM_EXPERTS).unsqueeze(-1)
+    of_rows = bias[in_order.clamp(max=NUM_EXPERTS - 1)]
+    rows = x[order // k].masked_fill(beyond, 0.0)
+    y = fallback(rows, up.transpose(1, 2), ends).add(of_rows).masked_fill(beyond, 0.0)
+    y = fallback(F.silu(y), down.transpose(1, 2), ends).masked_fill(beyond, 0.0)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return y[inverse].view(*ids.shape, -1).sum(1)
+
+
+def routed(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    return with_ids_beyond(x, F.linear(x, router).topk(2, -1)[1], up, down, bias)
+
+
+def test_ids_of_a_top_k_are_of_experts_that_there_are() -> None:
+    x, ids, _, up, down = expert_inputs(IDS["some"])
+    bias, router = torch.randn(NUM_EXPERTS, WIDTH), torch.randn(NUM_EXPERTS, HIDDEN)
+    _, gm, _ = folded(routed, x, router, up, down, bias)
+    found = operators(gm)
+    assert not any(found[name] for name in ("ge", "clamp", "masked_fill"))
+    torch.testing.assert_close(
+        run(gm, x, router, up, down, bias), routed(x, router, up, down, bias)
+    )
+    wide = torch.randn(NUM_EXPERTS + 3, HIDDEN)  # a router that knows of more
+    for fn, given in ((with_ids_beyond, ids), (routed, wide)):
+        _, gm, _ = folded(fn, x, given, up, down, bias)
+        assert operators(gm)["masked_fill"] == 3
+        torch.testing.assert_close(run(gm, x, given, up, down, bias), fn(x, given, up, down, bias))

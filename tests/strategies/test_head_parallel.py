@@ -105,7 +105,8 @@ def capture(model: Any, inputs: dict[str, Any]) -> tuple[Program, dict[fx.Node, 
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(**inputs)
-    ((gm, examples, args),) = calls
+    # Of transformers 5.17 OPT breaks the graph, ahead of its layers.
+    gm, examples, args = max(calls, key=lambda call: len(call[0].graph.nodes))
     nodes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     weights = [is_model_state(n, e) for n, e in zip(nodes, examples, strict=True)]
     traced = trace_inputs(nodes, examples).values
