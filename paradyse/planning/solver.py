@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paradyse.planning.costs import BlockCost, CostTable, behind, join, peak_bytes
+from paradyse.planning.costs import BlockCost, CostTable, behind, join, moments, peak_bytes
 from paradyse.planning.knapsack import Array, Kind, fill, price_of, undominated
 from paradyse.types import KEEPING_INPUT, Point
 
@@ -50,6 +50,9 @@ fewer than the second's are needed for 96 layers of two kinds of blocks and five
 
 MOST = 2**54
 """More bytes than any device has; so many of each block still make a sum of 64 bits."""
+
+ALIKE = 8
+"""Amounts of weights fetched ahead that differ by no more than the largest over this are one."""
 
 Points = tuple[str, ...]
 """One per block, in the order of computation."""
@@ -143,8 +146,11 @@ class Choices:
             if self.peak(plan) <= limit:
                 return plan
             room = part._room(limit)
-            if room >= part._blocks_hold(part._smallest):
-                plan = _flat(_Search(kinds, number, room, self.rest.workspace_bytes).run())
+            if room < part._blocks_hold(part._smallest):
+                continue
+            search = _Search(kinds, number, room, self.rest.workspace_bytes)
+            if self.rest.time_s + search.bound * part._unit < best_s:
+                plan = _flat(search.run())
                 if (time_s := self.time_s(plan)) < best_s:
                     best, best_s = plan, time_s
         if best is not None:
@@ -203,8 +209,8 @@ class Choices:
     def _blocks_hold(self, points: Sequence[str]) -> int:
         """Bytes that the blocks hold under ``points``, beside weights fetched ahead and what is
         saved by the rest."""
-        costs = [replace(c, ahead_bytes=0) for c in self.chosen(points)]
-        return peak_bytes(costs, self.rest) - self.rest.saved_bytes
+        found = moments(self.chosen(points), self.rest)
+        return max(m.held_bytes - m.ahead_bytes for m in found)
 
     @cached_property
     def _most_ahead(self) -> int:
@@ -221,9 +227,12 @@ class Choices:
     def _by_ahead(self) -> list[Choices]:
         """The choices among all points, those with less fetched ahead, and so on: the best plan is
         the best of one of them, where so much is counted for each moment."""
-        every = {c[s].ahead_bytes for names, c in self._of_kinds for s in names}
-        found = [self]
-        for most in sorted(every, reverse=True)[1:]:
+        every = sorted({c[s].ahead_bytes for names, c in self._of_kinds for s in names})
+        found, last = [self], self._most_ahead
+        for most in reversed(every):
+            if last - most <= self._most_ahead // ALIKE:
+                continue
+            last = most
             kept = {
                 (names, id(c)): tuple(s for s in names if c[s].ahead_bytes <= most)
                 for names, c in self._of_kinds
@@ -256,9 +265,13 @@ class Choices:
             for of in units
         ]
         first = [units[number.index(k)] for k in range(len(places))]
-        seconds = (self.costs[i][s].time_s for of in first for i in of for s in self.names[i])
-        unit = (max(seconds, default=0.0) or 1.0) / 2**40
-        return [self._kind(of, unit) for of in first], number
+        return [self._kind(of, self._unit) for of in first], number
+
+    @cached_property
+    def _unit(self) -> float:
+        """Seconds that count as one."""
+        seconds = (c[s].time_s for names, c in self._of_kinds for s in names)
+        return (max(seconds, default=0.0) or 1.0) / 2**40
 
     def _units(self) -> list[Unit]:
         units: list[Unit] = []
