@@ -87,13 +87,9 @@ class Watch:
     probe: Probe
     marks: list[tuple[str, int]] = field(default_factory=list)
     """The kind of each mark, and the block id; -1 where it belongs to no block."""
-    given: dict[int, int] = field(default_factory=dict)
-    """Index of a mark GRAD -> bytes of the gradient."""
 
-    def mark(self, at: str, block: int = -1, num_bytes: int = 0) -> None:
-        """Add a mark of kind ``at`` for ``block``, which is given a gradient of ``num_bytes``."""
-        if num_bytes:
-            self.given[len(self.marks)] = num_bytes
+    def mark(self, at: str, block: int = -1) -> None:
+        """Add a mark of kind ``at`` for ``block``."""
         self.marks.append((at, block))
         self.probe.note()
 
@@ -298,7 +294,7 @@ class _MarkGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         watch, at, block = ctx.args
-        watch.mark(at, block, grad.nbytes if at == GRAD else 0)
+        watch.mark(at, block)
         return None, None, None, grad
 
 
@@ -393,9 +389,9 @@ class StepMemory:
     beyond their sum when the first block's backward begins."""
     workspace_bytes: dict[int, int]
     """Per block id, the most held while it ran: in forward beyond what was held after it, in
-    backward beyond what was held when that began, but for the gradient that it began with and those
-    that were on their way, or beyond what it and the blocks before it save, if that is more. -1:
-    the most held beyond all that is saved, such as logits, until the last block's backward."""
+    backward beyond what was held when that began, but for gradients that were on their way, or
+    beyond what it and the blocks before it save, if that is more. -1: the most held beyond all that
+    is saved, such as logits, until the last block's backward."""
     ahead_bytes: dict[int, int]
     """Per block id, of its weights, what was on its way while another block ran, whose workspace
     does not have it."""
@@ -430,13 +426,17 @@ def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
     end = max((s.last for s in backward), default=len(levels))
     workspace, ahead = dict.fromkeys(saved, 0), dict.fromkeys(saved, 0)
     rest = max(0, held[turn] - sum(saved.values()))
-    kept = dict(zip(saved, accumulate(saved.values())))
+    due = {block: rest + n for block, n in zip(saved, accumulate(saved.values()))}
     saved[-1] = rest
+    if heads := [block for block in due if block < 0]:  # the caller may have their logits
+        blocks = (held[s.first] - due[s.block] for s in backward if s.block not in heads)
+        by_caller = max(0, next(blocks, 0))
+        due |= {block: n + by_caller for block, n in due.items() if block not in heads}
     outside = set(range(1, len(levels)))
     for s in spans:
         inside = range(s.first + 1, s.last + 1)
         outside.difference_update(inside)
-        begun = max(held[s.first] - watch.given.get(s.first, 0), rest + kept[s.block])
+        begun = max(held[s.first], due[s.block])
         beyond = max(peaks[i] for i in inside) - (begun if s.backward else held[s.last])
         workspace[s.block] = max(workspace[s.block], beyond)
         ahead[s.block] = max(ahead[s.block], *(taken.get(i, 0) for i in inside))

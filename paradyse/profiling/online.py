@@ -93,12 +93,11 @@ class StepWatch(Watch):
     closed: bool = False
     _ending: bool = False
 
-    def mark(self, at: str, block: int = -1, num_bytes: int = 0) -> None:
-        """Add a mark of kind ``at`` for ``block``, unless the step is over; ``num_bytes`` as of
-        ``Watch.mark``."""
+    def mark(self, at: str, block: int = -1) -> None:
+        """Add a mark of kind ``at`` for ``block``, unless the step is over."""
         if self.closed:  # a second backward through the same graph
             return
-        super().mark(at, block, num_bytes)
+        super().mark(at, block)
         if at == GRAD and not self._ending:
             self._ending = True
             at_end_of_backward(self.close)
