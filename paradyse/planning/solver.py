@@ -11,9 +11,8 @@ is left out (chapter 5.1.1).
 An MLP whose input the attention before it may make again (``costs.behind``) is chosen together with
 that attention: a pair is one block here, whose points are those of both.
 
-Weights fetched ahead go by two neighbours. The search counts, at every moment, as much as is
-fetched ahead for any block of a plan, and looks for the best plan of each such amount: what it
-finds fits, and is the best but for as much memory as these weights differ by.
+Weights fetched ahead go by two neighbours. The search counts at every moment as much as for any
+block, and looks for the best plan of each such amount: the best but for as much memory.
 
 Once the last blocks hold more than any workspace of the blocks before them, these add what they
 save and nothing else, so that their order does not matter: they are chosen all at once, by counts
@@ -138,25 +137,29 @@ class Choices:
     def _fastest(self, limit: float) -> Points | None:
         """As ``fastest``, whatever the host has."""
         best, best_s = None, math.inf
-        for part in self._by_ahead if self._floor <= limit else ():
+        for part in self._by_ahead:
             kinds, number = part._kinds
             plan = part._named([kinds[k].fastest for k in number])
             if self.time_s(plan) >= best_s:
                 break  # as is all that has fewer points
             if self.peak(plan) <= limit:
                 return plan
-            room = part._room(limit)
-            if room < part._blocks_hold(part._smallest):
-                continue
-            search = _Search(kinds, number, room, self.rest.workspace_bytes)
-            if self.rest.time_s + search.bound * part._unit < best_s:
+            need, smallest_plan = self.smallest()
+            if need > limit:
+                return None
+            for ahead in part._aheads:
+                room = part._room(limit, ahead)
+                if room < part._blocks_hold(part._smallest):
+                    break
+                search = _Search(kinds, number, room, self.rest.workspace_bytes)
+                if self.rest.time_s + search.bound * part._unit >= best_s:
+                    break
                 plan = _flat(search.run())
-                if (time_s := self.time_s(plan)) < best_s:
-                    best, best_s = plan, time_s
-        if best is not None:
-            return best
-        need, plan = self.smallest()
-        return plan if need <= limit else None
+                if self.peak(plan) <= limit:
+                    if (time_s := self.time_s(plan)) < best_s:
+                        best, best_s = plan, time_s
+                    break
+        return smallest_plan if best is None else best
 
     def _within_host(self, limit: float) -> Points | None:
         """The fastest plan at the least price of a byte on the host at which it fits there."""
@@ -197,6 +200,10 @@ class Choices:
 
     def smallest(self) -> tuple[int, Points]:
         """The least bytes that any plan needs, and that plan."""
+        return self._least
+
+    @cached_property
+    def _least(self) -> tuple[int, Points]:
         plans = (part._smallest for part in self._by_ahead)
         return min(((self.peak(plan), plan) for plan in plans), key=lambda found: found[0])
 
@@ -207,8 +214,7 @@ class Choices:
         return self._named(smallest(kinds, number, self.rest.workspace_bytes))
 
     def _blocks_hold(self, points: Sequence[str]) -> int:
-        """Bytes that the blocks hold under ``points``, beside weights fetched ahead and what is
-        saved by the rest."""
+        """Bytes that the blocks hold under ``points``, but for weights fetched ahead."""
         found = moments(self.chosen(points), self.rest)
         return max(m.held_bytes - m.ahead_bytes for m in found)
 
@@ -225,8 +231,7 @@ class Choices:
 
     @cached_property
     def _by_ahead(self) -> list[Choices]:
-        """The choices among all points, those with less fetched ahead, and so on: the best plan is
-        the best of one of them, where so much is counted for each moment."""
+        """The choices among all points, then among those with less fetched ahead, and so on."""
         every = sorted({c[s].ahead_bytes for names, c in self._of_kinds for s in names})
         found, last = [self], self._most_ahead
         for most in reversed(every):
@@ -247,10 +252,17 @@ class Choices:
         kinds, number = self._kinds
         return _flat(kinds[k].points[p] for k, p in zip(number, taken))
 
-    def _room(self, limit: float) -> int:
-        """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``, with as much
-        fetched ahead as for any plan."""
-        fixed = self.communicator_bytes + self.rest.saved_bytes + self._most_ahead
+    @property
+    def _aheads(self) -> list[int]:
+        """Bytes to count with as fetched ahead at every moment: first as many as of any block but
+        the head, which is last, often has most by far, and but one neighbour."""
+        *others, last = (max(c[s].ahead_bytes for s in n) for n, c in self._of_kinds)
+        return sorted({max(others, default=last), self._most_ahead})
+
+    def _room(self, limit: float, ahead: int = 0) -> int:
+        """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``, with ``ahead``
+        bytes fetched ahead at every moment."""
+        fixed = self.communicator_bytes + self.rest.saved_bytes + ahead
         room = math.floor((limit - self.static_bytes) / (1 + self.margin)) + 1
         while math.ceil(room * (1 + self.margin)) > limit - self.static_bytes:
             room -= 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -407,18 +407,7 @@ def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
     other (``BlockCost.ahead_bytes``). With these ``planning.costs.peak_bytes`` of the parts is what
     was held at most, or more.
     """
-    coming, going, held, peaks, taken = 0, 0, [], [], dict[int, int]()
-    for i, (what, _) in enumerate(watch.marks):
-        if what == FETCHED:
-            coming += levels[i].held_bytes - levels[i - 1].held_bytes
-        peaks.append(levels[i].peak_bytes - coming)
-        if what == TAKEN:
-            taken[i], coming = coming, 0
-        if what == SEND:
-            going = 0
-        elif what == SENT:
-            going = max(0, levels[i].held_bytes - levels[i - 1].held_bytes)
-        held.append(levels[i].held_bytes - coming - going)
+    held, peaks, taken = _without_others(watch.marks, levels)
     spans = sorted(find_spans(watch.marks), key=lambda s: s.first)
     saved = {s.block: held[s.last] - held[s.first] for s in spans if not s.backward}
     backward = [s for s in spans if s.backward]
@@ -426,12 +415,8 @@ def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
     end = max((s.last for s in backward), default=len(levels))
     workspace, ahead = dict.fromkeys(saved, 0), dict.fromkeys(saved, 0)
     rest = max(0, held[turn] - sum(saved.values()))
-    due = {block: rest + n for block, n in zip(saved, accumulate(saved.values()))}
+    due = _due_in_backward(saved, rest, {s.block: held[s.first] for s in backward})
     saved[-1] = rest
-    if heads := [block for block in due if block < 0]:  # the caller may have their logits
-        blocks = (held[s.first] - due[s.block] for s in backward if s.block not in heads)
-        by_caller = max(0, next(blocks, 0))
-        due |= {block: n + by_caller for block, n in due.items() if block not in heads}
     outside = set(range(1, len(levels)))
     for s in spans:
         inside = range(s.first + 1, s.last + 1)
@@ -445,3 +430,42 @@ def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
     floor = max((peaks[i] for i in outside if i > end), default=0)
     peak = max(level.peak_bytes for level in levels[1:])
     return StepMemory(saved, workspace, ahead, floor, peak)
+
+
+def _without_others(
+    marks: Sequence[tuple[str, int]], levels: Sequence[Level]
+) -> tuple[list[int], list[int], dict[int, int]]:
+    """Bytes held at ``marks`` without weights and gradients that are on their way; the most since
+    the mark before, without such weights; index of a mark TAKEN -> bytes of these."""
+    coming, going, held, peaks, taken = 0, 0, [], [], dict[int, int]()
+    for i, (what, _) in enumerate(marks):
+        if what == FETCHED:
+            coming += levels[i].held_bytes - levels[i - 1].held_bytes
+        peaks.append(levels[i].peak_bytes - coming)
+        if what == TAKEN:
+            taken[i], coming = coming, 0
+        elif what == SEND:
+            going = 0
+        elif what == SENT:
+            going = max(0, levels[i].held_bytes - levels[i - 1].held_bytes)
+        held.append(levels[i].held_bytes - coming - going)
+    return held, peaks, taken
+
+
+def _due_in_backward(
+    saved: Mapping[int, int], rest: int, begun: Mapping[int, int]
+) -> dict[int, int]:
+    """Per block id the bytes that are held anyway while its backward runs: what it and the blocks
+    before it save, and what the caller has of a head, such as logits.
+
+    Args:
+        saved: per block, in the order of forward.
+        rest: what is saved of what is in no block.
+        begun: bytes held when each block's backward began, in that order.
+    """
+    due = {block: rest + n for block, n in zip(saved, accumulate(saved.values()))}
+    if any(block < 0 for block in due):
+        first = next((block for block in begun if block >= 0), None)
+        by_caller = 0 if first is None else max(0, begun[first] - due[first])
+        due |= {block: n + by_caller for block, n in due.items() if block >= 0}
+    return due

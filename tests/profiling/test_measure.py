@@ -15,6 +15,7 @@ from harness import RankFailure, RankPool
 from tiny import Tiny, tokens
 
 from paradyse import profile
+from paradyse.planning.costs import BlockCost, peak_bytes
 from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, Measurement, Profile, read_profile
 from paradyse.profiling import measure as profiler
 from paradyse.profiling.marks import (
@@ -27,6 +28,8 @@ from paradyse.profiling.marks import (
     FREED,
     GRAD,
     LOSS,
+    SEND,
+    SENT,
     START,
     TAKEN,
     HostMemory,
@@ -313,6 +316,29 @@ def test_memory_adds_up() -> None:
     assert memory.workspace_bytes == {1: 70 - 25, 2: 90 - 55, -1: 99 - 55}
     assert memory.ahead_bytes == {1: 30, 2: 0}
     assert memory.peak_bytes == 99 and memory.floor_bytes == 50
+
+
+def test_gradients_under_way_are_workspace_and_what_the_caller_holds_is_none() -> None:
+    """Two blocks and a head whose logits, 20 bytes, are held to the end. In backward the head sends
+    gradients of 8 bytes, which are there until block 2 sends its own, of 6."""
+    head = -8
+    marks = [(START, -1), (ENTER, 1), (EXIT, 1), (FREED, 1), (ENTER, 2), (EXIT, 2), (FREED, 2)]
+    marks += [(ENTER, head), (EXIT, head), (FREED, head), (LOSS, -1), (GRAD, head), (SEND, -1)]
+    marks += [(SENT, -1), (DONE, head), (GRAD, 2), (SEND, -1), (SENT, -1), (DONE, 2), (GRAD, 1)]
+    marks += [(DONE, 1), (END, -1)]
+    held = [0, 0, 10, 10, 10, 22, 22, 22, 45, 45, 45, 45] + [45, 53, 50, 50, 42, 48, 36, 36, 20, 20]
+    peak = [*held]
+    peak[8], peak[13], peak[16], peak[20] = 60, 57, 70, 66  # forward of the head, backward of each
+    watch = Watch(Script(), marks)
+    memory = memory_of(watch, [Level(h, p) for h, p in zip(held, peak, strict=True)])
+    assert memory.saved_bytes == {1: 10, 2: 12, head: 23, -1: 0}
+    # Of block 2, beyond what it and block 1 save and what is held of the head; of block 1 likewise.
+    workspace = {1: 66 - 10 - 20, 2: 70 - 22 - 20, head: 60 - 45, -1: 50 - 45}
+    assert memory.workspace_bytes == workspace
+    costs = [
+        BlockCost(0.0, memory.saved_bytes[i], memory.workspace_bytes[i], 0) for i in (1, 2, head)
+    ]
+    assert memory.peak_bytes == 70 and peak_bytes(costs) + 20 >= 70
 
 
 def test_host_memory_is_exact() -> None:
