@@ -99,7 +99,7 @@ def test_what_was_measured_stays_when_a_part_is_ended(gpu_day: Any, tmp_path: Pa
     measured = f"import pathlib, time; p = pathlib.Path({str(tmp_path / 'a')!r}); p.mkdir(); "
     measured += "(p / 'x.md').write_text('# a table'); print('so far'); time.sleep(60)"
     day = gpu_day.Day(tmp_path, 1.0)
-    parts = [part(gpu_day, child + measured, "a", 0.02), part(gpu_day, "print(1)", "b")]
+    parts = [part(gpu_day, child + measured, "a", 0.1), part(gpu_day, "print(1)", "b")]
     begin = time.monotonic()
     for p in parts:
         day.run(p)
