@@ -2,7 +2,7 @@
 
 Names of ``PLACES`` are looked up when they are imported from here, so that nothing is loaded that
 is not used; functions stand for attributes, and for what differs between versions. Each has a
-test of its name (``tests/test_torch_private.py``). Tried on torch 2.13; meant for 2.11 and later.
+test of its name (``tests/test_torch_private.py``). Tried on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 _FAKE = "torch._subclasses.fake_tensor"
 _SYMBOLS = "torch.fx.experimental.symbolic_shapes"
@@ -197,12 +198,18 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def num_process_groups() -> int:
-    """Of how many process groups this rank is one. Ranks that make a group among themselves
-    (``use_local_synchronization``) name it by their ranks and this number, and hang where they
-    differ in it: https://github.com/pytorch/pytorch/issues/173608"""
+    """How many process groups this rank counts: those it is one of, from torch 2.14 on those it has
+    made. Ranks that make a group among themselves (``use_local_synchronization``), from torch 2.14
+    on any group, name it by this number, and hang where they differ in it:
+    https://github.com/pytorch/pytorch/issues/173608"""
     from torch.distributed import distributed_c10d
 
-    return len(distributed_c10d._world.pg_names)
+    world = distributed_c10d._world
+    return world.group_count if _counts_all_groups() else len(world.pg_names)
+
+
+def _counts_all_groups() -> bool:
+    return TorchVersion(torch.__version__) >= (2, 14)
 
 
 # Optimizers

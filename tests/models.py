@@ -6,6 +6,7 @@ and norms are one, so that a bias added once per rank or a mask that is off by o
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,17 @@ FAMILIES: dict[str, Family] = {
         "MixtralForCausalLM", _GQA | {"num_local_experts": 4}, kinds=("attention", "experts")
     ),
 }
+
+
+DRAWS_AT_LAYERS = "this transformers draws at each layer whether it is dropped: graphs end there"
+
+
+def draws_at_layers() -> bool:
+    """Whether OPT and its like draw a number at each layer even if none is ever dropped, as in
+    transformers 5.17: Dynamo breaks the graph ahead of layers, which get a mask as it lies."""
+    from transformers.models.opt.modeling_opt import OPTDecoder
+
+    return "self.layerdrop > 0" not in inspect.getsource(OPTDecoder.forward)
 
 
 def make_model(

@@ -1,7 +1,7 @@
 """What is not public in PyTorch, name by name: that it is there, and that it does what we rely on.
 
-A failure here names what a new version changed. Tried on torch 2.13; ``paradyse.torch_private`` is
-the one module to mend.
+A failure here names what a new version changed; ``paradyse.torch_private`` is the one module to
+mend. Tried on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, device_of, resolve_axis
-from paradyse.torch_private import default_store, timeout_of
+from paradyse.torch_private import default_store, num_process_groups, timeout_of
 
 T = TypeVar("T")
 
@@ -151,6 +152,22 @@ def group_like(group: Any) -> Any:
     return make_group(tuple(ranks), kinds, timeout_of(group, device_of(group)))
 
 
+class _Made(Counter[tuple[int, ...]]):
+    """How many groups of these ranks were made."""
+
+
+def _even_out(store: Any, key: str, ranks: tuple[int, ...]) -> None:
+    """Have all ``ranks`` count equally many process groups, as the name of the next depends on it;
+    they tell each other under ``key``."""
+    rank = dist.get_rank()
+    store.set(f"{key}/{rank}", str(num_process_groups()))
+    if rank == ranks[0]:
+        store.set(key, str(max(int(store.get(f"{key}/{r}")) for r in ranks)))
+    most = int(store.get(key))
+    while num_process_groups() < most:
+        dist.new_group([rank], use_local_synchronization=True)
+
+
 def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:
     """A process group of ``ranks``. PyTorch makes it by the store, which never answers where the
     rank that has it has stopped.
@@ -163,15 +180,15 @@ def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:
         CollectiveError: not all of them came.
     """
 
+    made = resolve_axis().session.of(_Made)
+    made[ranks] += 1
+    key = f"paradyse/groups/{'-'.join(map(str, ranks))}/{made[ranks]}"
+
     def make(store: Any) -> Any:
-        return dist.new_group(
-            list(ranks),
-            timeout=timeout,
-            backend=backend,
-            # Names of such groups differ, and they hang, on ranks that are in more groups than
-            # others: https://github.com/pytorch/pytorch/issues/173608
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )
+        _even_out(store, key, ranks)
+        local = len(ranks) < dist.get_world_size()
+        how = {"timeout": timeout, "backend": backend, "use_local_synchronization": local}
+        return dist.new_group(list(ranks), **how)
 
     limit_s = collectives.timeout().total_seconds() + ANSWER_S
     try:

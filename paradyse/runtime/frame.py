@@ -120,7 +120,11 @@ class Frame:
             for step in steps:
                 self.free(program.schedule.freed[step.position])
         self._on_host.settle()
-        return fx.map_arg(program.output, self.result)
+        out = fx.map_arg(program.output, self.result)
+        # A value that comes late knows this frame: held here as well, both would wait for Python's
+        # search for garbage, with all that the value is made of.
+        self.free([n for n, x in self.env.items() if isinstance(x, DeferredTensor)])
+        return out
 
     def _run_together(self, run: Run) -> None:
         """Compute the outputs of all steps of ``run``."""

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import RankFailure, run_ranks
 from tiny import Tiny, tokens
+from torch.distributed.device_mesh import init_device_mesh
 
 from paradyse.distributed.agreement import compare
 from paradyse.distributed.axis import resolve_axis
@@ -52,3 +53,14 @@ def compare_among_uneven_groups() -> bool:
 
 def test_ranks_may_be_in_different_numbers_of_groups() -> None:
     assert run_ranks(compare_among_uneven_groups, 2) == [True, True]
+
+
+def compare_in_a_sub_mesh() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    dist.new_group([0], use_local_synchronization=True)
+    compare(resolve_axis(mesh), "compares")
+    return True
+
+
+def test_ranks_of_a_sub_mesh_may_be_in_different_numbers_of_groups() -> None:
+    assert run_ranks(compare_in_a_sub_mesh, 4) == [True] * 4

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from mask_graphs import TOLERANCE, Notes, calls, dense_values, spec
+from models import DRAWS_AT_LAYERS, draws_at_layers
 from torch import Tensor, fx
 
 from paradyse.passes.recover_masks import recover_masks
@@ -133,6 +134,8 @@ EVERY_KIND = ("Llama", "Gemma3", "BERT")
     ],
 )
 def test_model(family: str, how: str) -> None:
+    if family == "OPT" and draws_at_layers():
+        pytest.skip(DRAWS_AT_LAYERS)
     name, sizes, expected = FAMILIES[family]
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool
-from models import check, make_batch, run_step
+from models import DRAWS_AT_LAYERS, check, draws_at_layers, make_batch, run_step
 from plans import PLANS, blocks_of, choose
 from written_out import BY_HAND, HUGGING_FACE, make
 
@@ -49,5 +49,7 @@ def test_by_hand(name: str, pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_families(name: str, pool2: RankPool) -> None:
+    if name == "xglm" and draws_at_layers():
+        pytest.skip(DRAWS_AT_LAYERS)
     masks = list(HUGGING_FACE[name][1])
     assert pool2.run(train, name, torch.float32, PLANS, timeout_s=200) == [masks] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,3 +239,28 @@ STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp")
 def test_double_backward_is_refused(strategy: str, ranks: Ranks) -> None:
     for text in ranks(2).run(differentiate_twice, strategy, timeout_s=200):
         assert "create_graph=True" in text and "neither compiled nor sharded" in text
+
+
+def whose_logits_stay() -> list[str]:
+    """Heads whose logits are there when the call's outputs are gone, and nobody has searched for
+    garbage."""
+    model, batch, stayed = make_model("llama", num_hidden_layers=1), make_batch("plain", 3, 13), []
+    for levers in ("", "tiled"):
+        options = {"plan": {"head": levers} if levers else "auto", "inner": "eager"}
+        compiled = torch.compile(model, backend="paradyse", options=options)
+        gc.collect()
+        gc.disable()
+        out = compiled(**batch)
+        logits = weakref.ref(out.logits)
+        out.loss.backward()
+        del out
+        stayed += [levers] if logits() is not None else []
+        gc.enable()
+    return stayed
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_logits_go_with_the_outputs(nproc: int, ranks: Ranks) -> None:
+    """With them goes what they would be made of: a frame that held them would hold the tokens of
+    one step while others run."""
+    assert ranks(nproc).run(whose_logits_stay, timeout_s=200) == [[]] * nproc
