@@ -49,7 +49,7 @@ def break_down(choices: Choices, points: Sequence[str], kinds: Sequence[str]) ->
         found.append(Part(f"saved by {len(of)} x {name}", sum(of)))
     found += [
         Part(f"kept for all blocks, of {OUTSIDE}", rest),
-        Part("gradients of whole weights, until they are summed", left),
+        Part("left to the end: gradients of whole weights, tokens of late logits", left),
         Part(f"workspace of {names[at] if at < len(names) else OUTSIDE}", workspace),
         Part("weights fetched ahead for the block before or behind", ahead),
         Part("margin of the prediction", margin),

@@ -99,7 +99,7 @@ class BlockCost:
     """Sent by this rank."""
     left_bytes: int = 0
     """Held from the block's backward to the end of the step: gradients of whole weights, which are
-    summed over ranks when all are there."""
+    summed over ranks when all are there, and what the caller has of a head (``left_bytes``)."""
     source: str = "prior"
     """What the time comes from: "prior", "forest" or "polynomial" (``curves``), "online"."""
     memory_source: str = ""

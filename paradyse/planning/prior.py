@@ -74,7 +74,7 @@ def prior_cost(
         ValueError: the strategy is unknown.
     """
     work = count_work(block, point, workload, sharded)
-    return _cost(work, machine, gradient_bytes(block, workload, sharded))
+    return _cost(work, machine, left_bytes(block, workload, sharded))
 
 
 def head_cost(
@@ -82,18 +82,32 @@ def head_cost(
 ) -> BlockCost:
     """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
     work = count_head(head, levers, workload, sharded)
-    return _cost(work, machine, gradient_bytes(weight_of(head), workload, sharded))
+    return _cost(work, machine, left_bytes(head, workload, sharded))
+
+
+def left_bytes(part: BlockSpec | HeadSpec, workload: Workload, sharded: bool) -> int:
+    """Bytes that a block or head leaves until the end of a step: gradients of whole weights; of a
+    head also its input, the rank's tokens, as long as the caller has the outputs, for logits that
+    may be read late. Where logits are whole they take its place, and are more; but then a step
+    needs more yet while there are their gradients too.
+    """
+    if isinstance(part, BlockSpec):
+        return gradient_bytes(part, workload, sharded)
+    gradients = gradient_bytes(weight_of(part), workload, sharded)
+    return gradients + part.hidden * _bytes_of_width(workload)
 
 
 def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
     """Per block of ``blocks`` the bytes of its input, where the attention right before it may make
     that again, else 0."""
 
-    def wide(w: Workload) -> int:
-        local_len = TokenLayout(w.num_ranks, w.seq_len).local_len
-        return w.batch * local_len * w.dtype.itemsize * w.training
+    return [b.hidden * _bytes_of_width(workload.of(b)) if b.follows else 0 for b in blocks]
 
-    return [b.hidden * wide(workload.of(b)) if b.follows else 0 for b in blocks]
+
+def _bytes_of_width(workload: Workload) -> int:
+    """Bytes that each element of a token's width takes on a rank when training; else 0."""
+    local_len = TokenLayout(workload.num_ranks, workload.seq_len).local_len
+    return workload.batch * local_len * workload.dtype.itemsize * workload.training
 
 
 def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:

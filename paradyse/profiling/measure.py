@@ -398,7 +398,7 @@ class _Row:
         rows = [m for m in found if m is not None]
         if rest is None or len(rows) < len(found):
             return 0
-        left = [steps.left_bytes(of) for of in steps.parts]
+        left = [steps.left_bytes(of, seq_len) for of in steps.parts]
         costs = [_held(m, num_bytes) for m, num_bytes in zip(rows, left)]
         return max(peak_bytes(costs, _held(rest)), *(m.floor_bytes for m in (rest, *rows)))
 

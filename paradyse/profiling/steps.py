@@ -15,8 +15,7 @@ from torch import Tensor
 from paradyse.config import AUTO, PlanOption
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
-from paradyse.planning.costs import gradient_bytes
-from paradyse.planning.prior import weight_of
+from paradyse.planning.prior import left_bytes
 from paradyse.profiling.marks import (
     END,
     LOSS,
@@ -149,10 +148,9 @@ class Steps:
             self._step(inputs, plan, watch)
         return memory_of(watch, probe.read())
 
-    def left_bytes(self, part: BlockSpec | HeadSpec) -> int:
-        """Gradients of whole weights that ``part`` leaves until the end of a step."""
-        block = weight_of(part) if isinstance(part, HeadSpec) else part
-        return gradient_bytes(block, self.workload(1), self.sharded)
+    def left_bytes(self, part: BlockSpec | HeadSpec, seq_len: int) -> int:
+        """What ``part`` leaves until the end of a step of ``seq_len`` tokens."""
+        return left_bytes(part, self.workload(seq_len), self.sharded)
 
     def times(self, seq_len: int, plan: PlanOption) -> StepTimes:
         """Seconds of parts of a step of ``seq_len`` tokens under ``plan``; ranks start together."""

@@ -44,7 +44,7 @@ def test_the_parts_are_of_the_moment_when_most_is_held() -> None:
     assert dict(break_down(choices, points, kinds)) == {
         "weights, gradients, optimizer": 1000,
         "saved by 1 x mlp, metp with recompute": 10,
-        "gradients of whole weights, until they are summed": 4,
+        "left to the end: gradients of whole weights, tokens of late logits": 4,
         "workspace of mlp, metp with recompute": 100,
     }
     at_end = replace(choices, rest=BlockCost(0.0, 3, 90, 0))

@@ -88,10 +88,12 @@ def test_logits_are_what_the_head_needs() -> None:
     weight = 256 * 32_768
     assert tiled.workspace_bytes + tiled.saved_bytes < chunk + 3 * X_BYTES + 8 * weight
     assert tiled.time_s == pytest.approx(whole.time_s)  # nothing is done again
-    assert whole.left_bytes == 2 * weight
-    assert head_cost(HEAD, "", LONG, FREE, sharded=True).left_bytes == 0
-    alone = replace(LONG, num_ranks=1)
-    assert head_cost(HEAD, "", alone, FREE).left_bytes == 0  # at once in .grad, which is static
+    tokens = 131_072 // 4 * 256 * 2  # of which logits can be made until the end
+    assert whole.left_bytes == tiled.left_bytes == 2 * weight + tokens
+    assert head_cost(HEAD, "", LONG, FREE, sharded=True).left_bytes == tokens
+    alone = replace(LONG, num_ranks=1)  # gradients are at once in .grad, which is static
+    assert head_cost(HEAD, "", alone, FREE).left_bytes == 4 * tokens
+    assert head_cost(HEAD, "tiled", replace(LONG, training=False), FREE).left_bytes == 0
 
 
 def test_rows_of_the_vocabulary_are_not_gathered() -> None:
