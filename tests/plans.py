@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+from paradyse.runtime import offload
+from paradyse.strategies import head, host_memory, tiles
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, HeadSpec, Plan
 
 Blocks = list[tuple[str, dict[str, str]]]
 """Per block its kind, and strategy -> why it cannot compute the block."""
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Inside, a few tokens are several tiles and chunks, and the smallest tensors may be moved."""
+    few = {"TILE_TOKENS": 8, "CHUNK_TOKENS": 8, "MIN_TILE_TOKENS": 4}
+    with (
+        patch.multiple(tiles, **few),
+        patch.object(head, "TILE_TOKENS", 8),
+        patch.object(offload, "MIN_BYTES", 1),
+        patch.object(host_memory, "PAGE_BYTES", 1 << 12),
+    ):
+        yield
+
 
 PLANS = (*ATTENTION_STRATEGIES, "mixed 0", "mixed 1")
 

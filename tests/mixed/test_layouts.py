@@ -26,12 +26,11 @@ allocator; what is kept of each step would be far more."""
 
 
 def layouts(num_ranks: int, seed: int) -> list[range]:
-    """Ranks 0, 1, .. cut into groups whose degrees are powers of two, most ranks first."""
+    """Ranks 0, 1, .. cut into groups of any degree, most ranks first."""
     rng, found, at = random.Random(seed), list[range](), 0
     most = num_ranks
     while at < num_ranks:
-        left = min(most, num_ranks - at)
-        most = rng.choice([1 << k for k in range(left.bit_length()) if 1 << k <= left])
+        most = rng.randint(1, min(most, num_ranks - at))
         found.append(range(at, at + most))
         at += most
     return found
@@ -55,17 +54,21 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def switch(steps: int, warm_up: int) -> dict[str, Any]:
+def switch(steps: int, warm_up: int, sharded: bool = False) -> dict[str, Any]:
     """``steps`` steps, each with another layout: captures and process groups after ``warm_up`` and
     at the end, bytes at the half and at the end, and the layouts that there were."""
     torch._dynamo.reset()
     size = dist.get_world_size()
     model = make_model("llama", num_hidden_layers=1)
+    if sharded:
+        paradyse.shard(model)
+    before = num_process_groups()
     mixed = paradyse.MixedModel(model, {"inner": "eager", "plan": "megatron_cz"})
     g = torch.Generator().manual_seed(0)
     data = [{"input_ids": torch.randint(3, VOCAB, (n,), generator=g)} for n in LENGTHS * size * 2]
     way = Way(1, 0.0, 64, (64,), (1.0,))
     batches = paradyse.MixedBatches(data, tokens_per_step=64, ways=[way])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     seen, found = set[str](), dict[str, Any]()
     for n in range(steps):
         plan = plan_of(size, n)
@@ -76,10 +79,11 @@ def switch(steps: int, warm_up: int) -> dict[str, Any]:
         step = batches.arranged(plan, indices, lengths)
         for loss in mixed.losses(step):
             loss.backward()
-        model.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad()
         if n + 1 in (warm_up, steps):
             found[f"captures after {n + 1}"] = paradyse.stats(mixed).captures
-            found[f"groups after {n + 1}"] = num_process_groups()
+            found[f"groups after {n + 1}"] = num_process_groups() - before
         if n + 1 in (steps // 2, steps):
             gc.collect()
             found[f"bytes after {n + 1}"] = resident_bytes()
@@ -100,6 +104,7 @@ def test_thirty_steps_of_two_ranks(pool2: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_three_hundred_steps_of_four_ranks(pool4: RankPool) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_three_hundred_steps_of_four_ranks(sharded: bool, pool4: RankPool) -> None:
     """After warm-up each rank has been in a group of each degree, at each place that it can be."""
-    check(pool4.run(switch, 300, 60, timeout_s=400), 300, 60)
+    check(pool4.run(switch, 300, 60, sharded, timeout_s=400), 300, 60)

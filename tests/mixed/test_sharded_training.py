@@ -191,24 +191,27 @@ def test_what_fails_in_one_group_ends_the_step_in_all_of_them(pool3: RankPool) -
         assert error <= TOLERANCE[torch.float32]
 
 
-def long_run(num_steps: int) -> list[float]:
+def long_run(family: str, sharded: bool, num_steps: int) -> list[float]:
     """Relative distance of weights from those of one process, after steps of AdamW with plans that
     change."""
     torch._dynamo.reset()
-    reference, model = (make_model("llama", num_hidden_layers=1) for _ in range(2))
-    paradyse.shard(model)
-    g = random.Random(5)
+    reference, model = (make_model(family, num_hidden_layers=1) for _ in range(2))
+    if sharded:
+        paradyse.shard(model)
+    g, spec = random.Random(5), FAMILIES[family]
     lengths = [min(60, 1 + int(g.expovariate(1 / 9))) for _ in range(120)]
     data = dataset_of(lengths)
-    batches = MixedBatches(data, tokens_per_step=120, ways=ways_for(resolve_axis().size), seed=3)
+    like = {"causal": spec.causal, "pack": spec.packs, "seed": 3}
+    batches = MixedBatches(data, tokens_per_step=120, ways=ways_for(resolve_axis().size), **like)
     mixed = paradyse.MixedModel(model, {"inner": "eager"})
     steps = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (reference, model)]
     num = 0
     while num < num_steps:
         for step in batches:
-            for loss in mixed.losses(step):
-                loss.backward()
-            want = alone_step(reference, [data[i] for i in step.indices])
+            with whole_graphs():  # GPT-2 logs a line before its loss
+                for loss in mixed.losses(step):
+                    loss.backward()
+            want = alone_step(reference, family, [data[i] for i in step.indices])
             assert step.loss is not None
             assert abs(step.loss.item() - want) <= 1e-3 * want, (num, step.plan.in_words())
             for optimizer in steps:
@@ -221,11 +224,11 @@ def long_run(num_steps: int) -> list[float]:
     return [relative(whole(p), q.detach()) for p, q in pairs]
 
 
-def alone_step(model: Any, batch: Sequence[dict[str, Tensor]]) -> float:
+def alone_step(model: Any, family: str, batch: Sequence[dict[str, Tensor]]) -> float:
     """Gradients of a batch in one process, left in place; its loss."""
     parts, count = [], 0
     for s in batch:
-        labels = targets("llama", s)
+        labels = targets(family, s)
         num = int((labels != -100).sum())
         if num:
             parts.append(model(input_ids=s["input_ids"][None], labels=labels[None]).loss * num)
@@ -236,8 +239,21 @@ def alone_step(model: Any, batch: Sequence[dict[str, Tensor]]) -> float:
 
 
 @pytest.mark.slow
-def test_a_hundred_steps_of_adamw(pool3: RankPool) -> None:
-    for found in pool3.run(long_run, 100, timeout_s=400):
+@pytest.mark.parametrize(
+    ("num_ranks", "family", "sharded"),
+    [
+        (2, "gpt2", False),
+        (2, "bert", True),
+        (3, "llama", True),
+        (3, "qwen3", False),
+        (4, "llama", False),
+        (4, "mixtral", True),
+    ],
+)
+def test_a_hundred_steps_of_adamw(
+    num_ranks: int, family: str, sharded: bool, ranks: Callable[[int], RankPool]
+) -> None:
+    for found in ranks(num_ranks).run(long_run, family, sharded, 100, timeout_s=400):
         assert max(found) <= 1e-3, found
 
 
@@ -278,19 +294,23 @@ def random_lengths(seed: int) -> list[int]:
     """Of 2 to 64 sequences: most short, many of one token, in every other batch one as long as all
     others together."""
     g = random.Random(seed)
-    found = [max(1, int(g.expovariate(1 / 6)) - 2) for _ in range((2, 64, 9, 30, 17, 3)[seed % 6])]
+    found = [max(1, int(g.expovariate(1 / 6)) - 2) for _ in range((1, 63, 8, 29, 16, 2)[seed % 6])]
     return [*found, sum(found) + 1] if seed % 2 else [*found, 2]
+
+
+OFTEN, ONCE = ("llama", "bert"), ("gpt2", "qwen3", "mixtral")
+"""Families trained on random batches of all numbers of sequences, and of few."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", [*OFTEN, *ONCE])
 def test_planned_batches(
     family: str, num_ranks: int, sharded: bool, ranks: Callable[[int], RankPool]
 ) -> None:
     """Random batches, by the plans that ``MixedBatches`` makes."""
-    for seed in range(num_ranks, num_ranks + 2):
+    for seed in range(6) if family in OFTEN else (num_ranks, 5):
         given = family, random_lengths(seed), 10**6, False, sharded
         results = ranks(num_ranks).run(epoch, *given, timeout_s=240)
         check([found for found, _ in results])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import TOLERANCE, redraw
-from plans import blocks_of
+from plans import blocks_of, small_pieces
 
 from paradyse.types import Plan
 
@@ -28,6 +28,7 @@ def make_vit() -> Any:
     return redraw(ViTForImageClassification(config)).train()
 
 
+@small_pieces()
 def train_by_random_plans(steps: int) -> tuple[list[float], list[float], int]:
     """Losses by SGD of one process and under another plan at every step, for images of other sizes
     and numbers each time; and the captures."""

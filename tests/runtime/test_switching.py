@@ -7,26 +7,21 @@ import random
 import time
 from collections import Counter
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RankFailure, RankPool, run_ranks
 from models import TOLERANCE, make_batch, make_model, run_step, whole
-from plans import blocks_of, head_of
+from plans import blocks_of, head_of, small_pieces
 
-from paradyse.runtime import offload
-from paradyse.strategies import host_memory, tiles
 from paradyse.types import ATTENTION_STRATEGIES, Plan
 
 FEW, MANY = 120, 200
 """Steps of a training run."""
 
 
-@patch.object(offload, "MIN_BYTES", 1)
-@patch.object(host_memory, "PAGE_BYTES", 1 << 12)
-@patch.multiple(tiles, CHUNK_TOKENS=8, MIN_TILE_TOKENS=4)
+@small_pieces()
 def train(
     steps: int, compiled: bool, sharded: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor], list[str], int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import TOLERANCE, run_step, worst
-from plans import PLANS, blocks_of, choose, head_of
+from plans import PLANS, blocks_of, choose, head_of, small_pieces
 from tiny import Tiny, tokens
 from torch import Tensor
 from torch.nn import functional as F
@@ -187,6 +187,7 @@ def test_what_both_sequences_keep_is_shared_by_the_ranks(
         assert own < 1.15 * whole / nproc, (own, whole)
 
 
+@small_pieces()
 def train_by_random_plans(steps: int, compiled: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of T5, by SGD, under another plan at every step."""
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import TOLERANCE, make_batch, make_model, redraw, run_step, worst
-from plans import PLANS, blocks_of, choose, head_of
+from plans import PLANS, blocks_of, choose, head_of, small_pieces
 
 from paradyse.strategies.experts.model import deal_experts
 from paradyse.types import ATTENTION_STRATEGIES, EXPERTS, Plan
@@ -176,6 +176,7 @@ def test_one_expert_has_all_tokens_and_others_none(
         assert not wrong
 
 
+@small_pieces()
 def switch(steps: int) -> tuple[list[float], list[float], int]:
     """Losses of a run under a plan drawn anew each step, those of one process, and the captures
     over all its lengths."""

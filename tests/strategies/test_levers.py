@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -20,6 +20,7 @@ from tiny import Tiny, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paradyse.runtime import offload
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import tiles
@@ -30,21 +31,25 @@ Ranks = Callable[[int], RankPool]
 
 LEVERS = {"attention": "selective", "mlp": "tiled", "experts": "recompute"}
 """Kind of block -> the lever that is tried on it."""
+RECOMPUTE = dict.fromkeys(LEVERS, "recompute")
+OFFLOAD = dict.fromkeys(LEVERS, "offload")
 
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """Inside, tiles have a few tokens."""
-    with patch.multiple(tiles, TILE_TOKENS=4, MIN_TILE_TOKENS=2):
+    """Inside, tiles have a few tokens, and the smallest tensors go to the host."""
+    few = {"TILE_TOKENS": 4, "MIN_TILE_TOKENS": 2}
+    with patch.multiple(tiles, **few), patch.object(offload, "MIN_BYTES", 1):
         yield
 
 
-def with_levers(name: str, compiled: Any, kinds: Sequence[str] = tuple(LEVERS)) -> Plan:
-    """The plan called ``name``, with a lever on each block of ``kinds`` that can have it."""
+def with_levers(name: str, compiled: Any, levers: Mapping[str, str] = LEVERS) -> Plan:
+    """The plan called ``name``, with the lever of its kind on each block that can have it."""
     blocks, points = blocks_of(compiled), []
     for block, strategy in zip(blocks, choose(name, blocks).strategies, strict=True):
-        point = f"{strategy}+{LEVERS[block.kind]}"
-        points.append(point if block.kind in kinds and not block.why_not(point) else strategy)
+        point = f"{strategy}+{levers.get(block.kind)}"
+        can = block.kind in levers and not block.why_not(point)
+        points.append(point if can else strategy)
     return Plan(tuple(points))
 
 
@@ -65,11 +70,13 @@ def compare(
     checkpointing: bool = False,
     layers: int = 1,
     dtype: torch.dtype = torch.float64,
+    how: str = "plain",
+    levers: Mapping[str, str] = LEVERS,
 ) -> None:
     """Raises where a gradient differs from eager's."""
     import paradyse
 
-    batch, size = make_batch("plain", *shape), {"num_hidden_layers": layers}
+    batch, size = make_batch(how, *shape), {"num_hidden_layers": layers}
     reference, model = (make_model(family, dtype, **size) for _ in range(2))
     want = run_step(reference, reference, batch)
     if sharded:
@@ -79,12 +86,14 @@ def compare(
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable()
     model.train()
-    compiled, current = compile_for(model, inner)
+    (compiled, current), tried = compile_for(model, inner), list[str]()
     with small_tiles():
         check(run_step(compiled, model, batch), want, dtype, "first")
         for name in plans:
-            current[0] = with_levers(name, compiled)
+            current[0] = with_levers(name, compiled, levers)
+            tried.append(current[0].key)
             check(run_step(compiled, model, batch), want, dtype, name)
+    assert "+" in "".join(tried)
 
 
 SLOW = pytest.mark.slow
@@ -107,6 +116,20 @@ SLOW = pytest.mark.slow
         pytest.param(3, "gpt2", {"sharded": True, "shape": (3, 2), "layers": 2}, marks=SLOW),
         pytest.param(4, "llama_odd", {"sharded": True, "shape": (3, 31)}, marks=SLOW),
         pytest.param(4, "bert", {}, marks=SLOW),
+        pytest.param(2, "mistral", {"how": "left", "layers": 2}, marks=SLOW),
+        pytest.param(2, "phi3", {"how": "packed", "shape": (1, 19)}, marks=SLOW),
+        pytest.param(2, "olmo2", {"how": "right", "sharded": True}, marks=SLOW),
+        pytest.param(3, "gemma3", {"how": "left", "layers": 2, "dtype": torch.float32}, marks=SLOW),
+        pytest.param(2, "neox", {"levers": {"mlp": "tiled"}, "how": "packed"}, marks=SLOW),
+        pytest.param(
+            2, "falcon", {"levers": {"attention": "selective"}, "how": "left"}, marks=SLOW
+        ),
+        pytest.param(2, "qwen3", {"levers": RECOMPUTE, "how": "left"}, marks=SLOW),
+        pytest.param(3, "mistral", {"levers": RECOMPUTE, "how": "packed"}, marks=SLOW),
+        pytest.param(4, "gpt2", {"levers": RECOMPUTE, "sharded": True}, marks=SLOW),
+        pytest.param(2, "llama", {"levers": OFFLOAD, "how": "left", "layers": 2}, marks=SLOW),
+        pytest.param(3, "gpt2", {"levers": OFFLOAD, "how": "packed"}, marks=SLOW),
+        pytest.param(4, "bert", {"levers": OFFLOAD, "how": "right", "sharded": True}, marks=SLOW),
     ],
 )
 def test_exact(nproc: int, family: str, options: dict[str, Any], ranks: Ranks) -> None:
@@ -149,7 +172,7 @@ def operators_of(plan: str, kinds: Sequence[str]) -> tuple[Operators, Operators,
 
     with small_tiles():
         run_step(compiled, model, batch)
-        current[0] = with_levers(plan, compiled, kinds)
+        current[0] = with_levers(plan, compiled, {kind: LEVERS[kind] for kind in kinds})
         run_step(compiled, model, batch)
         run, saved = Frame.run, Saved()
         with patch.object(Frame, "run", run_watched), saved.watch():
@@ -198,29 +221,44 @@ def test_what_is_kept_and_what_is_computed_again(
         assert plain[3] - levered[3] >= 4 * rows * (hidden + qkv + hidden + 2 * columns)
 
 
-def with_dropout(plans: Sequence[str], inner: str) -> list[tuple[float, str]]:
+def with_dropout(
+    plans: Sequence[str], inner: str, levers: Mapping[str, str], sharded: bool
+) -> list[tuple[float, str]]:
     """Errors with levers against none, from the same random state."""
+    import paradyse
+
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.2)
     model = make_model("gpt2", torch.float64, n_layer=1, **rates)
+    if sharded:
+        paradyse.shard(model)
     batch = make_batch("plain", 2, 11)
     compiled, current = compile_for(model, inner)
     steps: dict[tuple[str, bool], Any] = {}
     with small_tiles():
         run_step(compiled, model, batch)
         for plan, on in product(plans, (False, True)):
-            current[0] = with_levers(plan, compiled) if on else plan
+            current[0] = with_levers(plan, compiled, levers) if on else plan
             torch.manual_seed(5)
             steps[plan, on] = run_step(compiled, model, batch)
     return [worst(steps[plan, True], steps[plan, False]) for plan in plans]
 
 
 @pytest.mark.parametrize(
-    ("nproc", "inner"),
-    [(2, "eager"), *(pytest.param(n, "inductor", marks=SLOW) for n in (1, 2))],
+    ("nproc", "inner", "levers", "sharded"),
+    [
+        (2, "eager", LEVERS, False),
+        pytest.param(1, "inductor", LEVERS, False, marks=SLOW),
+        pytest.param(2, "inductor", LEVERS, False, marks=SLOW),
+        pytest.param(2, "eager", RECOMPUTE, True, marks=SLOW),
+        pytest.param(3, "eager", OFFLOAD, False, marks=SLOW),
+        pytest.param(4, "eager", LEVERS, True, marks=SLOW),
+    ],
 )
-def test_dropout_is_that_of_the_whole_sequence(nproc: int, inner: str, ranks: Ranks) -> None:
-    plans = ("megatron_cz", "megatron_ts")
-    for errors in ranks(nproc).run(with_dropout, plans, inner, timeout_s=300):
+def test_dropout_is_that_of_the_whole_sequence(
+    nproc: int, inner: str, levers: Mapping[str, str], sharded: bool, ranks: Ranks
+) -> None:
+    given = ("megatron_cz", "megatron_ts"), inner, levers, sharded
+    for errors in ranks(nproc).run(with_dropout, *given, timeout_s=300):
         assert max(error for error, _ in errors) < 1e-9, errors
 
 
@@ -318,7 +356,9 @@ def test_second_derivatives_are_refused(pool1: RankPool) -> None:
     pool1.run(twice, timeout_s=200)
 
 
-def under_autocast(plans: Sequence[str]) -> list[tuple[str, float, float]]:
+def under_autocast(
+    plans: Sequence[str], levers: Mapping[str, str]
+) -> list[tuple[str, float, float]]:
     """(plan, its error, eager's own error) in bfloat16, against float32."""
     model, batch = make_model("gpt2", n_layer=1), make_batch("plain", 2, 11)
 
@@ -329,7 +369,7 @@ def under_autocast(plans: Sequence[str]) -> list[tuple[str, float, float]]:
     with small_tiles():
         run_step(in_bfloat16(compiled), model, batch)
         for plan in plans:
-            current[0] = with_levers(plan, compiled)
+            current[0] = with_levers(plan, compiled, levers)
             found.append(
                 (plan, worst(run_step(in_bfloat16(compiled), model, batch), exact)[0], eager)
             )
@@ -337,8 +377,9 @@ def under_autocast(plans: Sequence[str]) -> list[tuple[str, float, float]]:
 
 
 @SLOW
-def test_autocast(pool2: RankPool) -> None:
-    for found in pool2.run(under_autocast, ("megatron_cz", "megatron_ts"), timeout_s=300):
+@pytest.mark.parametrize("levers", [LEVERS, RECOMPUTE, OFFLOAD])
+def test_autocast(levers: Mapping[str, str], pool2: RankPool) -> None:
+    for found in pool2.run(under_autocast, ("megatron_cz", "megatron_ts"), levers, timeout_s=300):
         for plan, error, eager in found:
             assert error < 2 * eager, (plan, error, eager)
 
