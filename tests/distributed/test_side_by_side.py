@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankFailure, RankPool, run_ranks
-from models import VOCAB, make_model, relative
+from models import VOCAB, make_model, relative, whole
 from test_failures import BUG, NO_MEMORY, failing
 
 import paradyse
@@ -42,7 +42,9 @@ def step_of(groups: Groups) -> MixedStep:
     """A sequence of its own length for each group, in order."""
     axis = resolve_axis()
     everyone = [ranks for micro in groups for ranks in micro]
-    axis.session.of(GroupMeshes).make(everyone, axis)
+    meshes = axis.session.of(GroupMeshes)
+    meshes.make(everyone, axis)
+    meshes.make_sharing([ranks for ranks in everyone if len(ranks) < axis.size], axis)
     shares = []
     for i, ranks in enumerate(everyone):
         g = torch.Generator().manual_seed(i)
@@ -57,10 +59,12 @@ def step_of(groups: Groups) -> MixedStep:
 class Loop:
     """Steps of groups beside each other."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, sharded: bool = False) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = make_model("llama", num_hidden_layers=1)
+        if sharded:
+            paradyse.shard(self.model)
         self.mixed = paradyse.MixedModel(self.model, {"inner": "eager", "plan": "megatron_cz"})
         self.plan = step_of(BESIDE[size])
 
@@ -69,7 +73,7 @@ class Loop:
         self.model.zero_grad()
         for loss in self.mixed.losses(self.plan):
             loss.backward()
-        return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        return {n: whole(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
 
 
 @contextmanager
@@ -88,11 +92,13 @@ def slow_messages(seconds: float) -> Iterator[None]:
         Frame.run_step = run_step  # type: ignore[method-assign]
 
 
-def one_fails(rank: int, error: Exception, in_backward: bool) -> tuple[str, str, float, float]:
+def one_fails(
+    rank: int, error: Exception, in_backward: bool, sharded: bool
+) -> tuple[str, str, float, float]:
     """Kind and text of what is raised here, seconds until then, and how far the gradients of the
     step after it are off those of the step before."""
-    loop = Loop(dist.get_world_size())
-    before = {n: g.clone() for n, g in loop.step().items()}
+    loop = Loop(dist.get_world_size(), sharded)
+    before = loop.step()
     fails, said, start = dist.get_rank() == rank, ("", ""), time.monotonic()
     try:
         with failing(1, error, in_backward) if fails else slow_messages(0.01):
@@ -129,14 +135,28 @@ def test_all_hear_of_a_failure_in_one_group(
 ) -> None:
     """Also where that rank alone is in its group; the step after it is as the one before."""
     pool: RankPool = ranks(size)
-    check(pool.run(one_fails, rank, error, in_backward, timeout_s=120), rank, kind)
+    check(pool.run(one_fails, rank, error, in_backward, False, timeout_s=120), rank, kind)
+
+
+SHARDED = [(3, 2, BUG, True), (3, 1, NO_MEMORY, False), (4, 0, NO_MEMORY, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "rank", "error", "in_backward"), SHARDED)
+def test_so_they_do_where_weights_are_gathered_over_all_groups(
+    size: int, rank: int, error: Exception, in_backward: bool, ranks: Any
+) -> None:
+    """The message that others wait for is then as likely one of the weights."""
+    results = ranks(size).run(one_fails, rank, error, in_backward, True, timeout_s=120)
+    for name, text, seconds, off in results:
+        assert name and text and seconds < SOON_S and off < 1e-5, results
 
 
 def one_fails_in_the_sum(rank: int) -> tuple[str, str, float]:
     """Rank ``rank`` has no memory where the gradients of all ranks are summed; then a step is well.
     What is raised here, and how far gradients are off then."""
     loop = Loop(dist.get_world_size())
-    before = {n: g.clone() for n, g in loop.step().items()}
+    before = loop.step()
     add_up, said = loop.mixed._sum, ("", "")
 
     def none(weights: Any) -> None:
@@ -180,9 +200,9 @@ def test_a_group_that_computes_hears_at_its_next_message(pool3: RankPool) -> Non
     assert all(said and seconds < SOON_S for said, seconds in results), results
 
 
-def one_is_killed(rank: int, folder: str) -> None:
+def one_is_killed(rank: int, folder: str, sharded: bool) -> None:
     """It is in a group of two; the other two are far from the end of their micro-batch."""
-    loop = Loop(dist.get_world_size())
+    loop = Loop(dist.get_world_size(), sharded)
     loop.step()
     start = time.monotonic()
     run_step = Frame.run_step
@@ -202,11 +222,14 @@ def one_is_killed(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_hear_of_a_rank_that_is_killed(tmp_path: Path) -> None:
-    """Its group loses a message, and tells the others, which are in the middle of theirs."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_hear_of_a_rank_that_is_killed(sharded: bool, tmp_path: Path) -> None:
+    """Its group loses a message, and tells the others, which are in the middle of theirs, or, of
+    weights that all gather, all lose one."""
     with pytest.raises(RankFailure):
-        run_ranks(one_is_killed, 4, 3, str(tmp_path), timeout_s=90)
+        run_ranks(one_is_killed, 4, 3, str(tmp_path), sharded, timeout_s=90)
     said = {f.name: f.read_text() for f in tmp_path.iterdir()}
     assert said.keys() == {"0", "1", "2"}
-    assert "has lost another one in a step of MixedModel" in said["0"] + said["1"], said
+    told = "has lost another one in a step of MixedModel" in said["0"] + said["1"]
+    assert told or sharded, said
     assert all(float(text.split()[0]) < SOON_S for text in said.values()), said
