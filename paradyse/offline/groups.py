@@ -24,7 +24,7 @@ from paradyse.offline.dry_run import DryRun
 from paradyse.offline.outlook import LONGEST, RESIDENT, PaperCosts
 from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.planner import Planner
-from paradyse.planning.prior import gradient_sum_s, head_sum_s, seconds
+from paradyse.planning.prior import gradient_sum_s, head_sum_s, left_bytes, seconds
 from paradyse.strategies.work import Work
 from paradyse.types import GROUP_LEVERS, LEVERS, WHOLE_WEIGHTS, BlockSpec, HeadSpec, Workload
 
@@ -54,7 +54,7 @@ class GroupCosts(PaperCosts):
             alone,
             time_s=alone.time_s - own_s + seen * self._fetch_s(block, workload),
             workspace_bytes=alone.workspace_bytes + RESIDENT[True] * weights,
-            left_bytes=0,
+            left_bytes=left_bytes(block, workload, sharded=True),
             ahead_bytes=weights,
         )
 
@@ -67,7 +67,7 @@ class GroupCosts(PaperCosts):
             alone,
             time_s=max(0.0, alone.time_s - head_sum_s(head, workload, self.machine)),
             workspace_bytes=alone.workspace_bytes + RESIDENT[True] * weights,
-            left_bytes=0,
+            left_bytes=left_bytes(head, workload, sharded=True),
             ahead_bytes=weights,
         )
 
