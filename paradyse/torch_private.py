@@ -204,12 +204,8 @@ def num_process_groups() -> int:
     https://github.com/pytorch/pytorch/issues/173608"""
     from torch.distributed import distributed_c10d
 
-    world = distributed_c10d._world
-    return world.group_count if _counts_all_groups() else len(world.pg_names)
-
-
-def _counts_all_groups() -> bool:
-    return TorchVersion(torch.__version__) >= (2, 14)
+    world, counts_all = distributed_c10d._world, TorchVersion(torch.__version__) >= (2, 14)
+    return world.group_count if counts_all else len(world.pg_names)
 
 
 # Optimizers

@@ -86,10 +86,12 @@ def head_cost(
 
 
 def left_bytes(part: BlockSpec | HeadSpec, workload: Workload, sharded: bool) -> int:
-    """Bytes that a block or head leaves until the end of a step: gradients of whole weights; of a
-    head also its input, the rank's tokens, as long as the caller has the outputs, for logits that
-    may be read late. Where logits are whole they take its place, and are more; but then a step
-    needs more yet while there are their gradients too.
+    """Bytes that ``part`` leaves until the end of a step: gradients of whole weights; a head also
+    its input, the rank's tokens, of which logits may be made as long as the caller has the outputs.
+    Whole logits would be more, but with them a step needs more yet while there are their gradients.
+
+    Args:
+        part: a block, or a head.
     """
     if isinstance(part, BlockSpec):
         return gradient_bytes(part, workload, sharded)

@@ -121,8 +121,7 @@ class Frame:
                 self.free(program.schedule.freed[step.position])
         self._on_host.settle()
         out = fx.map_arg(program.output, self.result)
-        # A value that comes late knows this frame: held here as well, both would wait for Python's
-        # search for garbage, with all that the value is made of.
+        # They know this frame: held here too, both would wait for Python's search for garbage.
         self.free([n for n, x in self.env.items() if isinstance(x, DeferredTensor)])
         return out
 
@@ -414,11 +413,8 @@ class Frame:
     def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:
         """An output made from the inside of blocks, on whole values, if it is ever read."""
         body = LocalPiece(self.program.scope, piece, WHOLE, "tail", eager=True)
-        apart = {
-            n
-            for n in piece.inputs
-            if n in self.ctx.split and not isinstance(self.env[n], DeferredTensor)
-        }
+        late = {n for n, x in self.env.items() if isinstance(x, DeferredTensor)}
+        apart = {n for n in piece.inputs if n in self.ctx.split and n not in late}
         steps, scope_of = self.program.steps, self.program.scope_of
         context = self.context(next(s for s in reversed(steps) if scope_of(s) is body.scope), {})
 
