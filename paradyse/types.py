@@ -278,6 +278,8 @@ class HeadSpec:
     """Lever -> why the head cannot be computed with it."""
     num_looked_up: int = 0
     """Elements of the embeddings whose rows ranks share under ``vocabulary``."""
+    returned: bool = False
+    """Whether the logits are among the outputs of the graph: under levers they are made late."""
 
     def points(self) -> tuple[str, ...]:
         """The levers that can be used together, as ``Plan.head`` has them; none first."""

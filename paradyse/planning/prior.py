@@ -86,9 +86,10 @@ def head_cost(
 
 
 def left_bytes(part: BlockSpec | HeadSpec, workload: Workload, sharded: bool) -> int:
-    """Bytes that ``part`` leaves until the end of a step: gradients of whole weights; a head also
-    its input, the rank's tokens, of which logits may be made as long as the caller has the outputs.
-    Whole logits would be more, but with them a step needs more yet while there are their gradients.
+    """Bytes that ``part`` leaves until the end of a step: gradients of whole weights; a head whose
+    logits are returned also its input, the rank's tokens, of which they may be made as long as the
+    caller has the outputs. Whole logits, in its place, are more, and are not counted: while there
+    are their gradients too a step needs more yet.
 
     Args:
         part: a block, or a head.
@@ -96,7 +97,7 @@ def left_bytes(part: BlockSpec | HeadSpec, workload: Workload, sharded: bool) ->
     if isinstance(part, BlockSpec):
         return gradient_bytes(part, workload, sharded)
     gradients = gradient_bytes(weight_of(part), workload, sharded)
-    return gradients + part.hidden * _bytes_of_width(workload)
+    return gradients + part.hidden * _bytes_of_width(workload) * part.returned
 
 
 def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:

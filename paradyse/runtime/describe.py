@@ -37,7 +37,8 @@ def describe_head(program: Program) -> HeadSpec | None:
         refused |= refused_by_head(program.scope_of(s), s.head, s.closed)
     tables = {n.args[0] for s in program.steps if isinstance(s, LookUpStep) for n in s.look_ups}
     num_looked_up = sum(n.meta["val"].numel() for n in tables)
-    return HeadSpec(hidden, vocabulary, tied, refused, num_looked_up)
+    returned = any(s.logits for s in steps)
+    return HeadSpec(hidden, vocabulary, tied, refused, num_looked_up, returned)
 
 
 def describe_masks(blocks: Sequence[BlockSpec]) -> str:

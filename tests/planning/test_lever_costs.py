@@ -76,7 +76,7 @@ def test_tiles_save_memory_without_backward_too() -> None:
     assert tiled.saved_bytes == 0 and tiled.time_s == pytest.approx(plain.time_s)
 
 
-HEAD = HeadSpec(256, 32_768)
+HEAD = HeadSpec(256, 32_768, returned=True)
 
 
 def test_logits_are_what_the_head_needs() -> None:
@@ -94,6 +94,8 @@ def test_logits_are_what_the_head_needs() -> None:
     alone = replace(LONG, num_ranks=1)  # gradients are at once in .grad, which is static
     assert head_cost(HEAD, "", alone, FREE).left_bytes == 4 * tokens
     assert head_cost(HEAD, "tiled", replace(LONG, training=False), FREE).left_bytes == 0
+    unread = replace(HEAD, returned=False)
+    assert head_cost(unread, "tiled", LONG, FREE).left_bytes == 2 * weight
 
 
 def test_rows_of_the_vocabulary_are_not_gathered() -> None:
