@@ -158,14 +158,21 @@ class _Made(Counter[tuple[int, ...]]):
 
 def _even_out(store: Any, key: str, ranks: tuple[int, ...]) -> None:
     """Have all ``ranks`` count equally many process groups, as the name of the next depends on it;
-    they tell each other under ``key``."""
-    rank = dist.get_rank()
-    store.set(f"{key}/{rank}", str(num_process_groups()))
-    if rank == ranks[0]:
-        store.set(key, str(max(int(store.get(f"{key}/{r}")) for r in ranks)))
-    most = int(store.get(key))
-    while num_process_groups() < most:
-        dist.new_group([rank], use_local_synchronization=True)
+    they tell each other under ``key``, of which nothing stays."""
+    told = {r: f"{key}/{r}" for r in ranks}
+    store.set(told[dist.get_rank()], str(num_process_groups()))
+    if dist.get_rank() == ranks[0]:
+        store.set(key, str(max(int(store.get(k)) for k in told.values())))
+    count_groups_to(int(store.get(key)))
+    if store.add(f"{key}/read", 1) == len(ranks):
+        for k in (*told.values(), key, f"{key}/read"):
+            store.delete_key(k)
+
+
+def count_groups_to(number: int) -> None:
+    """Have this rank count ``number`` process groups, by further ones of its own."""
+    while num_process_groups() < number:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:

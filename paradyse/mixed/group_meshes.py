@@ -18,6 +18,7 @@ from paradyse.distributed.axis import (
     resolve_axis,
     unregister_axis,
 )
+from paradyse.distributed.control import count_groups_to
 from paradyse.distributed.together import Together
 from paradyse.torch_private import num_process_groups
 
@@ -94,6 +95,4 @@ class GroupMeshes:
 def _even_out(world: Axis) -> None:
     """Have all ranks of ``world`` in equally many process groups, which their names depend on."""
     together = Together(world, "making the groups of MixedBatches")
-    most = max(together.each(num_process_groups))
-    while num_process_groups() < most:
-        dist.new_group([world.rank], use_local_synchronization=True)
+    count_groups_to(max(together.each(num_process_groups)))
