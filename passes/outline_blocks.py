@@ -31,6 +31,8 @@ _HEAVY = {aten.linear.default, aten.matmul.default, ATTENTION, GROUPED_MM}
 _PASSED = {aten.dropout.default, aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default}
 """Operators that may stand between a value and one of several linears that read it."""
 
+_ROOT = re.compile(r"\w+(\[[^]]*\])*")
+"""What a module's path starts with: where the program found the model, as in ``L['args'][0]``."""
 
 MOST_BETWEEN = 16
 """Nodes that ways apart may have before they come together: a norm has up to ten."""
@@ -177,7 +179,7 @@ class _Finder:
         for block in found:
             block.layer = counts[block.kind]
             counts[block.kind] += 1
-            parts = re.split(r"[].[]", block.down.meta.get("module", ""))
+            parts = re.split(r"[].[]", _ROOT.sub("", block.down.meta.get("module", "")))
             layer = next(filter(str.isdigit, parts), block.layer)
             kind = block.kind if block.keys is None else f"cross_{block.kind}"
             others = list(self.ctx.seqs).index(block.seq)

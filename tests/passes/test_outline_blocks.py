@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from pass_graphs import HEADS, HIDDEN, attend, context, operators, toy, toy_inputs, trace
+from plans import blocks_of
+from tiny import Tiny, tokens
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -165,3 +167,22 @@ def test_a_cache_that_is_filled_is_no_reader() -> None:
     ctx, _ = outlined(fn, [torch.randn(2, 5, HIDDEN), W, W, W, W])
     assert [b.kind for b in ctx.blocks] == ["attention"]
     assert "mul" in {n.name for n in ctx.tails}
+
+
+@pytest.mark.parametrize("place", ["a list", "positional arguments"])
+def test_layers_are_told_apart_wherever_the_program_has_the_model(place: str) -> None:
+    """What leads to the model may have numbers as well: L['args'][0].layers.1."""
+    torch._dynamo.reset()
+    model, ids = Tiny(), tokens(2, 7)
+
+    def one_of(models: list[Tiny]) -> Tensor:
+        return models[0](ids, ids)
+
+    def anything(*args: Any) -> Tensor:
+        return args[0](*args[1:])
+
+    f, args = (one_of, ([model],)) if place == "a list" else (anything, (model, ids, ids))
+    compiled = torch.compile(f, backend="paradyse", options={"inner": "eager"})
+    compiled(*args)
+    kinds = ("attention", "mlp")
+    assert [b.name for b in blocks_of(model)] == [f"layers.{i}.{k}" for i in (0, 1) for k in kinds]
