@@ -4,6 +4,7 @@
     python tests/compatibility.py --only t5 vit --again   # these, also if they are in the table
     python tests/compatibility.py --seconds 400           # begin no family after this time
     python tests/compatibility.py --all-strategies        # each strategy, not auto alone
+    python tests/compatibility.py --inner inductor --limit 400 --out other.md   # compiled blocks
 
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
 lengths, under the plan ``auto`` or under each strategy, and one process trains it in eager mode.
@@ -73,11 +74,13 @@ class Result:
         return "| " + " | ".join(" ".join(c.split()) for c in cells) + " |"
 
 
-def try_family(pool: RankPool, name: str, plans: Sequence[str], timeout_s: float) -> Result:
+def try_family(
+    pool: RankPool, name: str, plans: Sequence[str], timeout_s: float, inner: str = "eager"
+) -> Result:
     """The row of ``name``; that of a crash where ranks raise, die or do not come back."""
     row = FAMILIES[name]
     try:
-        found = pool.run(examine, row, list(plans), timeout_s=timeout_s)[0]
+        found = pool.run(examine, row, list(plans), inner, timeout_s=timeout_s)[0]
     except RankFailure as e:
         problem = f"**crash**: {crash(e)}"
         found = {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
@@ -128,6 +131,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="FAMILY")
     parser.add_argument("--again", action="store_true", help="also those that are in the table")
     parser.add_argument("--all-strategies", action="store_true")
+    parser.add_argument(
+        "--inner", default="eager", help='what compiles the blocks ("eager": nothing does)'
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for one family (90)")
     parser.add_argument("--out", type=Path, default=DOCUMENT, help="the document")
@@ -146,7 +152,7 @@ def main() -> int:
             if time.monotonic() - start > args.seconds:
                 break
             began = time.monotonic()
-            rows[name] = try_family(pool, name, plans, args.limit)
+            rows[name] = try_family(pool, name, plans, args.limit, args.inner)
             failed += rows[name].exact.startswith("**")
             print(f"{time.monotonic() - began:5.1f} s {rows[name].line()}", flush=True)
             write(args.out, rows.values())

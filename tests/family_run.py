@@ -18,7 +18,7 @@ from paradyse.types import ATTENTION_STRATEGIES
 NOTE_CHARS = 200
 
 
-def examine(row: Row, plans: Sequence[str]) -> dict[str, Any]:
+def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
     """On every rank: train the model of ``row`` at its lengths; what a ``Result`` says of it."""
     import transformers
 
@@ -38,7 +38,7 @@ def examine(row: Row, plans: Sequence[str]) -> dict[str, Any]:
     single = plans == ["auto"]
     plan = "auto" if single else lambda workload: current[0]
     # Sequences so short would be computed whole on every rank, which shows nothing of a split.
-    options = {"plan": plan, "inner": "eager", "strategies": ATTENTION_STRATEGIES}
+    options = {"plan": plan, "inner": inner, "strategies": ATTENTION_STRATEGIES}
     compiled = torch.compile(model, backend="paradyse", options=options)
     off: dict[str, float] = {}
     programs = []

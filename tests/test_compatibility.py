@@ -45,6 +45,14 @@ def test_the_family_of_the_day_is_as_the_document_says(pool2: RankPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["mpt", "bloom", "t5", "clip"])
+def test_compiled_blocks_are_exact(name: str, pool2: RankPool) -> None:
+    """What is sliced from tables may be strided, of which a compiled block has to be told."""
+    row = try_family(pool2, name, ("colossal_z", "megatron_ts"), 400, "inductor")
+    assert row.exact == "all strategies", row.line()
+
+
+@pytest.mark.slow
 def test_every_strategy_is_exact_where_two_sequences_are_split(pool2: RankPool) -> None:
     row = try_family(pool2, "bart", PLANS, 240)
     assert row.exact == "all strategies", row.line()

@@ -19,12 +19,14 @@ from torch import fx
 class Factor:
     """A dimension, or a part of one: unknown until unified with others or split by a view."""
 
-    __slots__ = ("size", "base", "whole", "_same_as", "_parts", "_shifts")
+    __slots__ = ("size", "base", "given", "whole", "_same_as", "_parts", "_shifts")
 
     def __init__(self, size: int, base: tuple[Factor, int] | None = None):
         self.size = size
         self.base = base
         """(f, k) for a dim of k more elements than f has: what padding and shifting make."""
+        self.given = False
+        """Whether it is a dim of what each call is given: no weight's, and of no table."""
         self.whole = False
         """Whether it stays one factor: a view that splits it mixes it."""
         self._shifts: dict[int, Factor] = {}
@@ -54,6 +56,13 @@ class Factor:
             return self, 0
         found = self.base[0].resolve()
         return (found[0], self.base[1]) if len(found) == 1 else (self, 0)
+
+    def says(self) -> int:
+        """How much it says of its size: of two that are the same, the one that says more stays. A
+        dim of the call's own may be cut from a table here, and from no other length in the next."""
+        if self.base is None:
+            return 2 if self.given else 0
+        return 3 if self.origin()[0].given else 1
 
     def __repr__(self) -> str:
         return f"{self.size}@{id(self) % 9973}"
@@ -118,12 +127,12 @@ class Names:
             if x is y:
                 continue
             if x.size == y.size:
-                if y.base and not x.base:
+                if y.says() > x.says():
                     x, y = y, x
-                elif x.base and y.base and x.base[1] == y.base[1]:
+                if x.base and y.base and x.base[1] == y.base[1]:
                     self.unify([x.base[0]], [y.base[0]])
                 y._same_as = x
-                x.whole = x.whole or y.whole
+                x.whole, x.given = x.whole or y.whole, x.given or y.given
             elif x.size > y.size and x.size % y.size == 0 and not x.whole:
                 rest = Factor(x.size // y.size)
                 x._parts = (y, rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import paradyse.graph.expert_rules
 import paradyse.graph.layer_rules
 import paradyse.graph.rules  # noqa: F401  registers the rules
 from paradyse.graph.factors import RULES, Names
-from paradyse.graph.subgraph import is_tensor
+from paradyse.graph.subgraph import is_tensor, is_weight
 
 
 def _new_dims(names: Names, val: Any) -> Any:
@@ -47,6 +48,9 @@ def infer_names(
             for a in filter(is_tensor, node.all_input_nodes):
                 names.mix(node, *names.dims[a])
         names.dims[node] = _new_dims(names, node.meta.get("val")) if dims is None else dims
+        if node.op == "placeholder" and not is_weight(node):
+            for factor in chain(*names.dims[node]):
+                factor.given = True
         for d in (d for at, d in whole if at is node):
             for factor in names.dims[node][d]:
                 factor.whole = True

@@ -222,9 +222,9 @@ class LoweredPiece:
     def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
         common, own = tensors[:NUM_COMMON], iter(tensors[NUM_COMMON:])
         out = self.fn(bind_sizes(self.dims, tensors), common, own)
-        if self.eager or self.differentiates:
+        if self.scope.inner == "eager" or self.differentiates:
             return tuple(out)
-        # a compiled region gives what the next one expects
+        # what may be read by a compiled region is as that expects it
         return tuple(o.contiguous() if isinstance(o, Tensor) else o for o in out)
 
     def __call__(

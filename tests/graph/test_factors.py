@@ -66,6 +66,28 @@ def test_labels_padded_and_shifted_are_as_long_as_before():
     assert size_of(names.of(pad)[1], {length: 100}) == 101
 
 
+@pytest.mark.parametrize("table_first", [False, True])
+def test_tokens_keep_their_dim_where_a_table_is_cut_to_their_length(table_first):
+    """As a bias by distance is: another length is cut elsewhere. What is cut of tokens is theirs,
+    before and after."""
+
+    def add(x, table):
+        ahead, cut = x[:, 1:], table[7:]
+        both = cut + x if table_first else x + cut
+        return ahead, both[:, 2:]
+
+    gm = make_fx(add, pre_dispatch=True)(torch.randn(2, 9), torch.randn(16))
+    x, table = (n for n in gm.graph.nodes if n.op == "placeholder")
+    table.meta["weight"] = True
+    names = infer_names(gm.graph)
+    (tokens,) = names.of(x)[1]
+    (out,) = gm.graph.find_nodes(op="output")
+    ahead, cut = out.args[0]
+    assert tokens.origin() == (tokens, 0)
+    assert names.of(ahead)[1][0].origin() == (tokens, -1)
+    assert names.of(cut)[1][0].origin() == (tokens, -2)
+
+
 def test_what_a_mean_reduces_is_mixed_and_nothing_else():
     gm, names = trace(lambda x: x.mean(-1, keepdim=True) * x, torch.randn(2, 5, 8))
     mean = node(gm, aten.mean.dim)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
+import small_models
 import torch
+from family_table import FAMILIES as FAMILY_TABLE
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
 from plans import blocks_of, choose
@@ -24,6 +26,11 @@ def tensors(node: fx.Node) -> Iterator[Tensor]:
     for v in found if isinstance(found, list | tuple) else [found]:
         if isinstance(v, Tensor):
             yield v
+
+
+def has_memory(x: Tensor) -> bool:
+    """Whether elements of ``x`` are apart in memory; a tensor that only shows sizes is one."""
+    return x.ndim == 0 or any(x.stride())
 
 
 def num_sequence_dims(x: Tensor) -> int:
@@ -60,7 +67,7 @@ class Recorder:
         def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             self.num_graphs[what] += 1
             for node in gm.graph.nodes:
-                for x in tensors(node):
+                for x in filter(has_memory, tensors(node)):
                     factor = growth(x)
                     self.num_linear += 1.9 < factor < 2.1
                     if factor > 2.1 or num_sequence_dims(x) > 1:
@@ -90,7 +97,12 @@ def between_pieces(compiled: Any) -> list[str]:
     return found
 
 
-def record(family: str, hows: tuple[str, ...]) -> tuple[dict[str, int], list[str], int, list[str]]:
+Batch = dict[str, Any]
+
+
+def record(
+    model: torch.nn.Module, batches: Mapping[str, Batch]
+) -> tuple[dict[str, int], list[str], int, list[str]]:
     """Trains under every strategy; graphs seen, dense values, values that grow, masks."""
     import paradyse.graph.lower
     from paradyse.distributed.axis import resolve_axis
@@ -102,13 +114,11 @@ def record(family: str, hows: tuple[str, ...]) -> tuple[dict[str, int], list[str
     resolve_axis().session.forget(VariantCache)  # what others compiled is not seen
     masks: list[str] = []
     try:
-        model = make_model(family, num_hidden_layers=2 if family == "gemma3" else 1)
-        for how in hows:
+        for how, batch in batches.items():
             torch._dynamo.reset()
             current: list[Any] = ["colossal_z"]
             options = {"plan": lambda workload: current[0], "inner": "aot_eager"}  # noqa: B023
             compiled = torch.compile(model, backend="paradyse", options=options)
-            batch = make_batch(how, 2, S)
             want = run_step(model, model, batch)
             run_step(compiled, model, batch)
             blocks = blocks_of(compiled)
@@ -121,6 +131,11 @@ def record(family: str, hows: tuple[str, ...]) -> tuple[dict[str, int], list[str
         patch.undo()
         resolve_axis().session.forget(VariantCache)
     return recorder.num_graphs, recorder.dense, recorder.num_linear, masks
+
+
+def record_masks(family: str, hows: tuple[str, ...]) -> Any:
+    model = make_model(family, num_hidden_layers=2 if family == "gemma3" else 1)
+    return record(model, {how: make_batch(how, 2, S) for how in hows})
 
 
 FAMILIES = {"gemma3": ["causal, left 4", "causal"], "phi3": ["causal"]}
@@ -140,11 +155,37 @@ HOWS = {"plain": "", "left": ", key padding", "packed": ", documents"}
     ],
 )
 def test_nothing_of_s_by_s(family: str, nproc: int, hows: tuple[str, ...], ranks: Ranks) -> None:
-    for graphs, dense, linear, masks in ranks(nproc).run(record, family, hows, timeout_s=300):
+    for graphs, dense, linear, masks in ranks(nproc).run(record_masks, family, hows, timeout_s=300):
         assert dense == []
         assert masks == [m + HOWS[how] for how in hows for m in FAMILIES[family]]
         assert graphs["forward"] >= graphs["backward"] >= (2 if nproc == 1 else 8)
         assert linear > 50  # sizes are symbolic: it is seen how they grow
+
+
+def record_scores(name: str) -> Any:
+    row = FAMILY_TABLE[name]
+    model = small_models.make(row)
+    return record(model, {"": small_models.batch_of(row, model, S)})
+
+
+@pytest.mark.parametrize(
+    ("name", "nproc"),
+    [
+        ("mpt", 2),
+        *(
+            pytest.param(name, nproc, marks=pytest.mark.slow)
+            for name in ("gpt-oss", "t5", "bloom", "mpt", "mpnet")
+            for nproc in (1, 2)
+            if (name, nproc) != ("mpt", 2)
+        ),
+    ],
+)
+def test_biases_by_distance_and_sinks(name: str, nproc: int, ranks: Ranks) -> None:
+    """Neither a bias nor a column more of the softmax makes a number for each pair of tokens."""
+    for graphs, dense, linear, masks in ranks(nproc).run(record_scores, name, timeout_s=300):
+        assert dense == []
+        assert len(masks) >= 2 and graphs["forward"] >= graphs["backward"] >= 2
+        assert linear > 50
 
 
 def test_recorder_sees_a_mask() -> None:
