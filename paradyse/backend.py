@@ -42,14 +42,15 @@ from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime import registry
 from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import (
+    as_tensor_of,
     build_alone,
     build_program,
     check_shards,
     empty_input,
     find_sizes,
     fingerprint,
-    identity,
     is_model_state,
+    serves,
     shown_factors,
     sizes_of,
     trace_inputs,
@@ -128,6 +129,8 @@ class Capture:
             for i, (e, is_weight) in enumerate(zip(examples, self.is_weight, strict=True))
             if isinstance(e, Tensor) and not is_weight
         ]
+        self._compared = self.data
+        self.others: Sequence[Any] | None = None  # to tell arguments made of sizes by
         self._batch = BatchChecksum()
         self._replicas_agree = False
         plan = "a function" if callable(options.plan) else options.plan
@@ -142,6 +145,7 @@ class Capture:
             self.fallback = fail
             return
         self.trace = trace_inputs(self.placeholders, examples)
+        self._compared = sorted({*self.data, *self.trace.scales})  # with what scales tensors
         self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
         graph = self._graph(self.trace.values)
         if graph is not None:
@@ -189,7 +193,8 @@ class Capture:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
         if self.agreement is None:
             return None
-        names = (self.names[i] for i in self.data)
+        data = [i for i in self._compared if isinstance(args[i], Tensor)]
+        names = (self.names[i] for i in data)
         trains = torch.is_grad_enabled()
         weights = self.weights.checksum(sharded=False) if self.is_first else "not compared"
         call = self.agreement.begin(
@@ -199,7 +204,7 @@ class Capture:
                 INPUTS: ", ".join(names),
                 "the options": self._options,
                 **facts,
-                **self._batch.fact([args[i] for i in self.data]),
+                **self._batch.fact([args[i] for i in data]),
                 WEIGHTS: weights,
             },
             self.weights.refs,
@@ -230,12 +235,9 @@ class Capture:
         return with_whole_weights
 
     def _graph(self, inputs: Sequence[Any]) -> _Graph | None:
-        program, ctx = self.dumping(
-            lambda: build_program(self.gm, inputs, self.is_weight, self.options, self.axis)
-        )
+        how = self.is_weight, self.options, self.axis, None, self.others
+        program, ctx = self.dumping(lambda: build_program(self.gm, inputs, *how))
         self.notes = ctx.notes
-        for note in ctx.notes:
-            log.info("%s", note)
         if program is None:
             return None
         self._lay_out(program)
@@ -276,11 +278,17 @@ class Capture:
 
     def _check_sizes(self, graph: _Graph) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
-        again, options = self.trace.again(self.keyed_dims), replace(self.options, dump=None)
-        if again is None:
+        again = self.trace.again(self.keyed_dims)
+        how = self.is_weight, self.options, self.axis
+        if again is None or serves(graph.program, self.gm, again, *how):
             return
-        other, _ = build_program(self.gm, again, self.is_weight, options, self.axis)
-        if other is None or identity(other) != identity(graph.program):
+        explained: _Graph | None = None
+        if not self.keyed_dims:  # what looks like a constant may be made of a length
+            self.others = again
+            explained = self._graph(self.trace.values)
+        at = self.gm, again, *how, self.trace.values
+        if explained is None or not serves(explained.program, *at):
+            self.others = None
             self.notes.append(
                 "a size in this graph depends on the length in a way that no tensor's dim shows: "
                 "each length gets a program of its own"
@@ -301,6 +309,9 @@ class Capture:
                 self._whole_at[key] = self._whole_graph(None)
         if graph is None:
             return self._computed_whole(args, self._whole_at[key])
+        if self.trace.scales:
+            own = {i: as_tensor_of(args[i]) for i in self.trace.scales}
+            args = tuple(own.get(i, a) for i, a in enumerate(args))
         return graph(args)
 
     def _inputs_like(self, args: Sequence[Any]) -> list[Any]:
@@ -333,7 +344,8 @@ class _Graph:
     """
 
     def __init__(self, program: Program, capture: Capture, inputs: Sequence[Any]):
-        self.program, self.capture, self._inputs = program, capture, inputs
+        self.program, self.capture = program, capture
+        self._inputs, self._others = inputs, capture.others
         self.sizes = find_sizes(program)
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
@@ -430,7 +442,7 @@ class _Graph:
         """What computes the whole on every rank; None where that has other blocks."""
         at = self.capture
         built_of = at.gm, self._inputs, at.is_weight, at.options
-        return build_alone(self.program, *built_of, self.axis)
+        return build_alone(self.program, *built_of, self.axis, self._others)
 
     def _plan(self, shape: tuple[int, int, bool, bool, Lengths]) -> Plan:
         """The guard's for a call of this ``shape``, which can be run."""

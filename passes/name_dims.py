@@ -45,6 +45,7 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     merged = _merged_sequences(gm.graph, ctx.names, compound | cut)
     if merged or cut:
         ctx.names = infer_names(gm.graph, merged, inputs_of(gm.graph, ctx.names, cut))
+    ctx.names.lengths = ctx.lengths
     over: dict[Factor, dict[Dim, None]] = defaultdict(dict)
     dims = {x: ctx.names.of(x) for x in heads}
     for batch, _, seq, _ in dims.values():

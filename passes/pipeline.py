@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from paradyse.distributed.axis import SINGLE, Axis
-from paradyse.graph.factors import Dim, Factor, Names
+from paradyse.graph.factors import Dim, Factor, Length, Names
 from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.fold_experts import fold_experts
@@ -83,6 +83,8 @@ class CaptureContext:
     replicas: Axis = SINGLE
     """The data-parallel axis."""
     notes: list[str] = field(default_factory=list)
+    lengths: Mapping[fx.Node, Mapping[int, Length]] = field(default_factory=dict)
+    """Arguments of operators that are numbers made of a size, where two traces told them apart."""
     names: Names = field(default_factory=Names)
     seqs: Mapping[Factor, Factor | None] = field(default_factory=dict)
     """The sequences whose tokens are split, that with the most work first, and the batch of each;

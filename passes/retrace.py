@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.subgraph import is_tensor
+from paradyse.passes.number_inputs import Numbers, numbers_made_of, scale
 from paradyse.passes.own_gradients import apply_with_slope, why_no_slope
 from paradyse.torch_private import (
     AUTOCAST_ENTER,
@@ -43,6 +44,8 @@ class InputLike:
     requires_grad: bool
     band: Any = None
     """The ``Band`` that a buffer is known to be."""
+    number: type | None = None
+    """``int`` or ``float`` where it stands for a Python number that only scales tensors."""
 
 
 def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
@@ -68,6 +71,7 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
             _check_body(node, module)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gm = _numbers_for_items(gm, inputs)
+    numbers = _number_inputs(gm, inputs)
 
     def fake(x: Any) -> Any:
         if not isinstance(x, InputLike):
@@ -77,7 +81,8 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
 
     with fake_mode, preserve_node_meta():
         fakes = [fake(x) for x in inputs]
-        traced = make_fx(lambda *args: _Interpreter(gm).run(*args), pre_dispatch=True)(*fakes)
+        run = _Interpreter(gm, numbers)
+        traced = make_fx(lambda *args: run.run(*args), pre_dispatch=True)(*fakes)
     _check_constants(traced, gm)
     _write_numbers(traced)
     for node in traced.graph.nodes:
@@ -153,14 +158,18 @@ def _write_numbers(traced: fx.GraphModule) -> None:
 class _Interpreter(fx.Interpreter):
     """Runs the bodies of checkpointed regions in place, and marks what they compute."""
 
-    recompute = False
+    def __init__(
+        self, gm: fx.GraphModule, numbers: Numbers | None = None, recompute: bool = False
+    ) -> None:
+        super().__init__(gm)
+        self.numbers, self.recompute = numbers or {}, recompute
 
     def run_node(self, n: fx.Node) -> Any:
+        if any(a in self.numbers for a in n.all_input_nodes):
+            return scale(n, self.fetch_args_kwargs_from_env(n)[0], self.numbers)
         if n.target is _CHECKPOINT:
             body, *args = self.fetch_args_kwargs_from_env(n)[0]
-            inside = _Interpreter(body)
-            inside.recompute = True
-            return inside.run(*args)
+            return _Interpreter(body, recompute=True).run(*args)
         if n.target is _OWN_GRADIENT:
             return apply_with_slope(*self.fetch_args_kwargs_from_env(n)[0])
         return super().run_node(n)
@@ -174,6 +183,16 @@ class _Interpreter(fx.Interpreter):
         if self.recompute:
             get_current_meta()["recompute"] = True
         return super().call_method(target, args, kwargs)
+
+
+def _number_inputs(gm: fx.GraphModule, inputs: list[Any]) -> Numbers:
+    """The numbers of ``gm`` that are made of inputs which stand for one."""
+    found: Numbers = {}
+    for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        kind = getattr(given, "number", None)
+        if kind is not None:
+            found |= numbers_made_of(node, kind) or {}
+    return found
 
 
 def _numbers_for_items(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:

@@ -49,7 +49,7 @@ def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
             if not error <= TOLERANCE[torch.float32]:
                 off[f"{name}, {n}: {what}"] = error
         captures = [*captures_of(compiled), *captures_of(compiled, whole=True)]
-        programs.append(str(len(captures)))
+        programs.append(str(sum(max(1, len(c.graphs)) for c in captures)))
     graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
     kinds = Counter(b.kind for b in graphs[-1].blocks) if graphs else Counter()
     found = [f"{n} {kind}" for kind, n in kinds.items()]

@@ -89,6 +89,17 @@ def _size(factor: Factor, sizes: Mapping[Factor, Any]) -> Any:
     return sizes[f] + k if f in sizes else factor.size
 
 
+@dataclass(frozen=True)
+class Length:
+    """A number that is ``start + sign * n``, with n the size of the dim ``dim`` of the input
+    ``of``."""
+
+    of: fx.Node
+    dim: int
+    start: int
+    sign: int
+
+
 @dataclass
 class Names:
     """Names of all dims of a graph's values, and what each operator mixes."""
@@ -98,6 +109,8 @@ class Names:
     _mixed: dict[fx.Node, list[Factor]] = field(default_factory=dict)
     unnamed: dict[fx.Node, str] = field(default_factory=dict)
     """Operators without a rule, and why."""
+    lengths: Mapping[fx.Node, Mapping[int, Length]] = field(default_factory=dict)
+    """Operator -> position of an argument that is a number made of a size."""
 
     def of(self, node: fx.Node) -> list[Dim]:
         """Factors of each dim of ``node``, resolved."""

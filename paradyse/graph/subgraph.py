@@ -122,7 +122,11 @@ def _with_sizes(
         dim = names.of(args[1])[args[2]]
         if start >= 0 and 0 < end < _END and varies(dim):
             return (*args[:4], _plus(start, size(dim)))
-    return args
+    made = names.lengths.get(node, {})
+    if not made:
+        return args
+    found = {i: _plus(x.start, size(names.of(x.of)[x.dim]), x.sign) for i, x in made.items()}
+    return tuple(found.get(i, a) for i, a in enumerate(args))
 
 
 def _plus(start: int, n: Any, step: int = 1) -> Any:

@@ -16,6 +16,8 @@ from paradyse.config import Options
 from paradyse.distributed.axis import SINGLE, Axis, resolve_replicas
 from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import is_tensor, is_weight, structure
+from paradyse.passes.explain_numbers import explain_numbers
+from paradyse.passes.number_inputs import numbers_made_of
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace
 from paradyse.runtime.known_buffers import band_of
@@ -44,6 +46,9 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
     return "_parameters_" in name or "_buffers_" in name or is_static_input(example)
 
 
+NUMBER, _CPU = torch.float64, torch.device("cpu")
+"""Of a Python number that is an input: what is computed with it has nothing to wait for."""
+
 _PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
 _CLOSE = (43, 47, 59, 71)
 """More of them that leave 3 when divided by 4, as few of the others do."""
@@ -70,6 +75,8 @@ class TraceInputs:
     """Per placeholder an ``InputLike`` or a number."""
     scalars: tuple[int, ...]
     """Placeholders that are numbers, not sizes: a call with others needs a program of its own."""
+    scales: tuple[int, ...]
+    """Placeholders that are numbers by which tensors are scaled: inputs, tensors of one number."""
     symbols: Mapping[tuple[int, int], Any]
     """(placeholder, dim) -> the symbolic size there."""
     again: Callable[[Iterable[tuple[int, int]]], tuple[Any, ...] | None] = lambda keyed: None
@@ -107,13 +114,20 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         elif _is_number(node, example):
             scalars[i] = example.item()
 
+    scales = {
+        i: InputLike((), NUMBER, _CPU, False, number=type(x))
+        for i, x in scalars.items()
+        if numbers_made_of(placeholders[i], type(x)) is not None
+    }
+    scalars = {i: x for i, x in scalars.items() if i not in scales}
+    fixed = scalars | scales
     states = enumerate(zip(placeholders, examples, strict=True))
     bands = {i: band_of(e) for i, (n, e) in states if is_model_state(n, e)}
     bands = {i: band for i, band in bands.items() if band is not None}
 
     def inputs(values: Mapping[Any, int]) -> tuple[Any, ...]:
         pairs = enumerate(zip(examples, metas, strict=True))
-        found = [scalars[i] if i in scalars else _as_input(*pair, values) for i, pair in pairs]
+        found = [fixed[i] if i in fixed else _as_input(*pair, values) for i, pair in pairs]
         return tuple(
             replace(found[i], band=bands[i]) if i in bands else x for i, x in enumerate(found)
         )
@@ -126,7 +140,12 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         env = next(iter(symbols.values())).node.shape_env if symbols else None
         return inputs(mixed) if mixed != values and _allowed(env, mixed) else None
 
-    return TraceInputs(inputs(values), tuple(scalars), symbols, again, merged)
+    return TraceInputs(inputs(values), tuple(scalars), tuple(scales), symbols, again, merged)
+
+
+def as_tensor_of(number: Any) -> Tensor:
+    """``number`` as programs take one that scales tensors; Dynamo gives some as tensors already."""
+    return torch.as_tensor(number, dtype=NUMBER, device=_CPU)
 
 
 def _is_number(node: fx.Node, example: Any) -> bool:
@@ -224,6 +243,7 @@ def build_program(
     options: Options,
     axis: Axis,
     ranks: Axis | None = None,
+    others: Sequence[Any] | None = None,
 ) -> tuple[Program | None, CaptureContext]:
     """Run the passes on ``gm`` at the sizes of ``inputs``; None where there is nothing to switch.
 
@@ -233,6 +253,8 @@ def build_program(
         options: of the backend.
         axis: the sequence axis.
         ranks: as of ``Program``.
+        others: as ``inputs``, at other sizes: what they are compared with to find the numbers among
+            operators' arguments that are made of a size; None: all are taken for constants.
     Returns:
         The program, or None, and what the passes found out, with notes that say why.
     Raises:
@@ -241,9 +263,11 @@ def build_program(
     ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
     try:
         traced = _traced(gm, inputs)
+        twin = None if others is None else _traced(gm, others)
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         for node, weight, given in zip(placeholders, weights, inputs, strict=True):
             node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
+        ctx.lengths = {} if twin is None else explain_numbers(traced, twin)
         run_passes(traced, ctx, options.dump)
     except Untraceable as e:
         ctx.note(str(e))
@@ -326,7 +350,26 @@ def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, i
     return sizes
 
 
-def identity(program: Program) -> tuple[str, list[int]]:
+def serves(
+    program: Program,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    weights: Sequence[bool],
+    options: Options,
+    axis: Axis,
+    others: Sequence[Any] | None = None,
+) -> bool:
+    """Whether ``program``, made at other sizes, is what comes of ``inputs`` as well.
+
+    Args:
+        gm, inputs, weights, options, axis, others: as of ``build_program``.
+    """
+    how = weights, replace(options, dump=None), axis, None, others
+    again, _ = build_program(gm, inputs, *how)
+    return again is not None and _identity(again) == _identity(program)
+
+
+def _identity(program: Program) -> tuple[str, list[int]]:
     """Of ``program``; equal for those of one graph that differ in nothing but a call's sizes."""
     return fingerprint(program), [n for n in find_sizes(program).values() if isinstance(n, int)]
 
@@ -369,13 +412,15 @@ def build_alone(
     weights: Sequence[bool],
     options: Options,
     ranks: Axis,
+    others: Sequence[Any] | None = None,
 ) -> Program | None:
     """What computes the whole of ``like`` on each of ``ranks``; None where that has other blocks.
 
     Args:
-        gm, inputs, weights, options: that ``like`` was built of.
+        gm, inputs, weights, options, others: that ``like`` was built of.
     """
-    program, _ = build_program(gm, inputs, weights, replace(options, dump=None), SINGLE, ranks)
+    how = weights, replace(options, dump=None), SINGLE, ranks, others
+    program, _ = build_program(gm, inputs, *how)
     kinds = [step.block.kind for step in like.block_steps]
     if program is None or [step.block.kind for step in program.block_steps] != kinds:
         return None

@@ -222,15 +222,22 @@ class LoweredPiece:
     def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
         common, own = tensors[:NUM_COMMON], iter(tensors[NUM_COMMON:])
         out = self.fn(bind_sizes(self.dims, tensors), common, own)
-        if self.scope.inner == "eager" or self.differentiates:
+        if self.eager or self.differentiates:
             return tuple(out)
-        # what may be read by a compiled region is as that expects it
+        # a compiled region gives what the next one expects
         return tuple(o.contiguous() if isinstance(o, Tensor) else o for o in out)
 
     def __call__(
         self, sizes: Mapping[str, int], common: Sequence[Tensor], own: Sequence[Tensor]
     ) -> Any:
+        if not self._as_it_is:
+            own = [t if _is_dense(t) else t.contiguous() for t in own]
         return self.function_for(sizes, [*common, *own])(*common, *own)
+
+    @property
+    def _as_it_is(self) -> bool:
+        """Whether nothing compiles it, so that its tensors may lie in memory in any way."""
+        return self.eager or self.scope.inner == "eager" and not self.differentiates
 
     def function_for(
         self, sizes: Mapping[str, int], tensors: Sequence[Tensor]
@@ -238,8 +245,7 @@ class LoweredPiece:
         """What computes the piece on ``tensors`` like these, the common ones first, at ``sizes``;
         compiled now if it is to be and is not.
         """
-        as_it_is = self.scope.inner == "eager" and not self.differentiates
-        if self.eager or as_it_is:
+        if self._as_it_is:
             return self._run
         grad = torch.is_grad_enabled()
         mode = (grad, *(t.requires_grad for t in tensors)) if grad else grad
@@ -257,6 +263,11 @@ class LoweredPiece:
             compiled = self.scope.cache.get(key, self._run, specs, *how)
             self._modes[mode] = compiled
         return compiled.fn
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether ``x`` lies in memory as a ``Spec`` says; heads cut from a table do not."""
+    return x.is_contiguous() or not any(x.stride())
 
 
 class PieceVariant:
