@@ -70,11 +70,17 @@ def loss_of(out: Any) -> torch.Tensor:
 
 
 def _plan(name: str, compiled: Any) -> Any:
+    """The plan ``name`` for the blocks found so far; a plan that names blocks one by one serves one
+    graph, so that a model of several graphs has the same strategy in all of them."""
     from paradyse.runtime.registry import captures_of
 
-    if not any(True for _ in captures_of(compiled)):
+    found = [g.blocks for c in captures_of(compiled) for g in c.graphs.values()]
+    if not found:
         return "colossal_z"  # which no block refuses; the first call finds the blocks
-    return choose(name, blocks_of(compiled))
+    if len({len(blocks) for blocks in found}) == 1:
+        return choose(name, blocks_of(compiled))
+    refused = any(name in b.infeasible for blocks in found for b in blocks)
+    return "colossal_z" if refused or name.startswith("mixed") else name
 
 
 def _exact(off: dict[str, float], plans: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ _FAMILIES = {
     "ernie4.5": Row("Ernie4_5ForCausalLM"),
     "exaone4": Row("Exaone4ForCausalLM"),
     "seed-oss": Row("SeedOssForCausalLM"),
-    "hunyuan-dense": Row("HunYuanDenseV1ForCausalLM", _ROPE),
+    "hunyuan-dense": Row("HunYuanDenseV1ForCausalLM", {"head_dim": 8, **_ROPE}),
     "nemotron": Row("NemotronForCausalLM", {"num_key_value_heads": 2}),
     "persimmon": Row("PersimmonForCausalLM"),
     "arcee": Row("ArceeForCausalLM"),
@@ -149,7 +149,7 @@ _FAMILIES = {
     "dbrx": Row(
         "DbrxForCausalLM",
         {
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 40, "moe_top_k": 2},
         },
     ),
@@ -158,7 +158,10 @@ _FAMILIES = {
     "biogpt": Row("BioGptForCausalLM"),
     "xglm": Row("XGLMForCausalLM"),
     "ctrl": Row("CTRLLMHeadModel", {"dff": 40}),
-    "dots1": Row("Dots1ForCausalLM", {"n_routed_experts": 4, "num_experts_per_tok": 2}),
+    "dots1": Row(
+        "Dots1ForCausalLM",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    ),
     "lfm2": Row("Lfm2ForCausalLM", {"block_ff_dim": 40}),
     "jamba": Row("JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "bamba": Row("BambaForCausalLM", {"mamba_n_heads": 8, "mamba_d_head": 8}),
@@ -186,7 +189,7 @@ _FAMILIES = {
     "ibert": Row("IBertForMaskedLM"),
     "nystromformer": Row(
         "NystromformerForMaskedLM",
-        {"num_landmarks": 4, "segment_means_seq_len": 16},
+        {"num_landmarks": 16, "segment_means_seq_len": 16},
         lengths=(16,) * 3,
     ),
     "xlnet": Row("XLNetLMHeadModel", {"d_inner": 40}),
