@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -44,7 +45,7 @@ each family, with random weights, on two ranks, against one process in eager mod
 | blocks | those that have strategies, by kind; "none": tokens are split, and nothing is a block; \
 "whole": every rank computes all of it |
 | layers | of all stacks of the model |
-| programs | captures after the first, second and third length |
+| programs | graphs after the first, second and third length |
 | notes | what is computed on gathered tensors or whole, and why |
 
 """
@@ -68,6 +69,14 @@ class Result:
         cells = [c.strip() for c in line.strip().strip("|").split("|")]
         is_row = len(cells) == len(fields(cls)) and cells[0] in FAMILIES
         return cls(*cells) if is_row else None
+
+    @property
+    def is_all_blocks(self) -> bool:
+        """Whether each layer has an attention and an MLP, or experts, that are blocks."""
+        found = re.findall(r"(\d+) (\w+)", self.blocks)
+        number = {kind: int(n) for n, kind in found}
+        ways = number.get("attention", 0), number.get("mlp", 0) + number.get("experts", 0)
+        return self.layers.isdigit() and min(ways) >= int(self.layers) > 0
 
     def line(self) -> str:
         cells = (str(getattr(self, f.name)).replace("|", "/") for f in fields(self))
@@ -113,10 +122,11 @@ def write(document: Path, rows: Iterable[Result]) -> None:
     ordered = [by_name[name] for name in FAMILIES if name in by_name]
     tried = [r for r in ordered if not r.exact.startswith("**not tried")]
     exact = [r for r in tried if not r.exact.startswith("**")]
-    whole = sum(r.blocks == "whole" for r in exact)
+    whole, blocks = sum(r.blocks == "whole" for r in exact), sum(r.is_all_blocks for r in exact)
     summary = (
-        f"{len(tried)} of {len(FAMILIES)} families tried: {len(exact)} exact, of which {whole} "
-        f"are computed whole on every rank.\n\n"
+        f"{len(tried)} of {len(FAMILIES)} families tried: {len(exact)} exact, of which {blocks} "
+        "have a block for each layer's attention and for its MLP or experts, and "
+        f"{whole} are computed whole on every rank.\n\n"
     )
     names = [f.name for f in fields(Result)]
     table = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
