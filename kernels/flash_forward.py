@@ -120,6 +120,7 @@ def launch_forward(
     """
     out, lse = empty_like_heads(q, v.shape[-1]), empty_lse(q)
     if lse.numel():
-        config, programs = device_configs(q, v, visibility).forward, q.shape[0] * q.shape[1]
+        configs = device_configs(q, v, visibility, spec.bias is not None)
+        config, programs = configs.forward, q.shape[0] * q.shape[1]
         launch(_forward_kernel, config, programs, (q, k, v), (out, lse), visibility, spec)
     return out, lse

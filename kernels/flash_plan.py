@@ -77,7 +77,9 @@ _CONFIGS: dict[tuple[int, int, int], Configs] = {
 for _width in (64, 128, 256):
     _CONFIGS[86, 2, _width] = _CONFIGS[8, 2, _width]
     _CONFIGS[86, 4, _width] = _CONFIGS[9, 4, _width] = _CONFIGS[8, 4, _width]
-# Forward with documents, whose comparison takes registers, where the tiles above would spill.
+# Forward with documents, whose comparison takes registers, or a bias, where the tiles above would
+# spill.
+_BIAS_FORWARD = {(9, 2, 64): _F(128, 64, 8, 3, 3)}
 _DOCUMENT_FORWARD = {(9, 2, 128): _F(128, 64, 8, 3, 2)}
 _DOCUMENT_FORWARD |= {(g, 2, 128): _F(64, 32, 4, 2) for g in (8, 86)}
 _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1, 1))
@@ -134,7 +136,11 @@ def _measured_tiles() -> Mapping[TileKey, Configs]:
 
 
 def configs_for(
-    capability: tuple[int, int], itemsize: int, width: int, has_documents: bool
+    capability: tuple[int, int],
+    itemsize: int,
+    width: int,
+    has_documents: bool,
+    has_bias: bool = False,
 ) -> Configs:
     """Tile sizes of a device.
 
@@ -143,6 +149,7 @@ def configs_for(
         itemsize: bytes of an element of q.
         width: the wider of D and Dv.
         has_documents: whether pairs of documents are compared.
+        has_bias: whether something is added to scores, or says which are seen.
     Raises:
         ValueError: ``TILES_VARIABLE`` names no table.
     """
@@ -152,6 +159,8 @@ def configs_for(
     configs = _measured_tiles().get((capability, *key[1:])) or _CONFIGS[key]
     if has_documents and key in _DOCUMENT_FORWARD:
         return replace(configs, forward=_DOCUMENT_FORWARD[key])
+    if has_bias and key in _BIAS_FORWARD:
+        return replace(configs, forward=_BIAS_FORWARD[key])
     return configs
 
 
@@ -180,15 +189,15 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     return None
 
 
-def device_configs(q: Tensor, v: Tensor, visibility: Visibility) -> Configs:
-    """Tile sizes of a call, of its ``q`` [B, H, Sq, D], ``v`` [B, Hk, Sk, Dv] and ``visibility``,
-    that ``refusal`` has nothing against.
+def device_configs(q: Tensor, v: Tensor, visibility: Visibility, has_bias: bool = False) -> Configs:
+    """Tile sizes of a call, of its ``q`` [B, H, Sq, D], ``v`` [B, Hk, Sk, Dv], ``visibility`` and
+    whether it ``has_bias``, that ``refusal`` has nothing against.
     """
     if INTERPRETED:
         return _INTERPRETED_CONFIGS
     widest = max(q.shape[-1], v.shape[-1])
     capability, documents = _capability(q.device.index), visibility.has_documents
-    return configs_for(capability, q.element_size(), widest, documents)
+    return configs_for(capability, q.element_size(), widest, documents, has_bias)
 
 
 def scalars(spec: AttentionSpec) -> tuple[float, float, float, int]:

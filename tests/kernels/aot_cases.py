@@ -95,6 +95,8 @@ def cases() -> Iterator[Case]:
     yield "exchange", lambda: exchange(128)
     for width in (64, 128):
         yield "flash causal", lambda w=width: flash(w)
+    by_distance = torch.empty(HEADS, 2, TOKENS, device="meta")
+    yield "flash bias by distance", lambda: flash(64, bias=by_distance)
     documents = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")
     padding = torch.empty(1, TOKENS, dtype=torch.bool, device="meta")
     yield (
