@@ -3,7 +3,7 @@
     python tests/compatibility.py                         # every family that the table lacks
     python tests/compatibility.py --only t5 vit --again   # these, also if they are in the table
     python tests/compatibility.py --seconds 400           # begin no family after this time
-    python tests/compatibility.py --all-strategies        # each strategy, not auto alone
+    python tests/compatibility.py --all-strategies        # each strategy, and auto
     python tests/compatibility.py --inner inductor --limit 400 --out other.md   # compiled blocks
 
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
@@ -41,7 +41,8 @@ each family, with random weights, on two ranks, against one process in eager mod
 
 | column | meaning |
 |---|---|
-| exact | the plans under which loss and gradients are equal at three lengths; else what is off |
+| exact | the plans under which loss and gradients are equal at three lengths, "all strategies": \
+each of them, two mixtures, and what `auto` chooses; else what is off |
 | blocks | those that have strategies, by kind; "none": tokens are split, and nothing is a block; \
 "whole": every rank computes all of it |
 | layers | of all stacks of the model |

@@ -36,20 +36,29 @@ def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
         return {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
     current: list[Any] = [None]
     single = plans == ["auto"]
-    plan = "auto" if single else lambda workload: current[0]
     # Sequences so short would be computed whole on every rank, which shows nothing of a split.
-    options = {"plan": plan, "inner": inner, "strategies": ATTENTION_STRATEGIES}
-    compiled = torch.compile(model, backend="paradyse", options=options)
+    options = {"inner": inner, "strategies": ATTENTION_STRATEGIES}
+    plan = "auto" if single else lambda workload: current[0]
+    compiled = torch.compile(model, backend="paradyse", options={**options, "plan": plan})
     off: dict[str, float] = {}
+
+    def compare(name: str, call: Any, own: Any, at: int) -> None:
+        error, what = worst(run_step(call, own, batches[at], loss_of), wanted[at])
+        if not error <= TOLERANCE[torch.float32]:
+            off[f"{name}, {row.lengths[at]}: {what}"] = error
+
     programs = []
-    for n, batch, want in zip(row.lengths, batches, wanted, strict=True):
+    for at in range(len(row.lengths)):
         for name in plans:
             current[0] = _plan(name, compiled) if not single else None
-            error, what = worst(run_step(compiled, model, batch, loss_of), want)
-            if not error <= TOLERANCE[torch.float32]:
-                off[f"{name}, {n}: {what}"] = error
+            compare(name, compiled, model, at)
         captures = [*captures_of(compiled), *captures_of(compiled, whole=True)]
         programs.append(str(sum(max(1, len(c.graphs)) for c in captures)))
+    if not single:
+        own = make(row)
+        chosen = torch.compile(own, backend="paradyse", options={**options, "plan": "auto"})
+        for at in range(len(row.lengths)):
+            compare("auto", chosen, own, at)
     graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
     kinds = Counter(b.kind for b in graphs[-1].blocks) if graphs else Counter()
     found = [f"{n} {kind}" for kind, n in kinds.items()]
