@@ -49,9 +49,18 @@ def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
 
     programs = []
     for at in range(len(row.lengths)):
+        if not single:
+            current[0] = "colossal_z"  # which no block refuses; it finds the blocks of all graphs
+            compare("colossal_z", compiled, model, at)
         for name in plans:
-            current[0] = _plan(name, compiled) if not single else None
-            compare(name, compiled, model, at)
+            current[0] = None if single else _plan(name, compiled)
+            try:
+                compare(name, compiled, model, at)
+            except Exception as e:  # a graph with other blocks came up in this call
+                if "strategies given" not in str(e):
+                    raise
+                current[0] = name if name in ATTENTION_STRATEGIES else "colossal_z"
+                compare(name, compiled, model, at)
         captures = [*captures_of(compiled), *captures_of(compiled, whole=True)]
         programs.append(str(sum(max(1, len(c.graphs)) for c in captures)))
     if not single:
@@ -84,8 +93,6 @@ def _plan(name: str, compiled: Any) -> Any:
     from paradyse.runtime.registry import captures_of
 
     found = [g.blocks for c in captures_of(compiled) for g in c.graphs.values()]
-    if not found:
-        return "colossal_z"  # which no block refuses; the first call finds the blocks
     if len({len(blocks) for blocks in found}) == 1:
         return choose(name, blocks_of(compiled))
     refused = any(name in b.infeasible for blocks in found for b in blocks)
