@@ -64,7 +64,8 @@ def _bits(t: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _checksum(tensors: Sequence[Tensor]) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    total = torch.zeros((), dtype=torch.int64, device=device)  # nothing waits for the device
     for i, t in enumerate(tensors):
         bits = _bits(t)
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].to(torch.int64)

@@ -234,6 +234,12 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def device_of(inputs: Sequence[fx.Node]) -> torch.device:
+    """Where a graph of ``inputs`` computes; numbers that are inputs stay on the host."""
+    found = [n.meta["val"].device for n in inputs if is_tensor(n)]
+    return next((d for d in found if d.type != "cpu"), found[0])
+
+
 def is_weight(node: fx.Node) -> bool:
     """Whether ``node`` is a parameter or a buffer of the model."""
     return node.op == "get_attr" or (node.op == "placeholder" and bool(node.meta.get("weight")))

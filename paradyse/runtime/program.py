@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.factors import Factor, size_of
-from paradyse.graph.subgraph import cast_of, is_tensor
+from paradyse.graph.subgraph import cast_of, device_of
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, MixingStep, Step
 from paradyse.runtime.known_buffers import KnownBuffers
@@ -118,7 +118,7 @@ class Program:
         self.shown_keys = ShownKeys(self.placeholders)
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}
         self.output = nodes[-1].args[0]
-        self.device = next(n.meta["val"].device for n in self.placeholders if is_tensor(n))
+        self.device = device_of(self.placeholders)
         self.variants: dict[int, dict[str, Any]] = {s.position: {} for s in self.steps}
         """Position of a step -> strategy -> what computes it, as far as it was asked for."""
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}

@@ -115,3 +115,13 @@ def test_weights_and_data_are_told_apart() -> None:
     weight.meta["weight"] = True
     assert subgraph.is_weight(weight)
     assert subgraph.structure(whole(gm), names, subgraph.Labels()) != before
+
+
+def test_a_number_on_the_host_does_not_say_where_a_graph_computes() -> None:
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("number", "size", "tokens", "mask")]
+    values = torch.tensor(0.5), 7, torch.empty(2, 7, device="meta"), torch.empty(2, device="meta")
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["val"] = value
+    assert subgraph.device_of(inputs).type == "meta"
+    assert subgraph.device_of(inputs[:2]).type == "cpu"
