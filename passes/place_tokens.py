@@ -66,6 +66,9 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     if again:
         _begin(ctx)
         _place_all(gm, ctx, late | again)
+    # a rank's tokens are fewer than the length is: such a number stays a constant of the program
+    lengths = ctx.names.lengths
+    ctx.names.lengths = {n: made for n, made in lengths.items() if n not in ctx.split}
     return len(ctx.split)
 
 

@@ -257,3 +257,35 @@ def train_a_scan() -> list[str]:
 def test_what_tracing_cannot_follow_is_computed_whole(nproc: int, ranks: Any) -> None:
     for notes in ranks(nproc).run(train_a_scan, timeout_s=200):
         assert any("which the passes do not see into" in n for n in notes), notes
+
+
+class ScaledTokens(Tiny):
+    """Reads the length, as a number, in what is computed for each token."""
+
+    def extra(self, x: Tensor) -> Tensor:
+        return x / x.shape[1] + x.clamp(max=x.shape[1] - 12)
+
+
+def train_by_length() -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference, model = ScaledTokens().double(), ScaledTokens().double()
+    model.load_state_dict(reference.state_dict())
+    options = {"inner": "eager", "plan": "megatron_cz"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    errors = []
+    for n in (13, 22, 31, 16):
+        ids = tokens(2, n)
+        got, want = (
+            torch.autograd.grad(call(ids, ids), list(m.parameters()))
+            for call, m in ((compiled, model), (reference, reference))
+        )
+        errors.append(max(float((a - b).norm() / (1e-9 + b.norm())) for a, b in zip(got, want)))
+    return errors
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_a_number_that_is_the_length_is_whole_on_every_rank(p: int, ranks: Any) -> None:
+    """A rank's part of the tokens has another size: the number does not go by it."""
+    for errors in ranks(p).run(train_by_length, timeout_s=100):
+        assert max(errors) < 1e-6, errors
