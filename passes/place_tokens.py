@@ -67,8 +67,8 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
         _begin(ctx)
         _place_all(gm, ctx, late | again)
     # a rank's tokens are fewer than the length is: such a number stays a constant of the program
-    lengths = ctx.names.lengths
-    ctx.names.lengths = {n: made for n, made in lengths.items() if n not in ctx.split}
+    if ctx.axis.size > 1:
+        ctx.names.lengths = {}
     return len(ctx.split)
 
 
