@@ -83,9 +83,17 @@ def scale(node: fx.Node, args: tuple[Any, ...], numbers: Mapping[fx.Node, type])
     (x,) = (value for arg, value in pair if arg not in numbers)
     ((at, number),) = ((arg, value) for arg, value in pair if arg in numbers)
     assert isinstance(at, fx.Node)
-    whole = numbers[at] is int and compute is not operator.truediv
-    given = number.to(_dtype_beside(x.dtype, whole))
-    return compute(*(given if value is number else value for _, value in pair))
+    if compute is operator.truediv and node.args[0] is at:  # what Tensor.__rtruediv__ computes
+        x, compute = x.reciprocal(), operator.mul
+        pair = [(None, x), (at, number)]
+    if x.dtype.itemsize < 4 and x.is_floating_point() and not x.ndim:
+        # as where one is a Python number: it is not rounded to so few bits, what comes of it is
+        pair = [(arg, value.to(torch.float32)) for arg, value in pair]
+        return compute(*(value for _, value in pair)).to(x.dtype)
+    if not (x.is_floating_point() and x.ndim):  # beside more elements one counts as a number
+        whole = numbers[at] is int and compute is not operator.truediv
+        number = number.to(_dtype_beside(x.dtype, whole))
+    return compute(*(number if arg in numbers else value for arg, value in pair))
 
 
 def _dtype_beside(dtype: torch.dtype, whole: bool) -> torch.dtype:

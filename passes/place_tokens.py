@@ -66,9 +66,6 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     if again:
         _begin(ctx)
         _place_all(gm, ctx, late | again)
-    # a rank's tokens are fewer than the length is: such a number stays a constant of the program
-    if ctx.axis.size > 1:
-        ctx.names.lengths = {}
     return len(ctx.split)
 
 

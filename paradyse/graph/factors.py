@@ -19,7 +19,7 @@ from torch import fx
 class Factor:
     """A dimension, or a part of one: unknown until unified with others or split by a view."""
 
-    __slots__ = ("size", "base", "given", "whole", "_same_as", "_parts", "_shifts")
+    __slots__ = ("size", "base", "given", "whole", "_same_as", "_parts", "_shifts", "_entire")
 
     def __init__(self, size: int, base: tuple[Factor, int] | None = None):
         self.size = size
@@ -30,6 +30,7 @@ class Factor:
         self.whole = False
         """Whether it stays one factor: a view that splits it mixes it."""
         self._shifts: dict[int, Factor] = {}
+        self._entire: Factor | None = None
         self._same_as: Factor | None = None
         self._parts: tuple[Factor, ...] | None = None
 
@@ -56,6 +57,14 @@ class Factor:
             return self, 0
         found = self.base[0].resolve()
         return (found[0], self.base[1]) if len(found) == 1 else (self, 0)
+
+    @property
+    def entire(self) -> Factor:
+        """What stands for the size of all of it where this one is bound to a rank's part; of no
+        dim, and of size -1 where nothing binds it."""
+        if self._entire is None:
+            self._entire = Factor(-1)
+        return self._entire
 
     def says(self) -> int:
         """How much it says of its size: of two that are the same, the one that says more stays. A

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from paradyse.graph.factors import Dim, Factor, Names, resolve, size_of
+from paradyse.graph.factors import Dim, Factor, Length, Names, resolve, size_of
 
 aten = torch.ops.aten
 
@@ -125,8 +125,21 @@ def _with_sizes(
     made = names.lengths.get(node, {})
     if not made:
         return args
-    found = {i: _plus(x.start, size(names.of(x.of)[x.dim]), x.sign) for i, x in made.items()}
-    return tuple(found.get(i, a) for i, a in enumerate(args))
+    found = {i: _length(x, names, size, varies) for i, x in made.items()}
+    return tuple(a if found.get(i) is None else found[i] for i, a in enumerate(args))
+
+
+def _length(
+    made: Length, names: Names, size: Callable[[Dim], Any], varies: Callable[[Dim], bool]
+) -> Any:
+    """The number ``made``, of all of a dim also where a rank has a part; None: as it was traced."""
+    dim = names.of(made.of)[made.dim]
+    if len(dim) != 1 or not varies(dim):
+        return None
+    base, k = dim[0].origin()
+    n = size((base.entire,))
+    assert n != -1, f"the size of {made.of} is not known here"
+    return _plus(made.start + made.sign * k, n, made.sign)
 
 
 def _plus(start: int, n: Any, step: int = 1) -> Any:

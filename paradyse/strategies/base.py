@@ -141,7 +141,9 @@ class Scope:
 
     def labels(self, layout: str) -> Labels:
         keys = {self.keys: self.keys_at[layout]} if self.keys is not None else {}
-        return Labels({f: letter for letter, f in self.beside.items()} | {self.seq: layout} | keys)
+        whole = {f: letter for letter, f in self.beside.items()}
+        entire = {f.entire: letter for f, letter in (whole | {self.seq: WHOLE}).items()}
+        return Labels(entire | whole | {self.seq: layout} | keys)
 
     @cached_property
     def keys_at(self) -> dict[str, str]:

@@ -56,7 +56,8 @@ def test_a_number_made_of_a_size_is_written_as_that(name: str) -> None:
     piece = make_piece("all", nodes, one.graph.find_nodes(op="output")[0].args[0:1])
     inputs = [filled(11, 29), filled(64, 64)]
     of = {n.target: v for n, v in zip(one.graph.find_nodes(op="placeholder"), inputs, strict=True)}
-    sizes = {names.of(x)[0][0]: 11, names.of(x)[1][0]: 29}
+    (batch,), (length,) = names.of(x)
+    sizes = {batch: 11, length: 29, batch.entire: 11, length.entire: 29}
     (got,) = run(piece, [of[n.target] for n in piece.inputs], names, sizes)
     assert torch.equal(got, fn(*inputs))
 

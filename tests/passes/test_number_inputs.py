@@ -40,7 +40,7 @@ SCALED: dict[str, Callable[[Tensor, Any, Any], Any]] = {
 }
 
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_scaling_is_as_with_python_numbers(name: str, dtype: torch.dtype) -> Non
         got, want = traced(*given), SCALED[name](x, a, n)
         got = got[0] if isinstance(got, tuple | list) else got
         assert got.dtype == want.dtype
-        tolerance = {torch.bfloat16: 2e-2, torch.float64: 1e-14}.get(dtype, 1e-6)
+        tolerance = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float64: 1e-14}.get(dtype, 1e-6)
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
