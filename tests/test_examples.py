@@ -156,8 +156,9 @@ def slurm(job: Mapping[str, str], folder: Path) -> str:
 
 def test_what_slurm_starts_is_a_torchrun_on_every_node(tmp_path: Path) -> None:
     """On one node, which is this machine: it runs."""
+    # A file each: what two processes print to one pipe may be mingled within a line.
     (tmp_path / "train.py").write_text(
-        "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n"
+        "import os, sys\nopen('rank' + os.environ['RANK'], 'w').write(str(sys.argv[1:]))\n"
     )
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -165,7 +166,8 @@ def test_what_slurm_starts_is_a_torchrun_on_every_node(tmp_path: Path) -> None:
     job = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "41", "SLURM_GPUS_ON_NODE": "2"}
     said = slurm({"SLURM_JOB_NODELIST": "node[7-8]", "MASTER_PORT": port, **job}, tmp_path)
     assert f"--rdzv-endpoint localhost:{port}" in said and "--nproc-per-node 2" in said
-    assert all(f"rank {i} ['--steps', '3']" in said for i in range(2))
+    assert sorted(f.name for f in tmp_path.glob("rank*")) == ["rank0", "rank1"]
+    assert all((tmp_path / f"rank{i}").read_text() == "['--steps', '3']" for i in range(2))
 
 
 def test_every_example_is_run_by_a_test() -> None:
