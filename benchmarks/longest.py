@@ -33,7 +33,7 @@ from runner import Benchmark, benchmark
 import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.planning.explain import short_key
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes
 from paradyse.strategies import head, tiles
 from paradyse.types import LEVERS, ON_HOST, Point
 

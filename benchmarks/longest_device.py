@@ -25,7 +25,7 @@ from runner import Benchmark, alone, benchmark, log
 
 from paradyse.config import parse_bytes
 from paradyse.planning.explain import short_key
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes
 from paradyse.types import LEVERS, ON_HOST
 
 OPTIONS: dict[str, Any] = {"most": 131072, "tries": 4, "step": 0.05, "inner": "inductor"}

@@ -25,7 +25,7 @@ from runner import Benchmark, benchmark
 
 import paradyse
 from paradyse.cli.launch import Rank
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes
 from paradyse.types import ATTENTION_STRATEGIES, Plan
 
 OPTIONS: dict[str, Any] = {"hidden": 256, "layers": 4, "ranks": 2, "inner": "inductor"}

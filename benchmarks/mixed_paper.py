@@ -29,7 +29,7 @@ from paradyse.mixed.ways import Way
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun
 from paradyse.offline.groups import Comparison, compare, ways_on_paper
-from paradyse.planning.explain import format_seconds
+from paradyse.planning.units import format_seconds
 
 # Widths and depths of GPTs of 7, 13 and 30 billion parameters (GPT-3, arXiv 2005.14165, table 2.1,
 # and OPT, arXiv 2205.01068, table 1); rotary positions, as no table of positions is that long.

@@ -354,6 +354,7 @@ class _Graph:
         how = capture.options, self.axis, capture.agreement
         head, replicas = describe_head(program), capture.replicas.size
         self.choice = choice_of(text, *how, self.blocks, weights, head, replicas)
+        self.choice.watch(program)
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),
             "how many weights are trained": sum(w.requires_grad for w in weights),

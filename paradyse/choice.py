@@ -22,8 +22,10 @@ from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, GroupMesh, device_of
 from paradyse.distributed.facts import PLAN
 from paradyse.distributed.session import Recent
+from paradyse.passes.pipeline import gathered_notes
 from paradyse.planning.alone import REPLICAS, SHARDED, Alone
 from paradyse.planning.costs import Machine
+from paradyse.planning.gathered_work import ShareWatch
 from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
 from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
@@ -31,6 +33,7 @@ from paradyse.planning.profile_file import Header, present_versions
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
+from paradyse.runtime.program import Program
 from paradyse.runtime.runs import Uses
 from paradyse.types import (
     HEAD,
@@ -117,6 +120,12 @@ class Choice:
             self.feedback = Feedback(self.planner, self.guard.forget)
             stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, stepped.remove)
+
+    def watch(self, program: Program) -> None:
+        """Warn of what ``program``, for which plans are chosen here, does beside its blocks."""
+        chooses = self.planner.chooses and self.axis.size > 1
+        if chooses and self.guard.planned is None and gathered_notes(program.ctx):
+            self.guard.planned = ShareWatch(program, self.planner)
 
     def _cost_model(self) -> CostModel | None:
         """Of the profile that the options name."""

@@ -16,6 +16,7 @@ from paradyse.distributed.collectives import REPLICAS
 from paradyse.kernels.selection import capability_of, describe_choices
 from paradyse.mixed.training import MixedModel
 from paradyse.planning.explain import PlanReport, Stats, explain_plan
+from paradyse.planning.gathered_work import gathered_work
 from paradyse.profiling.step_reports import known_steps
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
@@ -71,7 +72,9 @@ def explain(
     like = graph.choice.guard.workload(batch_size, seq_len, trains, others=others)
     kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
     choice, program = graph.choice, graph.program
-    return explain_plan(choice.planner, like, program.ctx.notes, kernels, choice.alone)
+    planner = choice.planner
+    works = gathered_work(program, like, planner.machine(like.dtype))
+    return explain_plan(planner, like, program.ctx.notes, kernels, choice.alone, works)
 
 
 def attention_kernels(

@@ -163,28 +163,35 @@ def run_passes(gm: fx.GraphModule, ctx: CaptureContext, dump: str | None = None)
             if folder is not None:
                 write(folder, f"{i:02d}_{name}.txt", text)
     _report_gathered(ctx)
-    _report_mixing(ctx)
 
 
-def _report_gathered(ctx: CaptureContext) -> None:
-    gathered = [(node, why) for node, why in ctx.gathered if node not in ctx.tails]
-    for node, why in gathered:
-        if ctx.options.on_unsupported == "error" and ctx.axis.size > 1:
-            where = node.meta.get("module", "top level")
-            raise NotImplementedError(
-                f"cannot split {node.target} ({where}) along the sequence: {why}. "
-                'on_unsupported="gather" computes it on gathered tensors instead, exactly but '
-                "slowly."
-            )
-        ctx.note(f"{node.target} runs on gathered tensors{_where(node)}: {why}")
-
-
-def _report_mixing(ctx: CaptureContext) -> None:
+def gathered_notes(ctx: CaptureContext) -> dict[fx.Node, str]:
+    """What is computed with all tokens -> where and why, in words; the operators of a region that
+    has a part of another dim share a note."""
+    found = {}
+    for node, why in ctx.gathered:
+        if node not in ctx.tails:
+            found[node] = f"{node.target} runs on gathered tensors{_where(node)}: {why}"
     for region in ctx.mixing:
         first, size = region.nodes[0], region.over.size
         more = f" and {len(region.nodes) - 1} more operators" if len(region.nodes) > 1 else ""
         what = "sequences" if region.over is ctx.batch else f"{size} heads or channels"
-        ctx.note(f"{first.target}{more}{_where(first)}: all tokens, for a part of the {what}")
+        note = f"{first.target}{more}{_where(first)}: all tokens, for a part of the {what}"
+        found.update(dict.fromkeys(region.nodes, note))
+    return found
+
+
+def _report_gathered(ctx: CaptureContext) -> None:
+    for node, why in ctx.gathered:
+        if node in ctx.tails or ctx.options.on_unsupported != "error" or ctx.axis.size == 1:
+            continue
+        where = node.meta.get("module", "top level")
+        raise NotImplementedError(
+            f"cannot split {node.target} ({where}) along the sequence: {why}. "
+            'on_unsupported="gather" computes it on gathered tensors instead, exactly but slowly.'
+        )
+    for note in gathered_notes(ctx).values():
+        ctx.note(note)
 
 
 def _where(node: fx.Node) -> str:

@@ -5,12 +5,15 @@
     python tests/compatibility.py --seconds 400           # begin no family after this time
     python tests/compatibility.py --all-strategies        # each strategy, and auto
     python tests/compatibility.py --inner inductor --limit 400 --out other.md   # compiled blocks
+    python tests/compatibility.py --settings              # of what the table has: 1 to 4 ranks, ..
 
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
 lengths, under the plan ``auto`` or under each strategy, and one process trains it in eager mode.
 Loss and gradients have to be equal. The ranks have limited time for a family: one that crashes or
 hangs is a row of the table. So is one that eager mode cannot train, which is not tried. The table
-is written after each family; families that stand there are not tried again.
+is written after each family; families that stand there are not tried again. With ``--settings``
+those that are exact are trained on one to four ranks, with weights whole and sharded, without
+padding, padded and packed, where the family has such masks.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import family_settings
 from family_run import examine, short
+from family_settings import LAYOUTS, MASKS, RANKS
 from family_table import FAMILIES
 from harness import RankError, RankFailure, RankPool
 from plans import PLANS
@@ -47,6 +53,8 @@ each of them, two mixtures, and what `auto` chooses; else what is off |
 "whole": every rank computes all of it |
 | layers | of all stacks of the model |
 | programs | graphs after the first, second and third length |
+| settings | on one to four ranks, with weights whole and sharded: the masks under which loss and \
+gradients are equal at three lengths, under four of the plans each; empty: not tried |
 | notes | what is computed on gathered tensors or whole, and why |
 
 """
@@ -62,6 +70,7 @@ class Result:
     blocks: str
     layers: str
     programs: str
+    settings: str
     notes: str
 
     @classmethod
@@ -94,7 +103,42 @@ def try_family(
     except RankFailure as e:
         problem = f"**crash**: {crash(e)}"
         found = {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
-    return Result(family=name, model=row.cls, **found)
+    return Result(family=name, model=row.cls, settings="", **found)
+
+
+Pools = dict[int, RankPool]
+
+
+@contextmanager
+def pools_of(numbers: Sequence[int]) -> Iterator[Pools]:
+    """A pool for each number of ranks."""
+    pools = {p: RankPool(p) for p in numbers}
+    try:
+        yield pools
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def try_settings(pools: Pools, name: str, timeout_s: float) -> str:
+    """The cell ``settings`` of ``name``: its masks, or what is off in which setting."""
+    masks, off = dict.fromkeys(MASKS), dict[str, str]()
+    for p, pool in pools.items():
+        for layout in LAYOUTS:
+            where = f"{p} ranks, {layout}"
+            try:
+                sharded = layout == "sharded"
+                found = pool.run(
+                    family_settings.compare, FAMILIES[name], sharded, timeout_s=timeout_s
+                )
+            except RankFailure as e:
+                off[where] = crash(e)
+                continue
+            masks = {m: None for m in masks if all(m in f["masks"] for f in found)}
+            for f in found:
+                off |= {f"{where}, {what}": f"{error:.0e}" for what, error in f["off"].items()}
+    wrong = "; ".join(f"{where}: {what}" for where, what in off.items())
+    return f"**no**: {wrong}" if off else ", ".join(masks)
 
 
 def crash(failure: RankFailure) -> str:
@@ -142,6 +186,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=FAMILIES, metavar="FAMILY")
     parser.add_argument("--again", action="store_true", help="also those that are in the table")
     parser.add_argument("--all-strategies", action="store_true")
+    parser.add_argument("--settings", action="store_true", help="numbers of ranks, masks, shards")
     parser.add_argument(
         "--inner", default="eager", help='what compiles the blocks ("eager": nothing does)'
     )
@@ -153,6 +198,8 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = options().parse_args()
+    if args.settings:
+        return with_settings(args)
     start, rows = time.monotonic(), read(args.out)
     plans = PLANS if args.all_strategies else ("auto",)
     failed = 0
@@ -166,6 +213,25 @@ def main() -> int:
             rows[name] = try_family(pool, name, plans, args.limit, args.inner)
             failed += rows[name].exact.startswith("**")
             print(f"{time.monotonic() - began:5.1f} s {rows[name].line()}", flush=True)
+            write(args.out, rows.values())
+    return 1 if failed else 0
+
+
+def with_settings(args: argparse.Namespace) -> int:
+    """Try the settings of the families that the table calls exact, and write them into it."""
+    start, rows = time.monotonic(), read(args.out)
+    failed = 0
+    with pools_of(RANKS) as pools:
+        for name in args.only or FAMILIES:
+            row = rows.get(name)
+            if row is None or row.exact.startswith("**") or (row.settings and not args.again):
+                continue
+            if time.monotonic() - start > args.seconds:
+                break
+            began = time.monotonic()
+            rows[name] = replace(row, settings=try_settings(pools, name, args.limit))
+            failed += rows[name].settings.startswith("**")
+            print(f"{time.monotonic() - began:5.1f} s {name}: {rows[name].settings}", flush=True)
             write(args.out, rows.values())
     return 1 if failed else 0
 

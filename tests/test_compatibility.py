@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compatibility import Result, crash, read, try_family, write
+from compatibility import Result, crash, pools_of, read, try_family, try_settings, write
+from family_settings import MASKS
 from family_table import FAMILIES
 from harness import RankError, RankFailure, RankPool
 from plans import PLANS
@@ -58,6 +59,28 @@ def test_every_strategy_is_exact_where_two_sequences_are_split(pool2: RankPool) 
     assert row.exact == "all strategies", row.line()
 
 
+@pytest.mark.slow
+def test_settings_of_a_family() -> None:
+    """Masks that it has are found and exact, on one to four ranks, whole and sharded."""
+    with pools_of((1, 2, 4)) as pools:
+        assert try_settings(pools, "qwen3", 120) == "plain, padded, packed"
+        assert try_settings(pools, "vit", 120) == "plain"
+
+
+def test_masks_are_as_the_family_has_them() -> None:
+    for name, masks in {"qwen3": 3, "bert": 2, "bart": 2, "vit": 1, "mamba": 2}.items():
+        row, g = FAMILIES[name], torch.Generator().manual_seed(0)
+        model = make(row)
+        plain = batch_of(row, model, 13)
+        changed = {k: change(model, plain, g) for k, change in MASKS.items()}
+        assert sum(b is not None for b in changed.values()) == masks, name
+        if padded := changed["padded"]:
+            real = padded["attention_mask"].bool()
+            assert not real.all(-1).any() and real[:, -1].all() == (name in ("qwen3", "mamba"))
+        if packed := changed["packed"]:
+            assert (packed["position_ids"] == 0).sum(-1).min() > 1
+
+
 def test_the_document_has_rows_of_known_families_only() -> None:
     rows = read(DOCUMENT)
     assert len(rows) >= 90 and sum(row.is_all_blocks for row in rows.values()) >= 80
@@ -66,8 +89,17 @@ def test_the_document_has_rows_of_known_families_only() -> None:
 
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     rows = [
-        Result("t5", "T5ForConditionalGeneration", "auto", "2 attention", "4", "1 2 2", "a | b"),
-        Result("llama", "LlamaForCausalLM", "**crash**: no", "", "", "", ""),
+        Result(
+            "t5",
+            "T5ForConditionalGeneration",
+            "auto",
+            "2 attention",
+            "4",
+            "1 2 2",
+            "plain",
+            "a | b",
+        ),
+        Result("llama", "LlamaForCausalLM", "**crash**: no", "", "", "", "", ""),
     ]
     write(tmp_path / "table.md", rows)
     found = read(tmp_path / "table.md")

@@ -10,7 +10,7 @@ from paradyse.cli.traces import DISTRIBUTIONS, find_distribution, read_lengths, 
 from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
 from paradyse.offline.groups import Comparison
-from paradyse.planning.explain import format_seconds
+from paradyse.planning.units import format_seconds
 
 WORDS = 110
 """Letters of a plan in a table."""

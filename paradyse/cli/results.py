@@ -20,8 +20,7 @@ from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
 from paradyse.cli.screen import Screen
 from paradyse.config import STRATEGIES
-from paradyse.planning.explain import format_seconds
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes, format_seconds
 from paradyse.types import REPLICATED
 
 COLUMNS = ("index", "num_tokens", "choice", "plan", "time_s", "median_s", "cumulative_s")

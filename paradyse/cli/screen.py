@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paradyse.cli.rank_jobs import StepDone
-from paradyse.planning.explain import format_seconds
-from paradyse.planning.planner import format_bytes
 from paradyse.planning.tables import text_table
+from paradyse.planning.units import format_bytes, format_seconds
 
 ROWS = 12
 """Steps that stay in sight."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from paradyse.planning.explain import format_seconds
+from paradyse.planning.units import format_seconds
 
 Ticks = list[tuple[float, str]]
 """Values and their texts, from the least on."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from paradyse.mixed.ways import StepPlan
-from paradyse.planning.explain import format_seconds
 from paradyse.planning.tables import Shown, text_table
+from paradyse.planning.units import format_seconds
 
 SHOWN = 6
 """Sequences of a group that a table names."""

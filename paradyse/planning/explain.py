@@ -10,9 +10,11 @@ from typing import Any
 from paradyse.planning.alone import Alone
 from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost
-from paradyse.planning.planner import Costs, Planner, describe_workload, format_bytes
+from paradyse.planning.gathered import GatheredWork, with_shares
+from paradyse.planning.planner import Costs, Planner, describe_workload
 from paradyse.planning.reasons import held_on_host, over, slower, what_is_seen, why_chosen, why_not
 from paradyse.planning.tables import Rows, Shown, rich_table, text_table
+from paradyse.planning.units import format_bytes, format_seconds
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     HEAD,
@@ -36,24 +38,6 @@ def plan_table(blocks: Sequence[BlockSpec], plan: Plan) -> str:
     rows = [(b.name, s, str(b.mask or "") or "-", b.structure) for b, s in pairs]
     rows += [(HEAD, plan.head, "-", "-")] * bool(plan.head)
     return text_table(("block", "strategy", "mask", "structure"), rows)
-
-
-def format_seconds(s: float) -> str:
-    """Seconds ``s`` for people: ``1.25 ms``, ``45 min``."""
-    units = (("us", 1e-6, 1e-3), ("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 7200.0))
-    for unit, scale, end in units:
-        if s < 0.9995 * end:
-            return f"{s / scale:.3g} {unit}"
-    hours = s / 3600
-    return f"{hours:.3g} h" if hours < 1000 else f"{hours:,.0f} h"
-
-
-def format_count(n: int) -> str:
-    """A number ``n`` of parameters for people: ``1.92 billion``."""
-    for name, scale in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
-        if n >= 0.9995 * scale:
-            return f"{n / scale:.3g} {name}"
-    return str(n)
 
 
 @dataclass(frozen=True)
@@ -120,7 +104,7 @@ class PlanReport(Shown):
     machine: str
     """Where the machine's rates come from."""
     gathered: tuple[str, ...] = ()
-    """What runs on gathered tensors, and why: exact and slow."""
+    """What runs on gathered tensors, why, and what that costs: exact and slow."""
     notes: tuple[str, ...] = ()
     """On the profile that the costs come from."""
     levers: tuple[str, ...] = ()
@@ -180,18 +164,20 @@ class PlanReport(Shown):
 def explain_plan(
     planner: Planner,
     workload: Workload,
-    gathered: Sequence[str] = (),
+    notes: Sequence[str] = (),
     kernels: tuple[str, ...] = (),
     alone: Alone | None = None,
+    gathered: Sequence[GatheredWork] = (),
 ) -> PlanReport:
     """The report on the plan ``planner`` makes for ``workload``.
 
     Every rank of the axis must call it, as the machine may be measured for it.
 
     Args:
-        gathered: what runs on gathered tensors, and why.
+        notes: on the graph; what runs on gathered tensors, and why.
         kernels: on a GPU, which kernel computes the attention of which mask.
         alone: weighs computing the whole on every rank; None: that is no choice.
+        gathered: what operators of ``notes`` cost at ``workload``.
     """
     plan = (
         planner.plan(workload) if alone is None else alone.settle(planner.plan(workload), workload)
@@ -216,12 +202,21 @@ def explain_plan(
         peak,
         limit,
         planner.machine(workload.dtype).source or "given",
-        tuple(gathered),
+        _with_costs(notes, gathered, time_s, planner.cost_model is not None),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
         _levers(planner, workload, plan),
         planner.held(plan, workload),
         kernels,
     )
+
+
+def _with_costs(
+    notes: Sequence[str], gathered: Sequence[GatheredWork], step_s: float, measured: bool
+) -> tuple[str, ...]:
+    """``notes``, those with costs first; ``step_s`` and ``measured`` as of ``with_shares``."""
+    priced = [work.line(share) for work, share in with_shares(gathered, step_s, measured)]
+    of = {note for work in gathered for note in work.notes}
+    return (*priced, *(note for note in notes if note not in of))
 
 
 def _strategies(planner: Planner) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices
 from paradyse.planning.time_ratios import Key
+from paradyse.planning.units import format_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, ON_HOST, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
@@ -44,15 +45,6 @@ NO_BACKWARD = ("tiled", "chunked", "vocabulary")
 
 MOST_PLANS = 4096
 """Workloads whose plans are kept: more lengths than a batch of text has, and few megabytes."""
-
-
-def format_bytes(n: float) -> str:
-    """Bytes ``n`` for people: ``1.5 GiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(n) >= 1024 and len(units) > 1:
-        n /= 1024
-        units.pop(0)
-    return f"{n:.0f} B" if units[0] == "B" else f"{n:.1f} {units[0]}"
 
 
 def describe_workload(w: Workload) -> str:

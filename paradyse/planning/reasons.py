@@ -6,7 +6,8 @@ the number of blocks, and ``point`` one that can compute it.
 
 from __future__ import annotations
 
-from paradyse.planning.planner import Planner, format_bytes
+from paradyse.planning.planner import Planner
+from paradyse.planning.units import format_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import DSP, HEAD, REPLICATED, BlockSpec, Plan, Point, Workload
 

@@ -18,10 +18,11 @@ log = logging.getLogger(__name__)
 class _Told(set[str]):
     """What was said on an axis: models break into graphs, of which many have the same to say."""
 
-    def say(self, notes: str) -> None:
-        """Log once that a graph is computed whole, and why."""
+    def say(self, notes: str, num_ranks: int) -> None:
+        """Log once that a graph is computed whole, and why; all of a step is a large share."""
         level = logging.DEBUG if notes in self else logging.WARNING
-        log.log(level, "computed whole on every rank: %s", notes)
+        cost = "each of %d ranks does all of its work and holds all of its activations"
+        log.log(level, f"computed whole on every rank: %s; {cost}", notes, num_ranks)
         self.add(notes)
 
 
@@ -70,4 +71,4 @@ def allow_whole(
                 why,
             )
     if axis.size > 1 and weights:
-        axis.session.of(_Told).say(why)
+        axis.session.of(_Told).say(why, axis.size)

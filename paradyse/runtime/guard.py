@@ -26,6 +26,8 @@ class Guard:
         self.plan_of: Recent[int, str] = Recent()
         """Length -> key of its latest plan."""
         self._last: Plan | None = None
+        self.planned: Callable[[Workload, Plan], None] | None = None
+        """Told of every plan that was asked for."""
 
     def workload(
         self,
@@ -66,6 +68,8 @@ class Guard:
             plan = self._plan(like)
             if self._fixed:
                 self._known[key] = plan
+            if self.planned is not None:
+                self.planned(like, plan)
             self.plan_of[seq_len] = plan.key
         if plan is not self._last:
             if self._last is not None and plan != self._last:

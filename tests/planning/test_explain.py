@@ -11,14 +11,9 @@ import pytest
 import torch
 from test_planner import LONG, NORM, SHORT, model, planner
 
-from paradyse.planning.explain import (
-    PlanReport,
-    Stats,
-    explain_plan,
-    format_seconds,
-    short_key,
-)
+from paradyse.planning.explain import PlanReport, Stats, explain_plan, short_key
 from paradyse.planning.tables import text_table
+from paradyse.planning.units import format_seconds
 from paradyse.reports import attention_kernels
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVERS, HeadSpec
 from paradyse.verification import VerifyReport, VerifyRow
@@ -86,7 +81,7 @@ def test_the_head_has_a_row_for_each_set_of_levers() -> None:
 
 def test_plan_report_as_text() -> None:
     p = planner(blocks=model(layers=24, infeasible={"metp": NORM}))
-    report = explain_plan(p, LONG, gathered=("aten.topk of layers.3.gate: no rule",))
+    report = explain_plan(p, LONG, notes=("aten.topk of layers.3.gate: no rule",))
     text = str(report)
     assert text.startswith("plan for batch 1 x 65536 tokens, bfloat16, training, 4 ranks\n")
     assert "predicted: " in text

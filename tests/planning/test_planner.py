@@ -13,8 +13,9 @@ import torch
 
 from paradyse.config import parse_options
 from paradyse.planning.costs import BlockCost, Machine, longest_length
-from paradyse.planning.planner import Planner, format_bytes
+from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
+from paradyse.planning.units import format_bytes
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, HeadSpec, MaskSpec, Plan, Workload
 
 MACHINE = Machine(3e14, 2e12, 1e-5, 2e11, op_overhead_s=0.0, capacity_bytes=2**36)

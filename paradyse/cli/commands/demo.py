@@ -24,7 +24,7 @@ from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO
 from paradyse.cli.results import Record, Results, choice_times
 from paradyse.cli.screen import Screen, make_console, show_table
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes
 from paradyse.types import ALONG_SEQUENCE
 
 TOLERANCE = 1e-4

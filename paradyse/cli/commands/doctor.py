@@ -14,7 +14,7 @@ from functools import partial
 
 from paradyse.cli import launch
 from paradyse.cli.screen import make_console, show_table
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes
 
 COMPILERS = ("g++", "clang++", "c++")
 

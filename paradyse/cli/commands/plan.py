@@ -32,8 +32,7 @@ from paradyse.offline.outlook import (
     plan_in_words,
 )
 from paradyse.planning.costs import Machine
-from paradyse.planning.explain import format_count, format_seconds
-from paradyse.planning.planner import format_bytes
+from paradyse.planning.units import format_bytes, format_count, format_seconds
 from paradyse.types import LEVERS
 
 DEVICE = "a100-80gb"

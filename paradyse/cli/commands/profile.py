@@ -18,8 +18,8 @@ from paradyse.cli.models import (
 from paradyse.cli.outputs import check_file
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.config import BLOCK_KINDS
-from paradyse.planning.explain import format_seconds
 from paradyse.planning.profile_file import MEASURED, Measurement, Profile, own_lines
+from paradyse.planning.units import format_seconds
 
 
 def run_profile(args: argparse.Namespace) -> int:
