@@ -59,7 +59,7 @@ def weighed(model: Any, n: int, step: int) -> Batch:
 
 
 ROWS = {
-    **{n: FAMILIES[n] for n in ("glm4", "cohere", "gptj", "mixtral", "t5", "mpt", "bloom")},
+    **{n: FAMILIES[n] for n in ("glm4", "cohere", "gptj", "mixtral", "t5", "mpt", "bloom", "xglm")},
     "bert answers": Row("BertForQuestionAnswering"),
     "xlm-roberta answers": Row("XLMRobertaForQuestionAnswering"),
 }

@@ -124,6 +124,7 @@ MAPS = {
     aten.linear.default: "x[..., i], w[o, i], b[o] -> [..., o]; mixes i",
     aten.matmul.default: "a[..., m, i], b[..., i, n] -> [..., m, n]; mixes i",
     aten.bmm.default: "a[b, m, i], b[b, i, n] -> [b, m, n]; mixes i",
+    aten.baddbmm.default: "c[b, m, n], x[b, m, i], y[b, i, n] -> [b, m, n]; mixes i",
     aten.mm.default: "a[m, i], b[i, n] -> [m, n]; mixes i",
     aten.embedding.default: "w[v, h], ids[...] -> [..., h]; mixes v",
     aten.t.default: "x[a, b] -> [b, a]",
@@ -189,7 +190,11 @@ _ELEMENTWISE = """
     logical_and logical_or logical_not polar complex bitwise_and bitwise_or bitwise_not __and__
     __or__ masked_fill zeros_like ones_like full_like empty_like to.device to.dtype
     to.dtype_layout _to_copy clone contiguous alias detach dropout lift_fresh lift_fresh_copy
-    expand broadcast_to expand_as
+    expand broadcast_to expand_as clip not_equal less less_equal greater greater_equal negative
+    absolute true_divide trunc frac sgn sinc tan sinh cosh asin acos atan atan2 arctan2 asinh acosh
+    atanh erfc logit logaddexp logaddexp2 xlogy hypot copysign isfinite nan_to_num threshold celu
+    softshrink hardshrink hardsigmoid logical_xor bitwise_xor bitwise_left_shift
+    bitwise_right_shift __xor__ __lshift__ __rshift__ float_power
 """
 
 
@@ -438,6 +443,14 @@ def index(names: Names, node: fx.Node) -> Any:
     names.mix(node, *[dims[d] for d in where])
     shape = torch.broadcast_shapes(*[shape_of(i) for i in indices])
     return [*dims[: where[0]], *names.broadcast(node, indices, shape), *dims[where[-1] + 1 :]]
+
+
+@rule(aten.index_select.default)
+def index_select(names: Names, node: fx.Node) -> Any:
+    """``x[..., n, ...], i[k] -> [..., k, ...]; mixes n``"""
+    dims, (d,) = mix_along(names, node)
+    dims[d : d + 1] = names.of(node.args[2])
+    return dims
 
 
 @rule(aten.gather.default)

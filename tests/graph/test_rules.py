@@ -56,6 +56,11 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "linear": [(t(*X), t(4, 7), t(4)), (t(7), t((2, 3), 7), None), (t(3, (2, 3)), t(5, (3, 2)))],
     "matmul": [(t(*X), t(7, 4)), (t(2, 1, 5, 7), t(3, 7, 4)), (t(5, 7), t(3, 7, 4))],
     "bmm": [(t((2, 3), 5, 7), t(6, 7, 4))],
+    "baddbmm": [
+        (t((2, 3), 5, 4), t(6, 5, 7), t(6, 7, 4)),
+        (t(1, 5, 4), t((2, 3), 5, 7), t(6, 7, 4)),
+        (t(6, 1, 1), t(6, 5, 7), t((2, 3), 7, 4)),
+    ],
     "mm": [(t((2, 3), 7), t(7, 5))],
     "embedding": [(t(4, (2, 3)), ints(3, 5, high=4))],
     "t": [(t((2, 3), 5),)],
@@ -161,6 +166,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t(*X), [None, ints(2, 3), ints(3)]),
         (t(4, 5, 7), [ints(2, 1), ints(3)]),
     ],
+    "index_select": [(t(*X), 1, ints(3)), (t((2, 3), 5), -1, ints(7)), (t(5), 0, ints((2, 3)))],
     "gather": [(t(*X), -1, ints(6, 5, 2)), (t(*X), 1, ints(6, 2, 4)), (t(7, 5), 0, ints(7, 5))],
     "squeeze": [(t(3, 1, 5),)],
     "scaled_dot_product_attention": [
@@ -210,6 +216,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "linalg_solve_triangular": {"upper": False},
     "sort.stable": {"stable": True, "dim": 1},
     "clamp": {"min": 0.3},
+    "clip": {"min": 0.3},
 }
 """Arguments that are given by name."""
 
@@ -315,7 +322,9 @@ def check(target: Any, args: Any, kwargs: Any) -> int:
                 for ours, want in zip(got, wanted):
                     assert ours.shape == want[i].shape
                     if "empty" not in name_of(target):
-                        torch.testing.assert_close(ours, want[i], rtol=1e-12, atol=1e-12)
+                        torch.testing.assert_close(
+                            ours, want[i], rtol=1e-12, atol=1e-12, equal_nan=True
+                        )
     return len(claimed)
 
 
