@@ -124,7 +124,7 @@ class Choice:
     def watch(self, program: Program) -> None:
         """Warn of what ``program``, for which plans are chosen here, does beside its blocks."""
         chooses = self.planner.chooses and self.axis.size > 1
-        if chooses and self.guard.planned is None and gathered_notes(program.ctx):
+        if chooses and gathered_notes(program.ctx):
             self.guard.planned = ShareWatch(program, self.planner)
 
     def _cost_model(self) -> CostModel | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,13 @@ from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, bind_factors
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.work import ATTENTION_BACKWARD, count_visible_pairs
-from paradyse.torch_private import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
+from paradyse.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    storage_key,
+    tree_leaves,
+)
 from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -119,23 +126,23 @@ class ShareWatch:
     """Warns of what is computed on gathered tokens and takes a large share of a step.
 
     Args:
-        program: that runs.
+        program: that runs; let go of with its capture.
         planner: of its blocks; it chooses, so that the machine is measured.
     """
 
     def __init__(self, program: Program, planner: Planner) -> None:
-        self.program, self.planner = program, planner
+        self.program, self.planner = weakref.ref(program), planner
         self._most_tokens = 0
         self._told = program.axis.session.of(_Told)
 
     def __call__(self, workload: Workload, plan: Plan) -> None:
         """Warn of the work at ``workload`` under ``plan``, once of each; looked at anew when there
         are twice as many tokens."""
-        tokens = workload.batch * workload.seq_len
-        if tokens < 2 * self._most_tokens or plan.alone:
+        tokens, program = workload.batch * workload.seq_len, self.program()
+        if tokens < 2 * self._most_tokens or plan.alone or program is None:
             return
         self._most_tokens, planner = tokens, self.planner
-        found = gathered_work(self.program, workload, planner.machine(workload.dtype))
+        found = gathered_work(program, workload, planner.machine(workload.dtype))
         step_s, _ = planner.predict(plan, workload)
         for work, share in with_shares(found, step_s, planner.cost_model is not None):
             if share > LARGE_SHARE and work.notes not in self._told:
@@ -175,7 +182,8 @@ class Count:
             whole[step.over] = rows_per_rank(size_of((step.over,), whole), self.p)
         try:
             self._run(step, whole, found)
-        except RuntimeError:  # of operators: sizes that do not go together
+        except Exception:  # whatever an operator makes of sizes that do not go together
+            log.debug("%s at %s", step.piece.name, self.sizes, exc_info=True)
             return None
         return found
 
@@ -194,7 +202,7 @@ class Count:
             shape = [int(size_of(d, sizes)) for d in names.of(node)]
             return torch.empty(shape, dtype=val.dtype, device=val.device)
 
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
             values = [empty(n) for n in piece.inputs]
             with torch.no_grad(), _Counter() as counter:
                 run(piece, values, names, sizes)

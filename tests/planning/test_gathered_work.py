@@ -130,6 +130,26 @@ def test_a_large_share_is_warned_of_once_and_explained(pool2: RankPool) -> None:
         assert f"on gathered tensors: {priced}" in text
 
 
+def explain_elsewhere() -> list[str]:
+    """Where the program of one length is asked about another."""
+    import paradyse
+
+    row = FAMILIES["qwen3-next"]
+    model = make(row)
+    options = {"inner": "eager", "strategies": ["megatron_cz"]}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    loss_of(compiled(**batch_of(row, model, 13))).backward()
+    return list(paradyse.explain(compiled, 3, 131).gathered)
+
+
+def test_a_length_that_has_another_program_is_explained(pool2: RankPool) -> None:
+    """A scan's number of chunks depends on the length: the program of 13 is not that of 131."""
+    for gathered in pool2.run(explain_elsewhere, timeout_s=120):
+        scans = [x for x in gathered if "linear_attn" in x]
+        cost = r"sent by a rank(, \d+% of a step|; its time is not known at this length)$"
+        assert scans and all(re.search(cost, x) for x in scans)
+
+
 def test_no_plan_of_blocks_without_gathered_operators_is_watched(pool2: RankPool) -> None:
     for said, _, gathered in pool2.run(warn, "bert", timeout_s=120):
         assert not said and not gathered
