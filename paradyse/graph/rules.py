@@ -447,9 +447,11 @@ def index(names: Names, node: fx.Node) -> Any:
 
 @rule(aten.index_select.default)
 def index_select(names: Names, node: fx.Node) -> Any:
-    """``x[..., n, ...], i[k] -> [..., k, ...]; mixes n``"""
+    """``x[..., n, ...], i[k] -> [..., k, ...]; mixes n``; an index without dims is as ``i[1]``."""
+    if not shape_of(node):
+        return []
     dims, (d,) = mix_along(names, node)
-    dims[d : d + 1] = names.of(node.args[2])
+    dims[d : d + 1] = names.of(argument(node, "index")) or [()]
     return dims
 
 

@@ -173,14 +173,13 @@ class Count:
     def amount(self, step: Step) -> Amount | None:
         """What ``step`` costs; None where it cannot be run at these sizes."""
         found = Amount()
-        if isinstance(step, MixingStep):
-            self._switch(step, found)
-        else:
-            self._repeat(step, found)
-        whole = self._sizes_of(step, WHOLE)
-        if isinstance(step, MixingStep):
-            whole[step.over] = rows_per_rank(size_of((step.over,), whole), self.p)
         try:
+            whole = self._sizes_of(step, WHOLE)
+            if isinstance(step, MixingStep):
+                self._switch(step, found)
+                whole[step.over] = rows_per_rank(size_of((step.over,), whole), self.p)
+            else:
+                self._repeat(step, found)
             self._run(step, whole, found)
         except Exception:  # whatever an operator makes of sizes that do not go together
             log.debug("%s at %s", step.piece.name, self.sizes, exc_info=True)

@@ -166,7 +166,12 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t(*X), [None, ints(2, 3), ints(3)]),
         (t(4, 5, 7), [ints(2, 1), ints(3)]),
     ],
-    "index_select": [(t(*X), 1, ints(3)), (t((2, 3), 5), -1, ints(7)), (t(5), 0, ints((2, 3)))],
+    "index_select": [
+        (t(*X), 1, ints(3)),
+        (t((2, 3), 5), -1, ints(7)),
+        (t(5), 0, ints((2, 3))),
+        (t(*X), 1, ints()),
+    ],
     "gather": [(t(*X), -1, ints(6, 5, 2)), (t(*X), 1, ints(6, 2, 4)), (t(7, 5), 0, ints(7, 5))],
     "squeeze": [(t(3, 1, 5),)],
     "scaled_dot_product_attention": [
