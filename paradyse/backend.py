@@ -319,12 +319,11 @@ class Capture:
         inputs = list(self.trace.values)
         for i in self.trace.scalars:
             inputs[i] = _scalar(args[i])
-        if self.keyed_dims:
-            for i, value in enumerate(self.trace.values):
-                if isinstance(value, int) and isinstance(args[i], int):
-                    inputs[i] = args[i]
         of = {at: n.node.expr.free_symbols for at, n in self.trace.symbols.items()}
         keyed = set().union(*(of[at] for at in self.keyed_dims))
+        for i, n in self.trace.sizes.items():
+            if n.node.expr.free_symbols & keyed:
+                inputs[i] = args[i]
         for i, d in (at for at, symbols in of.items() if symbols & keyed):
             shape = list(inputs[i].shape)
             shape[d] = args[i].shape[d]

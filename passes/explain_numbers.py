@@ -6,43 +6,49 @@ look like constants. Two traces at different sizes tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from itertools import combinations, product
+from math import prod
 
 from torch import fx
 
-from paradyse.graph.factors import Length
+from paradyse.graph.factors import Length, Product
 from paradyse.graph.subgraph import is_tensor, is_weight
 
 
 def explain_numbers(
     traced: fx.GraphModule, other: fx.GraphModule
-) -> dict[fx.Node, dict[int, Length]]:
+) -> dict[fx.Node, dict[int, Length | Product]]:
     """The arguments of ``traced`` that differ from those of ``other``, the same graph at other
-    sizes, as one size of an input does, or as what a fixed number leaves of it.
+    sizes, as one size of an input does, or as what a fixed number leaves of it; or as a multiple of
+    one or two sizes, or of these less 1, does, such as the tokens of a batch.
 
     Refuses what two sizes explain that are not equal, and graphs that differ in their operators.
     """
     nodes, others = list(traced.graph.nodes), list(other.graph.nodes)
     if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in others]:
         return {}
-    sizes: dict[tuple[int, int], tuple[fx.Node, int]] = {}
+    sizes: _Sizes = {}
     for node, twin in zip(nodes, others, strict=True):
         if node.op == "placeholder" and is_tensor(node) and not is_weight(node):
             pairs = zip(node.meta["val"].shape, twin.meta["val"].shape, strict=True)
             for d, pair in enumerate(pairs):
                 if pair[0] != pair[1]:
                     sizes.setdefault(pair, (node, d))
-    found: dict[fx.Node, dict[int, Length]] = {}
+    found: dict[fx.Node, dict[int, Length | Product]] = {}
     for node, twin in zip(nodes, others, strict=True):
         for i, (x, y) in enumerate(zip(node.args, twin.args, strict=False)):
             if type(x) is int and type(y) is int and x != y:
-                length = _length(x, y, sizes)
-                if length is not None:
-                    found.setdefault(node, {})[i] = length
+                number = _length(x, y, sizes) or _multiple(x, y, sizes)
+                if number is not None:
+                    found.setdefault(node, {})[i] = number
     return found
 
 
-def _length(x: int, y: int, sizes: Mapping[tuple[int, int], tuple[fx.Node, int]]) -> Length | None:
+_Sizes = dict[tuple[int, int], tuple[fx.Node, int]]
+"""A size in the first trace and in the second -> an input and its dim."""
+
+
+def _length(x: int, y: int, sizes: _Sizes) -> Length | None:
     """What is ``x`` at the first of ``sizes`` and ``y`` at the second."""
     found = [
         Length(*at, x - sign * a, sign)
@@ -52,3 +58,19 @@ def _length(x: int, y: int, sizes: Mapping[tuple[int, int], tuple[fx.Node, int]]
     ]
     exact = [e for e in found if e.start == 0]
     return exact[0] if exact else found[0] if len(found) == 1 else None
+
+
+def _multiple(x: int, y: int, sizes: _Sizes) -> Product | None:
+    """What is ``x`` at the first of ``sizes`` and ``y`` at the second, as one product does and no
+    other of as many sizes."""
+    for number in (1, 2):
+        found = []
+        for chosen in combinations(sizes.items(), number):
+            for less in product((0, 1), repeat=number):
+                a, b = (prod(s[i] - n for (s, _), n in zip(chosen, less)) for i in (0, 1))
+                if a and b and x % a == 0 and x // a == y / b:
+                    lengths = (Length(*at, -n, 1) for (_, at), n in zip(chosen, less))
+                    found.append(Product(x // a, tuple(lengths)))
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None

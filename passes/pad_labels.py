@@ -29,7 +29,7 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
     count = 0
     for node in gm.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
         reduces = node.meta["val"].ndim == 0
-        logits, labels = (_way_to_slice(a) for a in node.args[:2])
+        logits, labels = (way_to_cut(a) for a in node.args[:2])
         if not reduces or logits is None or labels is None:
             continue
         cut, whole = logits[0], logits[0].args[0].meta["val"].shape
@@ -50,7 +50,7 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
     return count
 
 
-def _way_to_slice(node: Any) -> list[fx.Node] | None:
+def way_to_cut(node: Any) -> list[fx.Node] | None:
     """A slice of [B, S, ..], and by what ``node`` is made of it: elementwise, then flattened to
     [B S, ..]; None for another node."""
     way = [node]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
+from paradyse.graph.edit import value_of
 from paradyse.graph.factors import RULES, Factor, Names
 from paradyse.graph.infer import infer_names
 from paradyse.graph.rules import argument, elementwise, normalization
@@ -124,15 +125,8 @@ def _has(names: Names, node: fx.Node, factors: set[Factor]) -> bool:
 def _copy(graph: fx.Graph, node: fx.Node, parts: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """``node`` with ``parts`` in place of the inputs that they are of."""
     made = graph.node_copy(node, lambda a: parts.get(a, a))
-    made.meta = {**node.meta, "val": _value(made)}
+    made.meta = {**node.meta, "val": value_of(made)}
     return made
-
-
-def _value(node: fx.Node) -> Any:
-    """The fake value of ``node``, from those of its inputs."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
-    with torch.no_grad():
-        return node.target(*args, **kwargs)
 
 
 def _pick(graph: fx.Graph, node: fx.Node, join: _Join) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import fx
 
 from paradyse.distributed.axis import SINGLE, Axis
-from paradyse.graph.factors import Dim, Factor, Length, Names
+from paradyse.graph.factors import Dim, Factor, Length, Names, Product
+from paradyse.passes.cut_later import cut_later
 from paradyse.passes.dump import readable, write
 from paradyse.passes.fold_attention import fold_attention
 from paradyse.passes.fold_experts import fold_experts
@@ -29,6 +30,8 @@ from paradyse.passes.remove_mutation import remove_mutation
 from paradyse.passes.retrace import drop_grad_mode, make_autocast_explicit
 from paradyse.passes.simplify import drop_no_ops, merge_equals, unify_linears
 from paradyse.passes.split_steps import Schedule, split_steps
+from paradyse.passes.stage_sums import stage_sums
+from paradyse.passes.unify_losses import unify_losses
 from paradyse.torch_private import trace_structured
 
 log = logging.getLogger(__name__)
@@ -43,8 +46,11 @@ PASSES: tuple[Callable[[fx.GraphModule, Any], int], ...] = (
     fold_attention,
     fold_experts,
     recover_masks,
+    unify_losses,
     pad_labels,
     part_joins,
+    stage_sums,
+    cut_later,
     name_dims,
     place_tokens,
     outline_blocks,
@@ -65,8 +71,11 @@ OPTIONAL = tuple(
         fold_attention,
         fold_experts,
         recover_masks,
+        unify_losses,
         pad_labels,
         part_joins,
+        stage_sums,
+        cut_later,
         outline_blocks,
         outline_head,
     )
@@ -83,7 +92,7 @@ class CaptureContext:
     replicas: Axis = SINGLE
     """The data-parallel axis."""
     notes: list[str] = field(default_factory=list)
-    lengths: Mapping[fx.Node, Mapping[int, Length]] = field(default_factory=dict)
+    lengths: Mapping[fx.Node, Mapping[int, Length | Product]] = field(default_factory=dict)
     """Arguments of operators that are numbers made of a size, where two traces told them apart."""
     names: Names = field(default_factory=Names)
     seqs: Mapping[Factor, Factor | None] = field(default_factory=dict)

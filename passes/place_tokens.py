@@ -16,12 +16,10 @@ from paradyse.graph.factors import Factor, Names, resolve
 from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.passes.expert_regions import expert_region
 from paradyse.passes.mixing_regions import mixing_regions
-from paradyse.strategies.loss import loss_sums
+from paradyse.strategies.loss import MEAN, SUM, loss_sums
 from paradyse.strategies.weight_stream import sum_dtype
 
 aten = torch.ops.aten
-
-MEAN, SUM = 1, 2
 
 _PRODUCTS = {aten.linear.default, aten.matmul.default, aten.bmm.default}
 """Operators with so much work that to share it is worth messages."""

@@ -109,6 +109,15 @@ class Length:
     sign: int
 
 
+@dataclass(frozen=True)
+class Product:
+    """A number that is ``times`` the product of ``lengths``: elements of a tensor, tokens of a
+    batch."""
+
+    times: int
+    lengths: tuple[Length, ...]
+
+
 @dataclass
 class Names:
     """Names of all dims of a graph's values, and what each operator mixes."""
@@ -118,8 +127,8 @@ class Names:
     _mixed: dict[fx.Node, list[Factor]] = field(default_factory=dict)
     unnamed: dict[fx.Node, str] = field(default_factory=dict)
     """Operators without a rule, and why."""
-    lengths: Mapping[fx.Node, Mapping[int, Length]] = field(default_factory=dict)
-    """Operator -> position of an argument that is a number made of a size."""
+    lengths: Mapping[fx.Node, Mapping[int, Length | Product]] = field(default_factory=dict)
+    """Operator -> position of an argument that is a number made of sizes."""
 
     def of(self, node: fx.Node) -> list[Dim]:
         """Factors of each dim of ``node``, resolved."""

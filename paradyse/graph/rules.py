@@ -56,8 +56,9 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def _dims_of(node: fx.Node, ndim: int) -> list[int]:
-    """The dims that ``node``'s argument ``dim`` or ``dims`` names, all where it names none."""
+def dims_along(node: fx.Node, ndim: int) -> list[int]:
+    """The dims that ``node``'s argument ``dim`` or ``dims`` names, all ``ndim`` where it names
+    none."""
     given = argument(node, "dim")
     given = argument(node, "dims") if given is None else given
     if given is None or given == []:
@@ -68,7 +69,7 @@ def _dims_of(node: fx.Node, ndim: int) -> list[int]:
 def mix_along(names: Names, node: fx.Node) -> tuple[list[Dim], list[int]]:
     """The dims of ``node``'s first input, and which it works along: ``names`` has these mixed."""
     dims = names.of(node.args[0])
-    over = _dims_of(node, len(dims))
+    over = dims_along(node, len(dims))
     names.mix(node, *[dims[d] for d in over])
     return dims, over
 
@@ -146,11 +147,24 @@ _CROSS_ENTROPY = {
 }
 
 
-@rule(aten.cross_entropy_loss.default)
+@rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 def cross_entropy(names: Names, node: fx.Node) -> Any:
     """``x[n, c], y[n] or y[n, c], w[c] -> []; mixes n, c``; of single rows ``-> [n]; mixes c``."""
     labels = "n, c" if len(shape_of(node.args[1])) == 2 else "n"
     return _CROSS_ENTROPY[labels, len(shape_of(node)) == 1](names, node)
+
+
+BY_ELEMENT = overloads("""
+    kl_div mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+    binary_cross_entropy_with_logits poisson_nll_loss
+""")
+"""Losses of elements, with an argument that says how they are summed up."""
+
+
+@rule(*BY_ELEMENT)
+def losses(names: Names, node: fx.Node) -> Any:
+    """``x[...], y[...] -> [...]`` of losses one by one; of sums nothing is known."""
+    return None if argument(node, "reduction") else elementwise(names, node)
 
 
 _ATTENTION, _ATTENTION_BY_DISTANCE, _ACROSS = (
@@ -202,6 +216,12 @@ _ELEMENTWISE = """
 def elementwise(names: Names, node: fx.Node) -> Any:
     """``x[...], y[...] -> [...]``"""
     return names.broadcast(node, _tensors(node), shape_of(node))
+
+
+@rule(aten.broadcast_tensors.default)
+def broadcast_tensors(names: Names, node: fx.Node) -> Any:
+    """``x[...], y[...] -> [...], [...]``"""
+    return [names.broadcast(node, node.args[0], v.shape) for v in node.meta["val"]]
 
 
 @rule(aten.type_as.default, aten.to.other)
@@ -322,7 +342,7 @@ def slice_(names: Names, node: fx.Node) -> Any:
     anything else stays.
     """
     dims = names.of(node.args[0])
-    d = _dims_of(node, len(dims))[0]
+    d = dims_along(node, len(dims))[0]
     before, after = shape_of(node.args[0])[d], shape_of(node)[d]
     if before != after:
         names.mix(node, dims[d])
@@ -382,7 +402,7 @@ def getitem(names: Names, node: fx.Node) -> Any:
 def cat(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...], y[..., m, ...] -> [..., new, ...]; mixes n, m``"""
     ndim = len(shape_of(node))
-    d = _dims_of(node, ndim)[0]
+    d = dims_along(node, ndim)[0]
     out: list[Dim] = [()] * ndim
     for part in node.args[0]:
         if part.meta["val"].ndim == ndim:  # an empty 1-D tensor goes with any
@@ -399,7 +419,7 @@ def cat(names: Names, node: fx.Node) -> Any:
 def stack(names: Names, node: fx.Node) -> Any:
     """``x[...], y[...] -> [..., new, ...]``"""
     shape = list(shape_of(node))
-    d = _dims_of(node, len(shape))[0]
+    d = dims_along(node, len(shape))[0]
     n = shape.pop(d)
     dims = names.broadcast(node, node.args[0], shape)
     return [*dims[:d], *names.fresh([n]), *dims[d:]]

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from paradyse.graph.factors import Dim, Factor, Length, Names, resolve, size_of
+from paradyse.graph.factors import Dim, Factor, Length, Names, Product, resolve, size_of
 
 aten = torch.ops.aten
 
@@ -89,10 +90,15 @@ def cast_of(piece: Piece, node: fx.Node) -> torch.dtype | None:
     return dtype if smaller else None
 
 
-def _with_sizes(
+def with_sizes(
     node: fx.Node, names: Names, size: Callable[[Dim], Any], varies: Callable[[Dim], bool]
 ) -> tuple[Any, ...]:
-    """``node``'s arguments with sizes written from its dims; ``size`` may give numbers or text."""
+    """``node``'s arguments with sizes written from its dims in ``names``.
+
+    Args:
+        size: of a dim, as a number or as text.
+        varies: whether the size of a dim is another one than was traced.
+    """
     args: Any = node.args
     if node.target in _SHAPED_SECOND:
         return (args[0], [size(d) for d in names.of(node)], *args[2:])
@@ -125,8 +131,31 @@ def _with_sizes(
     made = names.lengths.get(node, {})
     if not made:
         return args
-    found = {i: _length(x, names, size, varies) for i, x in made.items()}
+    found = {i: _number(x, names, size, varies) for i, x in made.items()}
     return tuple(a if found.get(i) is None else found[i] for i, a in enumerate(args))
+
+
+def _number(
+    made: Length | Product,
+    names: Names,
+    size: Callable[[Dim], Any],
+    varies: Callable[[Dim], bool],
+) -> Any:
+    """The number ``made``; None: as it was traced."""
+    if isinstance(made, Length):
+        return _length(made, names, size, varies)
+    found = [(x, _length(x, names, size, varies)) for x in made.lengths]
+    if all(n is None for _, n in found):
+        return None
+    numbers = [_traced(x) if n is None else n for x, n in found]
+    if any(isinstance(n, str) for n in numbers):
+        return "*".join(f"({n})" for n in (made.times, *numbers))
+    return prod(numbers, start=made.times)
+
+
+def _traced(made: Length) -> int:
+    """The number ``made`` at the sizes that the graph was traced with."""
+    return made.start + made.sign * int(made.of.meta["val"].shape[made.dim])
 
 
 def _length(
@@ -173,7 +202,7 @@ def run(
     env: dict[fx.Node, Any] = dict(zip(piece.inputs, values, strict=True))
     for node, read in zip(piece.nodes, piece.last_reads, strict=True):
         override = overrides.get(node) if overrides else None
-        args = node.args if override else _with_sizes(node, names, size, varies)
+        args = node.args if override else with_sizes(node, names, size, varies)
         args, kwargs = fx.map_arg((args, node.kwargs), lambda n: env[n])
         env[node] = (override or node.target)(*args, **kwargs)
         del args, kwargs
@@ -230,7 +259,7 @@ def structure(piece: Piece, names: Names, labels: Labels) -> str:
         index[node] = f"n{i}"
         args = node.args
         if is_tensor(node):
-            args = _with_sizes(node, names, labels.dim, labels.varies)
+            args = with_sizes(node, names, labels.dim, labels.varies)
         text = fx.map_arg((args, node.kwargs), lambda n: _Ref(index[n]))
         lines.append(f"n{i} = {node.target}{text!r}")
     lines.append("return " + ", ".join(index[n] for n in piece.outputs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -79,6 +79,8 @@ class TraceInputs:
     """Placeholders that are numbers by which tensors are scaled: inputs, tensors of one number."""
     symbols: Mapping[tuple[int, int], Any]
     """(placeholder, dim) -> the symbolic size there."""
+    sizes: Mapping[int, Any] = field(default_factory=dict)
+    """Placeholder that is such a size -> it."""
     again: Callable[[Iterable[tuple[int, int]]], tuple[Any, ...] | None] = lambda keyed: None
     """(placeholder, dim)s to be kept -> ``values`` at other sizes; None where Dynamo's guards
     allow none."""
@@ -104,9 +106,12 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
     values, others, merged = _choose_sizes(list(symbols.values()), metas)
     sizes = {n.node.expr for n in symbols.values()}
     scalars: dict[int, Any] = {}
+    shown: dict[int, Any] = {}
     for i, (node, example, meta) in enumerate(zip(placeholders, examples, metas, strict=True)):
         if isinstance(meta, torch.SymInt):
-            if meta.node.expr not in sizes:
+            if meta.node.expr in sizes:
+                shown[i] = meta
+            else:
                 symbolic = isinstance(example, torch.SymInt)
                 scalars[i] = int(meta.node.hint) if symbolic else example
         elif isinstance(example, int | float | torch.SymFloat):
@@ -140,7 +145,7 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         env = next(iter(symbols.values())).node.shape_env if symbols else None
         return inputs(mixed) if mixed != values and _allowed(env, mixed) else None
 
-    return TraceInputs(inputs(values), tuple(scalars), tuple(scales), symbols, again, merged)
+    return TraceInputs(inputs(values), tuple(scalars), tuple(scales), symbols, shown, again, merged)
 
 
 def as_tensor_of(number: Any) -> Tensor:

@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from paradyse.strategies.weight_stream import sum_dtype
 
+NONE, MEAN, SUM = 0, 1, 2
+"""What PyTorch's operators call a loss's reduction."""
+
 
 def loss_sums(
     logits: Tensor,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.strategies.loss import loss_sums
+from paradyse.strategies.loss import NONE, loss_sums
 from paradyse.strategies.weight_stream import sum_dtype
 
 aten = torch.ops.aten
@@ -144,7 +144,7 @@ def split_cross_entropy(
         reduction: 0, which stands for none.
         ignore_index, label_smoothing: as of the operator.
     """
-    assert reduction == 0, reduction
+    assert reduction == NONE, reduction
     losses, _ = _cross_entropies(columns, logits, labels, weight, ignore_index, label_smoothing)
     return losses.to(logits.dtype)
 

@@ -45,6 +45,13 @@ def bools(*dims: int) -> Arg:
     return Arg(*dims, dtype=torch.bool)
 
 
+def shares(*dims: int | tuple[int, ...]) -> Arg:
+    """Numbers below 1."""
+    made = t(*dims)
+    made.value /= 2
+    return made
+
+
 CPU = torch.device("cpu")
 X = ((2, 3), 5, 7)
 """Of most samples: the first dim is made of two factors."""
@@ -73,6 +80,20 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t(15, 7), t(15, 7)),
         (t((3, 5), 7), t((3, 5), 7), None, 0),
     ],
+    "nll_loss_nd": [
+        (t(15, 7), ints(15, high=7)),
+        (t((3, 5), 7), ints((3, 5), high=7), t(7), 0),
+    ],
+    "kl_div": [(t(*X), t(*X), 0), (t(*X), t(7), 0)],
+    "mse_loss": [(t(*X), t(*X), 0), (t(*X), t(5, 1), 0)],
+    "l1_loss": [(t(*X), t(*X), 0)],
+    "smooth_l1_loss": [(t(*X), t(*X), 0, 0.3)],
+    "huber_loss": [(t(*X), t(*X), 0, 0.3)],
+    "soft_margin_loss": [(t(*X), t(*X), 0)],
+    "poisson_nll_loss": [(t(*X), t(*X), True, False, 1e-8, 0)],
+    "binary_cross_entropy": [(shares(*X), shares(*X), t(5, 7), 0)],
+    "binary_cross_entropy_with_logits": [(t(*X), shares(*X), t(5, 7), t(7), 0)],
+    "broadcast_tensors": [([t(*X), t(5, 1), t(7)],)],
     "type_as": [(t(*X), t(2, 4)), (t(5), t(3, 5, 2))],
     "to.other": [(t(*X), Arg(2, 4, dtype=torch.float32))],
     "to.device": [(t(*X), CPU, torch.float32)],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paradyse.graph.factors import Length
+from paradyse.graph.factors import Length, Product
 from paradyse.graph.infer import infer_names
 from paradyse.graph.subgraph import make_piece, run
 from paradyse.passes.explain_numbers import explain_numbers
@@ -50,6 +50,33 @@ def test_a_number_made_of_a_size_is_written_as_that(name: str) -> None:
     assert node.target == target
     x, dim = one.graph.find_nodes(op="placeholder")[0], 0 if name == "a batch" else 1
     assert lengths == {position: Length(x, dim, start, sign)}
+    assert torch.equal(*at_other_sizes(fn, one, found))
+
+
+MULTIPLES: dict[str, tuple[Function, int, list[tuple[int, int]]]] = {
+    "tokens": (lambda x, t: x.clamp(0, x.numel()), 1, [(0, 0), (1, 0)]),
+    "elements": (lambda x, t: x.clamp(0, x.numel() * 7), 7, [(0, 0), (1, 0)]),
+    "next tokens": (lambda x, t: x.clamp(0, x.shape[0] * (x.shape[1] - 1)), 1, [(0, 0), (1, -1)]),
+    "three times": (lambda x, t: x.clamp(0, x.shape[1] * 3), 3, [(1, 0)]),
+    "words of next tokens": (lambda x, t: x.clamp(0, x[:, 1:].shape[1] * 6), 6, [(1, -1)]),
+}
+"""Function, the factor, and the dims of the input that are multiplied, with what is added."""
+
+
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_a_multiple_of_sizes_is_written_as_that(name: str) -> None:
+    fn, times, dims = MULTIPLES[name]
+    one = traced(fn, ONE)
+    found = explain_numbers(one, traced(fn, OTHER))
+    ((_, numbers),) = found.items()
+    x = one.graph.find_nodes(op="placeholder")[0]
+    assert numbers == {2: Product(times, tuple(Length(x, d, start, 1) for d, start in dims))}
+    assert torch.equal(*at_other_sizes(fn, one, found))
+
+
+def at_other_sizes(fn: Function, one: Any, found: Any) -> tuple[Tensor, Tensor]:
+    """What the graph ``one`` gives at sizes of neither trace, and what ``fn`` gives."""
+    x = one.graph.find_nodes(op="placeholder")[0]
     names = infer_names(one.graph)
     names.lengths = found
     nodes = [n for n in one.graph.nodes if n.op == "call_function"]
@@ -59,7 +86,7 @@ def test_a_number_made_of_a_size_is_written_as_that(name: str) -> None:
     (batch,), (length,) = names.of(x)
     sizes = {batch: 11, length: 29, batch.entire: 11, length.entire: 29}
     (got,) = run(piece, [of[n.target] for n in piece.inputs], names, sizes)
-    assert torch.equal(got, fn(*inputs))
+    return got, fn(*inputs)
 
 
 def test_constants_and_what_several_sizes_explain_stay() -> None:
@@ -68,6 +95,8 @@ def test_constants_and_what_several_sizes_explain_stay() -> None:
 
     assert explained(lambda x, t: x.clamp(0, 7)) == {}
     assert explained(lambda x, t: x.clamp(0, x.shape[1] ** 2)) == {}
+    assert explained(lambda x, t: x.clamp(0, x.shape[1] * (x.shape[1] - 1))) == {}
+    assert explained(lambda x, t: x.clamp(0, 2 * x.shape[1] + 3)) == {}
     # both sizes are four more: whose the number is does not show, unless it is one of them
     assert explained(lambda x, t: x.clamp(0, x.shape[1] - 5), (7, 41)) == {}
     assert explained(lambda x, t: x.clamp(0, x.shape[1]), (7, 41)) != {}

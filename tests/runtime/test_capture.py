@@ -126,6 +126,27 @@ def test_a_length_that_no_input_shows_is_not_taken_for_that_of_all_calls(dynamic
     assert all(c.graphs for c in captures_of(compiled))
 
 
+class Beside(Tiny):
+    """Has an input whose length says nothing of the tokens, and reads its own as a number."""
+
+    def forward(self, ids: Tensor, labels: Tensor, prices: Tensor) -> Any:
+        places = ids * torch.arange(ids.shape[1], dtype=torch.float64)
+        return super().forward(ids, labels) * (1 + places.cos().mean()) * prices.sort()[0][0, 1]
+
+
+def test_a_length_of_its_own_does_not_stop_another_one_from_being_served() -> None:
+    model = Beside().double()
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    for n, others in [(7, 7), (11, 6), (5, 6), (9, 8), (14, 8)]:
+        ids, prices = tokens(2, n), torch.linspace(1.0, 2.0, 2 * others).double().view(2, others)
+        got, want = (call(ids, ids.flip(1), prices) for call in (compiled, model))
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    assert not list(captures_of(compiled, whole=True))
+    several = [list(c.graphs) for c in captures_of(compiled)]
+    assert [len(keys) for keys in several] == [1, 2]
+    assert not any(c._whole_at for c in captures_of(compiled))
+
+
 @pytest.mark.parametrize("length", [9, 37, 41, 64, 131])
 def test_a_graph_is_compared_at_a_length_that_is_padded_otherwise(length: int) -> None:
     """To a multiple of four or of eight, so that what is padded does not look like a constant."""

@@ -1,0 +1,170 @@
+"""Tokens are cut off from narrow values, and sums over words come before those over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pass_graphs import attend, context, run, trace
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from paradyse.passes.cut_later import cut_later
+from paradyse.passes.stage_sums import stage_sums
+
+Ends = Callable[[Tensor, Tensor, Tensor], Any]
+"""Of logits [2, 6, V], labels [2, 6] and others' logits."""
+WORDS = 40
+
+
+def arguments() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    y, z = torch.randn(2, 2, 6, WORDS, dtype=torch.float64)
+    return y.requires_grad_(), torch.randint(WORDS, (2, 6)), z
+
+
+def tokens_log_p(y: Tensor, t: Tensor) -> Tensor:
+    return y[:, :-1].log_softmax(-1).gather(-1, t[:, 1:, None]).squeeze(-1)
+
+
+LATER: dict[str, Ends] = {
+    "log likelihood": lambda y, t, z: tokens_log_p(y, t),
+    "at the start": lambda y, t, z: y[:, 2:].softmax(-1).amax(-1),
+    "at both ends": lambda y, t, z: (y[:, 1:-1] * 2).logsumexp(-1),
+    "two cuts in turn": lambda y, t, z: y[:, 1:][:, :-1].logsumexp(-1),
+    "flattened": lambda y, t, z: F.cross_entropy(
+        y[:, :-1].reshape(-1, WORDS), t[:, 1:].reshape(-1), reduction="none"
+    ),
+    "two, cut alike": lambda y, t, z: (y[:, :-1] - z[:, :-1]).square().sum(-1),
+    "one, cut otherwise": lambda y, t, z: (y[:, :-1] * z[:, 1:]).sum(-1),
+    "by mask": lambda y, t, z: y[:, :-1].masked_fill((t[:, 1:] > 9)[..., None], 0.0).sum(-1),
+    "several of it": lambda y, t, z: (y[:, :-1].argmax(-1), y[:, :-1].exp().sum(-1)),
+    "batch by batch": lambda y, t, z: torch.stack([r.logsumexp(-1) for r in y[:, :-1]]),
+    "over last dims": lambda y, t, z: y.transpose(1, 2)[..., :-1].exp().sum(1),
+    "by two linears": lambda y, t, z: (y[:, :-1] @ z[0, 0, :, None]).squeeze(-1),
+}
+
+
+def gradients(gm: Any, inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+    found = gm(*inputs)
+    parts = [x for x in (found if isinstance(found, tuple) else (found,)) if x.requires_grad]
+    return found, torch.autograd.grad(sum(x.square().sum() for x in parts), inputs[0])
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_wide_has_all_tokens(name: str) -> None:
+    inputs, fn = arguments(), LATER[name]
+    gm = trace(fn, *inputs)
+    assert cut_later(gm, context()) >= 1
+    run(gm, *inputs)
+    torch.testing.assert_close(gradients(gm, inputs), gradients(fn, inputs))
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.slice.Tensor:
+            source, value = node.args[0].meta["val"], node.meta["val"]
+            wide = value.is_floating_point() and value.numel() > 12 * 2
+            given = node.args[0].op == "placeholder"  # as it was given, cut and padded
+            assert not wide or source.shape == value.shape or given and "otherwise" in name
+    check_values(gm, inputs)
+
+
+def check_values(gm: Any, inputs: tuple[Tensor, ...]) -> None:
+    """What nodes say of their values is so."""
+
+    class Checked(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found = super().run_node(n)
+            if isinstance(found, Tensor) and n.op != "output":
+                val = n.meta["val"]
+                assert (found.shape, found.dtype) == (val.shape, val.dtype), n
+            return found
+
+    Checked(gm).run(*inputs)
+
+
+STAY: dict[str, Ends] = {
+    "returned": lambda y, t, z: y[:, :-1],
+    "as wide": lambda y, t, z: y[:, :-1].tanh(),
+    "partly as wide": lambda y, t, z: [(x.tanh(), x.sum(-1)) for x in [y[:, :-1]]][0],
+    "mixed": lambda y, t, z: y[:, :-1].cumsum(1).sum(-1),
+    "divided": lambda y, t, z: (y[:, :-1] / t[:, 1:, None]).sum((1, 2)),
+    "divided by cut ones": lambda y, t, z: (y[:, :-1] / z[:, 1:]).sum((1, 2)),
+    "random": lambda y, t, z: F.dropout(y[:, :-1]).sum((1, 2)),
+    "every other": lambda y, t, z: y[:, ::2].sum(-1),
+    "from the end": lambda y, t, z: y[:, -3:].sum(-1),
+    "attended": lambda y, t, z: attend(*[y[:, None, :-1]] * 3).sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_others_stay(name: str) -> None:
+    gm = trace(STAY[name], *arguments())
+    before = str(gm.graph)
+    assert cut_later(gm, context()) == 0 and str(gm.graph) == before
+
+
+def test_rows_that_are_cut_off_are_no_danger() -> None:
+    """Zeros stand for what other inputs do not have there: of an infinite loss nothing is left."""
+
+    def fn(y: Tensor, t: Tensor, z: Tensor) -> Tensor:
+        return F.kl_div(y[:, :-1], z[:, 1:].exp(), reduction="none").sum(-1)
+
+    inputs = arguments()
+    gm = trace(fn, *inputs)
+    assert cut_later(gm, context()) == 1
+    (found, (grad,)) = gradients(gm, inputs)
+    assert found.isfinite().all() and (grad[:, -1] == 0).all()
+
+
+def streamed(end: Ends) -> Callable[..., Any]:
+    """``end`` of the logits behind attention, which says what tokens are."""
+
+    def fn(y: Tensor, t: Tensor, z: Tensor) -> Any:
+        q = y[:, None]
+        return end(y + attend(q, q, q)[:, 0], t, z)
+
+    return fn
+
+
+STAGED: dict[str, Ends] = {
+    "all": lambda y, t, z: y.square().sum(),
+    "mean": lambda y, t, z: (y * z).mean(),
+    "dims": lambda y, t, z: y.mean((1, 2)),
+    "kept": lambda y, t, z: y.sum((-2, -1), keepdim=True),
+    "greatest": lambda y, t, z: y.amax(),
+    "flattened": lambda y, t, z: y.flatten(0, 1).logsumexp((0, 1)),
+    "half": lambda y, t, z: y.bfloat16().sum(),
+    "cut": lambda y, t, z: y[:, :-1].square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_words_are_summed_up_first(name: str) -> None:
+    inputs, fn = arguments(), streamed(STAGED[name])
+    gm = trace(fn, *inputs)
+    assert stage_sums(gm, context()) == 1
+    near = {"rtol": 2**-8, "atol": 1e-3} if name == "half" else {}
+    torch.testing.assert_close(gradients(gm, inputs), gradients(fn, inputs), **near)
+    check_values(gm, inputs)
+    sums = [n for n in gm.graph.nodes if n.name.startswith(("sum", "mean", "amax", "logsumexp"))]
+    assert len(sums) == 2 and sums[1].args[0] is sums[0]
+    assert sums[0].meta["val"].shape[-1] == 1 and sums[0].meta["val"].numel() in (10, 12)
+    if name == "half":
+        assert [n.meta["val"].dtype for n in sums] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda y, t, z: y.sum(-1),
+        lambda y, t, z: y.sum(1),
+        lambda y, t, z: y.sum((0, 1)),
+        lambda y, t, z: y.amax(-1).sum(),
+        lambda y, t, z: (t > 3).sum(),
+    ],
+)
+def test_sums_over_words_or_tokens_alone_stay(end: Ends) -> None:
+    gm = trace(streamed(end), *arguments())
+    before = str(gm.graph)
+    assert stage_sums(gm, context()) == 0 and str(gm.graph) == before
