@@ -59,6 +59,7 @@ from paradyse.runtime.computed_whole import allow_whole
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
+from paradyse.runtime.weight_writes import apply_writes, take_writes
 from paradyse.strategies.base import SPLIT, WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.torch_private import lookup_backend, tree_leaves
@@ -115,7 +116,7 @@ class Capture:
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
         ]
-        self.weights = CallWeights(examples)
+        self.weights, self.writes = CallWeights(examples), take_writes(gm, self.is_weight)
         check_shards(examples, everyone_of(axis, options.mesh))
         self.in_group = isinstance(options.mesh, GroupMesh)
         self.fallback: Any = None
@@ -179,8 +180,8 @@ class Capture:
 
     def _begin(self, args: Sequence[Any]) -> None:
         """A call with ``args`` begins."""
-        self.num_steps += 1
-        self.is_first = self.num_steps == 1
+        apply_writes(self.writes, args)
+        self.num_steps, self.is_first = self.num_steps + 1, self.num_steps == 0
         if self.weights.are_of(args):
             return
         if self.weights.take(args):

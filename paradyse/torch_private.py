@@ -42,6 +42,7 @@ PLACES = {
     "cpu_flash_backward": f"{_PRODUCT}_flash_attention_for_cpu_backward",
     "cudnn_attention": f"{_PRODUCT}_cudnn_attention",
     "cudnn_attention_backward": f"{_PRODUCT}_cudnn_attention_backward",
+    "data_of": "torch:_C._autograd._get_data_attr",
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "disable_current_modes": f"{_DISPATCH}:_disable_current_modes",
     "disabled_torch_function": "torch:_C._disabled_torch_function_impl",
