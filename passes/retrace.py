@@ -12,6 +12,7 @@ from torch import fx
 from paradyse.graph.subgraph import is_tensor
 from paradyse.passes.number_inputs import Numbers, numbers_made_of, scale
 from paradyse.passes.own_gradients import apply_with_slope, why_no_slope
+from paradyse.passes.plain_vmaps import plain_vmaps
 from paradyse.torch_private import (
     AUTOCAST_ENTER,
     AUTOCAST_EXIT,
@@ -163,10 +164,13 @@ class _Interpreter(fx.Interpreter):
     ) -> None:
         super().__init__(gm)
         self.numbers, self.recompute = numbers or {}, recompute
+        self.plain = plain_vmaps(gm)
 
     def run_node(self, n: fx.Node) -> Any:
         if any(a in self.numbers for a in n.all_input_nodes):
             return scale(n, self.fetch_args_kwargs_from_env(n)[0], self.numbers)
+        if n in self.plain:
+            return self.fetch_args_kwargs_from_env(n)[0][0] if n.all_input_nodes else None
         if n.target is _CHECKPOINT:
             body, *args = self.fetch_args_kwargs_from_env(n)[0]
             return _Interpreter(body, recompute=True).run(*args)

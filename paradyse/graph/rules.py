@@ -279,20 +279,13 @@ def topk(names: Names, node: fx.Node) -> Any:
     return [dims, list(dims)]
 
 
-@rule(aten.transpose.int)
-def transpose(names: Names, node: fx.Node) -> Any:
-    """``x[..., a, ..., b, ...] -> [..., b, ..., a, ...]``"""
-    dims = names.of(node.args[0])
-    a, b = node.args[1:3]
-    dims[a], dims[b] = dims[b], dims[a]
-    return dims
-
-
-@rule(aten.permute.default)
-def permute(names: Names, node: fx.Node) -> Any:
+@rule(*overloads("permute transpose.int movedim moveaxis swapaxes swapdims"))
+def permutation(names: Names, node: fx.Node) -> Any:
     """``x[a, b, c] -> [c, a, b]``, in the order that is given."""
     dims = names.of(node.args[0])
-    return [dims[d] for d in node.args[1]]
+    numbered = torch.empty([*range(len(dims))], device="meta")
+    order = node.target(numbered, *node.args[1:], **node.kwargs).shape
+    return [dims[d] for d in order]
 
 
 @rule(*overloads("unsqueeze reshape view.default flatten unflatten _unsafe_view"))

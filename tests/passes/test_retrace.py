@@ -86,11 +86,37 @@ def of_every_row(x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: row * 2 + row.sum())(x)
 
 
-def scanned(x: Tensor) -> Tensor:
-    return associative_scan(torch.add, x, dim=0, combine_mode="generic")
+def of_every_column(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.exp, in_dims=1)(x)
 
 
-@pytest.mark.parametrize("fn", [of_every_row, scanned])
+def of_rows_and_columns(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.mul)(x, x[:, 0])
+
+
+def of_what_is_elsewhere(x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: row * x)(x)
+
+
+def in_turn(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.vmap(torch.exp))(x)
+
+
+def scanned_products(x: Tensor) -> Tensor:
+    return associative_scan(lambda a, b: a @ b, x[..., None] * x[:, None], 0, False, "generic")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        of_every_row,
+        of_every_column,
+        of_rows_and_columns,
+        of_what_is_elsewhere,
+        in_turn,
+        scanned_products,
+    ],
+)
 def test_what_tracing_loses_is_no_constant(fn: Callable[[Tensor], Tensor]) -> None:
     refused = []
 
@@ -104,6 +130,30 @@ def test_what_tracing_loses_is_no_constant(fn: Callable[[Tensor], Tensor]) -> No
     x = torch.randn(4, 3)
     torch.testing.assert_close(torch.compile(fn, backend=compile_graph)(x), fn(x))
     assert refused
+
+
+def recurrence(x: Tensor) -> Tensor:
+    """h_t = a_t h_(t-1) + x_t, as state spaces have it."""
+
+    def combine(left: Any, right: Any) -> Any:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    return associative_scan(combine, (x.sigmoid(), x), 0, False, "generic")[1]
+
+
+def of_elements(x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda a, b: 2 * a - torch.exp(b))(x, x.flip(0))
+
+
+@pytest.mark.parametrize("fn", [recurrence, of_elements])
+def test_maps_of_elements_need_no_map(fn: Callable[[Tensor], Tensor]) -> None:
+    def compile_graph(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return retrace(gm, [like(*x.shape) for x in inputs])
+
+    torch._dynamo.reset()
+    x = torch.randn(9, 3)
+    found, want = torch.compile(fn, backend=compile_graph)(x), fn(x)
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, want)
 
 
 def test_other_operators_with_a_body_are_refused() -> None:

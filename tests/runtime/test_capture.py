@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import RankPool
 from models import TOLERANCE
 from tiny import LengthScaled, Mixer, Tiny, tokens
 from torch import Tensor, nn
@@ -262,23 +263,51 @@ def compile_and_run(model: nn.Module) -> Any:
     return compiled
 
 
-class JambaLike(Tiny):
-    """Scans over tokens by an operator with a body, in which tracing loses sight of values."""
+class Mapped(Tiny):
+    """Maps a function over sequences, in which tracing loses sight of values."""
 
     def extra(self, x: Tensor) -> Tensor:
-        return associative_scan(torch.add, x, dim=1, combine_mode="generic")
+        return torch.func.vmap(lambda rows: rows.cumsum(0))(x)
 
 
-def train_a_scan() -> list[str]:
-    compiled = compile_and_compare(JambaLike().double(), [(2, 7), (2, 11), (3, 5)])
+class JambaLike(Tiny):
+    """A recurrence over tokens, by PyTorch's scan."""
+
+    def extra(self, x: Tensor) -> Tensor:
+        def combine(left: Any, right: Any) -> Any:
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        states = associative_scan(combine, (x.sigmoid(), x), dim=1, combine_mode="generic")
+        return x + states[1]
+
+
+SCANNED = [(2, 7), (2, 11), (3, 5)]
+
+
+def train_a_map() -> list[str]:
+    compiled = compile_and_compare(Mapped().double(), SCANNED)
     assert all(type(p.grad) is Tensor for p in compiled.parameters())
     return [n for c in captures_of(compiled, whole=True) for n in c.notes]
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_what_tracing_cannot_follow_is_computed_whole(nproc: int, ranks: Any) -> None:
-    for notes in ranks(nproc).run(train_a_scan, timeout_s=200):
+    for notes in ranks(nproc).run(train_a_map, timeout_s=200):
         assert any("which the passes do not see into" in n for n in notes), notes
+
+
+def train_a_scan() -> None:
+    compiled = compile_and_compare(JambaLike().double(), SCANNED)
+    assert not list(captures_of(compiled, whole=True))
+    for capture in captures_of(compiled):
+        for graph in capture.graphs.values():
+            ctx = graph.program.ctx
+            assert len(ctx.blocks) == 4 and not ctx.gathered
+            assert [r.over.size for r in ctx.mixing] == [32]  # a part of the channels each
+
+
+def test_a_scan_is_shared_by_channels(pool2: RankPool) -> None:
+    pool2.run(train_a_scan, timeout_s=200)
 
 
 class ScaledTokens(Tiny):
