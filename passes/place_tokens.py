@@ -55,8 +55,11 @@ def place_tokens(gm: fx.GraphModule, ctx: Any) -> int:
     if late:
         _begin(ctx)
         _place_all(gm, ctx, late)
-    ctx.mixing = mixing_regions(gm, ctx, lambda n: _alone(n, ctx)) if ctx.axis.size > 1 else []
-    if ctx.mixing:
+    while ctx.axis.size > 1:  # what lies behind a region is split, so that others begin there
+        more = mixing_regions(gm, ctx, lambda n: _alone(n, ctx))
+        if not more:
+            break
+        ctx.mixing += more
         _begin(ctx)
         ctx.mixed = {n: region.seq for region in ctx.mixing for n in region.nodes}
         _place_all(gm, ctx, late)

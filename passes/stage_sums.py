@@ -21,11 +21,10 @@ _BY_DIMS = {
     aten.sum.dim_IntList: aten.sum.dim_IntList,
     aten.mean.default: aten.mean.dim,
     aten.mean.dim: aten.mean.dim,
-    aten.amax.default: aten.amax.default,
-    aten.amin.default: aten.amin.default,
     aten.logsumexp.default: aten.logsumexp.default,
 }
-"""Reductions that are of some dims what they are of these one after the other."""
+"""Reductions that are of some dims what they are of these one after the other, gradients too: that
+of a maximum is shared by all places that have it."""
 
 
 def stage_sums(gm: fx.GraphModule, ctx: Any) -> int:

@@ -9,14 +9,9 @@ import torch
 from torch import fx
 
 
-def value_of(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> Any:
-    """The fake value of ``node``, from those of its inputs.
-
-    Args:
-        node: an operator; its inputs' values are in ``meta["val"]``.
-        values: what to take for some inputs instead.
-    """
-    return compute(node.target, node.args, node.kwargs, values)
+def value_of(node: fx.Node) -> Any:
+    """The fake value of the operator ``node``, from those of its inputs, in ``meta["val"]``."""
+    return compute(node.target, node.args, node.kwargs)
 
 
 def compute(
