@@ -15,6 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from paradyse.offline.ops import bodies
 from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
 from paradyse.passes.retrace import InputLike
 from paradyse.passes.split_steps import BlockStep, HeadStep, PieceStep, Step
+from paradyse.planning.costs import Machine
+from paradyse.planning.gathered import GatheredWork
+from paradyse.planning.gathered_work import gathered_work
 from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import Frame, Wholes
@@ -42,7 +46,7 @@ from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.host_memory import HostMemories, HostMemory, Pairs, Wait, nothing
 from paradyse.strategies.tiles import cut_into
 from paradyse.torch_private import FakeTensorMode
-from paradyse.types import LEVERS, REPLICATED, BlockSpec, HeadSpec, Point
+from paradyse.types import LEVERS, REPLICATED, BlockSpec, HeadSpec, Point, Workload
 from paradyse.weights.layout import ShardLayout, even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
@@ -109,6 +113,8 @@ class DryRun:
     """Levers of the head, as ``Plan.head`` has them -> memory of each head that there is."""
     on_host_bytes: int = 0
     """Of weights, gradients and moments, where they lie on the host."""
+    gathered: Callable[[Workload, Machine], tuple[GatheredWork, ...]] = lambda workload, machine: ()
+    """What is computed on gathered tokens, and what it costs."""
 
     def tokens(self, seq_len: int, batch: int) -> int:
         """How many tokens a rank holds of ``batch`` sequences of ``seq_len``, padding included."""
@@ -167,6 +173,7 @@ def dry_run(
             describe_head(program),
             _measure_heads(program, levers),
             held if on_host else 0,
+            partial(gathered_work, program),
         )
 
 
@@ -215,7 +222,15 @@ def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
 
 def _growth(program: Program, step: Step, strategy: str) -> Growth:
     def sample(chunk: int) -> Sample:
-        return _run_alone(program, step, strategy, 2 * program.axis.size * chunk)
+        seq_len = 2 * program.axis.size * chunk
+        try:
+            return _run_alone(program, step, strategy, seq_len)
+        except (RuntimeError, IndexError) as e:
+            raise ValueError(
+                f"{step.piece.name} cannot be computed at {seq_len} tokens by the graph that was "
+                f"captured at {program.scope.seq.size}: where each length has a program of its "
+                "own, plan on ranks that exist (without --gpus)"
+            ) from e
 
     tokens = [2 * chunk for chunk in CHUNKS]
     sample(CHUNKS[0])  # it compiles

@@ -17,6 +17,7 @@ from paradyse.offline.dry_run import DryRun, Sizes
 from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost, Machine
 from paradyse.planning.explain import count_names
+from paradyse.planning.gathered import with_shares
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.strategies import canonical_strategy
@@ -223,6 +224,21 @@ def look_ahead(
         for name, p in by_levers.items()
     }
     return Outlook(run, machine, limit, batch, dtype, infeasible, forecasts, longest, reaches)
+
+
+def notes_on(outlook: Outlook) -> list[str]:
+    """What the dry run of ``outlook`` noted: first what is computed on gathered tokens and what
+    that costs at the longest of the lengths that fit, of a step by the mixture."""
+    run, of = outlook.run, outlook.forecasts[MIXTURE]
+    priced, said = list[str](), set[str]()
+    if of:
+        at = of[-1]
+        workload = Workload(outlook.batch, at.seq_len, outlook.dtype, True, run.num_ranks)
+        found = run.gathered(workload, outlook.machine)
+        for work, share in with_shares(found, at.time_s, measured=False):
+            priced.append(f"{work.line(share)} (at {workload.lengths} tokens)")
+            said.update(work.notes)
+    return [*priced, *(note for note in run.notes if note not in said)]
 
 
 def lever_sets(run: DryRun, levers: Sequence[str]) -> dict[str, tuple[str, ...]]:

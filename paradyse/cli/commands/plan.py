@@ -29,6 +29,7 @@ from paradyse.offline.outlook import (
     Forecast,
     Outlook,
     look_ahead,
+    notes_on,
     plan_in_words,
 )
 from paradyse.planning.costs import Machine
@@ -164,7 +165,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
         show_table(console, *table)
     lengths = [f.seq_len for of in outlook.forecasts.values() for f in of]
     beyond = beyond_positions(config, max([*lengths, *outlook.longest.values()]))
-    for note in [*run.notes, *beyond, *remarks(machine)]:
+    for note in [*notes_on(outlook), *beyond, *remarks(machine)]:
         console.print(f"note: {note}")
     if args.out:
         for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
