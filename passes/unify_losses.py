@@ -11,6 +11,7 @@ from torch import fx
 from paradyse.graph.edit import call_like, value_of
 from paradyse.graph.rules import BY_ELEMENT, argument
 from paradyse.passes.pad_labels import way_to_cut
+from paradyse.passes.place_tokens import UNJOINED
 from paradyse.strategies.loss import MEAN, NONE, SUM
 from paradyse.torch_private import schema_of
 
@@ -43,7 +44,10 @@ def unify_losses(gm: fx.GraphModule, ctx: Any) -> int:
         count += _to_rows(gm, node)
     for node in gm.graph.find_nodes(op="call_function", target=_CROSS_ENTROPY):
         dense = node.args[1].meta["val"].is_floating_point()
-        if dense and argument(node, "reduction") != NONE and way_to_cut(node.args[0]):
+        reduction = argument(node, "reduction")
+        if dense and reduction != NONE and way_to_cut(node.args[0]):
+            if reduction == MEAN and ctx.replicas.size > 1:
+                ctx.note(UNJOINED)
             _sum_apart(gm, node)
             count += 1
     if count:

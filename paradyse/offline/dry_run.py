@@ -40,6 +40,7 @@ from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import Frame, Wholes
 from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
+from paradyse.runtime.weight_writes import take_writes
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
@@ -267,6 +268,7 @@ def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: A
     def capture(gm: fx.GraphModule, examples: list[Any]) -> Any:
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         weights = [is_model_state(n, e) for n, e in zip(placeholders, examples, strict=True)]
+        take_writes(gm, weights)  # they need no time
         traced = trace_inputs(placeholders, examples).values
         inputs = [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in traced]
         program, ctx = build_program(_on_cpu(gm), inputs, weights, options, axis)

@@ -20,13 +20,15 @@ def on_paper(model_type: type[Tiny], num_ranks: int = 2) -> Any:
     with torch.device("meta"):
         model = model_type()
         ids = torch.zeros(1, 64, dtype=torch.int64)
-    return dry_run(model.train(), {"ids": ids, "labels": ids}, num_ranks)
+    return dry_run(model.train(), {"ids": ids, "labels": ids}, num_ranks, levers=())
 
 
 def test_what_is_gathered_has_its_costs() -> None:
     run = on_paper(Mixer)
     machine = machine_of(read_cluster("a100-80gb"), 2, torch.float32)
-    notes = {n: notes_on(look_ahead(run, machine, [n], torch.float32)) for n in (512, 8192)}
+    notes = {
+        n: notes_on(look_ahead(run, machine, [n], torch.float32, levers=())) for n in (512, 8192)
+    }
     sent = {}
     for n, found in notes.items():
         (note,) = [line for line in found if "fft_fft" in line]
