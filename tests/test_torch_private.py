@@ -95,6 +95,21 @@ def check_FakeStore() -> None:
         torch.distributed.destroy_process_group()
 
 
+def check_data_of() -> None:
+    """How Dynamo writes ``weight.data``, which shares memory and no version."""
+    weight, targets = torch.ones(2, requires_grad=True), []
+
+    def backend(gm: Any, examples: Any) -> Any:
+        targets.extend(n.target for n in gm.graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda w: w.data * 2, backend=backend)(weight)
+    assert private.data_of in targets
+    private.data_of(weight).mul_(3)
+    assert weight.tolist() == [3, 3] and weight._version == 0
+
+
 def check_default_store() -> None:
     """What ranks ring an alarm by: ``check`` does not wait."""
     held = torch.distributed.HashStore()
