@@ -195,7 +195,7 @@ class _Region:
             return False
         if any(self._count(dims) != 1 for dims in self._dims(node)):
             return False
-        return all(map(self._may_read, node.all_input_nodes, [node] * len(node.all_input_nodes)))
+        return all(self._may_read(a, node) for a in node.all_input_nodes)
 
     def _may_read(self, a: fx.Node, node: fx.Node) -> bool:
         if a in self.roots or a in self.whole or not is_tensor(a) or not self._times(a):
