@@ -321,8 +321,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "dims of a permutation in the wrong order",
         "paradyse/graph/rules.py",
-        "return [dims[d] for d in node.args[1]]",
-        "return [dims[d] for d in reversed(node.args[1])]",
+        "return [dims[d] for d in order]",
+        "return [dims[d] for d in reversed(order)]",
         ("tests/graph", *SHARDED),
     ),
     # passes

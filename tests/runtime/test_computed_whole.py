@@ -175,10 +175,9 @@ NUM_BLOCKS: dict[str, int] = {
     "dinov2": 2,
     "beit": 2,
     "wav2vec2": 2,
-    "deberta_v2": 0,
+    "deberta_v2": 1,
     "multiple_choice": 2,
-    # Its scan transforms a function, which Dynamo of PyTorch 2.11 writes out.
-    "jamba": 3 if torch.__version__ < "2.12" else 0,
+    "jamba": 3,
     "Concatenated": 2,
     "Siamese": 4,
     "Repeated": 2,
