@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,8 @@ def outline_head(gm: fx.GraphModule, ctx: Any) -> int:
         logits = _logits(core, mine, ctx)
         if logits is None:
             continue
-        free = ctx.split.keys() - taken - set(core) - ctx.mixed.keys()
+        along, apart = ctx.split[mine[0]], _apart(ctx)
+        free = {n for n, f in ctx.split.items() if f is along} - taken - set(core) - apart
         pre = read_by_none_but(core, nodes, free)
         head = Head(tuple(pre), tuple(mine), tuple(core), tuple(logits))
         taken.update(head.nodes)
@@ -66,6 +68,13 @@ def outline_head(gm: fx.GraphModule, ctx: Any) -> int:
         for node in (*head.nodes, *(n for n in list(gm.graph.nodes) if n in behind - {end})):
             end.prepend(node)
     return len(ctx.heads)
+
+
+def _apart(ctx: Any) -> set[fx.Node]:
+    """Split values that ranks cannot compute of their own tokens of one sequence alone, and the
+    members of several results in one."""
+    roots = {*(n for n, _ in ctx.gathered), *ctx.mixed}
+    return roots | {u for n in roots for u in n.users if u.target is operator.getitem}
 
 
 def _linears(nodes: Sequence[fx.Node], flow: nx.DiGraph, ctx: Any) -> set[fx.Node]:
@@ -86,13 +95,13 @@ def _cores(nodes: Sequence[fx.Node], linears: Collection[fx.Node], ctx: Any) -> 
     needs to have seen all tokens before is in none."""
     found: dict[fx.Node, None] = {}
     behind: set[fx.Node] = set()
-    links = nx.Graph()
+    links, apart = nx.Graph(), _apart(ctx)
     for node in nodes:
         inputs = node.all_input_nodes
         follows = any(a in found or a in behind for a in inputs)
         if not follows and node not in linears:
             continue
-        alone = node in ctx.split and node.target is not ATTENTION and node not in ctx.mixed
+        alone = node in ctx.split and node.target is not ATTENTION and node not in apart
         if alone and behind.isdisjoint(inputs):
             found[node] = None
             links.add_node(node)

@@ -9,7 +9,7 @@ from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.edit import call_like
-from paradyse.graph.factors import Dim, Factor, Names
+from paradyse.graph.factors import Factor, Names
 from paradyse.graph.infer import infer_names
 from paradyse.graph.rules import argument, dims_along
 from paradyse.strategies.weight_stream import sum_dtype
@@ -35,15 +35,12 @@ def stage_sums(gm: fx.GraphModule, ctx: Any) -> int:
     after:  y = sum(x, [2], True); z = sum(y)
     Tokens are what attention is over, or has a batch of, and what ids are looked up for. Half
     precision is summed up in 32 bits until the end.
-    Refuses what is summed over tokens alone, or over no tokens, and graphs with attention over
-            several sequences.
+    Refuses what is summed over tokens alone, or over no tokens.
     """
     found = [n for n in gm.graph.nodes if n.target in _BY_DIMS and _may_stage(n)]
     if not found:
         return 0
     names, count = infer_names(gm.graph), 0
-    if len(_sequences(gm.graph, names)) > 1:
-        return 0
     tokens = _tokens(gm.graph, names)
     for node in found:
         dims = names.of(node.args[0])
@@ -60,12 +57,6 @@ def _may_stage(node: fx.Node) -> bool:
     ndim = node.args[0].meta["val"].ndim
     several = len(dims_along(node, ndim)) > 1
     return several and ndim > 1 and bool(node.meta["val"].is_floating_point())
-
-
-def _sequences(graph: fx.Graph, names: Names) -> set[Dim]:
-    """What attention is over."""
-    calls = [AttentionCall.of(n) for n in graph.nodes if n.target is ATTENTION]
-    return {names.of(x)[2] for call in calls for x in (call.q, call.k)}
 
 
 def _tokens(graph: fx.Graph, names: Names) -> set[Factor]:

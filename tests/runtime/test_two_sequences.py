@@ -59,7 +59,8 @@ class Meeting(Tiny):
         scores = torch.tanh(x @ y.transpose(1, 2))
         x = x + scores @ y
         x = x + F.scaled_dot_product_attention(x[:, None], y[:, None], y[:, None]).squeeze(1)
-        return self.head(x).square().mean()
+        logits = self.head(x)
+        return logits.square().mean() + F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     def attend(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         qkv = layer["qkv"](layer["norm"](x)).unflatten(-1, (3, self.heads, -1))
