@@ -1,7 +1,8 @@
 """Plans that follow the run: what blocks really take is fed back to the planner.
 
 One training call in ``SAMPLE_EVERY`` of a scale of lengths is watched: clocks at the edges of every
-block. Memory does not drift as times do: it is watched once for every variant and scale, and again
+block, which then cannot run together. Where that told nothing new it is half as often, down to one
+in ``SAMPLE_AT_LEAST``. Memory does not drift as times do: it is watched once for every variant and scale, and again
 when a call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
 message, on what the slowest of them took and the fullest of them held, against what was predicted
 (``corrections``); plans are chosen anew where that changed. Clocks and the message's answer are
@@ -66,8 +67,9 @@ from paradyse.weights.sharded_tensor import lies_on_host, rows_here
 
 log = logging.getLogger(__name__)
 
-SAMPLE_EVERY = 4
-"""One training call in so many of a scale of lengths is watched."""
+SAMPLE_EVERY, SAMPLE_AT_LEAST = 4, 32
+"""One training call in so many of a scale of lengths is watched: at first, and where times have
+long been as they are."""
 
 REFRESH_EVERY = 16
 """Training calls between two agreements."""
@@ -167,6 +169,8 @@ class Feedback:
         self._calls = 0
         self._runs: Counter[Plan] = Counter()
         self._of_scale: Counter[int] = Counter()
+        self._sample_every: dict[int, int] = {}
+        """Scale -> one call in so many is watched, if not in ``SAMPLE_EVERY``."""
         self._known: dict[tuple[Key, int], int] = {}
         """Key and scale -> the most tokens whose memory was watched."""
         self._records: list[_Record] = []
@@ -205,7 +209,7 @@ class Feedback:
         if self._runs[plan] > WARM_UP:
             if self._is_new(plan, workload):
                 record = self._watch_memory(program, args, workload, plan)
-            elif self._of_scale[scale] % SAMPLE_EVERY == 0:
+            elif self._of_scale[scale] % self._sample_every.get(scale, SAMPLE_EVERY) == 0:
                 clock = Clock(program.device)
                 record = _Record(program, self._calls, workload, plan, False, StepWatch(clock))
         if record is not None:
@@ -287,8 +291,13 @@ class Feedback:
             self._used = now
             self.planner.correct(now)
             self.forget()
+            self._sample_every.clear()
             what = ", ".join(sorted(changed))
             log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
+        else:
+            for scale in {scale_of(r.workload) for r in records if not r.memory}:
+                every = 2 * self._sample_every.get(scale, SAMPLE_EVERY)
+                self._sample_every[scale] = min(every, SAMPLE_AT_LEAST)
 
     def _snapshot(self) -> Corrections:
         measured = {of: dict(row) for of, row in self.measured.items()}

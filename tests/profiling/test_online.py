@@ -17,7 +17,7 @@ from paradyse.torch_private import saved_tensors_hooks_are_free
 MESSAGE_S = {"all_to_all": 1e-4, "ring_exchange": 2e-4}
 """What messages take by the machine's rates; others take nothing."""
 OFF = 3
-"""And in truth so many times as long; on the second rank twice that."""
+"""And in truth so many times as long, unless a test says otherwise; on the second rank twice that."""
 
 
 def rates(axis: Any, dtype: torch.dtype) -> Any:
@@ -34,6 +34,7 @@ class VirtualTime:
         self.now_s = 0.0
         self.slow: str | None = None
         """The collective that takes ten times as long."""
+        self.off = OFF
 
     def perf_counter(self) -> float:
         self.now_s += 1e-6
@@ -41,7 +42,7 @@ class VirtualTime:
 
     def send(self, what: str, axis: Any) -> None:
         tenfold = 10 if what == self.slow else 1
-        self.now_s += MESSAGE_S.get(what, 0.0) * OFF * (1 + axis.rank) * tenfold
+        self.now_s += MESSAGE_S.get(what, 0.0) * self.off * (1 + axis.rank) * tenfold
 
 
 class Run:
@@ -134,6 +135,45 @@ def test_a_slow_collective_is_planned_around(pool2: RankPool) -> None:
     assert set(strategies[70:]) == {"megatron_cz"}
     assert times[5] > 2 * OFF  # more than the slower rank took before
     assert source == "online"
+
+
+STEADY = 240
+"""Steps in which nothing changes."""
+
+
+def slowing_late() -> tuple[list[int], list[str]]:
+    """Steps that were watched, and strategies, where the collective slows after ``STEADY``."""
+    from paradyse.profiling import online
+
+    watched: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = Run("llama", patch)
+
+        class Noted(online.StepWatch):
+            def __init__(self, *args: Any) -> None:
+                watched.append(len(run.taken))
+                super().__init__(*args)
+
+        run.time.off = 1
+        patch.setattr(online, "StepWatch", Noted)
+        for now in range(STEADY + 3 * online.SAMPLE_AT_LEAST):
+            run.time.slow = "all_to_all" if now >= STEADY else None
+            run.step(24)
+        return watched, run.taken
+
+
+@pytest.mark.slow
+def test_what_does_not_change_is_watched_seldom(pool2: RankPool) -> None:
+    """And a change is still seen, from when on more is watched again."""
+    first, second = pool2.run(slowing_late, timeout_s=200)
+    assert first == second
+    watched, strategies = first
+    early, late, after = (
+        sum(a <= step < a + 50 for step in watched) for a in (0, STEADY - 50, STEADY + 32)
+    )
+    assert late <= 3 < 9 <= min(early, after), watched
+    assert set(strategies[100:STEADY]) == {"ulysses_z"}
+    assert set(strategies[-20:]) == {"megatron_cz"}
 
 
 LENGTHS = (9, 65, 13, 101)
