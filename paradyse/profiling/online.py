@@ -2,11 +2,12 @@
 
 One training call in ``SAMPLE_EVERY`` of a scale of lengths is watched: clocks at the edges of every
 block, which then cannot run together. Where that told nothing new it is half as often, down to one
-in ``SAMPLE_AT_LEAST``. Memory does not drift as times do: it is watched once for every variant and scale, and again
-when a call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
-message, on what the slowest of them took and the fullest of them held, against what was predicted
-(``corrections``); plans are chosen anew where that changed. Clocks and the message's answer are
-read ``SETTLE`` calls after they were started, so that the host does not wait for the device.
+in ``SAMPLE_AT_LEAST``. Memory does not drift as times do: it is watched once for every variant and
+scale, and again when a call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks
+agree, in one small message, on what the slowest of them took and the fullest of them held, against
+what was predicted (``corrections``); plans are chosen anew where that changed. Clocks and the
+message's answer are read ``SETTLE`` calls after they were started, so that the host does not wait
+for the device.
 
 Memory is read off the allocator on CUDA, whose statistics are left as they are for others to read:
 the peak between two edges is known where it is the highest so far, and is else taken for what was

@@ -17,7 +17,7 @@ from paradyse.torch_private import saved_tensors_hooks_are_free
 MESSAGE_S = {"all_to_all": 1e-4, "ring_exchange": 2e-4}
 """What messages take by the machine's rates; others take nothing."""
 OFF = 3
-"""And in truth so many times as long, unless a test says otherwise; on the second rank twice that."""
+"""And in truth so many times as long, unless a test changes it; on the second rank twice that."""
 
 
 def rates(axis: Any, dtype: torch.dtype) -> Any:
