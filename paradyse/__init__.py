@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from paradyse.mixed.training import MixedModel as MixedModel
     from paradyse.mixed.ways import Way as Way
     from paradyse.planning.explain import PlanReport as PlanReport
-    from paradyse.planning.explain import Stats as Stats
     from paradyse.profiling.measure import profile as profile
     from paradyse.profiling.step_reports import StepReport as StepReport
     from paradyse.profiling.step_reports import on_step as on_step
+    from paradyse.reports import Stats as Stats
     from paradyse.reports import explain as explain
     from paradyse.reports import stats as stats
     from paradyse.trainer import TrainerMixin as TrainerMixin
@@ -72,7 +72,7 @@ _API = {
     "replica_sampler": "paradyse.data",
     "LoadReport": "paradyse.checkpoint.load_safetensors",
     "PlanReport": "paradyse.planning.explain",
-    "Stats": "paradyse.planning.explain",
+    "Stats": "paradyse.reports",
     "VerifyReport": "paradyse.verification",
     "Plan": "paradyse.types",
     "Workload": "paradyse.types",

@@ -9,15 +9,17 @@ It was tried with accelerate 1.15 (``tests/test_accelerator.py``).
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
@@ -29,6 +31,8 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 
 SHARDS = "shards"
 """Folders in a checkpoint with sharded models and their optimizers begin with this."""
+
+StrPath = str | os.PathLike[str]
 
 _Accelerator: Any = object
 """For the type checker: the class that a mixin precedes is the user's choice."""
@@ -53,13 +57,15 @@ class OverReplicas(_Accelerator):
         """Number of this rank's sequence group."""
         return self.replica_axis.rank
 
-    def prepare_model(self, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, **kwargs: Any
+    ) -> nn.Module:
         """``model`` with autocast and without DistributedDataParallel, as accelerate has it for
         evaluation; ``device_placement`` and ``kwargs`` as accelerate's."""
         kwargs["evaluation_mode"] = True
         return super().prepare_model(model, device_placement, **kwargs)
 
-    def no_sync(self, model: Any) -> Any:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """``paradyse.no_sync`` of ``model``."""
         return no_sync(model)
 
@@ -91,14 +97,7 @@ def over_replicas(accelerator: Any, sequence: Axis, replicas: Axis) -> None:
 
 
 class AcceleratorMixin(OverReplicas):
-    """Put before accelerate's Accelerator, it trains over a mesh of sequence-parallel ranks:
-
-        class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):
-            pass
-
-        accelerator = Accelerator(mesh=mesh, gradient_accumulation_steps=4)
-        paradyse.shard(model, mesh)  # optional
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """Put before accelerate's Accelerator, it trains over a mesh of sequence-parallel ranks.
 
     ``prepare`` compiles models in place with this backend, unless they are compiled already, splits
     batches over replicas, and steps schedulers once for each replica. ``accumulate``,
@@ -114,6 +113,20 @@ class AcceleratorMixin(OverReplicas):
     Raises:
         ValueError: a mesh without some of the ranks; another ``dynamo_backend``, also of
             ``accelerate launch``; a plugin that splits models or batches by itself.
+
+    Example:
+
+        class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):
+            pass
+
+        accelerator = Accelerator(mesh=mesh, gradient_accumulation_steps=4)
+        paradyse.shard(model, mesh)  # optional
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
     """
 
     _models: list[Any]
@@ -122,9 +135,9 @@ class AcceleratorMixin(OverReplicas):
     def __init__(
         self,
         *args: Any,
-        mesh: Any = None,
+        mesh: DeviceMesh | None = None,
         backend_options: Mapping[str, Any] | None = None,
-        dynamo_backend: Any = None,
+        dynamo_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._backend_options = {"mesh": mesh, **(backend_options or {})}
@@ -168,14 +181,16 @@ class AcceleratorMixin(OverReplicas):
         known = "replica_axis" in vars(self)
         return self.replica_axis.rank if known else self.state.process_index
 
-    def prepare_model(self, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, **kwargs: Any
+    ) -> nn.Module:
         """``model``, compiled in place; ``device_placement`` and ``kwargs`` as accelerate's."""
         model = super().prepare_model(model, device_placement, **kwargs)
         if compiled_call_of(model) is None and original_module(model) is model:
             model.compile(backend="paradyse", options=self._backend_options)
         return model
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """accelerate's, of ``loss`` and ``kwargs``.
 
         Raises:
@@ -242,14 +257,14 @@ class AcceleratorMixin(OverReplicas):
             )
         return super().gather_for_metrics(input_data)
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """``paradyse.full_state_dict`` of a sharded ``model``, whole on every rank; any other as
         accelerate gives it, with ``unwrap`` as there."""
         if is_sharded(model):
             return full_state_dict(model, cpu=True)
         return super().get_state_dict(model, unwrap)
 
-    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: StrPath | None = None, *args: Any, **kwargs: Any) -> str:
         """accelerate's, of ``output_dir``; of sharded models and their optimizers each rank writes
         its rows, as ``paradyse.save_checkpoint`` does. ``args`` and ``kwargs`` as accelerate's.
         """
@@ -259,7 +274,7 @@ class AcceleratorMixin(OverReplicas):
             save_checkpoint(Path(folder, f"{SHARDS}_{i}"), model, optimizer, step=self.step)
         return folder
 
-    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: StrPath | None = None, *args: Any, **kwargs: Any) -> None:
         """What ``save_state`` wrote to ``input_dir``; ``args`` and ``kwargs`` as accelerate's.
 
         Raises:
@@ -272,6 +287,7 @@ class AcceleratorMixin(OverReplicas):
                 )
             super().load_state(input_dir, *args, **kwargs)
         for i, (model, optimizer) in enumerate(sharded):
+            assert input_dir is not None
             load_checkpoint(Path(input_dir, f"{SHARDS}_{i}"), model, optimizer)
 
     @contextmanager

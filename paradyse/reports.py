@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,20 +14,84 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import device_of
 from paradyse.distributed.collectives import REPLICAS
 from paradyse.kernels.selection import capability_of, describe_choices
+from paradyse.mixed.step_reports import MixedReport
 from paradyse.mixed.training import MixedModel
-from paradyse.planning.explain import PlanReport, Stats, explain_plan
+from paradyse.planning.explain import PlanReport, explain_plan, short_key
 from paradyse.planning.gathered_work import gathered_work
-from paradyse.profiling.step_reports import known_steps
+from paradyse.planning.tables import Rows, Shown, rich_table, text_table
+from paradyse.planning.units import format_bytes
+from paradyse.profiling.step_reports import StepReport, known_steps
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import VariantCache
 from paradyse.types import BlockSpec, Point
+from paradyse.weights.shard import Model, check_module
+
+
+@dataclass(frozen=True)
+class Stats(Shown):
+    """Counters of one compiled model, all captures together, as ``paradyse.stats`` gives them.
+
+    Sizes are in bytes, lengths in tokens. ``str()`` has all of it as tables; reading it never
+    raises.
+
+    Example:
+
+        stats = paradyse.stats(compiled)
+        print(stats.plan_switches, "switches between the plans of", *stats.plan_per_length)
+        if stats.last is not None:
+            print(stats.last.time_s, "seconds for", stats.last.seq_len, "tokens")
+    """
+
+    captures: int = 0
+    """Graphs that Dynamo handed over."""
+    variants_compiled: int = 0
+    """Compilations of a block under a strategy."""
+    pieces_compiled: int = 0
+    """Compilations of what lies between blocks."""
+    steps: int = 0
+    """Forward calls."""
+    plan_switches: int = 0
+    """Calls whose plan was another than the call's before."""
+    plan_per_length: Mapping[int, str] = field(default_factory=dict)
+    """Sequence length -> key of the plan last used for it."""
+    bytes_per_collective: Mapping[str, int] = field(default_factory=dict)
+    """Collective -> bytes this rank sent."""
+    calls_per_collective: Mapping[str, int] = field(default_factory=dict)
+    """Collective -> how often."""
+    bytes_per_block: Mapping[str, int] = field(default_factory=dict)
+    """Block -> bytes this rank sent for it."""
+    last: StepReport | None = None
+    """The latest call that is over; None before the first."""
+    groups: MixedReport | None = None
+    """The latest step in groups; None where there are none."""
+
+    def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
+        counters = ("captures", "variants_compiled", "pieces_compiled", "steps", "plan_switches")
+        rows: Rows = [(c.replace("_", " "), str(getattr(self, c))) for c in counters]
+        plans: Rows = [(str(n), short_key(k)) for n, k in sorted(self.plan_per_length.items())]
+        calls, sizes = self.calls_per_collective, sorted(self.bytes_per_collective.items())
+        sent: Rows = [(c, str(calls.get(c, 0)), format_bytes(n)) for c, n in sizes]
+        return [
+            ("counters", ("counter", "value"), rows),
+            ("plans", ("length", "plan"), plans),
+            ("communication", ("collective", "calls", "sent"), sent),
+            *([] if self.groups is None else [self.groups.table()]),
+        ]
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{t}\n{text_table(h, rows)}" for t, h, rows in self._tables() if rows)
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        return Group(*[rich_table(*t) for t in self._tables() if t[2]])
 
 
 def explain(
-    compiled_model: Any, batch_size: int, seq_len: int, other_lens: Sequence[int] = ()
+    compiled_model: Model, batch_size: int, seq_len: int, other_lens: Sequence[int] = ()
 ) -> PlanReport:
-    """Why each block gets its strategy at this workload. Call it on every rank.
+    """Why each block gets its strategy at this workload; call it on every rank.
 
     Args:
         compiled_model: has run at least once.
@@ -35,10 +99,18 @@ def explain(
         seq_len: tokens of each; of the sequence with the most work where the model has several,
             such as those of an encoder and a decoder.
         other_lens: tokens of the other ones; by default as many.
+    Returns:
+        The plan with its predicted seconds and bytes, and those of every other strategy.
     Raises:
         ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
             split; a size that is no whole number of at least 1; other lengths than the model has
-            sequences.
+            sequences; it is a ``MixedModel``, whose groups have a plan each.
+
+    Example:
+
+        compiled = torch.compile(model, backend="paradyse")
+        compiled(**batch).loss.backward()
+        print(paradyse.explain(compiled, batch_size=1, seq_len=8192))
     """
     if isinstance(compiled_model, MixedModel):
         raise ValueError(
@@ -93,10 +165,25 @@ def attention_kernels(
     )
 
 
-def stats(compiled_model: Any) -> Stats:
-    """What has happened so far with ``compiled_model`` on this rank, and for a ``MixedModel`` in
-    the groups of the latest step. Models of equal code share their graphs, and what is counted of
-    these; ``last`` is the model's own."""
+def stats(compiled_model: Model | MixedModel) -> Stats:
+    """What has happened so far with ``compiled_model`` on this rank.
+
+    Models of equal code share their graphs, and what is counted of these; ``last`` is the model's
+    own. Of a ``MixedModel``, ``groups`` has the groups of the latest step.
+
+    Args:
+        compiled_model: what ``torch.compile`` returned, or the module that it was given.
+    Returns:
+        Counts, and bytes that this rank sent.
+    Raises:
+        ValueError: ``compiled_model`` is no module.
+
+    Example:
+
+        stats = paradyse.stats(compiled)
+        print(stats.steps, "calls,", stats.captures, "graphs")
+        print(stats.plan_per_length, stats.bytes_per_collective)
+    """
     if isinstance(compiled_model, MixedModel):
         return replace(stats(compiled_model.model), groups=compiled_model.last)
     captures = list(captures_of(compiled_model))
@@ -115,7 +202,8 @@ def stats(compiled_model: Any) -> Stats:
     ]
     traffic += [collectives.traffic(axis, REPLICAS) for axis in {c.axis for c in captures}]
     guards = dict.fromkeys(g.choice.guard for _, g in graphs)
-    lasts = [s.last for s in known_steps(compiled_model.parameters()) if s.last is not None]
+    known = known_steps(check_module(compiled_model).parameters())
+    lasts = [s.last for s in known if s.last is not None]
     sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
     for t in traffic:
         sent.update(t.sent_bytes)

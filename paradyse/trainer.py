@@ -11,12 +11,14 @@ calls the original.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.accelerator import is_sharded, over_replicas, plain_optimizer
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
@@ -43,13 +45,7 @@ _Trainer: Any = object
 
 
 class TrainerMixin(_Trainer):
-    """Put before a trainer class of transformers, it trains over a mesh of sequence-parallel ranks:
-
-        class Trainer(paradyse.TrainerMixin, transformers.Trainer):
-            pass
-
-        paradyse.shard(model, mesh)  # optional
-        trainer = Trainer(model=model, args=args, train_dataset=dataset, mesh=mesh)
+    """Put before a trainer class of transformers, it trains over a mesh of sequence-parallel ranks.
 
     The model is compiled in place (``nn.Module.compile``), unless it is compiled already; so is the
     reference model of TRL's DPOTrainer and its like.
@@ -59,13 +55,9 @@ class TrainerMixin(_Trainer):
     run inside ``paradyse.no_sync``, unless accelerate is told to ``sync_each_batch``.
 
     With ``batches`` every step is a batch of mixed lengths, in groups of ranks of different degree
-    (``paradyse.MixedBatches``), in place of ``train_dataset`` and a collator:
-
-        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 20, ways="plans/ways.json")
-        trainer = Trainer(model=model, args=args, batches=batches)
-
-    Then weights are whole, a step is one of ``batches``, of which ``max_steps`` says how many there
-    are, and evaluation computes each of its batches on every rank.
+    (``paradyse.MixedBatches``), in place of ``train_dataset`` and a collator. Then weights are
+    whole, a step is one of ``batches``, of which ``max_steps`` says how many there are, and
+    evaluation computes each of its batches on every rank.
 
     Args:
         mesh: as the option of the backend; it must hold every rank. None: one sequence group.
@@ -76,13 +68,28 @@ class TrainerMixin(_Trainer):
     Raises:
         ValueError: a mesh without some of the ranks; arguments of Trainer's that split data or
             wrap the model in a way of their own, or that do not go with ``batches``.
+
+    Example:
+
+        class Trainer(paradyse.TrainerMixin, transformers.Trainer):
+            pass
+
+        paradyse.shard(model, mesh)  # optional
+        trainer = Trainer(model=model, args=args, train_dataset=dataset, mesh=mesh)
+        trainer.train()
+
+    Example of mixed lengths:
+
+        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 20, ways="plans/ways.json")
+        trainer = Trainer(model=model, args=args, batches=batches)
+        trainer.train()
     """
 
     def __init__(
         self,
         *args: Any,
-        mesh: Any = None,
-        backend_options: Any = None,
+        mesh: DeviceMesh | None = None,
+        backend_options: Mapping[str, Any] | None = None,
         batches: MixedBatches | None = None,
         log_steps: bool = False,
         **kwargs: Any,
@@ -112,6 +119,7 @@ class TrainerMixin(_Trainer):
                 one.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's own; the Accelerator takes each sequence group for one process."""
         super().create_accelerator_and_postprocess()
         over_replicas(self.accelerator, self._sequence, self._replicas)
 

@@ -289,7 +289,20 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan is chosen for: equal on all ranks by construction."""
+    """What a plan is chosen for: equal on all ranks by construction.
+
+    A call has ``batch`` sequences of ``seq_len`` tokens, over all ranks of a sequence group. The
+    option ``plan`` may be a function of it. Making one checks nothing, and so never raises.
+
+    Example:
+
+        def plan(workload: paradyse.Workload) -> paradyse.Plan:
+            strategy = "metp" if workload.seq_len > 8192 else "megatron_ts"
+            return paradyse.Plan((strategy,) * 2)  # a block of attention and one of an MLP
+
+        compiled = torch.compile(model, backend="paradyse", options={"plan": plan})
+        compiled(**batch).loss.backward()
+    """
 
     batch: int
     seq_len: int
@@ -345,7 +358,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """A point for every block, and one for the head."""
+    """A point for every block, and one for the head.
+
+    Making one never raises: names and levers are checked where it is given as the option ``plan``,
+    how many there are when the model is captured; both raise ``ValueError``.
+
+    Example:
+
+        plan = paradyse.Plan(("megatron_ts+recompute", "metp"), head="tiled")
+        assert paradyse.Plan.of_key(plan.key) == plan
+        compiled = torch.compile(model, backend="paradyse", options={"plan": plan})
+        compiled(**batch).loss.backward()
+    """
 
     strategies: tuple[str, ...]
     """Per block, in the order of computation, a strategy and its levers as ``Point`` has them."""

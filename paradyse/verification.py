@@ -50,7 +50,18 @@ class VerifyRow:
 
 @dataclass(frozen=True)
 class VerifyReport(Shown):
-    """``verify``: every feasible strategy and a mixed plan against one-device eager."""
+    """Every feasible strategy and a mixed plan against one-device eager, as ``paradyse.verify``
+    gives it.
+
+    Errors are relative, so without a unit. ``str()`` is a table; reading it never raises.
+
+    Example:
+
+        report = paradyse.verify(model, batch)
+        for row in report.rows:
+            print(row.plan, row.loss_error, row.gradient_error, row.infeasible)
+        assert report.ok, str(report)
+    """
 
     rows: tuple[VerifyRow, ...]
     description: str = ""
@@ -104,6 +115,12 @@ def verify(
         run under the strategy.
     Raises:
         ValueError: an argument is wrong, or the output has no loss.
+
+    Example:
+
+        ids = torch.randint(64, (2, 32))  # [B, S]
+        report = paradyse.verify(model, {"input_ids": ids, "labels": ids})
+        assert report.ok, str(report)
     """
     _check(model, batch, options)
     axis = resolve_axis((options or {}).get("mesh"))

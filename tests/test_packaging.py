@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -139,8 +140,6 @@ def test_the_version_is_the_one_installed() -> None:
 
 
 def test_checkers_and_dir_know_the_public_names() -> None:
-    import ast
-
     import paradyse
 
     source = ast.parse((ROOT / "paradyse" / "__init__.py").read_text())
@@ -166,28 +165,21 @@ def test_python_m_is_the_command(tmp_path: Path) -> None:
     )
 
 
-USER_SCRIPT = """
-import torch
-import paradyse
+USERS_SCRIPT = Path(__file__).with_name("users_script.py")
 
-def train(model: torch.nn.Module, ids: torch.Tensor, folder: str) -> float:
-    paradyse.shard(model, reduce_dtype=torch.float32)
-    compiled = torch.compile(model, backend="paradyse", options={"plan": plan})
-    with paradyse.no_sync(compiled):
-        compiled(input_ids=ids, labels=ids).loss.backward()
-    report: paradyse.PlanReport = paradyse.explain(compiled, 1, 512)
-    stats: paradyse.Stats = paradyse.stats(compiled)
-    print(report, stats.captures)
-    paradyse.save_checkpoint(folder, compiled, step=1)
-    paradyse.load_checkpoint(folder, compiled)
-    loaded: paradyse.LoadReport = paradyse.load_safetensors(model, folder)
-    checked: paradyse.VerifyReport = paradyse.verify(model, {"input_ids": ids})
-    print(loaded, checked, paradyse.full_state_dict(model))
-    return 0.0
 
-def plan(workload: paradyse.Workload) -> paradyse.Plan:
-    return paradyse.Plan(("metp",) * 2)
-"""
+def test_the_users_script_has_every_public_name() -> None:
+    import paradyse
+
+    tree = ast.parse(USERS_SCRIPT.read_text())
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "paradyse"
+    }
+    assert {*paradyse.__all__} == used
 
 
 @pytest.mark.slow
@@ -197,8 +189,9 @@ def test_a_users_script_is_checked_strictly(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     for entry in [*(ROOT / "paradyse").iterdir(), ROOT / "passes", ROOT / "kernels"]:
         (package / entry.name).symlink_to(entry)
-    (tmp_path / "typed" / "script.py").write_text(USER_SCRIPT)
-    wrong = USER_SCRIPT.replace("(compiled, 1, 512)", "(compiled, 1, 512.5)")
+    script = USERS_SCRIPT.read_text()
+    wrong = script.replace("seq_len=512", "seq_len=512.5")
+    (tmp_path / "typed" / "script.py").write_text(script)
     (tmp_path / "typed" / "wrong.py").write_text(wrong)
 
     def check(name: str) -> str:

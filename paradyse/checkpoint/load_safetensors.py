@@ -25,6 +25,7 @@ from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import FILES
 from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module
+from paradyse.weights.shard import Model, check_module
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,7 +37,14 @@ MADE_ANEW = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load_safetensors`` did on this rank."""
+    """What ``load_safetensors`` did on this rank, in tensors and bytes; reading it never raises.
+
+    Example:
+
+        report = paradyse.load_safetensors(model, folder, strict=False)
+        print(report.num_tensors, "tensors,", report.bytes_read, "bytes")
+        print("no values in the files:", report.kept, "no place in the model:", report.skipped)
+    """
 
     num_tensors: int
     """Parameters and buffers read, each tied one once."""
@@ -59,28 +67,20 @@ class _Entry:
 
 
 def load_safetensors(
-    model: nn.Module,
+    model: Model,
     path: str | os.PathLike[str],
     device: torch.device | str | None = None,
     strict: bool = True,
 ) -> LoadReport:
     """Read the values of ``model`` from a checkpoint: each rank reads the rows that it holds.
 
-    No rank reads or holds the whole model at any moment of this script:
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        paradyse.shard(model)
-        paradyse.load_safetensors(model, folder)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model = torch.compile(model, backend="paradyse")
-
-    Tensors on the meta device get memory; the others are written in place. Parameters stay the
-    same objects, tied ones stay tied, values are cast to the parameter's dtype. Buffers that no
-    checkpoint has are made by the model's own code. A model that is not sharded is read whole.
-    Names may differ by the prefix of the base model (``LlamaModel`` and ``LlamaForCausalLM``); a
-    tied parameter may have any one of its names. Ranks that share a sharded model compare the
-    files that they read by their headers and a row of each tensor.
+    In the example below no rank reads or holds the whole model at any moment. Tensors on the meta
+    device get memory; the others are written in place. Parameters stay the same objects, tied ones
+    stay tied, values are cast to the parameter's dtype. Buffers that no checkpoint has are made by
+    the model's own code. A model that is not sharded is read whole. Names may differ by the prefix
+    of the base model (``LlamaModel`` and ``LlamaForCausalLM``); a tied parameter may have any one
+    of its names. Ranks that share a sharded model compare the files that they read by their headers
+    and a row of each tensor.
 
     Args:
         model: sharded or not, on the meta device or not.
@@ -91,21 +91,30 @@ def load_safetensors(
         strict: False skips what the model has no place for, and lets a parameter keep the values
             it has where the checkpoint has none. Skipped in any case: heads, where the model is the
             base of the one that was saved, and buffers that older versions saved.
+    Returns:
+        How many tensors and bytes this rank read, and what was skipped or kept.
     Raises:
         ValueError: a file is missing or broken; names, shapes or kinds of dtype do not fit; a
             buffer cannot be made; ranks have different files. Nothing is changed then. Where the
             model is sharded every rank raises what one of them finds.
         ImportError: the package safetensors is not installed.
         CollectiveError: another rank died or stalled.
+
+    Example:
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        paradyse.shard(model)
+        paradyse.load_safetensors(model, folder)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = torch.compile(model, backend="paradyse")
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+    module = original_module(check_module(model))
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"give the path of a checkpoint, not {type(path).__name__} {path!r}")
-    model = original_module(model)
-    tensors = held_tensors(model)
+    tensors = held_tensors(module)
     ranks = Together(_axis_of(tensors), "loading safetensors files")
-    loading = ranks.all_of(lambda: _checked(model, tensors, Path(path), device, strict))
+    loading = ranks.all_of(lambda: _checked(module, tensors, Path(path), device, strict))
     if not ranks.alone:
         ranks.compare({FILES: ranks.all_of(lambda: _checksum(loading.entries))})
     num_bytes = ranks.all_of(loading.read)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paradyse.checkpoint import folder as files
@@ -22,7 +23,7 @@ from paradyse.checkpoint.folder import listed
 from paradyse.distributed.axis import Axis, axis_of, resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module, unflatten_state_dict
-from paradyse.weights.shard import check_module, name_before_compile
+from paradyse.weights.shard import Model, check_module, name_before_compile
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Checkpoint:
 
 def save_checkpoint(
     folder: str | os.PathLike[str],
-    model: Any,
+    model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int,
     extra: Any = None,
     keep: int | None = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write ``folder/step-00000020`` (for step 20); call it on every rank.
 
@@ -73,6 +74,11 @@ def save_checkpoint(
         RuntimeError: a rank could not write; all ranks raise it. Earlier checkpoints are as they
             were.
         CollectiveError: another rank died or stalled; it is named where that is known.
+
+    Example:
+
+        extra = {"epoch": 1, "scheduler": scheduler.state_dict()}
+        paradyse.save_checkpoint("run", model, optimizer, step=20, extra=extra, keep=3)
     """
     ranks = Together(_axis(process_group), f"saving checkpoint {step} to {folder}")
 
@@ -96,10 +102,10 @@ def save_checkpoint(
 
 def load_checkpoint(
     folder: str | os.PathLike[str],
-    model: Any,
+    model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Checkpoint:
     """Load what ``save_checkpoint`` wrote, in place; call it on every rank.
 
@@ -127,10 +133,16 @@ def load_checkpoint(
             is changed then, on any rank.
         RuntimeError: a file could not be read. Weights may be loaded in part.
         CollectiveError: another rank died or stalled; it is named where that is known.
+
+    Example:
+
+        found = paradyse.load_checkpoint("run", model, optimizer)
+        scheduler.load_state_dict(found.extra["scheduler"])
+        first_step = found.step + 1
     """
     ranks = Together(_axis(process_group), f"loading checkpoint {folder}")
     path = ranks.first(lambda: files.newest(Path(folder)))
-    mine = _weights(model)
+    mine, module = _weights(model), check_module(model)
     saved = ranks.all_of(lambda: _checked(path, mine, optimizer is not None))
     if ranks.is_first:
         storage.warn_without_checksums(path, saved)
@@ -142,36 +154,36 @@ def load_checkpoint(
     state: dict[str, Any] = {}
     if optimizer is not None:
         groups = unflatten_state_dict(values, saved.planner_data)["optimizer"]["param_groups"]
-        ranks.all_of(partial(_check_optimizer, path, kind, groups, optimizer, model))
-        state = _blank_state(saved, model)
+        ranks.all_of(partial(_check_optimizer, path, kind, groups, optimizer, module))
+        state = _blank_state(saved, module)
     entries = {f"model.{n}": x for n, x in mine.items()} | state
     storage.read(ranks, path, saved, entries)
     others = {n: entries[f"model.{n}"] for n, x in mine.items() if not isinstance(x, Tensor)}
     if others:
-        original_module(model).load_state_dict(others, strict=False)
+        original_module(module).load_state_dict(others, strict=False)
     if optimizer is not None:
         values |= {k: entries[k] for k in state}
         found = unflatten_state_dict(values, saved.planner_data)["optimizer"]
-        _give_state(optimizer, found.get("state", {}), found["param_groups"], model)
+        _give_state(optimizer, found.get("state", {}), found["param_groups"], module)
     return Checkpoint(path, step, extra)
 
 
-def _axis(process_group: Any) -> Axis:
+def _axis(process_group: dist.ProcessGroup | None) -> Axis:
     return resolve_axis() if process_group is None else axis_of(process_group)
 
 
 # Entries, and whether a checkpoint has them
 
 
-def _weights(model: nn.Module) -> dict[str, Any]:
-    check_module(model)
-    return {name_before_compile(n): x for n, x in model.state_dict().items()}
+def _weights(model: Model) -> dict[str, Any]:
+    state = check_module(model).state_dict()
+    return {name_before_compile(n): x for n, x in state.items()}
 
 
-def _entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _entries(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     entries: dict[str, Any] = {"model": _weights(model)}
     if optimizer is not None:
-        names = [n for group in _group_names(optimizer, model) for n in group]
+        names = [n for group in _group_names(optimizer, check_module(model)) for n in group]
         state = optimizer.state_dict()
         entries["optimizer"] = {
             "state": {names[i]: values for i, values in state["state"].items()},

@@ -211,6 +211,10 @@ def run(
     return tuple(env[n] for n in piece.outputs)
 
 
+ONE = "1"
+"""The letter of a factor that is taken to be of size 1."""
+
+
 @dataclass(frozen=True)
 class Labels:
     """Letters for the factors whose size varies between calls."""
@@ -223,6 +227,8 @@ class Labels:
         const = 1
         for f in resolve(dim):
             base, k = f.origin()
+            if self.of.get(base) == ONE:
+                continue
             if base in self.of:
                 parts += [str(const)] * (const > 1) + [
                     f"({self.of[base]}{k:+d})" if k else self.of[base]

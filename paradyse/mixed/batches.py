@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.learnt_ways import LearntWays
 from paradyse.mixed.sequences import IGNORED
-from paradyse.mixed.sources import Batch, Dataset, Loader, Source
+from paradyse.mixed.sources import Batch, Data, Dataset, Loader, Source
 from paradyse.mixed.step_plan import static_steps
 from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
@@ -74,14 +74,6 @@ class MixedStep:
 class MixedBatches:
     """Batches of about as many tokens each, whose sequences keep their lengths: nothing is padded.
 
-        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 20, ways=ways)
-        model = paradyse.MixedModel(model)
-        for step in batches:
-            for loss in model.losses(step):  # this rank's micro-batches
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     ``MixedBatches(loader, ways=ways)`` takes the batches that a loader gives: lists of samples, or
     padded or packed ones, which ``sequences_of`` takes apart. Every rank goes through the loader,
     and has to be given the same batches.
@@ -114,11 +106,21 @@ class MixedBatches:
     Raises:
         ValueError: the dataset has no length, a number makes no sense, a file has no ways, or none
             has a degree that the ranks can have.
+
+    Example:
+
+        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 20, ways=ways)
+        groups = paradyse.MixedModel(model)
+        for step in batches:
+            for loss in groups.losses(step):  # this rank's micro-batches
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Data | Iterable[Any],
         *,
         tokens_per_step: int | None = None,
         ways: Sequence[Way] | str | Path,

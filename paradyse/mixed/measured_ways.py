@@ -11,13 +11,14 @@ from torch import Tensor
 
 from paradyse.distributed.axis import resolve_axis
 from paradyse.mixed.batches import MixedBatches
+from paradyse.mixed.sources import Data
 from paradyse.mixed.training import MixedModel
 from paradyse.mixed.ways import Group, MicroBatch, StepPlan, Way
 
 
 def measure_ways(
     model: MixedModel,
-    dataset: Any,
+    dataset: Data,
     *,
     tokens_per_rank: int,
     lengths: Sequence[int] = (),
@@ -26,10 +27,11 @@ def measure_ways(
     causal: bool = True,
     pack: bool = True,
 ) -> list[Way]:
-    """What groups of each degree can do, measured: forward and backward of one sequence of each
-    length, on all groups of that degree side by side, as they are in training. Call it on every
-    rank; it takes as many steps as there are degrees, lengths and repeats, and one more of each to
-    warm up. Gradients are left as they were.
+    """What groups of each degree can do, measured by steps of the model itself.
+
+    A step is forward and backward of one sequence of a length on each group of a degree, side by
+    side as they are in training. Call it on every rank; it takes as many steps as there are
+    degrees, lengths and repeats, and one more of each to warm up. Gradients are left as they were.
 
     Args:
         model: that is to be trained.
@@ -42,10 +44,16 @@ def measure_ways(
         repeats: of which the median counts.
         causal, pack: as of ``MixedBatches``.
     Returns:
-        A way for each degree. ``fixed_s`` is where a line through the two shortest lengths is at no
-        tokens, at most the shortest time.
+        A way for each degree, in seconds. ``fixed_s`` is where a line through the two shortest
+        lengths is at no tokens, at most the shortest time.
     Raises:
         ValueError: a number makes no sense.
+
+    Example:
+
+        groups = paradyse.MixedModel(model)
+        ways = paradyse.measure_ways(groups, dataset, tokens_per_rank=1 << 15)
+        batches = paradyse.MixedBatches(dataset, tokens_per_step=1 << 18, ways=ways)
     """
     if tokens_per_rank < 2 or repeats < 1:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ _NEEDLESS = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batc
 """What collators add that follows from the rest."""
 
 
-def sequences_of(batch: Any) -> list[dict[str, Tensor]]:
+def sequences_of(
+    batch: Mapping[str, Any] | Iterable[dict[str, Tensor]],
+) -> list[dict[str, Tensor]]:
     """The sequences of ``batch`` one by one, without padding.
 
     Args:
@@ -31,6 +33,13 @@ def sequences_of(batch: Any) -> list[dict[str, Tensor]]:
     Raises:
         ValueError: the batch has another argument, shapes do not match, padding is inside a
             sequence or is a target, positions do not count from 0, or bounds make no sense.
+
+    Example:
+
+        ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        sequences = paradyse.sequences_of({"input_ids": ids, "attention_mask": mask})
+        assert [len(s["input_ids"]) for s in sequences] == [3, 2]
     """
     if not isinstance(batch, Mapping):
         return list(batch)

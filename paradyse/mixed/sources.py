@@ -11,12 +11,25 @@ import zlib
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from paradyse.mixed.sequences import checked, sequences_of
 
 Batch = tuple[tuple[int, ...], tuple[int, ...]]
 """The numbers of its sequences, and tokens of each."""
+
+
+class Samples(Protocol):
+    """Sequences by index, such as of a list or of a dataset of HuggingFace's."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data = Samples | torch.utils.data.Dataset[Any]
+"""What has a length, and for each index a sequence. PyTorch's ``Dataset`` declares no length."""
 
 
 class Source(Protocol):

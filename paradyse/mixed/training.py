@@ -43,6 +43,16 @@ class MixedModel:
     Raises:
         ValueError: ``model`` is no module, ``options`` name a mesh, or weights are sharded over
             other ranks than all.
+
+    Example:
+
+        groups = paradyse.MixedModel(model)
+        for step in batches:
+            for loss in groups.losses(step):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(step.loss)  # the mean over all labels of the batch
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any] | None = None):

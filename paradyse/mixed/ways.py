@@ -22,6 +22,12 @@ class Way:
 
     Raises:
         ValueError: a number makes no sense.
+
+    Example:
+
+        way = paradyse.Way(2, 0.001, max_tokens=4096, lengths=(512, 4096), times_s=(0.01, 0.12))
+        seconds = way.group_s([512, 512])  # 0.001 and twice 0.01
+        batches = paradyse.MixedBatches(dataset, tokens_per_step=8192, ways=[way, *ways])
     """
 
     degree: int

@@ -1,10 +1,10 @@
-"""What the library tells people about itself: plans explained, and counters."""
+"""What the library tells people about itself: plans explained."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paradyse.planning.alone import Alone
@@ -87,7 +87,18 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class PlanReport(Shown):
-    """``explain``: the plan for a workload and why it is that one."""
+    """The plan for a workload and why it is that one, as ``paradyse.explain`` gives it.
+
+    Times are in seconds a step, sizes in bytes of one rank. ``str()`` has all of it as tables;
+    reading it never raises.
+
+    Example:
+
+        report = paradyse.explain(compiled, batch_size=1, seq_len=8192)
+        print(report.plan.key, report.time_s, "seconds", report.peak_bytes, "bytes")
+        for block in report.blocks:
+            print(block.name, block.chosen, [(row.strategy, row.why) for row in block.rows])
+    """
 
     workload: Workload
     plan: Plan
@@ -350,55 +361,6 @@ def _plan_row(
     sources = ", ".join(dict.fromkeys(c.source for c in chosen))
     memory = {c.memory_source for c in chosen}
     return StrategyRow(s, why, time_s, peak, sent, sources, min(memory, default=""))
-
-
-@dataclass(frozen=True)
-class Stats(Shown):
-    """Counters of one compiled model, all captures together."""
-
-    captures: int = 0
-    """Graphs that Dynamo handed over."""
-    variants_compiled: int = 0
-    """Compilations of a block under a strategy."""
-    pieces_compiled: int = 0
-    """Compilations of what lies between blocks."""
-    steps: int = 0
-    """Forward calls."""
-    plan_switches: int = 0
-    """Calls whose plan was another than the call's before."""
-    plan_per_length: Mapping[int, str] = field(default_factory=dict)
-    """Sequence length -> key of the plan last used for it."""
-    bytes_per_collective: Mapping[str, int] = field(default_factory=dict)
-    """Collective -> bytes this rank sent."""
-    calls_per_collective: Mapping[str, int] = field(default_factory=dict)
-    """Collective -> how often."""
-    bytes_per_block: Mapping[str, int] = field(default_factory=dict)
-    """Block -> bytes this rank sent for it."""
-    last: Any = None
-    """The latest call that is over (a ``StepReport``); None before the first."""
-    groups: Any = None
-    """The latest step in groups (a ``MixedReport``); None where there are none."""
-
-    def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
-        counters = ("captures", "variants_compiled", "pieces_compiled", "steps", "plan_switches")
-        rows: Rows = [(c.replace("_", " "), str(getattr(self, c))) for c in counters]
-        plans: Rows = [(str(n), short_key(k)) for n, k in sorted(self.plan_per_length.items())]
-        calls, sizes = self.calls_per_collective, sorted(self.bytes_per_collective.items())
-        sent: Rows = [(c, str(calls.get(c, 0)), format_bytes(n)) for c, n in sizes]
-        return [
-            ("counters", ("counter", "value"), rows),
-            ("plans", ("length", "plan"), plans),
-            ("communication", ("collective", "calls", "sent"), sent),
-            *([] if self.groups is None else [self.groups.table()]),
-        ]
-
-    def __str__(self) -> str:
-        return "\n\n".join(f"{t}\n{text_table(h, rows)}" for t, h, rows in self._tables() if rows)
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-
-        return Group(*[rich_table(*t) for t in self._tables() if t[2]])
 
 
 def count_names(names: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
-from paradyse.weights.shard import check_module
+from paradyse.weights.shard import Model, check_module
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Progress:
 
 
 def profile(
-    model: torch.nn.Module,
+    model: Model,
     path: str | Path,
     lengths: Sequence[int],
     batch: int = 1,
@@ -123,12 +123,18 @@ def profile(
     Raises:
         ValueError: an argument is wrong, the file is no profile or was measured under another
             header, the model has no block to switch or returns no loss. The file stays.
+
+    Example:
+
+        paradyse.profile(model, "h100.jsonl", lengths=[2048, 16384], memory_limit="80GiB")
+        model = torch.compile(model, backend="paradyse", options={"cost_model": "h100.jsonl"})
     """
-    _check(model, lengths, batch, repeats, options)
+    module = check_module(model)
+    _check(module, lengths, batch, repeats, options)
     sets = [check_levers(text.split("+"), "levers") for text in levers]
     asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
     limit = asked.memory_limit
-    steps = Steps(model, options or {}, batch, training, make_batch)
+    steps = Steps(module, options or {}, batch, training, make_batch)
     strategies = asked.splitting if steps.axis.size > 1 else (REPLICATED,)
     names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
     machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
@@ -163,9 +169,12 @@ def profile(
 
 
 def _check(
-    model: Any, lengths: Any, batch: Any, repeats: Any, options: Mapping[str, Any] | None
+    model: torch.nn.Module,
+    lengths: Any,
+    batch: Any,
+    repeats: Any,
+    options: Mapping[str, Any] | None,
 ) -> None:
-    check_module(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to measure")
     if not isinstance(lengths, Collection) or isinstance(lengths, str) or len(lengths) == 0:

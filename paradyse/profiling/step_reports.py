@@ -12,20 +12,32 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.planning.tables import Shown
 from paradyse.profiling.marks import Clock
 from paradyse.torch_private import at_end_of_backward, tree_leaves
 from paradyse.types import Plan, Point, Workload
+from paradyse.weights.shard import Model, check_module
 
 Callback = Callable[["StepReport"], Any]
 
 
 @dataclass(frozen=True)
 class StepReport(Shown):
-    """One call of a compiled model, as ``paradyse.on_step`` and ``stats(model).last`` give it."""
+    """One call of a compiled model, as ``paradyse.on_step`` and ``stats(model).last`` give it.
+
+    Times are in seconds, sizes in bytes of this rank, lengths in tokens of the sequence group.
+    ``str()`` is one line; reading it never raises.
+
+    Example:
+
+        compiled(**batch).loss.backward()
+        step = paradyse.stats(compiled).last
+        print(step.batch, step.seq_len, step.plan.key)
+        print(step.time_s, step.tokens_per_s, step.predicted_s)
+    """
 
     number: int
     """The model's calls so far, on this rank, this one included."""
@@ -112,6 +124,9 @@ class StepReport(Shown):
 
         Args:
             prefix: of all names.
+        Returns:
+            Name -> number, in seconds where it ends in ``_s``, in bytes in ``_bytes``; without
+            those that are not known.
         """
         values = {
             "batch": self.batch,
@@ -267,11 +282,8 @@ def known_steps(parameters: Iterable[Tensor]) -> list[Steps]:
     return list(dict.fromkeys(_STEPS[p] for p in parameters if p in _STEPS))
 
 
-def on_step(model: nn.Module, callback: Callback) -> Callable[[], None]:
+def on_step(model: Model, callback: Callback) -> Callable[[], None]:
     """Call ``callback`` with a ``StepReport`` after every call of ``model`` and its backward.
-
-        paradyse.on_step(model, print)
-        paradyse.on_step(model, lambda step: wandb.log(step.scalars(), step=step.number))
 
     It is called on each rank that asked for it, when backward ends, or, where none follows, when
     the next call begins or forward ends without gradients. It must not call the model, nor send
@@ -284,12 +296,17 @@ def on_step(model: nn.Module, callback: Callback) -> Callable[[], None]:
         A function without arguments that ends this.
     Raises:
         ValueError: ``model`` is no module, or has no parameters; ``callback`` cannot be called.
+
+    Example:
+
+        paradyse.on_step(model, print)
+        remove = paradyse.on_step(model, lambda step: wandb.log(step.scalars(), step=step.number))
+        model(**batch).loss.backward()
+        remove()
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+    parameters = list(check_module(model).parameters())
     if not callable(callback):
         raise ValueError(f"give a function of a StepReport, not {callback!r}")
-    parameters = list(model.parameters())
     steps = steps_of(parameters)
     if steps is None:
         raise ValueError("the model has no parameters, so no call of it is known by them")

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.attention_call import AttentionCall
-from paradyse.graph.subgraph import is_weight, structure
+from paradyse.graph.subgraph import ONE, Labels, is_weight, structure
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, input_of
 from paradyse.runtime.program import Program
 from paradyse.strategies import infeasible_reasons, refused_by_head, refused_levers
@@ -65,7 +65,10 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
     if call is not None:
         q, k = call.q.meta["val"].shape, call.k.meta["val"].shape
         heads, kv_heads, head_dim, intermediate = q[1], k[1], q[3], 0
-    text = structure(step.piece, scope.names, scope.labels(WHOLE))
+    labels = scope.labels(WHOLE).of.items()
+    # A graph that was traced with a batch of one has no factor for it, and is of the same blocks.
+    of_one = Labels({f: ONE if letter == "B" else letter for f, letter in labels})
+    text = structure(step.piece, scope.names, of_one)
     return BlockSpec(
         name=block.label,
         kind=block.kind,

@@ -27,7 +27,7 @@ from paradyse.distributed.replicas import average
 from paradyse.torch_private import at_end_of_backward, only_accumulates
 from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.partial_gradient import NOT_SUMMED, PartialGradient, kept_dtype, rest_part
-from paradyse.weights.shard import check_module
+from paradyse.weights.shard import Model, check_module
 from paradyse.weights.shard_comm import flatten, in_buckets, scatter_gradients, unflatten
 from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_for_use, rows_here
 
@@ -39,29 +39,30 @@ _INSIDE = WeakTensorKeyDictionary()
 
 
 @contextmanager
-def no_sync(model: Any) -> Iterator[None]:
-    """Inside, backward sends no gradients of the weights of ``model``; the first one outside sends
-    those that have piled up with its own, and leaves ``.grad`` as without this:
+def no_sync(model: Model) -> Iterator[None]:
+    """A context inside which backward sends no gradients of the weights of ``model``.
 
-        with paradyse.no_sync(model):
-            for batch in batches[:-1]:
-                model(**batch).loss.backward()
-        model(**batches[-1]).loss.backward()
-        optimizer.step()
-
-    Enter it on every rank alike. Until the last backward a rank holds its part of the gradient of
-    each whole weight, added up over calls in 32 bits where weights have 16: sharded weights take
-    the memory of whole ones, which plans are chosen with. Such a ``.grad`` raises when an optimizer
-    or ``clip_grad_norm_`` would use it; ``zero_grad()`` drops it.
+    The first backward outside sends those that have piled up with its own, and leaves ``.grad`` as
+    it would be without this. Enter it on every rank alike. Until the last backward a rank holds its
+    part of the gradient of each whole weight, added up over calls in 32 bits where weights have 16:
+    sharded weights take the memory of whole ones, which plans are chosen with. Such a ``.grad``
+    raises when an optimizer or ``clip_grad_norm_`` would use it; ``zero_grad()`` drops it.
 
     Args:
         model: compiled or not; where a graph reads weights of other models too, their gradients
             are kept back as well. With one rank there is nothing to keep back.
     Raises:
         ValueError: ``model`` is no module.
+
+    Example:
+
+        with paradyse.no_sync(compiled):
+            for batch in batches[:-1]:
+                compiled(**batch).loss.backward()
+        compiled(**batches[-1]).loss.backward()
+        optimizer.step()
     """
-    check_module(model)
-    weights = list(model.parameters())
+    weights = list(check_module(model).parameters())
     for w in weights:
         _INSIDE[w] = _INSIDE.get(w, 0) + 1
     try:

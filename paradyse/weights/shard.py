@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import swap_tensors
 
 from paradyse.distributed.agreement import agreement_of
@@ -16,6 +18,12 @@ from paradyse.distributed.facts import REDUCE_DTYPE
 from paradyse.weights.layout import GradientSum, even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor, to_host
 
+M = TypeVar("M", bound=nn.Module)
+
+Model = Callable[..., Any]
+"""A module, or what ``torch.compile`` makes of one: a module too, but PyTorch's annotations say no
+more than that it can be called."""
+
 OFFLOAD = ("", "optimizer")
 """What may lie on the host."""
 
@@ -24,22 +32,18 @@ REDUCE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def shard(
-    model: nn.Module,
-    mesh: Any = None,
+    model: M,
+    mesh: DeviceMesh | None = None,
     *,
     reduce_dtype: torch.dtype | None = None,
     offload: str = "",
-) -> nn.Module:
+) -> M:
     """Spread every parameter of ``model`` over the ranks of a sequence group, in place.
 
     Each parameter becomes a ``ShardedTensor`` of the same name, shape and dtype, of which a rank
-    keeps 1/p in memory; tied parameters stay tied. Model class and forward stay as they are, and
-    so does each parameter as an object: an optimizer may be made before or after this. Then compile
-    and train as usual:
-
-        paradyse.shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model = torch.compile(model, backend="paradyse")
+    keeps 1/p in memory; tied parameters stay tied. Model class and forward stay as they are, and so
+    does each parameter as an object: an optimizer may be made before or after this. Then compile
+    and train as usual.
 
     The rows are even at first. When a graph of the model is captured, the weights of its blocks
     move once to whole heads (or columns) per rank, the rest layout that all strategies share.
@@ -65,6 +69,14 @@ def shard(
             run in a way that holds on to a parameter; the mesh does not fit; nothing can be added
             up in ``reduce_dtype``; ``offload`` is another word; the ranks' weights or dtypes
             differ, said on all of them. Nothing is changed then.
+
+    Example:
+
+        paradyse.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model = torch.compile(model, backend="paradyse")
+        model(**batch).loss.backward()
+        optimizer.step()
     """
     axis, sums = resolve_axis(mesh), GradientSum(reduce_dtype, resolve_replicas(mesh))
     _check_dtype(reduce_dtype)
@@ -122,13 +134,15 @@ def _sharded(p: nn.Parameter, axis: Axis, sums: GradientSum, on_host: bool) -> n
     return out
 
 
-def check_module(model: Any) -> None:
-    """
+def check_module(model: Any) -> nn.Module:
+    """``model``, which is one.
+
     Raises:
         ValueError: ``model`` is no module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+    return model
 
 
 def _check(model: nn.Module) -> None:
@@ -163,7 +177,7 @@ def _check(model: nn.Module) -> None:
 
 
 def full_state_dict(
-    model: nn.Module, *, cpu: bool = False, rank0_only: bool = False
+    model: Model, *, cpu: bool = False, rank0_only: bool = False
 ) -> dict[str, Tensor]:
     """``model.state_dict()`` with whole tensors; call it on every rank.
 
@@ -179,13 +193,19 @@ def full_state_dict(
         Name -> the whole tensor, on the device of its parameter or on the CPU.
     Raises:
         ValueError: ``model`` is no module.
+
+    Example:
+
+        weights = paradyse.full_state_dict(model, cpu=True, rank0_only=True)
+        if dist.get_rank() == 0:
+            torch.save(weights, "weights.pt")
     """
-    check_module(model)
+    module = check_module(model)
     everywhere = not (rank0_only and dist.is_available() and dist.is_initialized())
     kept = everywhere or dist.get_rank() == 0
     made: dict[int, Any] = {}
     out: dict[str, Tensor] = {}
-    for name, x in model.state_dict(keep_vars=True).items():
+    for name, x in module.state_dict(keep_vars=True).items():
         if id(x) not in made:
             whole = x.full_tensor() if isinstance(x, ShardedTensor) else x
             if isinstance(whole, Tensor):

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool, run_ranks
+from tiny import Tiny, tokens
 
-from paradyse.distributed import collectives
+from paradyse.distributed import collectives, crossing
 from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import axis_of, is_alive, live_axes, resolve_axis
-from paradyse.distributed.collectives import AGREEMENT, MACHINE, Started
+from paradyse.distributed.collectives import AGREEMENT, MACHINE, Pending, Started
 from paradyse.distributed.control import control_of, tell_all
 from paradyse.distributed.failures import catch_up, started
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of, num_groups
+from paradyse.types import Plan
 
 
 def overtake() -> list[float]:
@@ -81,3 +91,144 @@ def test_groups_are_counted() -> None:
     assert num_groups(training=False, sharded=False) == 1
     assert num_groups(training=True, sharded=False) == 2
     assert num_groups(training=True, sharded=True) == 3
+
+
+SENDERS = {
+    ("shard_comm", "start_gather"): GATHERS,
+    ("weight_stream", "_start"): GATHERS,
+    ("shard_comm", "start_scatter"): GRADIENTS,
+    ("weight_stream", "send"): GRADIENTS,
+}
+"""Module and function -> what the messages are for that it starts."""
+
+OWN = "a block's own"
+"""All other messages, but those of agreements."""
+
+Event = tuple[str, str, tuple[str, ...]]
+"""Of one message: "start" or "wait", what it is for, and the process groups that carry it."""
+
+
+def purpose_of(block_id: int) -> str:
+    """What the message is for that is started by whoever called this."""
+    frame = sys._getframe()
+    while frame is not None:
+        of = Path(frame.f_code.co_filename).stem, frame.f_code.co_name
+        if of in SENDERS:
+            return SENDERS[of]
+        frame = frame.f_back
+    return "agreement" if block_id == AGREEMENT else OWN
+
+
+@contextmanager
+def messages() -> Iterator[list[Event]]:
+    """Into the list: every message that is started or waited for inside."""
+    events: list[Event] = []
+    start, wait, groups = collectives._start, Pending.wait, list[str]()
+    of_message: dict[int, tuple[str, tuple[str, ...]]] = {}
+
+    def started(what: str, x: Any, axis: Any, block_id: int, *args: Any, **kwargs: Any) -> Any:
+        groups.clear()
+        pending = start(what, x, axis, block_id, *args, **kwargs)
+        of_message[id(pending)] = purpose_of(block_id), tuple(groups)
+        events.append(("start", *of_message[id(pending)]))
+        return pending
+
+    def waited(pending: Pending) -> Any:
+        if id(pending) in of_message:
+            events.append(("wait", *of_message.pop(id(pending))))
+        return wait(pending)
+
+    def noted(send: Any) -> Any:
+        def sent(*args: Any, group: Any, **kwargs: Any) -> Any:
+            groups.append(group.group_name)
+            return send(*args, group=group, **kwargs)
+
+        return sent
+
+    with pytest.MonkeyPatch.context() as to:
+        to.setattr(collectives, "_start", started)
+        to.setattr(Pending, "wait", waited)
+        for name in ("all_to_all_single", "all_reduce", "broadcast", "reduce"):
+            to.setattr(dist, name, noted(getattr(dist, name)))
+        yield events
+
+
+RING = ("megatron_cz",) * 4
+PLANS = {
+    "ring": RING,
+    "mixed": ("ulysses_z", "metp", "megatron_ts", "colossal_z"),
+    "ring again": tuple(f"{s}+recompute" for s in RING),
+    "mixed again": ("ulysses_z+recompute", "metp", "megatron_ts", "colossal_z+recompute"),
+}
+"""Of the blocks of two layers; "again": in backward they are computed again."""
+
+
+def messages_of_plans() -> dict[str, tuple[list[Event], list[Event]]]:
+    """Plan -> what forward and what backward send, with whole messages and with such that go over
+    two groups (``crossing.py``)."""
+    import paradyse
+
+    torch.manual_seed(0)
+    model = paradyse.shard(Tiny())
+    current = [Plan(RING)]
+    options = {"plan": lambda workload: current[0], "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    ids, found = tokens(2, 11), {}
+    for name, points in PLANS.items():
+        current[0] = Plan(points)
+        compiled(ids, ids).backward()
+        for least in (crossing.CROSSING_BYTES, 1):
+            with patch.object(crossing, "CROSSING_BYTES", least):
+                with messages() as forward:
+                    loss = compiled(ids, ids)
+                with messages() as backward:
+                    loss.backward()
+            found[name if least > 1 else f"{name}, crossing"] = forward, backward
+    return found
+
+
+def carriers(events: list[Event]) -> dict[str, set[str]]:
+    """What messages are for -> the process groups that carry them."""
+    found: dict[str, set[str]] = {}
+    for what, purpose, groups in events:
+        if what == "start":
+            found.setdefault(purpose, set()).update(groups)
+    return found
+
+
+def own_meanwhile(events: list[Event]) -> int:
+    """How many messages of blocks start while weights are on their way."""
+    coming = count = 0
+    for what, purpose, _ in events:
+        coming += {"start": 1, "wait": -1}[what] * (purpose == GATHERS)
+        count += coming > 0 and (what, purpose) == ("start", OWN)
+    return count
+
+
+def starts(events: list[Event], purpose: str) -> int:
+    return sum(event[:2] == ("start", purpose) for event in events)
+
+
+def test_weights_come_over_another_group_than_what_blocks_send(pool2: RankPool) -> None:
+    first, second = pool2.run(messages_of_plans, timeout_s=60)
+    assert first == second and len(first) == 2 * len(PLANS)
+    lanes: dict[str, set[str]] = {}
+    for plan, (forward, backward) in first.items():
+        for phase, events in (("forward", forward), ("backward", backward)):
+            found = carriers(events)
+            wanted = {GATHERS, OWN} | ({GRADIENTS} if phase == "backward" else set())
+            assert wanted <= found.keys(), (plan, phase)
+            for purpose, groups in found.items():
+                lanes.setdefault(purpose, set()).update(groups)
+            # There is something to overtake: else one group would do.
+            assert own_meanwhile(events), (plan, phase)
+    for plan in PLANS:
+        if plan.endswith(" again"):
+            once = first[plan.removesuffix(" again")]
+            assert starts(first[plan][1], OWN) > starts(once[1], OWN), plan
+    of = {group: [p for p in lanes if group in lanes[p]] for group in set().union(*lanes.values())}
+    assert all(len(purposes) == 1 for purposes in of.values()), of
+    # Whole messages go over one group, crossing ones over two.
+    assert {p: len(lanes[p]) for p in (GATHERS, GRADIENTS, OWN)} == dict.fromkeys(
+        (GATHERS, GRADIENTS, OWN), 2
+    )

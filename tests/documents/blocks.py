@@ -1,11 +1,15 @@
-"""Blocks of code in the documents: fenced Python, and indented commands, graphs and formulas."""
+"""Blocks of code in the documents (fenced Python, and indented commands, graphs and formulas), and
+the examples in docstrings of public names."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import paradyse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -15,7 +19,7 @@ class Block:
     """A block of a document."""
 
     document: str
-    """Its path from the root."""
+    """Its path from the root, or ``help(paradyse.name)``."""
     line: int
     """Where it starts."""
     language: str
@@ -39,8 +43,12 @@ def documents() -> list[Path]:
 
 def blocks_of(document: Path) -> Iterator[Block]:
     """All blocks of a document, in order."""
-    name = document.relative_to(ROOT).as_posix()
-    lines = document.read_text().splitlines()
+    yield from blocks_in(document.read_text(), document.relative_to(ROOT).as_posix())
+
+
+def blocks_in(text: str, name: str) -> Iterator[Block]:
+    """All blocks of a ``text``, in order, as those of the document ``name``."""
+    lines = text.splitlines()
     at = 0
     while at < len(lines):
         fence = re.match(r"```(\w*)$", lines[at])
@@ -58,6 +66,14 @@ def blocks_of(document: Path) -> Iterator[Block]:
             at = end
             continue
         at += 1
+
+
+def examples() -> Iterator[Block]:
+    """Of every public name, of which a docstring's blocks are Python."""
+    for name in paradyse._API:
+        of = f"help(paradyse.{name})"
+        for block in blocks_in(inspect.getdoc(getattr(paradyse, name)) or "", of):
+            yield replace(block, language="python")
 
 
 def all_blocks() -> list[Block]:

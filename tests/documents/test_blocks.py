@@ -1,4 +1,5 @@
-"""Every block of code in the documents runs as it is written, on ranks where it speaks of them.
+"""Every block of code in the documents and in public docstrings runs as it is written, on ranks
+where it speaks of them.
 
 A new block fails here until something says how it is run: a scene (``scenes.py``) for Python, a
 kind of command below, or, of graphs and formulas, where they come from.
@@ -18,12 +19,17 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import ROOT, Block, all_blocks
+from blocks import ROOT, Block, all_blocks, examples
 from harness import RankPool
+from help_scenes import HELP_SCENES
 from models import FAMILIES
-from scenes import SCENES, Scene
+from scenes import SCENES as OF_DOCUMENTS
+from scenes import Scene
 
-BLOCKS = all_blocks()
+import paradyse
+
+BLOCKS = [*all_blocks(), *examples()]
+SCENES = (*OF_DOCUMENTS, *HELP_SCENES)
 PYTHON = [b for b in BLOCKS if b.language == "python"]
 LINES = [b for b in BLOCKS if b.language != "python"]
 
@@ -70,9 +76,15 @@ def run_block(number: int, text: str, folder: str) -> Any:
 
 def numbered() -> list[Any]:
     return [
-        pytest.param(i, marks=pytest.mark.slow if s.slow else (), id=s.has)
+        pytest.param(i, marks=pytest.mark.slow if s.slow else (), id=f"{s.document}: {s.has}")
         for i, s in enumerate(SCENES)
     ]
+
+
+def test_every_public_name_has_an_example() -> None:
+    """What runs it is a scene, as of each block."""
+    found = {block.document for block in examples()}
+    assert found == {f"help(paradyse.{name})" for name in paradyse.__all__ if name[0] != "_"}
 
 
 @pytest.mark.parametrize("number", numbered())

@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_planner import LONG, NORM, SHORT, model, planner
 
-from paradyse.planning.explain import PlanReport, Stats, explain_plan, short_key
+from paradyse.planning.explain import PlanReport, explain_plan, short_key
 from paradyse.planning.tables import text_table
 from paradyse.planning.units import format_seconds
-from paradyse.reports import attention_kernels
+from paradyse.reports import Stats, attention_kernels
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, LEVERS, HeadSpec
 from paradyse.verification import VerifyReport, VerifyRow
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from models import make_batch, make_model
 from tiny import Tiny, tokens
 
 from paradyse.runtime.describe import describe_blocks, describe_head, describe_masks
@@ -28,6 +32,23 @@ def test_blocks_of_a_model() -> None:
     assert mlp.intermediate == 128 and mlp.mask is None
     assert mlp.num_weight_elements == 2 * 32 * 128 + 128 + 32 + 2 * 32
     assert describe_masks(blocks) == "causal"
+
+
+def structures(family: str, batch: int) -> list[str]:
+    """Of the blocks of a capture of its own."""
+    torch._dynamo.reset()
+    model = make_model(family)
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    compiled(**make_batch("plain", batch, 13))
+    (capture,) = captures_of(compiled)
+    return [b.structure for g in capture.graphs.values() for b in g.blocks]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "qwen3"])
+def test_a_batch_of_one_has_the_same_blocks(family: str) -> None:
+    """What was measured with one sequence serves several: Dynamo makes a batch of one a number."""
+    of_one = structures(family, 1)
+    assert of_one and of_one == structures(family, 3)
 
 
 def test_the_head_of_a_model() -> None:
