@@ -189,7 +189,7 @@ def stats(compiled_model: Model | MixedModel) -> Stats:
     captures = list(captures_of(compiled_model))
     graphs = [(c, g) for c in captures for g in c.graphs.values()]
     variants = {
-        (block.structure, canonical_strategy(block.kind, s))
+        (program.scope.batch is None, block.structure, canonical_strategy(block.kind, s))
         for _, g in graphs
         for program in g.programs
         for block, step in zip(g.blocks, program.block_steps, strict=True)

@@ -195,7 +195,8 @@ class BlockSpec:
     layer: int
     """Index among the blocks of its kind, in the order of computation."""
     structure: str
-    """Blocks of equal structure share their compiled variants."""
+    """Blocks of equal structure cost the same, and in one graph share their compiled variants. A
+    batch of one, which Dynamo makes a graph of its own for, does not tell them apart."""
     infeasible: Mapping[str, str] = field(default_factory=dict)
     """Strategy -> why it cannot compute this block."""
     hidden: int = 0

@@ -228,8 +228,8 @@ class Labels:
         for f in resolve(dim):
             base, k = f.origin()
             if self.of.get(base) == ONE:
-                continue
-            if base in self.of:
+                const *= 1 + k
+            elif base in self.of:
                 parts += [str(const)] * (const > 1) + [
                     f"({self.of[base]}{k:+d})" if k else self.of[base]
                 ]

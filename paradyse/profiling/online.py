@@ -1,13 +1,13 @@
 """Plans that follow the run: what blocks really take is fed back to the planner.
 
-One training call in ``SAMPLE_EVERY`` of a scale of lengths is watched: clocks at the edges of every
-block, which then cannot run together. Where that told nothing new it is half as often, down to one
-in ``SAMPLE_AT_LEAST``. Memory does not drift as times do: it is watched once for every variant and
-scale, and again when a call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks
-agree, in one small message, on what the slowest of them took and the fullest of them held, against
-what was predicted (``corrections``); plans are chosen anew where that changed. Clocks and the
-message's answer are read ``SETTLE`` calls after they were started, so that the host does not wait
-for the device.
+One training call in ``SAMPLE_EVERY`` of a plan at a scale of lengths is watched: clocks at the
+edges of every block, which then cannot run together. Where that told nothing new it is half as
+often, down to one in ``SAMPLE_AT_LEAST``. Memory does not drift as times do: it is watched once for
+every variant and scale, and again when a call is longer than those before. Every ``REFRESH_EVERY``
+calls the ranks agree, in one small message, on what the slowest of them took and the fullest of
+them held, against what was predicted (``corrections``); plans are chosen anew where that changed.
+Clocks and the message's answer are read ``SETTLE`` calls after they were started, so that the host
+does not wait for the device.
 
 Memory is read off the allocator on CUDA, whose statistics are left as they are for others to read:
 the peak between two edges is known where it is the highest so far, and is else taken for what was
@@ -69,8 +69,8 @@ from paradyse.weights.sharded_tensor import lies_on_host, rows_here
 log = logging.getLogger(__name__)
 
 SAMPLE_EVERY, SAMPLE_AT_LEAST = 4, 32
-"""One training call in so many of a scale of lengths is watched: at first, and where times have
-long been as they are."""
+"""One training call in so many of a plan at a scale of lengths is watched: at first, and where
+times have long been as they are."""
 
 REFRESH_EVERY = 16
 """Training calls between two agreements."""
@@ -169,9 +169,9 @@ class Feedback:
         """The corrections that the present plans were chosen by."""
         self._calls = 0
         self._runs: Counter[Plan] = Counter()
-        self._of_scale: Counter[int] = Counter()
-        self._sample_every: dict[int, int] = {}
-        """Scale -> one call in so many is watched, if not in ``SAMPLE_EVERY``."""
+        self._at_scale: Counter[tuple[Plan, int]] = Counter()
+        self._sample_every: dict[tuple[Plan, int], int] = {}
+        """Plan and scale -> one call in so many is watched, if not in ``SAMPLE_EVERY``."""
         self._known: dict[tuple[Key, int], int] = {}
         """Key and scale -> the most tokens whose memory was watched."""
         self._records: list[_Record] = []
@@ -203,14 +203,15 @@ class Feedback:
             self._start_agreement(program)
         elif self._calls % REFRESH_EVERY == SETTLE:
             self._finish_agreement()
-        plan, scale = Plan(constants.strategies, constants.head), scale_of(workload)
+        plan = Plan(constants.strategies, constants.head)
+        at = plan, scale_of(workload)
         self._runs[plan] += 1
-        self._of_scale[scale] += 1
+        self._at_scale[at] += 1
         record = None
         if self._runs[plan] > WARM_UP:
             if self._is_new(plan, workload):
                 record = self._watch_memory(program, args, workload, plan)
-            elif self._of_scale[scale] % self._sample_every.get(scale, SAMPLE_EVERY) == 0:
+            elif self._at_scale[at] % self._sample_every.get(at, SAMPLE_EVERY) == 0:
                 clock = Clock(program.device)
                 record = _Record(program, self._calls, workload, plan, False, StepWatch(clock))
         if record is not None:
@@ -296,9 +297,10 @@ class Feedback:
             what = ", ".join(sorted(changed))
             log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
         else:
-            for scale in {scale_of(r.workload) for r in records if not r.memory}:
-                every = 2 * self._sample_every.get(scale, SAMPLE_EVERY)
-                self._sample_every[scale] = min(every, SAMPLE_AT_LEAST)
+            for plan, scale in {(r.plan, scale_of(r.workload)) for r in records if not r.memory}:
+                if any(agreed[TIME, key, scale] > 0 for key in self._keys(plan)):
+                    every = 2 * self._sample_every.get((plan, scale), SAMPLE_EVERY)
+                    self._sample_every[plan, scale] = min(every, SAMPLE_AT_LEAST)
 
     def _snapshot(self) -> Corrections:
         measured = {of: dict(row) for of, row in self.measured.items()}

@@ -205,6 +205,12 @@ def test_a_second_capture_compiles_nothing():
     assert before.variants_compiled == 2  # one attention, one MLP, whatever the depth
 
 
+def test_a_batch_of_one_compiles_variants_of_its_own():
+    compiled = compile_and_compare(Tiny().double(), [(1, 7), (2, 7)], inner="aot_eager")
+    stats = paradyse.stats(compiled)
+    assert (stats.captures, stats.variants_compiled) == (2, 4)
+
+
 def test_blocks_are_found_whatever_modules_are_called():
     compiled = compile_and_compare(Tiny(layers=3).double(), [(2, 7)])
     (graph,) = next(iter(captures_of(compiled))).graphs.values()

@@ -44,7 +44,10 @@ def structures(family: str, batch: int) -> list[str]:
     return [b.structure for g in capture.graphs.values() for b in g.blocks]
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "qwen3"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "gemma3", "mixtral")]
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", *SLOW])
 def test_a_batch_of_one_has_the_same_blocks(family: str) -> None:
     """What was measured with one sequence serves several: Dynamo makes a batch of one a number."""
     of_one = structures(family, 1)
