@@ -210,7 +210,9 @@ def main() -> int:
             if time.monotonic() - start > args.seconds:
                 break
             began = time.monotonic()
-            rows[name] = try_family(pool, name, plans, args.limit, args.inner)
+            row = try_family(pool, name, plans, args.limit, args.inner)
+            settings = rows[name].settings if name in rows else ""
+            rows[name] = replace(row, settings=settings)  # of a command of its own
             failed += rows[name].exact.startswith("**")
             print(f"{time.monotonic() - began:5.1f} s {rows[name].line()}", flush=True)
             write(args.out, rows.values())
