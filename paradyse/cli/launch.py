@@ -273,7 +273,7 @@ def _start(
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=None if visible else file,
+            stdout=2 if visible else file,  # what machines read is ours alone
             stderr=None if visible else subprocess.STDOUT,
             env=environment(rank, size, setting),
             start_new_session=True,  # Ctrl-C is ours to handle, and a rank's helpers end with it

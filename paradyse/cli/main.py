@@ -21,7 +21,7 @@ from paradyse.cli.corpus import MIN_TOKENS
 from paradyse.cli.links import parse_rate
 
 INNER = ("inductor", "aot_eager", "eager")
-DTYPES = ("float32", "float64", "bfloat16")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 MOST_TOKENS, MOST = 10**9, 10**6
 """Of a length, and of anything else that is counted."""
@@ -52,18 +52,24 @@ def _whole(low: int, high: int = MOST, unit: str = "") -> Callable[[str], int]:
 _tokens = _whole(1, MOST_TOKENS, "token")
 
 
+LENGTHS = "N,N,...|FIRST:LAST:HOW-MANY|FILE"
+"""How lengths are spelt, by every command."""
+
+
 def _lengths(text: str) -> list[int]:
-    return [_tokens(part) for part in text.split(",")]
-
-
-def _length_grid(text: str) -> list[int]:
-    """``128,256`` as it is, ``128:4096:6`` as so many lengths from the first to the last, each the
-    same factor above the one before."""
+    """``128,256`` as it is; ``128:4096:6`` as so many lengths from the first to the last, each the
+    same factor above the one before; anything else is a file of lengths."""
+    if "," not in text and set(text) - set("-0123456789:"):
+        try:
+            found: list[int] = pkgutil.resolve_name("paradyse.cli.traces:read_lengths")(text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(f"{e}, or {LENGTHS.rsplit('|', 1)[0]}") from None
+        return found
     if ":" not in text:
-        return _lengths(text)
+        return [_tokens(part) for part in text.split(",")]
     parts = text.split(":")
     if len(parts) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r}: give FIRST:LAST:HOW MANY, or N,N,...")
+        raise argparse.ArgumentTypeError(f"{text!r}: give {LENGTHS}")
     first, last, count = _tokens(parts[0]), _tokens(parts[1]), _whole(1)(parts[2])
     if count < 2 or last <= first:
         raise argparse.ArgumentTypeError(
@@ -134,7 +140,7 @@ def _add_running(parser: argparse.ArgumentParser, on_paper: bool = False) -> Non
         _flag(group, "--device", text, "auto", choices=launch.DEVICES)
     text = "give up after this many seconds (default: %(default).0f)"
     _flag(group, "--timeout", text, 1800.0, _whole(1, MOST_SECONDS, "second"), "S")
-    _switch(group, "--verbose", "let rank 0 write its own output (with TORCH_LOGS, its logs)")
+    _switch(group, "--verbose", "let rank 0 write to standard error (with TORCH_LOGS, its logs)")
 
 
 def _add_links(parser: argparse.ArgumentParser, usual: str = "") -> None:
@@ -188,6 +194,11 @@ def _add_config(
     _flag(parser, "--dtype", text, dtype, choices=DTYPES)
 
 
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    text = "print one JSON object, and what people read to standard error"
+    _switch(parser, "--json", text)
+
+
 def _add_seed(parser: argparse._ActionsContainer) -> None:
     _flag(parser, "--seed", "of random numbers", 0, _whole(-SEEDS, SEEDS - 1), "N")
 
@@ -232,6 +243,7 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--seq-len", text, 53, _tokens, "N")
     _add_seed(parser)
     _add_inner(parser, "aot_eager")
+    _add_json(parser)
     _add_running(parser)
 
 
@@ -239,11 +251,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, None, "float32; on paper bfloat16")
     text = "sequence lengths to plan for (default: 128,1024,8192; on paper 2048 and its doubles "
     text += "until nothing fits)"
-    _flag(parser, "--lengths", text, type=_lengths, metavar="N,N,...")
+    _flag(parser, "--lengths", text, type=_lengths, metavar=LENGTHS)
     _flag(parser, "--plan", "auto, or a strategy to be explained", "auto", _strategy)
     _add_memory_limit(parser, "what a rank may need, such as 80GiB")
     text = "levers against memory that auto may use, or none (default: all)"
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
+    _add_json(parser)
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
     _count(group, "--gpus", "devices of the cluster (default: 8)")
@@ -265,9 +278,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 def _profile(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, required=False)
-    grid = "N,N,... or FIRST:LAST:HOW-MANY"
-    text = "sequence lengths to measure (default: 128:2048:5)"
-    _flag(parser, "--lengths", text, [128, 256, 512, 1024, 2048], _length_grid, grid)
+    text = "sequence lengths to measure"
+    _flag(parser, "--lengths", text, "128:2048:5", _lengths, LENGTHS)
     _add_strategies(parser, "what to measure")
     text = "levers measured too, each with every strategy (default: none, predicted from shapes)"
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
@@ -280,6 +292,7 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--out", text, "profile.jsonl", metavar="FILE")
     _switch(parser, "--overwrite", "begin the file anew")
     _add_inner(parser, "inductor")
+    _add_json(parser)
     _add_running(parser)
     parser.set_defaults(timeout=86400.0)
 
@@ -289,8 +302,13 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "the trace of lengths; without a source, of the standard library's files"
     )
     source = group.add_mutually_exclusive_group()
-    _flag(source, "--lengths", "the lengths themselves", type=_lengths, metavar="N,N,...")
-    _flag(source, "--lengths-file", "a file of them, as many as it has", metavar="FILE")
+    _flag(
+        source,
+        "--lengths",
+        "the lengths themselves, in their order",
+        type=_lengths,
+        metavar=LENGTHS,
+    )
     text = "GitHubCode or GRCh38, --cap being their longest"
     _flag(source, "--distribution", text, metavar="NAME")
     _flag(source, "--text", "text files", metavar="FOLDER")
@@ -303,6 +321,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     text = "write bench.csv, bench.html and, with paradyse[plot], bench.png here"
     _flag(parser, "--out", text, metavar="FOLDER")
     _add_inner(parser, "inductor")
+    _add_json(parser)
     _add_llama(parser, 4)
     _add_links(parser)
     _add_running(parser)
@@ -339,7 +358,7 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
         "paradyse bench --ranks 2 --distribution GRCh38 --steps 16 --cap 8192 --out bench",
         _bench,
     ),
-    ("doctor", "check that everything needed is there", "paradyse doctor", lambda parser: None),
+    ("doctor", "check that everything needed is there", "paradyse doctor", _add_json),
 )
 """Name, what it does, an example, its flags."""
 

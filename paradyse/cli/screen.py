@@ -33,9 +33,13 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def make_console() -> Console:
-    """The terminal; for a file or a pipe, lines as wide as they come and nothing but text."""
-    plain: dict[str, Any] = {"markup": False, "highlight": False}
+def make_console(to_stderr: bool = False) -> Console:
+    """The terminal; for a file or a pipe, lines as wide as they come and nothing but text.
+
+    Args:
+        to_stderr: leave standard output to what machines read.
+    """
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "stderr": to_stderr}
     console = _Console(**plain)
     return console if console.is_terminal else _Console(width=200, no_color=True, **plain)
 

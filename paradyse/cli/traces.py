@@ -95,12 +95,10 @@ def trace_of(args: argparse.Namespace) -> tuple[list[int], str]:
     Raises:
         ValueError: a file or folder that is not there or has no lengths; an unknown distribution.
     """
-    if args.tokenizer and (args.lengths or args.lengths_file or args.distribution):
+    if args.tokenizer and (args.lengths or args.distribution):
         raise ValueError("--tokenizer counts the tokens of text: give it with --text, or alone")
     if args.lengths:
         return args.lengths, "as given"
-    if args.lengths_file:
-        return read_lengths(args.lengths_file), f"of {args.lengths_file}"
     if args.distribution:
         name = find_distribution(args.distribution)
         lengths = sample_lengths(name, args.steps, args.cap, args.seed)

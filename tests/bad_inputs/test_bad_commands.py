@@ -115,16 +115,22 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("bench --lengths 0", "0 is too small; give at least 1 token"),
     ("bench --lengths=-5", "-5 is too small"),
     ("bench --lengths 99999999999", "99999999999 is too large; give at most 1000000000 tokens"),
-    ("plan --model {llama} --lengths 128:256", f"'128:256' {NUMBER}"),
+    ("plan --model {llama} --lengths 128:256", "'128:256': give N,N,...|FIRST:LAST:HOW-MANY|FILE"),
+    (
+        "plan --model {llama} --lengths {folder}",
+        ("no file {folder}; give one with", ", or N,N,...|FIRST:LAST:HOW-MANY"),
+    ),
+    ("bench --lengths /no/file", "no file /no/file; give one with a length on each line, or N,N"),
+    ("profile --lengths {folder}/notes", "notes, line 1: 'my' is no length; give whole numbers"),
     ("profile --lengths 64:32:3", "the last must exceed the first"),
     ("profile --lengths 64:128:1", "the last must exceed the first, and two or more"),
-    ("profile --lengths 64:128", "give FIRST:LAST:HOW MANY"),
-    ("profile --lengths 64:128:3:4", "give FIRST:LAST:HOW MANY"),
+    ("profile --lengths 64:128", "give N,N,...|FIRST:LAST:HOW-MANY|FILE"),
+    ("profile --lengths 64:128:3:4", "give N,N,...|FIRST:LAST:HOW-MANY|FILE"),
     ("profile --lengths 64::3", f"'' {NUMBER}"),
     ("profile --lengths 1:9:99999999", "99999999 is too large"),
     # flags that do not go together
     ("bench --text x --lengths 3", "not allowed with argument"),
-    ("bench --distribution GRCh38 --lengths-file {folder}/notes", "not allowed with argument"),
+    ("bench --distribution GRCh38 --lengths 64:128:2", "not allowed with argument"),
     ("bench --tokenizer x --lengths 3", "give it with --text, or alone"),
     ("plan --model {llama} --out {folder}/plans", "--out is for a cluster on paper: give --gpus"),
     (
@@ -161,8 +167,6 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("demo --text {folder}/notes", "no folder {folder}/notes; name another one"),
     ("demo --text {folder}", ("no text file of 16 to 4096 bytes below {folder}", "raise the cap")),
     ("bench --text /no/such/folder", "no folder /no/such/folder"),
-    ("bench --lengths-file /no/file", "no file /no/file; give one with a length on each line"),
-    ("bench --lengths-file {folder}", "no file {folder}; give one with a length on each line"),
     ("bench --tokenizer /no/file", "no file /no/file; give a HuggingFace tokenizer.json"),
     ("bench --tokenizer {folder}", "no file {folder}/tokenizer.json; give a HuggingFace"),
     ("bench --tokenizer {llama}", "config.json is no tokenizer.json"),
@@ -403,7 +407,7 @@ def test_files_of_lengths_that_are_refused(
 ) -> None:
     content, words = LENGTHS[name]
     file = write(tmp_path / "lengths.txt", content)
-    check(capsys, tmp_path, words, "bench", "--lengths-file", str(file))
+    check(capsys, tmp_path, words, "bench", "--lengths", str(file))
 
 
 @pytest.mark.parametrize("seconds", ["abc", "", "nan", "inf", "-1", "0"])

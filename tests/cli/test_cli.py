@@ -155,7 +155,7 @@ def test_plan_of_mixed_lengths_writes_ways_to_train_with(config: str, tmp_path: 
 @pytest.mark.slow
 def test_bench_writes_time_plan_and_memory_of_every_run(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("300  # a comment\n24\n")
-    few = ["--lengths-file", str(tmp_path / "lengths.txt"), "--strategies", "megatron_cz,metp"]
+    few = ["--lengths", str(tmp_path / "lengths.txt"), "--strategies", "megatron_cz,metp"]
     few += ["--rounds", "2", "--csv", str(tmp_path / "t.csv"), "--out", str(tmp_path / "charts")]
     code, out = run("bench", *few, *TINY, "--inner", "eager")
     assert code == 0, out

@@ -64,7 +64,7 @@ def plan_of_batches(folder: Path) -> Path:
 
 def bench(folder: Path) -> Path:
     (folder / "lengths.txt").write_text("700\n64\n9\n300\n24\n")
-    few = ["--lengths-file", str(folder / "lengths.txt"), "--rounds", "1", "--out", str(folder)]
+    few = ["--lengths", str(folder / "lengths.txt"), "--rounds", "1", "--out", str(folder)]
     code, out = run("bench", *few, *TINY, "--inner", "eager")
     assert code == 0, out
     return folder / "bench.html"

@@ -37,7 +37,7 @@ def words(tmp_path: Path) -> str:
 def test_a_file_has_lengths_in_any_layout_and_comments(tmp_path: Path) -> None:
     file = tmp_path / "lengths.csv"
     file.write_text("128, 64\n# nothing\n\n7; 9 # the last\n7\n")
-    assert trace("--lengths-file", str(file)) == [128, 64, 7, 9, 7]
+    assert trace("--lengths", str(file)) == [128, 64, 7, 9, 7]
 
 
 def test_a_distribution_has_its_longest_and_its_seed_from_the_flags() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paradyse.cli import launch
 from paradyse.cli.commands.demo import llama_size
+from paradyse.cli.json_output import show_json
 from paradyse.cli.models import require_transformers
 from paradyse.cli.outputs import check_file, check_folder
 from paradyse.cli.results import COLUMNS, Record, Results
@@ -19,7 +20,7 @@ def run_bench(args: argparse.Namespace) -> int:
     """Replays a trace of lengths, that of ``args``, under auto and every strategy."""
     require_transformers()
     _check_paths(args)
-    console = make_console()
+    console = make_console(args.json)
     lengths, source = trace_of(args)
     device = launch.choose_device(args.device, args.ranks)
     strategies = (args.strategies or ALONG_SEQUENCE) if args.ranks > 1 else ()
@@ -59,6 +60,9 @@ def run_bench(args: argparse.Namespace) -> int:
         written += results.write(Path(args.out), "bench", title)
     for line in written:
         console.print(line)
+    if args.json:
+        runs, peaks = record.replayed, record.held
+        show_json({"setting": title, "runs": runs, "peaks": peaks, "infeasible": record.infeasible})
     return 0
 
 

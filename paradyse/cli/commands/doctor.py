@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paradyse.cli import launch
+from paradyse.cli.json_output import show_json
 from paradyse.cli.screen import make_console, show_table
 from paradyse.planning.units import format_bytes
 
@@ -173,14 +174,16 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Every check, whatever ``args``; exit code 1 if one found what keeps the backend from
+    """Every check, shown as ``args`` say; exit code 1 if one found what keeps the backend from
     running."""
-    console = make_console()
+    console = make_console(args.json)
     with console.status("looking around ..."):
         findings = [check() for check in CHECKS]
     rows = [(f.state, f.what, f.found) for f in findings]
     show_table(console, "what the backend needs", ("", "what", "found"), rows)
     problems = [f for f in findings if f.problem]
+    if args.json:
+        show_json({"ok": not problems, "findings": findings})
     for f in findings:
         if f.problem:
             console.print(f"{f.what}: {f.problem}", style="bold red")

@@ -13,6 +13,7 @@ import torch
 from paradyse.cli import launch
 from paradyse.cli import models as integrations
 from paradyse.cli.charts import Bands, Chart, Line, Page, Table
+from paradyse.cli.json_output import show_json
 from paradyse.cli.mixed import draw_batches, page_of_batches, tables_of_batches
 from paradyse.cli.outputs import check_folder
 from paradyse.cli.pages import write_charts
@@ -120,7 +121,7 @@ def _plan_here(args: argparse.Namespace) -> None:
             "levers": args.levers,
         },
     }
-    console = make_console()
+    console = make_console(args.json)
     with console.status(f"planning on {args.ranks} ranks ..."):
         reports = launch.run_as_asked(args, "paradyse.cli.rank_jobs:plan", arguments)[0]
     for report in reports:
@@ -128,6 +129,8 @@ def _plan_here(args: argparse.Namespace) -> None:
         console.print()
     for note in beyond_positions(config, max(lengths)):
         console.print(f"note: {note}")
+    if args.json:
+        show_json({"plans": reports})
 
 
 def _plan_on_paper(args: argparse.Namespace) -> None:
@@ -141,7 +144,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     name = DEVICE if args.device == "auto" else args.device
     cluster, num_gpus = read_cluster(name), args.gpus or 8
     machine = machine_of(cluster, num_gpus, getattr(torch, dtype))
-    console = make_console()
+    console = make_console(args.json)
     with console.status(f"a dry run on {num_gpus} ranks ..."):
         config = integrations.read_config(args.model)
         on_host = args.offload == "optimizer"
@@ -170,6 +173,9 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     if args.out:
         for line in write_charts(Path(args.out), "plan", page_of(title, outlook), tables):
             console.print(line)
+    if args.json:
+        known = ("limit_bytes", "batch", "dtype", "infeasible", "forecasts", "longest", "reaches")
+        show_json({"setting": title, **{name: getattr(outlook, name) for name in known}})
 
 
 def _plan_batches_on_paper(args: argparse.Namespace) -> None:
@@ -183,7 +189,7 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
     cluster = read_cluster(DEVICE if args.device == "auto" else args.device)
     num_gpus, dtype = args.gpus or 8, args.dtype or "bfloat16"
     levers = LEVERS if args.levers is None else args.levers
-    config, console = integrations.read_config(args.model), make_console()
+    config, console = integrations.read_config(args.model), make_console(args.json)
     weights = args.weights or SHARDED
 
     @cache
@@ -210,6 +216,8 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
             console.print(line)
         write_ways(Path(args.out) / "ways.json", ways, weights)
         console.print(f"wrote {Path(args.out) / 'ways.json'}")
+    if args.json:
+        show_json({"setting": title, "batches": batches, "found": found})
 
 
 def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weights: str) -> str:

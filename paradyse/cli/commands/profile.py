@@ -8,6 +8,7 @@ from functools import partial
 from rich.console import Console
 
 from paradyse.cli import launch
+from paradyse.cli.json_output import show_json
 from paradyse.cli.models import (
     LlamaSize,
     checked_config,
@@ -49,7 +50,7 @@ def run_profile(args: argparse.Namespace) -> int:
         "levers": args.levers or (),
     }
     device = launch.choose_device(args.device, args.ranks)
-    console = make_console()
+    console = make_console(args.json)
     if device == "cpu" and args.ranks > (cores := launch.num_cores()):
         console.print(
             f"{args.ranks} ranks share {cores} core{'s' * (cores > 1)}: what a block takes depends "
@@ -65,6 +66,8 @@ def run_profile(args: argparse.Namespace) -> int:
             silence_s=args.timeout,  # between two reports lie all steps of a strategy at a length
         )[0]
     show_summary(console, found, args)
+    if args.json:
+        show_json(found)
     return 0
 
 
