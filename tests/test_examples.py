@@ -22,9 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LONGEST = 301
 """Divides by no number of ranks; some files are shorter."""
-SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "lora", "sft", "dpo")
+SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "fabric_loop", "lora", "sft", "dpo")
 MIXED = ("mixed_loop", "mixed_trainer")
-NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "sft": "trl", "dpo": "trl"}
+NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
+NEEDS |= {"sft": "trl", "dpo": "trl"}
 FIXED = ("--plan", "ulysses_z")
 """Two starts of auto may plan, and round, differently."""
 

@@ -66,6 +66,14 @@ class Record:
             r.time_s for r in self.replayed if (r.choice, r.index) == (choice, index)
         )
 
+    def plans(self, choice: str, index: int) -> set[str]:
+        """Those that file ``index`` ran under by ``choice``, in words."""
+        return {r.plan for r in self.replayed if (r.choice, r.index) == (choice, index)}
+
+
+MARKS = "* fastest, = the plan that auto had there too: what differs is noise"
+"""In cells of ``choice_times``."""
+
 
 def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
     """Of ``record``: time of the files ``at`` under auto; under each of ``choices``, times that."""
@@ -73,7 +81,10 @@ def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> t
         return ("-",) * (1 + len(choices))
     totals = {c: sum(record.median_s(c, i) for i in at) for c in (AUTO, *choices)}
     best = min(totals.values())
-    cells = [format_seconds(totals[AUTO]), *(f"{totals[c] / totals[AUTO]:.2f}x" for c in choices)]
+    cells = [format_seconds(totals[AUTO])]
+    for c in choices:
+        alike = all(record.plans(c, i) == record.plans(AUTO, i) for i in at)
+        cells.append(f"{totals[c] / totals[AUTO]:.2f}x" + "=" * alike)
     return tuple(c + ("*" if t == best else "") for c, t in zip(cells, totals.values()))
 
 
@@ -125,7 +136,7 @@ class Results:
         rows.append(("all", "", *choice_times(self.record, choices, self.order)))
         title = (
             f"forward and backward: median of {self.record.num_rounds()} warm runs, interleaved; "
-            "* fastest"
+            f"{MARKS}"
         )
         return title, ("length", "plan of auto", AUTO, *choices), rows
 

@@ -22,7 +22,7 @@ from paradyse.cli.models import LlamaSize, require_transformers
 from paradyse.cli.outputs import check_folder
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO
-from paradyse.cli.results import Record, Results, choice_times
+from paradyse.cli.results import MARKS, Record, Results, choice_times
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.units import format_bytes
 from paradyse.types import ALONG_SEQUENCE
@@ -144,7 +144,7 @@ def _summarize(
         title = (
             f"forward and backward of the same files, {len(everything)} in all, up to "
             f"{args.per_range} of each range, under {trained} and each static plan: medians of "
-            f"{record.num_rounds()} warm runs, interleaved; * fastest"
+            f"{record.num_rounds()} warm runs, interleaved; {MARKS}"
         )
         show_table(console, title, header, rows)
     else:
