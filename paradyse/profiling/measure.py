@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +79,14 @@ class Progress:
     text: str
     """What is measured next."""
 
+    def __str__(self) -> str:
+        return f"{self.done}/{self.total}  {self.text or 'measured'}"
+
+    def show(self) -> None:
+        """Writes it to standard error, in the place of the one before."""
+        sys.stderr.write(f"\r\x1b[K{self}" + "\n" * (self.done == self.total))
+        sys.stderr.flush()
+
 
 def profile(
     model: Model,
@@ -112,7 +121,8 @@ def profile(
         memory_limit: bytes a rank may hold, weights and gradients included, or text such as
             "80GiB"; None: the device's capacity less a reserve.
         repeats: timed steps for each strategy and length; more where steps are short (``LEAST_S``).
-        progress: called on rank 0 before each strategy at each length, and at the end.
+        progress: called on rank 0 before each strategy at each length, and at the end; None: a line
+            on standard error, where that is a terminal.
         options: of the backend, other than ``plan``, ``strategies`` and ``memory_limit``.
         make_batch: ``(batch, seq_len)`` to the keyword arguments of one call, equal on all ranks;
             None: random ``input_ids``, with themselves as ``labels``.
@@ -151,6 +161,8 @@ def profile(
     book = _Book(Path(path), header, batch, training, overwrite)
     most = limit or machine.capacity_bytes or math.inf
     lengths = sorted(set(lengths))
+    if progress is None and sys.stderr.isatty():
+        progress = Progress.show
     tell = progress if progress is not None and _is_first() else lambda _: None
     done, total = 0, len(lengths) * len(names)
     with steps.prepared():

@@ -247,6 +247,20 @@ def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
         assert m.batch == 2 and not m.training and m.backward_s == 0
 
 
+def test_a_terminal_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In one line, which the next one takes the place of; a pipe gets nothing."""
+    given = {"lengths": [4], "options": EAGER, "make_batch": tiny_batch, "repeats": 1}
+    for terminal, written in (
+        (True, "\r\x1b[K0/1  4 tokens, replicated\r\x1b[K1/1  measured\n"),
+        (False, ""),
+    ):
+        monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)  # noqa: B023
+        profile(make_tiny(), tmp_path / f"{terminal}.jsonl", **given)
+        assert capsys.readouterr().err == written
+
+
 def measure_levers(path: str) -> Profile:
     levers = ("tiled", "recompute")
     return profile(
