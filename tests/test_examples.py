@@ -22,7 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LONGEST = 301
 """Divides by no number of ranks; some files are shorter."""
-SCRIPTS = ("plain_loop", "trainer", "accelerate_loop", "fabric_loop", "lora", "sft", "dpo")
+SCRIPTS = (
+    "plain_loop",
+    "fine_tune",
+    "trainer",
+    "accelerate_loop",
+    "fabric_loop",
+    "lora",
+    "sft",
+    "dpo",
+)
 MIXED = ("mixed_loop", "mixed_trainer")
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric"}
 NEEDS |= {"sft": "trl", "dpo": "trl"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import sys
@@ -31,8 +32,8 @@ def as_json(value: Any) -> Any:
         return None
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return as_json(value._asdict())
+    if isinstance(value, tuple) and (names := inspect.get_annotations(type(value))):
+        return {name: as_json(of) for name, of in zip(names, value, strict=True)}
     if isinstance(value, Sequence):
         return [as_json(of) for of in value]
     raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -441,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     sys.stdout.flush()
     except (KeyboardInterrupt, _Ended) as e:
         number = signal.Signals(e.args[0] if e.args else signal.SIGINT)
-        _tell(f"{name}: ended by {number.name}; so have been the ranks")
+        _tell(f"{name}: ended by {number.name}, and what it had started")
         return 128 + number
     except (ValueError, launch.RanksFailed) as e:
         _tell(f"{name}: {e}")

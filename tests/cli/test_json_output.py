@@ -13,10 +13,11 @@ import torch
 from paradyse.cli import main as cli
 from paradyse.cli.commands import doctor
 from paradyse.cli.json_output import as_json
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
-LLAMA = {"model_type": "llama", **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 6000}
+LLAMA = {"model_type": "llama", **SIZES, **HEADS}
 
 
 class Pair(NamedTuple):
@@ -43,23 +44,31 @@ def test_verify(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--layers", "1", "--seq-len", "13", "--inner", "eager", "--dtype", "float16"]
     found, err = ask(capsys, "verify", "--model", config, *few)
     assert found["ok"] is True and err.endswith("ok\n")
+    assert all(s in err for s in (*ATTENTION_STRATEGIES, REPLICATED, "mixed"))
     rows = {row["plan"]: row for row in found["report"]["rows"]}
     assert rows.keys() >= set(ATTENTION_STRATEGIES) - {"dsp"}
     assert rows["metp"]["gradient_error"] < rows["metp"]["tolerance"] == 0.05
 
 
 def test_plan_on_paper(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "lengths.txt").write_text("512 # tokens\n4096")
-    few = ["--gpus", "2", "--levers", "none", "--lengths", str(tmp_path / "lengths.txt")]
+    """No rank is started; it writes a page, too."""
+    (tmp_path / "lengths.txt").write_text("512 # tokens\n8192")
+    few = ["--levers", "none", "--lengths", str(tmp_path / "lengths.txt"), "--layers", "1"]
+    few += ["--gpus", "16", "--device", "a100-40gb", "--out", str(tmp_path / "plans")]
     found, err = ask(capsys, "plan", "--model", config, *few)
-    assert "longest trainable length" in err
+    for part in ("16 x a100-40gb", "2 nodes", "8,192", "longest trainable length", "mixture"):
+        assert part in err
+    assert "has 6,000 positions (max_position_embeddings)" in err
     assert found["dtype"] == "bfloat16" and found["limit_bytes"] > 2**30
-    assert [f["seq_len"] for f in found["forecasts"]["mixture"]] == [512, 4096]
+    assert [f["seq_len"] for f in found["forecasts"]["mixture"]] == [512, 8192]
     for forecast in found["forecasts"]["metp"]:
         assert forecast["fits"] and forecast["time_s"] > 0
-        assert forecast["plan"]["strategies"] == ["metp"] * 4
+        assert forecast["plan"]["strategies"] == ["metp"] * 2
         assert sum(part["num_bytes"] for part in forecast["held"]) == forecast["peak_bytes"]
-    assert "dsp" in found["infeasible"] and found["longest"]["mixture"] >= 4096
+    assert "dsp" in found["infeasible"] and found["longest"]["mixture"] >= 8192
+    page = (tmp_path / "plans" / "plan.html").read_text()
+    assert page.count('class="chart"') >= 4 and "megatron_ts" in page
+    assert (tmp_path / "plans" / "plan.png").stat().st_size > 10_000
 
 
 def test_doctor_with_a_problem(

@@ -132,7 +132,7 @@ def test_a_signal_ends_the_ranks_and_leaves_nothing(number: int, tmp_path: Path)
     finally:
         process.kill()
     name = signal.Signals(number).name
-    assert error.decode() == f"paradyse doctor: ended by {name}; so have been the ranks\n"
+    assert error.decode() == f"paradyse doctor: ended by {name}, and what it had started\n"
     assert process.returncode == 128 + number
     assert not list(temporary.iterdir())
     assert _gone(int(file.read_text()))
