@@ -89,9 +89,15 @@ class Stats(Shown):
 
 
 def explain(
-    compiled_model: Model, batch_size: int, seq_len: int, other_lens: Sequence[int] = ()
+    compiled_model: Model,
+    batch_size: int,
+    seq_len: int,
+    other_lens: Sequence[int] = (),
+    mask: str | None = None,
 ) -> PlanReport:
     """Why each block gets its strategy at this workload; call it on every rank.
+
+    Under ``torch.no_grad()`` it is the plan of evaluation, which keeps nothing for backward.
 
     Args:
         compiled_model: has run at least once.
@@ -99,18 +105,23 @@ def explain(
         seq_len: tokens of each; of the sequence with the most work where the model has several,
             such as those of an encoder and a decoder.
         other_lens: tokens of the other ones; by default as many.
+        mask: of such batches, as ``StepReport.mask`` has it ("causal, key padding"): plain, padded
+            and packed batches have graphs of their own. None: of the graph that was captured last.
     Returns:
         The plan with its predicted seconds and bytes, and those of every other strategy.
     Raises:
         ValueError: the model has not run yet, so no graph of it is known, or nothing of it is
             split; a size that is no whole number of at least 1; other lengths than the model has
-            sequences; it is a ``MixedModel``, whose groups have a plan each.
+            sequences; no batch with such a mask has run; it is a ``MixedModel``, whose groups have
+            a plan each.
 
     Example:
 
         compiled = torch.compile(model, backend="paradyse")
         compiled(**batch).loss.backward()
         print(paradyse.explain(compiled, batch_size=1, seq_len=8192))
+        mask = paradyse.stats(compiled).last.mask
+        print(paradyse.explain(compiled, batch_size=1, seq_len=8192, mask=mask))
     """
     if isinstance(compiled_model, MixedModel):
         raise ValueError(
@@ -132,7 +143,13 @@ def explain(
             if notes
             else "no graph of this model is known yet: run one step of the compiled model first"
         )
-    capture, graph = graphs[-1]
+    masks = [g.choice.guard.workload(1, 1, training=True).mask for _, g in graphs]
+    if mask not in (None, *masks):
+        known = ", ".join(repr(m) for m in dict.fromkeys(masks))
+        raise ValueError(
+            f"no batch with mask {mask!r} has run: give one of {known}, or run such a batch first"
+        )
+    capture, graph = [pair for pair, m in zip(graphs, masks) if mask in (None, m)][-1]
     num_others = len(graph.program.ctx.seqs) - 1 + len(graph.program.unsplit)
     if len(other_lens) not in (0, num_others):
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool
-from models import TOLERANCE
+from models import TOLERANCE, make_batch, make_model
 from tiny import LengthScaled, Mixer, Tiny, tokens
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
@@ -249,6 +249,28 @@ def test_explain_needs_a_graph_and_names_the_blocks():
     compiled(tokens(2, 7))
     report = paradyse.explain(compiled, 1, 128)
     assert "layers.0.attention and 1 like it" in str(report) and "layers.0.mlp" in str(report)
+
+
+def test_each_kind_of_mask_is_explained() -> None:
+    """Plain, padded and packed batches have graphs of their own, and so has evaluation a plan."""
+    model = make_model("llama_odd")
+    compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    masks = []
+    for how in ("plain", "right", "packed"):
+        compiled(**make_batch(how, 2, 9)).loss.backward()
+        masks.append(paradyse.stats(compiled).last.mask)
+    assert masks == ["causal", "causal, key padding", "causal, documents"]
+    for mask in masks:
+        report = paradyse.explain(compiled, 2, 9, mask=mask)
+        assert report.workload.mask == mask and f"mask: {mask}" in str(report)
+    assert paradyse.explain(compiled, 2, 9).workload.mask == masks[-1]
+    with torch.no_grad():
+        evaluated = paradyse.explain(compiled, 2, 9, mask="causal")
+    assert not evaluated.workload.training
+    assert evaluated.peak_bytes < paradyse.explain(compiled, 2, 9, mask="causal").peak_bytes
+    known = "'causal', 'causal, key padding', 'causal, documents'"
+    with pytest.raises(ValueError, match=f"mask 'padded' has run: give one of {known}"):
+        paradyse.explain(compiled, 2, 9, mask="padded")
 
 
 def test_frozen_weights_have_neither_gradient_nor_moments() -> None:
