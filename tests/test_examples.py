@@ -25,6 +25,7 @@ LONGEST = 301
 SCRIPTS = (
     "plain_loop",
     "fine_tune",
+    "grpo_loop",
     "trainer",
     "accelerate_loop",
     "fabric_loop",
