@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -39,8 +39,9 @@ class WorldStore:
         self._waits = False
         """Whether a question has not been answered yet."""
         # When it is needed there may be no memory for a thread.
-        Thread(target=_answer, args=(self._questions, self._answers), daemon=True).start()
-        weakref.finalize(self, self._questions.put, None)
+        thread = Thread(target=_answer, args=(self._questions, self._answers), daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._questions, thread)
 
     def ask(self, question: Callable[[Any], T], limit_s: float = ANSWER_S) -> T | None:
         """The answer to ``question``, which is given the store; None where it, or an earlier
@@ -81,6 +82,15 @@ def _answer(questions: SimpleQueue[Any], answers: SimpleQueue[Any]) -> None:
             answers.put((question(own), None))
         except Exception as e:
             answers.put((None, e))
+
+
+def _end(questions: SimpleQueue[Any], thread: Thread) -> None:
+    """End the ``thread`` that answers ``questions``, also when the process ends: one that comes
+    back from C++, with an answer or after letting go of the store, once the interpreter is on its
+    way out aborts the process. Nobody waits long for an answer that does not come."""
+    questions.put(None)
+    if thread is not current_thread():
+        thread.join(ANSWER_S)
 
 
 class Alarm:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -102,3 +104,31 @@ def test_a_group_that_nobody_makes_is_given_up(pool2: RankPool) -> None:
     for text, took in pool2.run(group_that_hangs, timeout_s=20):
         assert "making the group of block 'agreement'" in text and "does not answer" in text
         assert took < 5 * PATIENCE
+
+
+AT_THE_END = """
+import atexit, threading, time
+alive = lambda: [t for t in threading.enumerate() if t is not threading.main_thread()]
+atexit.register(lambda: print("alive:", len(alive())))  # before any other, so it runs last
+
+import torch.distributed as dist
+store = dist.TCPStore("localhost", 0, 1, True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+from paradyse.distributed.control import world_store
+
+def slow(store):
+    time.sleep(0.4)
+    return store.check(["x"])
+
+kept = world_store()
+print("answer:", kept.ask(slow, 0.1), "alive:", len(alive()))
+"""
+
+
+def test_no_question_is_under_way_when_python_ends() -> None:
+    """A thread that comes back from C++ while Python ends aborts the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["answer: None alive: 1", "alive: 0"]
