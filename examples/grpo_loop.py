@@ -52,7 +52,8 @@ def main() -> None:
     args = options_of(__doc__, "grpo-example").parse_args()
     mesh = make_mesh(args.replicas)
     torch.manual_seed(0)
-    model = make_model(args.longest)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make_model(args.longest).to(device)
     if not args.whole:
         paradyse.shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -63,7 +64,7 @@ def main() -> None:
     first = paradyse.replica_of(mesh)[0] * args.batch if mesh is not None else 0
     files = Documents(FOLDER, first, args.batch, PROMPT)
     prompts = torch.stack([files[i]["input_ids"] for i in range(args.batch)])
-    prompts = prompts.repeat_interleave(GROUP, 0)
+    prompts = prompts.repeat_interleave(GROUP, 0).to(device)
     rows = []
     for step in range(args.steps):
         torch.manual_seed(step)  # ranks of a group are to draw the same answers
@@ -81,7 +82,7 @@ def main() -> None:
         rewards = rewards_of(ids[:, PROMPT:])
         groups = rewards.view(-1, GROUP)
         advantages = (groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-4)
-        mask = torch.zeros(old.shape)
+        mask = torch.zeros_like(old)
         mask[:, PROMPT - 1 : -1] = 1.0
         for _ in range(STEPS_EACH):
             loss = loss_of(model, ids, old, advantages.flatten()[:, None], mask)
