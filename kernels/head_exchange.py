@@ -4,7 +4,7 @@ other.
 ``slots`` say which heads go to which rank. ``tensors`` are of queries alone or of queries, keys and
 values, and ``widths`` those of their heads; 0 for queries leaves keys and values alone. A
 ``message`` is [p, B, s, W], slice r for or from rank r. Tokens are in the balanced order: rank r
-holds chunks r and 2p-1-r.
+holds chunks r and 2p-1-r; where s is odd, chunk r of p.
 
 Order: the reference in plain PyTorch, the public functions. On CUDA each function is one
 pass of a kernel (``triton_exchange``) from the tensors at hand to those that are needed.
@@ -42,6 +42,8 @@ def receive_tokens_reference(message: Tensor) -> Tensor:
     p, b, s, w = message.shape
     if p == 1:
         return message[0]
+    if s % 2:
+        return message.transpose(0, 1).reshape(b, p * s, w)
     halves = message.view(p, b, 2, s // 2, w)
     natural = message.new_empty(b, 2 * p, s // 2, w)
     natural[:, :p] = halves[:, :, 0].transpose(0, 1)
@@ -61,6 +63,8 @@ def send_tokens_reference(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor
     if p == 1:
         return whole[None]
     width = whole.shape[2]
+    if s % 2:
+        return whole.view(b, p, s, width).transpose(0, 1).contiguous()
     chunks = whole.view(b, 2 * p, s // 2, width)
     halves = torch.stack([chunks[:, :p], chunks[:, p:].flip(1)], 2)  # [B, p, 2, c, W]
     return halves.transpose(0, 1).reshape(p, b, s, width)

@@ -234,8 +234,8 @@ def launch_send_heads(slots: HeadSlots, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _chunk(rows_per_rank: int, num_ranks: int) -> int:
-    """Tokens in a chunk of the balanced order; one rank holds one chunk."""
-    return rows_per_rank if num_ranks == 1 else rows_per_rank // 2
+    """Tokens in a chunk of the balanced order; one rank, and an odd number of tokens, is one."""
+    return rows_per_rank if num_ranks == 1 or rows_per_rank % 2 else rows_per_rank // 2
 
 
 def launch_receive_tokens(message: Tensor) -> Tensor:

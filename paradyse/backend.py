@@ -3,68 +3,44 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from paradyse.choice import choice_of
 from paradyse.config import Options, parse_options, with_environment
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import Call, agreement_of
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, resolve_axis, resolve_replicas
-from paradyse.distributed.checksums import BatchChecksum, checksum
+from paradyse.distributed.checksums import BatchChecksum
 from paradyse.distributed.facts import (
-    GATHERS,
     GRADIENTS,
     INPUTS,
-    NO_SYNC,
-    OPTIMIZERS,
-    PROFILE,
-    PROGRAM,
-    RANDOM_STATE,
     WEIGHTS,
-    digest,
 )
-from paradyse.distributed.failures import OutOfMemoryError
-from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
-from paradyse.passes.dump import write
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.alone import OTHER_BLOCKS
-from paradyse.planning.explain import plan_table
+from paradyse.planned_program import PlannedProgram
 from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime import registry
 from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import (
     as_tensor_of,
-    build_alone,
     build_program,
     check_shards,
     empty_input,
-    find_sizes,
-    fingerprint,
     is_model_state,
     serves,
     shown_factors,
-    sizes_of,
     trace_inputs,
 )
 from paradyse.runtime.computed_whole import allow_whole
-from paradyse.runtime.describe import describe_blocks, describe_head
-from paradyse.runtime.frame import current_frames
-from paradyse.runtime.program import Program, StepConstants
+from paradyse.runtime.program import Program
 from paradyse.runtime.weight_writes import apply_writes, take_writes
-from paradyse.strategies.base import SPLIT, WHOLE
 from paradyse.strategies.groups.rest_layout import rest_layouts
-from paradyse.torch_private import lookup_backend, tree_leaves
-from paradyse.types import Plan, Workload
-from paradyse.weights.no_sync import AT_ONCE, gradients_are
+from paradyse.torch_private import lookup_backend
 from paradyse.weights.sharded_tensor import relayout
 from paradyse.weights.unshard import Shelf, gather
 
@@ -123,7 +99,7 @@ class Capture:
         self.num_steps, self.is_first = 0, True
         self.steps = steps_of(self.weights.held())
         self.notes: list[str] = []
-        self.graphs: dict[tuple[Any, ...], _Graph] = {}
+        self.graphs: dict[tuple[Any, ...], PlannedProgram] = {}
         self._whole_at: dict[tuple[Any, ...], Any] = {}
         self.data = [
             i
@@ -235,14 +211,14 @@ class Capture:
 
         return with_whole_weights
 
-    def _graph(self, inputs: Sequence[Any]) -> _Graph | None:
+    def _graph(self, inputs: Sequence[Any]) -> PlannedProgram | None:
         how = self.is_weight, self.options, self.axis, None, self.others
         program, ctx = self.dumping(lambda: build_program(self.gm, inputs, *how))
         self.notes = ctx.notes
         if program is None:
             return None
         self._lay_out(program)
-        graph = _Graph(program, self, inputs)
+        graph = PlannedProgram(program, self, inputs)
         named = shown_factors(program)
         if not self.keyed_dims:
             self.keyed_dims = tuple(
@@ -277,13 +253,13 @@ class Capture:
                 if weight is not None:
                     relayout(weight, layout)
 
-    def _check_sizes(self, graph: _Graph) -> None:
+    def _check_sizes(self, graph: PlannedProgram) -> None:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
         again = self.trace.again(self.keyed_dims)
         how = self.is_weight, self.options, self.axis
         if again is None or serves(graph.program, self.gm, again, *how):
             return
-        explained: _Graph | None = None
+        explained: PlannedProgram | None = None
         if not self.keyed_dims:  # what looks like a constant may be made of a length
             self.others = again
             explained = self._graph(self.trace.values)
@@ -334,167 +310,3 @@ class Capture:
 
 def _scalar(x: Any) -> Any:
     return x.item() if isinstance(x, Tensor) else x
-
-
-class _Graph:
-    """A program with the guard that chooses its plan.
-
-    Args:
-        inputs: that it was traced with.
-    """
-
-    def __init__(self, program: Program, capture: Capture, inputs: Sequence[Any]):
-        self.program, self.capture = program, capture
-        self._inputs, self._others = inputs, capture.others
-        self.sizes = find_sizes(program)
-        self.axis = capture.axis
-        self.blocks = describe_blocks(program)
-        weights = capture.weights.held()
-        text = fingerprint(program)
-        how = capture.options, self.axis, capture.agreement
-        head, replicas = describe_head(program), capture.replicas.size
-        self.choice = choice_of(text, *how, self.blocks, weights, head, replicas)
-        self.choice.watch(program)
-        self._program_facts = {
-            "how many outputs are asked for": len(tree_leaves(program.output)),
-            "how many weights are trained": sum(w.requires_grad for w in weights),
-            PROGRAM: zlib.crc32(text.encode()),
-        }
-        self._constants: Recent[Any, StepConstants] = Recent()
-
-    def __call__(self, args: Sequence[Any]) -> Any:
-        sizes, call = sizes_of(self.sizes, args, self.axis), None
-        if self.capture.agreement is not None:
-            args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
-            call = self.capture.agree(args, self._facts(sizes))
-        guard = self.choice.guard
-        shape = self._shape(sizes)
-        if call is None:
-            return self._run(args, sizes, guard(*shape))
-        call.out_of_memory = partial(self.choice.ran_out, guard.workload(*shape))
-        random_state = torch.get_rng_state() if self.program.schedule.has_dropout else None
-        tried: list[Plan] = []
-
-        def compute() -> Any:
-            tried.append(self._plan(shape))
-            return self._run(args, sizes, tried[-1])
-
-        try:
-            return call.forward(compute)
-        except OutOfMemoryError as e:
-            may_retry = self.capture.options.retry_out_of_memory and not self.capture.in_group
-            if not (may_retry and e.may_repeat):
-                raise
-            safer = self._plan(shape)  # ranks agree on it: only where all of them come here
-            if safer in tried:
-                raise
-            log.warning("%s. This forward is run again by the plan %s", e, safer.key)
-        if random_state is not None:
-            torch.set_rng_state(random_state)
-        return call.forward(compute)
-
-    def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
-        # counted before anything may raise on one rank alone: ranks run blocks together alike
-        together = self.choice.uses.add(plan)
-        workload = self.choice.guard.workload(*self._shape(sizes))
-        steps = self.capture.steps
-        if steps is None:
-            return self._compute(args, sizes, plan, workload, together)
-        device, predict = self.program.device, partial(self.choice.predict, plan, workload)
-        step = steps.begin(device, workload, plan, predict)
-        try:
-            outputs = self._compute(args, sizes, plan, workload, together)
-        except BaseException:
-            step.failed()
-            raise
-        step.forward_ended(outputs, device)
-        return outputs
-
-    def _compute(
-        self,
-        args: Sequence[Any],
-        sizes: dict[str, int],
-        plan: Plan,
-        workload: Workload,
-        together: bool,
-    ) -> Any:
-        make_frame = current_frames()
-        program = self.alone if plan.alone else self.program
-        assert program is not None
-        program.known_buffers.check(args)
-        program.shown_keys.check(args, self.capture.names)
-        constants = replace(self._make(program, sizes, plan), together=together)
-        if program.in_group and self.capture.agreement is not None:
-            order = digest(program.gathering_order(constants.strategy, args))
-            self.capture.agreement.tell("gathers weights", {}, True, {GATHERS: order})
-        feedback = self.choice.feedback
-        if feedback is None or not workload.training:
-            return make_frame(program, args, constants).run()
-        return feedback.run(program, args, constants, workload, make_frame)
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """Those that were built so far."""
-        alone = vars(self).get("alone")
-        return (self.program,) if alone is None else (self.program, alone)
-
-    @cached_property
-    def alone(self) -> Program | None:
-        """What computes the whole on every rank; None where that has other blocks."""
-        at = self.capture
-        built_of = at.gm, self._inputs, at.is_weight, at.options
-        return build_alone(self.program, *built_of, self.axis, self._others)
-
-    def _plan(self, shape: tuple[int, int, bool, bool, Lengths]) -> Plan:
-        """The guard's for a call of this ``shape``, which can be run."""
-        plan = self.choice.guard(*shape)
-        if plan.alone and self.alone is None:
-            log.warning("every rank cannot compute the whole: %s", OTHER_BLOCKS)
-            self.choice.refuse_alone(OTHER_BLOCKS)
-            plan = self.choice.guard(*shape)
-        return plan
-
-    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool, Lengths]:
-        """What the guard asks of a call."""
-        keeps_gradients = self._gradients() != AT_ONCE
-        num_sequences = self.program.num_sequences(sizes)
-        others = self.program.other_lengths(sizes)
-        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients, others
-
-    def _gradients(self) -> str:
-        if not torch.is_grad_enabled():
-            return AT_ONCE
-        return gradients_are(self.axis, self.capture.weights.held())
-
-    def _make(self, program: Program, sizes: dict[str, int], plan: Plan) -> StepConstants:
-        key = (*sizes.values(), plan)
-        found = self._constants.get(key)
-        if found is None:
-            own = {k: n for k, n in sizes.items() if k != SPLIT} if plan.alone else sizes
-            found = program.constants_for(own, plan.strategies, plan.head)
-            self._constants[key] = found
-            if self.capture.options.dump is not None:
-                folder = Path(self.capture.options.dump)
-                self.capture.dumping(lambda: self._dump_plan(folder, sizes, plan))
-        return found
-
-    def _dump_plan(self, folder: Path, sizes: Mapping[str, int], plan: Plan) -> None:
-        """The first rank writes the table of the plan for these sizes, beside the graphs."""
-        if self.axis.rank:
-            return
-        name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
-        write(folder, name, plan_table(self.blocks, plan) + "\n")
-
-    def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        first, dropout = self.capture.is_first, self.program.schedule.has_dropout
-        profile = self.choice.cost_model
-        return {
-            "the sequence length": sizes[WHOLE],
-            "the batch size": sizes.get("B", 1),
-            "the lengths of other sequences": str(self.program.other_lengths(sizes)),
-            **self._program_facts,
-            NO_SYNC: self._gradients(),
-            OPTIMIZERS: self.choice.optimizers.count,
-            RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
-            PROFILE: profile.profile.checksum if first and profile else 0,
-        }

@@ -30,6 +30,7 @@ from paradyse.planning.machine import agreed_capacity, describe_device, measure_
 from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.profile_file import Header, present_versions
+from paradyse.planning.splits import Splits
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
@@ -39,6 +40,7 @@ from paradyse.types import (
     HEAD,
     LEVER_SETS,
     REPLICATED,
+    SPLITS,
     BlockSpec,
     HeadSpec,
     Plan,
@@ -58,7 +60,11 @@ _POINTS = tuple(
     )
 )
 _HEADS = (*("+".join(levers) for levers in LEVER_SETS[HEAD]), REPLICATED)
-"""What plans may say of a block and of the head: ranks tell each other places in these."""
+_SPLITS = ("", *SPLITS)
+"""What plans may say of a block, of the head and of the split: ranks tell each other places in
+these."""
+
+IN_GROUP = "a group computes its own sequences already"
 
 _ALONE = Machine(
     1e14,
@@ -107,17 +113,19 @@ class Choice:
         kept = bytes_kept(weights, axis)
         known = self._machine, static, self.sharded, self.cost_model, head, kept
         self.planner = Planner(options, self.blocks, axis.size, *known)
+        in_group = isinstance(options.mesh, GroupMesh)
+        self.splits = Splits(self.planner, IN_GROUP if in_group else "")
         refused = SHARDED if self.sharded else REPLICAS if num_replicas > 1 else ""
-        self.alone = Alone(self.planner, refused)
+        self.alone = Alone(self.splits, refused)
         reduce_dtype = shards[0].reduce_dtype if shards else None
         masks = describe_masks(self.blocks)
         like = Workload(0, 0, self.dtype, True, axis.size, masks, reduce_dtype)
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.uses = Uses()
         self.feedback: Feedback | None = None
-        in_group = isinstance(options.mesh, GroupMesh)  # its times have the waits for others
         if axis.size > 1 and self.blocks and self.planner.chooses and not in_group:
-            self.feedback = Feedback(self.planner, self.guard.forget)
+            # a group's times have the waits for others
+            self.feedback = Feedback(self.splits, self.guard.forget)
             stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, stepped.remove)
 
@@ -165,34 +173,35 @@ class Choice:
     def _plan(self, workload: Workload) -> Plan:
         """The planner's choice as the first rank makes it: arithmetic differs in the last bits."""
         if self.agreement is None or not self.blocks:
-            return self.planner.plan(workload)
+            return self.splits.plan(workload)
         if callable(self.options.plan):
-            plan = self.alone.settle(self.planner.plan(workload), workload)
+            plan = self.alone.settle(self.splits.plan(workload), workload)
             self.agreement.compare("makes a plan", {PLAN: plan.key})
             return plan
-        mine, error = [-1] * (len(self.blocks) + 1), None
+        mine, error = [-1] * (len(self.blocks) + 2), None
         try:
-            chosen = self.alone.settle(self.planner.plan(workload), workload)
-            mine = [*map(_POINTS.index, chosen.strategies), _HEADS.index(chosen.head)]
+            chosen = self.alone.settle(self.splits.plan(workload), workload)
+            of_all = _HEADS.index(chosen.head), _SPLITS.index(chosen.split)
+            mine = [*map(_POINTS.index, chosen.strategies), *of_all]
         except ValueError as e:
             error = e
-        told = self.agreement.first_says(mine)
+        *points, head, split = told = self.agreement.first_says(mine)
         if told[0] < 0:
             raise error or ValueError("the first rank of the group found no plan: see its error")
-        plan = Plan(tuple(_POINTS[i] for i in told[:-1]), _HEADS[told[-1]])
+        plan = Plan(tuple(_POINTS[i] for i in points), _HEADS[head], _SPLITS[split])
         if told != mine and not plan.alone:
-            self.planner.settle(workload, plan)
+            self.splits.settle(workload, plan)
         return plan
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int] | None:
         """Seconds and peak bytes of ``plan`` for ``workload`` as the planner compared them; None
         where nothing was chosen, since asking then would send messages."""
-        return self.planner.predict(plan, workload) if self.planner.chooses else None
+        return self.splits.predict(plan, workload) if self.planner.chooses else None
 
     def ran_out(self, workload: Workload) -> None:
         """A rank ran out of memory at ``workload``: from now on its plan is the smallest."""
         if self.planner.chooses:
-            self.planner.ran_out(workload)
+            self.splits.ran_out(workload)
             self.alone.ran_out(workload)
             self.guard.forget()
 
@@ -204,7 +213,7 @@ class Choice:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped: from now on plans count with what it holds."""
         if self.optimizers.add(optimizer):
-            self.planner.hold(self.optimizers.static_bytes())
+            self.splits.hold(self.optimizers.static_bytes())
             self.guard.forget()
 
 

@@ -18,6 +18,7 @@ from paradyse.types import (
     LEVER_SETS,
     LEVERS,
     REPLICATED,
+    SPLITS,
     Plan,
     Point,
 )
@@ -48,8 +49,8 @@ _UNITS |= {f"{c}IB": 1024**i for i, c in enumerate("KMGTP", 1)}
 
 @dataclass(frozen=True)
 class PlanByKind:
-    """The plan option ``{"attention": ..., "mlp": ..., "experts": ..., "head": ...}``: a name or a
-    list of them for each kind of block."""
+    """The plan option ``{"attention": ..., "mlp": ..., "experts": ...}``, a name or a list of them
+    for each kind of block, with ``"head"`` and ``"split"``."""
 
     attention: str | tuple[str, ...] = AUTO
     """A strategy, which may have levers, "auto", or one of these for every attention block."""
@@ -59,6 +60,8 @@ class PlanByKind:
     """The levers of the head, joined by "+", or "auto"."""
     experts: str | tuple[str, ...] = AUTO
     """As of the others, for the blocks of experts."""
+    split: str = ""
+    """As of ``Plan``, or "auto"."""
 
     @property
     def of_blocks(self) -> tuple[str | tuple[str, ...], ...]:
@@ -80,6 +83,8 @@ class Options:
     """What "auto" may choose from."""
     levers: tuple[str, ...] = LEVERS
     """What "auto" may trade time for memory by, where the limit asks for it."""
+    splits: tuple[str, ...] = SPLITS
+    """Dims besides the sequence that "auto" may have tokens lie split along (``Plan.split``)."""
     cost_model: str | None = None
     """Path of a profile; None: the analytic prior."""
     memory_limit: int | None = None
@@ -186,6 +191,21 @@ def check_head(levers: Any, where: str) -> str:
     raise ValueError(f"{where}: the head has no levers {levers!r}; give 'auto' or one of {named}")
 
 
+def check_split(name: Any, where: str, legal: Sequence[str] = ("", *SPLITS)) -> str:
+    """``name``, once it is known to name a dim that tokens may lie split along.
+
+    Args:
+        where: the option, for the message.
+        legal: the names.
+    Raises:
+        ValueError: it does not.
+    """
+    if isinstance(name, str) and name in legal:
+        return name
+    named = ", ".join(map(repr, legal))
+    raise ValueError(f"{where}: tokens are not split along {name!r}; give one of {named}")
+
+
 def _names_of(form: Any, where: str, kind: str = "") -> str | tuple[str, ...]:
     """A name, or one for each layer, of blocks of ``kind``; checked."""
     if isinstance(form, str):
@@ -202,9 +222,11 @@ def _by_kind(form: Mapping[Any, Any], where: str) -> PlanByKind:
         at = f"{where}[{key!r}]"
         if key == HEAD:
             checked[key] = check_head(given, at)
+        elif key == "split":
+            checked[key] = check_split(given, at, (AUTO, "", *SPLITS))
         elif key not in BLOCK_KINDS:
             raise ValueError(
-                f"{where}: unknown kind of block {_not_legal(key, (*BLOCK_KINDS, HEAD))}"
+                f"{where}: unknown kind of block {_not_legal(key, (*BLOCK_KINDS, HEAD, 'split'))}"
             )
         elif not isinstance(given, str | list | tuple):
             raise ValueError(f"{at}: give a name or a list of names, not {given!r}")
@@ -229,7 +251,7 @@ def parse_plan(value: Any, where: str = "option 'plan'") -> PlanOption:
     if isinstance(value, Plan):
         names = tuple(check_point(s, where) for s in value.strategies)
         head = value.head if value.alone else check_head(value.head, where)
-        return Plan(names, head)
+        return Plan(names, head, check_split(value.split, where))
     if isinstance(value, Mapping):
         return _by_kind(value, where)
     if callable(value):
@@ -304,6 +326,11 @@ def _strategies(value: Any) -> tuple[str, ...]:
     return tuple(s for s in STRATEGIES if s in names)
 
 
+def _splits(value: Any) -> tuple[str, ...]:
+    names = [check_split(v, "option 'splits'", SPLITS) for v in _names(value, "splits")]
+    return tuple(s for s in SPLITS if s in names)
+
+
 def _cost_model(value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"option 'cost_model': give the path of a profile or None, not {value!r}")
@@ -363,6 +390,7 @@ def parse_options(
         "plan": parse_plan,
         "strategies": _strategies,
         "levers": lambda v: check_levers(_names(v, "levers"), "option 'levers'"),
+        "splits": _splits,
         "cost_model": _cost_model,
         "memory_limit": parse_bytes,
         "host_memory": lambda v: parse_bytes(v, "option 'host_memory'"),

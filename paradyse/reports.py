@@ -163,7 +163,8 @@ def explain(
     choice, program = graph.choice, graph.program
     planner = choice.planner
     works = gathered_work(program, like, planner.machine(like.dtype))
-    return explain_plan(planner, like, program.ctx.notes, kernels, choice.alone, works)
+    with graph.planning():
+        return explain_plan(planner, like, program.ctx.notes, kernels, choice.alone, works)
 
 
 def attention_kernels(
@@ -206,16 +207,17 @@ def stats(compiled_model: Model | MixedModel) -> Stats:
     captures = list(captures_of(compiled_model))
     graphs = [(c, g) for c in captures for g in c.graphs.values()]
     variants = {
-        (program.scope.batch is None, block.structure, canonical_strategy(block.kind, s))
+        (program.ctx.at_rest, program.scope.batch is None, block.structure, canonical_strategy(block.kind, s))
         for _, g in graphs
         for program in g.programs
         for block, step in zip(g.blocks, program.block_steps, strict=True)
         for s in {Point.parse(s).variant for s in program.variants[step.position]}
     }
+    programs = [p for _, g in graphs for p in g.programs if p.axis.size > 1 or p is g.program]
     traffic = [
-        collectives.traffic(c.axis, i)
-        for c, g in graphs
-        for i in (*(s.block_id for s in g.program.block_steps), g.program.schedule.between_id)
+        collectives.traffic(p.axis, i)
+        for p in programs
+        for i in (*(s.block_id for s in p.block_steps), p.schedule.between_id)
     ]
     traffic += [collectives.traffic(axis, REPLICAS) for axis in {c.axis for c in captures}]
     guards = dict.fromkeys(g.choice.guard for _, g in graphs)

@@ -25,6 +25,19 @@ REPLICATED = "replicated"
 """Every rank computes all tokens, with whole weights, and nothing crosses ranks but gradients. So
 do blocks on one rank, and on several either all of them and the head or none (``Plan.alone``)."""
 
+BATCH = "batch"
+"""``Plan.split`` where each rank computes its own sequences, with all tokens of them."""
+
+
+def other_dim(number: int) -> str:
+    """``Plan.split`` along another dim of the tokens than the sequence, the ``number``-th, from 1
+    on, in the order of ``Workload.others``."""
+    return f"dim{number}"
+
+
+SPLITS = (BATCH, *map(other_dim, range(1, 4)))
+"""What ``Plan.split`` may say besides ""."""
+
 VOCABULARY = "vocabulary"
 """The lever of the head under which ranks share the words."""
 
@@ -377,6 +390,10 @@ class Plan:
     head: str = ""
     """The levers of the head, joined by "+"; "": whole logits; ``REPLICATED`` where ranks do not
     share the work at all."""
+    split: str = ""
+    """Which dim tokens lie split along between blocks. "": the sequence, of several dims of tokens
+    that of ``Workload.seq_len``. ``BATCH``: each rank has some of the sequences. Or ``other_dim``
+    of one more than the place in ``Workload.others``."""
 
     @property
     def alone(self) -> bool:
@@ -386,11 +403,11 @@ class Plan:
     @property
     def key(self) -> str:
         """The plan as text: equal for equal plans alone."""
-        blocks = ",".join(self.strategies)
-        return f"{blocks};{self.head}" if self.head else blocks
+        parts = ",".join(self.strategies), self.head, self.split
+        return ";".join(parts).rstrip(";")
 
     @staticmethod
     def of_key(key: str) -> Plan:
         """The plan whose ``key`` this is."""
-        blocks, _, head = key.partition(";")
-        return Plan(tuple(blocks.split(",")) if blocks else (), head)
+        blocks, head, split, *_ = (*key.split(";"), "", "")
+        return Plan(tuple(blocks.split(",")) if blocks else (), head, split)

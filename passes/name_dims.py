@@ -14,6 +14,7 @@ from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.graph.infer import infer_names
 from paradyse.passes.looked_up import cut_sequences, inputs_of, looked_up_sequences
+from paradyse.types import BATCH, other_dim
 
 aten = torch.ops.aten
 
@@ -32,6 +33,7 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     several dims that attention is over in turn, such as time and space, one of them is in ctx.seqs
     and is split, and the others are in ctx.unsplit: the one whose split leaves the most attention
     as it is, of equal ones the first. (Sizes say nothing here: programs serve all of them.)
+    Where ``ctx.at_rest`` says so another dim than that is split: the batch, or one of ctx.unsplit.
     Where several ranks train, without any attention, the sequence is that of the token ids that are
     looked up. It stays one dim where views cut it into chunks, or merge these again.
     Refuses nothing: ctx.seq is None where neither says what the sequence is.
@@ -73,6 +75,8 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
         ctx.seqs = {f: next(iter(batches[f]), None) for f in order}
         ctx.seq = order[0]
         ctx.batch, ctx.sequences = ctx.seqs[ctx.seq], batches[ctx.seq]
+        if ctx.at_rest:
+            _split_another(ctx)
     elif not calls:
         ctx.note("no attention and no look-up of token ids: nothing says what the sequence is")
     elif not any(seq for _, _, seq, _ in dims.values()):
@@ -80,6 +84,23 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     else:
         ctx.note("the sequence of an attention is several dims in one: nothing is split")
     return len(ctx.names.dims)
+
+
+def _split_another(ctx: Any) -> None:
+    """Have tokens lie split along the dim that ``ctx.at_rest`` names in place of the sequence,
+    which is one of ``ctx.unsplit`` then; along none, with a note, where they have no such dim."""
+    seq, dims = ctx.seq, {BATCH: ctx.batch}
+    dims |= {other_dim(i): f for i, f in enumerate(ctx.unsplit, 1)}
+    found, several = dims.get(ctx.at_rest), len(ctx.seqs) > 1
+    ctx.seqs, ctx.seq, ctx.batch = {}, None, None
+    if several or found is None:
+        what = "tokens of several sequences" if several else "tokens that lack this dim"
+        ctx.note(f"{what} are not split along {ctx.at_rest!r}")
+        return
+    batch = [dims[BATCH]] if found is not dims[BATCH] and dims[BATCH] is not None else []
+    ctx.unsplit = (seq, *(f for f in ctx.unsplit if f is not found), *batch)
+    ctx.sequences = (*(f for f in ctx.sequences if f is not found), seq)
+    ctx.seq, ctx.seqs = found, {found: None}
 
 
 def _trains_together(ctx: Any) -> bool:

@@ -91,6 +91,8 @@ class CaptureContext:
     axis: Axis
     replicas: Axis = SINGLE
     """The data-parallel axis."""
+    at_rest: str = ""
+    """Which dim tokens are to lie split along, as ``Plan.split`` has it."""
     notes: list[str] = field(default_factory=list)
     lengths: Mapping[fx.Node, Mapping[int, Length | Product]] = field(default_factory=dict)
     """Arguments of operators that are numbers made of a size, where two traces told them apart."""

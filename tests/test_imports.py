@@ -27,6 +27,7 @@ LAYERS = (
     ("mixed", "profiling"),
     ("offline",),
     ("choice",),
+    ("planned_program",),
     ("backend",),
     ("accelerator", "reports", "verification"),
     ("trainer",),

@@ -16,13 +16,19 @@ them.
 """
 
 
+MOST_IN_ONE_CHUNK = 8
+"""Tokens of a rank up to which none is added to make their number even: padding then is a ninth of
+them at most, and in attention over so few balance is worth less."""
+
+
 @dataclass(frozen=True)
 class TokenLayout:
     """Which global positions each rank holds: the order that balances causal attention.
 
     The sequence is padded at its end to 2p chunks of ``chunk`` tokens; rank r holds chunk r and
-    then chunk 2p-1-r, so every rank sees the same amount of causal work. One rank holds
-    everything, unpadded.
+    then chunk 2p-1-r, so every rank sees the same amount of causal work. A sequence of few tokens,
+    or the sequences of a batch, are padded to p chunks where these are fewer, and rank r holds
+    chunk r: an odd number of tokens is one chunk. One rank holds everything, unpadded.
     """
 
     num_ranks: int
@@ -31,17 +37,25 @@ class TokenLayout:
     @property
     def chunk(self) -> int:
         """Tokens in one chunk."""
-        return self.seq_len if self.num_ranks == 1 else -(-self.seq_len // (2 * self.num_ranks))
+        return self.local_len if self._is_one_chunk else self.local_len // 2
 
     @property
     def local_len(self) -> int:
         """Tokens a rank holds, padding included."""
-        return self.chunk if self.num_ranks == 1 else 2 * self.chunk
+        least = -(-self.seq_len // self.num_ranks)
+        if self.num_ranks == 1 or least <= MOST_IN_ONE_CHUNK:
+            return least
+        return 2 * -(-self.seq_len // (2 * self.num_ranks))
+
+    @property
+    def _is_one_chunk(self) -> bool:
+        return self.num_ranks == 1 or self.local_len % 2 == 1
 
     def runs(self, rank: int) -> Runs:
         """Global positions of ``rank``'s tokens. Positions >= seq_len are padding."""
-        c, p = self.chunk, self.num_ranks
-        return ((0, c),) if p == 1 else ((rank * c, c), ((2 * p - 1 - rank) * c, c))
+        c, last = self.chunk, 2 * self.num_ranks - 1
+        first = (rank * c, c)
+        return (first,) if self._is_one_chunk else (first, ((last - rank) * c, c))
 
 
 @dataclass(frozen=True)

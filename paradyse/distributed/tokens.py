@@ -41,9 +41,11 @@ def take_rows(
 
 
 def natural_order(stacked: Tensor, dim: int) -> Tensor:
-    """Rows of every rank, ``stacked`` [p, .., s, ..] with s even, as one tensor [.., p s, ..] in
-    sequence order; ``dim`` is that of the result."""
+    """Rows of every rank, ``stacked`` [p, .., s, ..], as one tensor [.., p s, ..] in sequence
+    order; ``dim`` is that of the result. An odd s is one chunk (``TokenLayout``)."""
     p = stacked.shape[0]
+    if stacked.shape[dim + 1] % 2:
+        return torch.cat(stacked.unbind(0), dim)
     halves = [t.chunk(2, dim) for t in stacked.unbind(0)]
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from paradyse.config import AUTO
 from paradyse.distributed.session import Recent
 from paradyse.planning.forms import SHARES
-from paradyse.planning.planner import Planner, describe_workload
-from paradyse.planning.prior import prior_cost
+from paradyse.planning.planner import describe_workload
+from paradyse.planning.splits import Splits, off_by
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
 SHARDED = "weights are sharded over the ranks, and none has all of them"
@@ -23,15 +23,15 @@ REPLICAS = "ranks are arranged in replicas, of which each averages gradients wit
 
 
 class Alone:
-    """Weighs computing the whole on every rank against the plans of one planner.
+    """Weighs computing the whole on every rank against the plans of several.
 
     Args:
-        planner: of several ranks.
+        splits: has the plans of several ranks.
         refused: why its program cannot be computed so; "": it can.
     """
 
-    def __init__(self, planner: Planner, refused: str = "") -> None:
-        self.planner, self.refused = planner, refused
+    def __init__(self, splits: Splits, refused: str = "") -> None:
+        self.splits, self.planner, self.refused = splits, splits.planner, refused
         self._ran_out: Recent[Workload, None] = Recent()
 
     def plan(self, workload: Workload) -> Plan:
@@ -79,21 +79,7 @@ class Alone:
         planner, alone = self.planner, self.plan(workload)
         if any("+" in s for s in plan.strategies) and not any("+" in s for s in alone.strategies):
             return False  # memory is short as it is
-        (time_s, _), (alone_s, peak) = (planner.predict(p, workload) for p in (plan, alone))
-        alone_s *= self._off_by(plan, workload)
+        (time_s, _), (alone_s, peak) = (self.splits.predict(p, workload) for p in (plan, alone))
+        alone_s *= off_by(planner, plan, workload)
         fits = peak <= planner.memory_limit(workload.dtype)
         return fits and alone_s * (1 + planner.options.smoothing) < time_s
-
-    def _off_by(self, plan: Plan, workload: Workload) -> float:
-        """How many times longer the blocks of ``plan`` take by a profile than by the prior, which
-        is all that there is of blocks alone."""
-        planner = self.planner
-        if planner.cost_model is None:
-            return 1.0
-        machine = planner.machine(workload.dtype)
-        pairs = list(zip(planner.blocks, plan.strategies))
-        costs = planner.predicted_costs(workload)
-        measured_s = sum(costs[i][s].time_s for i, (_, s) in enumerate(pairs))
-        priors = (prior_cost(b, s, workload.of(b), machine, False) for b, s in pairs)
-        prior_s = sum(cost.time_s for cost in priors)
-        return measured_s / prior_s

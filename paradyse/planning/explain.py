@@ -13,10 +13,12 @@ from paradyse.planning.costs import BlockCost
 from paradyse.planning.gathered import GatheredWork, with_shares
 from paradyse.planning.planner import Costs, Planner, describe_workload
 from paradyse.planning.reasons import held_on_host, over, slower, what_is_seen, why_chosen, why_not
+from paradyse.planning.splits import Splits
 from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.planning.units import format_bytes, format_seconds
 from paradyse.types import (
     ATTENTION_STRATEGIES,
+    BATCH,
     HEAD,
     LEVER_SETS,
     LEVERS,
@@ -145,12 +147,17 @@ class PlanReport(Shown):
         return tables
 
     def _headline(self) -> str:
-        headline = f"plan for {describe_workload(self.workload)}"
+        headline = f"plan for {describe_workload(self.workload)}{self._split()}"
         limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes < float("inf") else ""
         return (
             f"{headline}\npredicted: {format_seconds(self.time_s)} a step, peak "
             f"{format_bytes(self.peak_bytes)}{limit}; machine: {self.machine}"
         )
+
+    def _split(self) -> str:
+        if self.plan.split in ("", BATCH):
+            return "; each rank computes its own sequences" if self.plan.split else ""
+        return f"; tokens split along {self.plan.split}"
 
     def _notes(self) -> str:
         gathered = (f"on gathered tensors: {g}" for g in self.gathered)
@@ -187,36 +194,38 @@ def explain_plan(
     Args:
         notes: on the graph; what runs on gathered tensors, and why.
         kernels: on a GPU, which kernel computes the attention of which mask.
-        alone: weighs computing the whole on every rank; None: that is no choice.
+        alone: weighs computing the whole on every rank, and splits of other dims than the sequence;
+            None: these are no choice.
         gathered: what operators of ``notes`` cost at ``workload``.
     """
+    splits = Splits(planner) if alone is None else alone.splits
     plan = (
-        planner.plan(workload) if alone is None else alone.settle(planner.plan(workload), workload)
+        planner.plan(workload) if alone is None else alone.settle(splits.plan(workload), workload)
     )
-    costs = planner.costs(workload)
+    of, own = splits.of(plan, workload)
+    costs = of.costs(own)
     limit = planner.memory_limit(workload.dtype)
-    time_s, peak = planner.predict(plan, workload)
+    time_s, peak = of.predict(plan, own)
     blocks = tuple(
-        BlockReport(b.name, b.kind, what_is_seen(b, workload), s, rows)
-        for i, (b, s) in enumerate(zip(planner.blocks, plan.strategies))
-        for rows in [_block_rows(planner, workload, plan, costs, i)]
+        BlockReport(b.name, b.kind, what_is_seen(b, own), s, rows)
+        for i, (b, s) in enumerate(zip(of.blocks, plan.strategies))
+        for rows in [_block_rows(of, own, plan, costs, i)]
     )
+    plans = [(s, _static_plan(planner, workload, s)) for s in _strategies(planner)]
+    plans += _other_plans(workload, plan, alone)
     return PlanReport(
         workload,
         plan,
-        (*blocks, *_head_report(planner, workload, plan, costs)),
-        (
-            *(_static_row(planner, workload, plan, s) for s in _strategies(planner)),
-            *_alone_row(planner, workload, plan, alone),
-        ),
+        (*blocks, *_head_report(of, own, plan, costs)),
+        tuple(_plan_row(splits, workload, plan, name, other) for name, other in plans),
         time_s,
         peak,
         limit,
         planner.machine(workload.dtype).source or "given",
         _with_costs(notes, gathered, time_s, planner.cost_model is not None),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
-        _levers(planner, workload, plan),
-        planner.held(plan, workload),
+        _levers(of, own, plan),
+        of.held(plan, own),
         kernels,
     )
 
@@ -326,41 +335,50 @@ def _without(plan: Plan, lever: str) -> Plan:
     return Plan(tuple(map(less, plan.strategies)), less(plan.head))
 
 
-def _alone_row(
-    planner: Planner, workload: Workload, plan: Plan, alone: Alone | None
-) -> tuple[StrategyRow, ...]:
-    """What it takes to compute the whole on every rank, where there are several."""
-    if alone is None or planner.num_ranks == 1:
-        return ()
-    if alone.refused:
-        return (StrategyRow(REPLICATED, f"infeasible: {alone.refused}"),)
-    return (_plan_row(planner, workload, plan, REPLICATED, alone.plan(workload)),)
-
-
-def _static_row(planner: Planner, workload: Workload, plan: Plan, s: str) -> StrategyRow:
+def _static_plan(planner: Planner, workload: Workload, strategy: str) -> Plan | str:
+    """The plan of ``strategy`` for all blocks, or why there is none."""
     for b in planner.blocks:
-        if s in b.infeasible:
-            return StrategyRow(s, f"infeasible for {b.name}")
-    return _plan_row(planner, workload, plan, s, planner.static(s, workload))
+        if strategy in b.infeasible:
+            return f"infeasible for {b.name}"
+    return planner.static(strategy, workload)
+
+
+def _other_plans(
+    workload: Workload, plan: Plan, alone: Alone | None
+) -> list[tuple[str, Plan | str]]:
+    """Plans that are no matter of single blocks, where there are several ranks, or why there is
+    none: tokens split along other dims, by the best strategies; and every rank computes all."""
+    if alone is None or alone.planner.num_ranks == 1:
+        return []
+    found: list[tuple[str, Plan | str]] = []
+    for split in alone.splits.planners:
+        best = plan if split == plan.split else alone.splits.best_along(split, workload)
+        found.append((f"split along {split}", best))
+    refused = f"infeasible: {alone.refused}" if alone.refused else ""
+    return [*found, (REPLICATED, refused or alone.plan(workload))]
 
 
 def _plan_row(
-    planner: Planner, workload: Workload, plan: Plan, s: str, static: Plan
+    splits: Splits, workload: Workload, plan: Plan, name: str, other: Plan | str
 ) -> StrategyRow:
-    """Of the plan ``static``, called ``s``, against ``plan``."""
-    time_s, peak = planner.predict(static, workload)
-    costs, limit = planner.costs(workload), planner.memory_limit(workload.dtype)
-    chosen = [c[point] for c, point in zip(costs, static.strategies)]
+    """Of the plan ``other``, called ``name``, against ``plan``; or why there is no such plan."""
+    if isinstance(other, str):
+        return StrategyRow(name, other)
+    planner, own = splits.of(other, workload)
+    time_s, peak = planner.predict(other, own)
+    costs, limit = planner.costs(own), planner.memory_limit(own.dtype)
+    chosen = [c[point] for c, point in zip(costs, other.strategies)]
     sent = sum(c.comm_bytes for c in chosen)
-    if planner.variants(static) == planner.variants(plan) and static.alone == plan.alone:
+    alike = (other.alone, other.split) == (plan.alone, plan.split)
+    if alike and planner.variants(other) == planner.variants(plan):
         why = "this is the plan"
     elif peak > limit:
         why = over(peak, limit)
     else:
-        why = slower(time_s, planner.predict(plan, workload)[0])
+        why = slower(time_s, splits.predict(plan, workload)[0])
     sources = ", ".join(dict.fromkeys(c.source for c in chosen))
     memory = {c.memory_source for c in chosen}
-    return StrategyRow(s, why, time_s, peak, sent, sources, min(memory, default=""))
+    return StrategyRow(name, why, time_s, peak, sent, sources, min(memory, default=""))
 
 
 def count_names(names: Sequence[str]) -> str:
@@ -375,4 +393,5 @@ def short_key(key: str) -> str:
     blocks = count_names(plan.strategies)
     if plan.alone:
         return f"{blocks} on every rank"
-    return f"{blocks}; head {plan.head}" if plan.head else blocks
+    head = f"; head {plan.head}" if plan.head else ""
+    return f"{blocks}{head}; split along {plan.split}" if plan.split else blocks + head

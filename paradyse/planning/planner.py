@@ -81,7 +81,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         by_function = callable(self.options.plan)
-        self._where = f"{'the function given as ' if by_function else ''}option 'plan'"
+        self.where = f"{'the function given as ' if by_function else ''}option 'plan'"
         self.kinds = tuple(self._kind(b) for b in self.blocks)
         """Blocks of one kind cost the same and have the same choices."""
         first = dict(zip(reversed(self.kinds), reversed(self.blocks)))
@@ -107,13 +107,16 @@ class Planner:
             ValueError: the plan does not fit the model (number of names, a point that cannot
                 compute its block), the workload is empty, or nothing fits ``memory_limit``.
         """
-        form = self._form(workload)
+        return self.plan_for(self.form(workload), workload)
+
+    def plan_for(self, form: PlanOption, workload: Workload) -> Plan:
+        """The same where the plan option is ``form``, which is no function."""
         self._previous = self._settled.get((form, workload)) or self._planned(form, workload)
         return self._previous
 
     def settle(self, workload: Workload, plan: Plan) -> None:
         """Have ``plan``, another rank's choice, for ``workload``."""
-        self._previous = self._settled[self._form(workload), workload] = plan
+        self._previous = self._settled[self.form(workload), workload] = plan
 
     def ran_out(self, workload: Workload) -> None:
         """Memory did not do for ``workload``, whatever was predicted: its plan is to be the one
@@ -218,6 +221,13 @@ class Planner:
         choices, points = self._choices(plan, workload), self.points(plan)
         return choices.time_s(points), choices.peak(points)
 
+    def for_blocks(self, blocks: Sequence[BlockSpec], head: HeadSpec | None) -> Planner:
+        """The planner of the same model, all else being equal, as a program of other ``blocks`` and
+        another ``head``, which no profile has measured."""
+        made = replace(self, blocks=blocks, head=head, cost_model=None)
+        made.correct(self._corrections)
+        return made
+
     def held(self, plan: Plan, workload: Workload) -> tuple[Part, ...]:
         """What a rank holds under ``plan`` when it holds most: parts of the predicted peak."""
         kinds = [*(b.kind for b in self.blocks), *[HEAD] * (self.head is not None)]
@@ -249,7 +259,7 @@ class Planner:
     def asked_by_name(self, workload: Workload, block: int) -> bool:
         """Whether the plan option names the point of the block at index ``block``, or of the head,
         which comes last."""
-        return self.points(self.asked(self._form(workload), workload))[block] != AUTO
+        return self.points(self.asked(self.form(workload), workload))[block] != AUTO
 
     def candidates(self, block: BlockSpec, training: bool = True) -> tuple[str, ...]:
         """What "auto" may choose for ``block``: feasible, allowed, one name per variant.
@@ -286,13 +296,13 @@ class Planner:
         limits = tuple(sorted(b.infeasible)), tuple(sorted(b.refused_levers)), b.recompute
         return b.kind, b.widths, weights, b.mask, limits, measured_as
 
-    def _form(self, workload: Workload) -> PlanOption:
+    def form(self, workload: Workload) -> PlanOption:
         """The plan option; where it is a function, what it returns for ``workload``."""
         form = self.options.plan
         if not callable(form):
             return form
         form = form(workload)
-        return form if isinstance(form, str | Plan) else parse_plan(form, self._where)
+        return form if isinstance(form, str | Plan) else parse_plan(form, self.where)
 
     def _decide(self, form: PlanOption, workload: Workload) -> Plan:
         if workload.batch < 1 or workload.seq_len < 1:
@@ -309,7 +319,7 @@ class Planner:
         Raises:
             ValueError: it does not fit the model.
         """
-        asked = asked_plan(form, self.blocks, self._where)
+        asked = asked_plan(form, self.blocks, self.where)
         names = tuple(
             name if name == AUTO else self._meant(block, name, workload.training)
             for block, name in zip(self.blocks, asked.strategies)
@@ -319,7 +329,7 @@ class Planner:
             return Plan(names)
         if asked.head not in ("", AUTO) and asked.head not in self._head_points():
             raise ValueError(
-                f"{self._where}: the head of this model cannot have the levers {asked.head!r}: "
+                f"{self.where}: the head of this model cannot have the levers {asked.head!r}: "
                 f"{self._why_not_head(asked.head)}; give '' or 'auto'"
             )
         return Plan(names, asked.head if self.head else "")
@@ -350,7 +360,7 @@ class Planner:
             reason = "" if name == AUTO else block.why_not(name)
             if reason:
                 raise ValueError(
-                    f"{self._where}: {name!r} cannot compute block '{block.name}': {reason}; "
+                    f"{self.where}: {name!r} cannot compute block '{block.name}': {reason}; "
                     f"feasible there: {feasible}"
                 )
             if name == AUTO and not self._free(training)[i]:

@@ -45,7 +45,7 @@ from paradyse.planning.corrections import (
     scale_of,
 )
 from paradyse.planning.costs import TimeParts
-from paradyse.planning.planner import Planner
+from paradyse.planning.splits import Splits
 from paradyse.planning.time_ratios import OF_PRIOR, OF_PROFILE, Key, TimeRatios
 from paradyse.profiling.marks import (
     END,
@@ -153,18 +153,18 @@ class _Agreement:
 
 
 class Feedback:
-    """Watches a program, in all captures of it, and corrects the costs of its planner.
+    """Watches a program, in all captures of it, and corrects the costs of its planners.
 
     Args:
-        planner: of the program.
+        splits: has the planners of the program.
         forget: called where plans are to be chosen anew, on all ranks at the same call.
     """
 
-    def __init__(self, planner: Planner, forget: Callable[[], None]) -> None:
-        self.planner, self.forget = planner, forget
+    def __init__(self, splits: Splits, forget: Callable[[], None]) -> None:
+        self.splits, self.forget = splits, forget
         self.measured: dict[tuple[str, Hashable], dict[int, float]] = {}
         """What the ranks agreed on (``Corrections.measured``)."""
-        self.times = TimeRatios(OF_PROFILE if planner.cost_model else OF_PRIOR)
+        self.times = TimeRatios(OF_PROFILE if splits.planner.cost_model else OF_PRIOR)
         self._used = self._snapshot()
         """The corrections that the present plans were chosen by."""
         self._calls = 0
@@ -203,7 +203,7 @@ class Feedback:
             self._start_agreement(program)
         elif self._calls % REFRESH_EVERY == SETTLE:
             self._finish_agreement()
-        plan = Plan(constants.strategies, constants.head)
+        plan = Plan(constants.strategies, constants.head, program.ctx.at_rest)
         at = plan, scale_of(workload)
         self._runs[plan] += 1
         self._at_scale[at] += 1
@@ -231,7 +231,7 @@ class Feedback:
     def _find_keys(self, plan: Plan) -> Mapping[Key, Sequence[int]]:
         """Keys of a plan's variants, each with the places of its blocks; the head is the last."""
         members: dict[Key, list[int]] = {}
-        for i, key in enumerate(self.planner.keys(plan)):
+        for i, key in enumerate(self.splits.planner_of(plan).keys(plan)):
             members.setdefault(key, []).append(i)
         return members
 
@@ -291,7 +291,7 @@ class Feedback:
         changed = {q for q, of, at in agreed if _changed(q, of, at, now, used)}
         if changed:
             self._used = now
-            self.planner.correct(now)
+            self.splits.correct(now)
             self.forget()
             self._sample_every.clear()
             what = ", ".join(sorted(changed))
@@ -326,7 +326,8 @@ class Feedback:
         if watch is None:
             return {(TIME, key, scale): [] for key in keys}
         assert isinstance(watch.probe, Clock)
-        ids, points = mark_ids(record.program), self.planner.points(record.plan)
+        planner, own = self.splits.of(record.plan, record.workload)
+        ids, points = mark_ids(record.program), planner.points(record.plan)
         at = {number: i for i, of in enumerate(ids) for number in of}
         seconds = watch.probe.read()
         for span in find_spans(watch.marks):
@@ -334,7 +335,7 @@ class Feedback:
                 parts.setdefault(at[span.block], []).append(
                     seconds[span.exit] - seconds[span.first]
                 )
-        costs = self.planner.predicted_costs(record.workload)
+        costs = planner.predicted_costs(own)
         return {
             (TIME, key, scale): [
                 sum(parts[i]) / costs[i][points[i]].time_s
@@ -348,7 +349,8 @@ class Feedback:
         """What the predicted times of variants in ``records`` are made of, by scale."""
         found: dict[tuple[Key, int], TimeParts] = {}
         for r in records:
-            costs, points = self.planner.predicted_costs(r.workload), self.planner.points(r.plan)
+            planner, own = self.splits.of(r.plan, r.workload)
+            costs, points = planner.predicted_costs(own), planner.points(r.plan)
             for key, (i, *_) in self._keys(r.plan).items():
                 found[key, scale_of(r.workload)] = costs[i][points[i]].parts
         return found
@@ -365,8 +367,9 @@ class Feedback:
             return found
         probe = watch.probe
         assert isinstance(probe, DeviceMemory | SavedMemory)
-        costs = self.planner.predicted_costs(record.workload)
-        ids, points = mark_ids(record.program), self.planner.points(record.plan)
+        planner, own = self.splits.of(record.plan, record.workload)
+        costs = planner.predicted_costs(own)
+        ids, points = mark_ids(record.program), planner.points(record.plan)
         held = memory_of(watch, probe.read())
         for key, at in keys.items():
             cost, numbers = costs[at[0]][points[at[0]]], [i for k in at for i in ids[k]]

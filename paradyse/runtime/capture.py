@@ -249,6 +249,7 @@ def build_program(
     axis: Axis,
     ranks: Axis | None = None,
     others: Sequence[Any] | None = None,
+    at_rest: str = "",
 ) -> tuple[Program | None, CaptureContext]:
     """Run the passes on ``gm`` at the sizes of ``inputs``; None where there is nothing to switch.
 
@@ -260,12 +261,13 @@ def build_program(
         ranks: as of ``Program``.
         others: as ``inputs``, at other sizes: what they are compared with to find the numbers among
             operators' arguments that are made of a size; None: all are taken for constants.
+        at_rest: which dim tokens lie split along, as ``Plan.split`` has it.
     Returns:
         The program, or None, and what the passes found out, with notes that say why.
     Raises:
         NotImplementedError: an operator cannot be split, with ``on_unsupported="error"``.
     """
-    ctx = CaptureContext(options, axis, resolve_replicas(options.mesh))
+    ctx = CaptureContext(options, axis, resolve_replicas(options.mesh), at_rest=at_rest)
     try:
         traced = _traced(gm, inputs)
         twin = None if others is None else _traced(gm, others)
@@ -426,7 +428,40 @@ def build_alone(
     """
     how = weights, replace(options, dump=None), SINGLE, ranks, others
     program, _ = build_program(gm, inputs, *how)
-    kinds = [step.block.kind for step in like.block_steps]
-    if program is None or [step.block.kind for step in program.block_steps] != kinds:
+    if program is None or not _has_blocks_of(program, like):
         return None
     return program if find_sizes(program).keys() == find_sizes(like).keys() else None
+
+
+def build_split(
+    like: Program,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    weights: Sequence[bool],
+    options: Options,
+    others: Sequence[Any] | None,
+    at_rest: str,
+) -> tuple[Program | None, str]:
+    """What computes ``like`` with its tokens split along ``at_rest``; or None, and why there is no
+    such program.
+
+    Args:
+        gm, inputs, weights, options, others: that ``like`` was built of.
+        at_rest: as of ``build_program``.
+    """
+    how = weights, replace(options, dump=None), like.axis, None, others, at_rest
+    program, ctx = build_program(gm, inputs, *how)
+    if program is None:
+        return None, "; ".join(ctx.notes)
+    if not _has_blocks_of(program, like):
+        return None, "the graph has other blocks then"
+    more = [note for note in ctx.notes if note not in like.ctx.notes]
+    if more:
+        return None, "; ".join(more)
+    return program, ""
+
+
+def _has_blocks_of(program: Program, like: Program) -> bool:
+    """Whether ``program`` has blocks of the kinds of those of ``like``, one for each."""
+    kinds = [[s.block.kind for s in of.block_steps] for of in (program, like)]
+    return kinds[0] == kinds[1]

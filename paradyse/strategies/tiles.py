@@ -187,7 +187,10 @@ def make_tiles(
     if num_tiles := _num_tiles.get():
         most = -(-layout.local_len // num_tiles)
     tiles, start = [], 0
-    for n in tile_lengths(layout.local_len, sizes.get("B", 1), most):
+    lengths = tile_lengths(layout.local_len, sizes.get("B", 1), most)
+    if axis.size > 1 and layout.local_len % 2:
+        lengths = [layout.local_len]  # one stretch of few tokens
+    for n in lengths:
         rows = everyone[:, start : start + n]
         whole = rows[0] if axis.size == 1 else natural_order(rows, 0)
         own = {WHOLE: n * axis.size} | ({SPLIT: n} if SPLIT in sizes else {})

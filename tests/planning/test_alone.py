@@ -11,13 +11,14 @@ from test_planner import LONG, MACHINE, SHORT, model, planner
 
 from paradyse.planning.alone import REPLICAS, Alone
 from paradyse.planning.prior import head_cost, prior_cost
+from paradyse.planning.splits import Splits, off_by
 from paradyse.types import REPLICATED, HeadSpec, Plan, Workload
 
 HEAD = HeadSpec(1024, 32_000)
 
 
 def settled(workload: Workload, refused: str = "", **options: Any) -> Plan:
-    alone = Alone(planner(head=HEAD, **options), refused)
+    alone = Alone(Splits(planner(head=HEAD, **options)), refused)
     return alone.settle(alone.planner.plan(workload), workload)
 
 
@@ -48,7 +49,7 @@ def test_it_is_left_alone_where_another_plan_is_asked_for(given: dict[str, Any])
 def test_it_has_to_fit_and_is_left_when_it_did_not() -> None:
     w, dear = replace(SHORT, seq_len=8192), replace(MACHINE, latency_s=1.0)
     p = planner(machine=lambda dtype: dear, head=HEAD)
-    alone = Alone(p)
+    alone = Alone(Splits(p))
     plan = p.plan(w)
     need, split = p.predict(alone.plan(w), w)[1], p.predict(plan, w)[1]
     assert split < need
@@ -78,7 +79,7 @@ def test_its_cost_is_that_of_one_rank_and_the_sum_of_gradients() -> None:
 
 def test_blocks_that_are_checkpointed_stay_so() -> None:
     blocks = [replace(b, recompute=True) for b in model()]
-    alone = Alone(planner(blocks=blocks))
+    alone = Alone(Splits(planner(blocks=blocks)))
     assert set(alone.plan(SHORT).strategies) == {f"{REPLICATED}+recompute"}
     assert set(alone.plan(replace(SHORT, training=False)).strategies) == {REPLICATED}
 
@@ -105,8 +106,7 @@ def test_what_a_profile_says_of_blocks_is_held_against_their_own_sequences() -> 
     p.cost_model = cast(Any, profile)
     plan = Plan(("megatron_cz",) * len(p.blocks))
     for others in ((), ((1, 16),), ((4, 8192),)):
-        off_by = Alone(p)._off_by(plan, replace(SHORT, others=others))
-        assert off_by == pytest.approx(1)
+        assert off_by(p, plan, replace(SHORT, others=others)) == pytest.approx(1)
 
 
 def test_one_rank_has_no_such_choice() -> None:

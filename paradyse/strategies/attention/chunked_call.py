@@ -42,11 +42,13 @@ def places_of(layout: TokenLayout, start: int, n: int) -> Runs:
     ``OwnHeads.gather`` gives them.
 
     Args:
-        start, n: the tile among the tokens of a rank; on several ranks ``n`` is even.
+        start, n: the tile among the tokens of a rank; on several ranks an odd ``n`` is all of them.
     """
     p, half = layout.num_ranks, n // 2
     if p == 1:
         return ((start, n),)
+    if n % 2:
+        return tuple(run for r in range(p) for run in layout.runs(r))
     found = [_cut(layout, r, start, half) for r in range(p)]
     found += [_cut(layout, r, start + half, half) for r in reversed(range(p))]
     return tuple(run for runs in found for run in runs)

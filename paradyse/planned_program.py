@@ -1,0 +1,295 @@
+"""A captured graph with what chooses its plans, and the programs that these may ask for."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.choice import choice_of
+from paradyse.config import Options
+from paradyse.distributed.agreement import Agreement, Call
+from paradyse.distributed.axis import Axis
+from paradyse.distributed.checksums import checksum
+from paradyse.distributed.facts import (
+    GATHERS,
+    NO_SYNC,
+    OPTIMIZERS,
+    PROFILE,
+    PROGRAM,
+    RANDOM_STATE,
+    digest,
+)
+from paradyse.distributed.failures import OutOfMemoryError
+from paradyse.distributed.session import Recent
+from paradyse.passes.dump import write
+from paradyse.planning.alone import OTHER_BLOCKS
+from paradyse.planning.explain import plan_table
+from paradyse.planning.splits import Described
+from paradyse.runtime.call_weights import CallWeights
+from paradyse.runtime.capture import (
+    build_alone,
+    build_split,
+    find_sizes,
+    fingerprint,
+    sizes_of,
+)
+from paradyse.runtime.describe import describe_blocks, describe_head
+from paradyse.runtime.frame import current_frames
+from paradyse.runtime.program import Program, StepConstants
+from paradyse.strategies.base import WHOLE
+from paradyse.torch_private import tree_leaves
+from paradyse.types import Plan, Workload
+from paradyse.weights.no_sync import AT_ONCE, gradients_are
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+Lengths = tuple[tuple[int, int], ...]
+"""(batch, tokens) of sequences."""
+
+
+class Captured(Protocol):
+    """What a ``PlannedProgram`` asks of the capture that it is of (``backend.Capture``)."""
+
+    gm: fx.GraphModule
+    """As Dynamo gave it."""
+    is_weight: list[bool]
+    """Per placeholder whether it is a parameter or a buffer."""
+    options: Options
+    axis: Axis
+    replicas: Axis
+    agreement: Agreement | None
+    in_group: bool
+    names: list[str]
+    """Of the placeholders, for people."""
+    weights: CallWeights
+    others: Sequence[Any] | None
+    """Inputs of other sizes, to tell numbers made of a size by (``build_program``)."""
+    steps: Any
+    """What reports the steps of the model; None: nobody asks."""
+    is_first: bool
+    """Whether this is the first call."""
+
+    def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
+        """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
+
+    def dumping(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which writes dumps on one rank: what it raises all ranks raise."""
+
+
+class PlannedProgram:
+    """A captured graph with the guard that chooses its plan; and its programs: the one that splits
+    the sequence, made at once, and those for other plans, made when one is asked for.
+
+    Args:
+        program: that splits the sequence.
+        capture: that it is of.
+        inputs: that it was traced with.
+    """
+
+    def __init__(self, program: Program, capture: Captured, inputs: Sequence[Any]):
+        self.program, self.capture = program, capture
+        self._inputs, self._others = inputs, capture.others
+        self.sizes = find_sizes(program)
+        self._splits: dict[str, Program] = {}
+        """``Plan.split`` -> the program that splits another dim."""
+        self.axis = capture.axis
+        self.blocks = describe_blocks(program)
+        weights = capture.weights.held()
+        text = fingerprint(program)
+        how = capture.options, self.axis, capture.agreement
+        head, replicas = describe_head(program), capture.replicas.size
+        self.choice = choice_of(text, *how, self.blocks, weights, head, replicas)
+        self.choice.watch(program)
+        self._program_facts = {
+            "how many outputs are asked for": len(tree_leaves(program.output)),
+            "how many weights are trained": sum(w.requires_grad for w in weights),
+            PROGRAM: zlib.crc32(text.encode()),
+        }
+        self._constants: Recent[Any, StepConstants] = Recent()
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        sizes, call = sizes_of(self.sizes, args, self.axis), None
+        if self.capture.agreement is not None:
+            args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+            call = self.capture.agree(args, self._facts(sizes))
+        guard = self.choice.guard
+        shape = self._shape(sizes)
+        if call is None:
+            return self._run(args, sizes, self._plan(shape))
+        call.out_of_memory = partial(self.choice.ran_out, guard.workload(*shape))
+        random_state = torch.get_rng_state() if self.program.schedule.has_dropout else None
+        tried: list[Plan] = []
+
+        def compute() -> Any:
+            tried.append(self._plan(shape))
+            return self._run(args, sizes, tried[-1])
+
+        try:
+            return call.forward(compute)
+        except OutOfMemoryError as e:
+            may_retry = self.capture.options.retry_out_of_memory and not self.capture.in_group
+            if not (may_retry and e.may_repeat):
+                raise
+            safer = self._plan(shape)  # ranks agree on it: only where all of them come here
+            if safer in tried:
+                raise
+            log.warning("%s. This forward is run again by the plan %s", e, safer.key)
+        if random_state is not None:
+            torch.set_rng_state(random_state)
+        return call.forward(compute)
+
+    def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
+        # counted before anything may raise on one rank alone: ranks run blocks together alike
+        together = self.choice.uses.add(plan)
+        workload = self.choice.guard.workload(*self._shape(sizes))
+        steps = self.capture.steps
+        if steps is None:
+            return self._compute(args, sizes, plan, workload, together)
+        device, predict = self.program.device, partial(self.choice.predict, plan, workload)
+        step = steps.begin(device, workload, plan, predict)
+        try:
+            outputs = self._compute(args, sizes, plan, workload, together)
+        except BaseException:
+            step.failed()
+            raise
+        step.forward_ended(outputs, device)
+        return outputs
+
+    def _compute(
+        self,
+        args: Sequence[Any],
+        sizes: dict[str, int],
+        plan: Plan,
+        workload: Workload,
+        together: bool,
+    ) -> Any:
+        make_frame = current_frames()
+        program = self.program_for(plan)
+        program.known_buffers.check(args)
+        program.shown_keys.check(args, self.capture.names)
+        constants = replace(self._make(program, args, sizes, plan), together=together)
+        if program.in_group and self.capture.agreement is not None:
+            order = digest(program.gathering_order(constants.strategy, args))
+            self.capture.agreement.tell("gathers weights", {}, True, {GATHERS: order})
+        feedback = self.choice.feedback
+        if feedback is None or not workload.training:
+            return make_frame(program, args, constants).run()
+        return feedback.run(program, args, constants, workload, make_frame)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Those that were built so far."""
+        alone = vars(self).get("alone")
+        return (self.program, *self._splits.values(), *([] if alone is None else [alone]))
+
+    @cached_property
+    def alone(self) -> Program | None:
+        """What computes the whole on every rank; None where that has other blocks."""
+        at = self.capture
+        built_of = at.gm, self._inputs, at.is_weight, at.options
+        return build_alone(self.program, *built_of, self.axis, self._others)
+
+    def program_for(self, plan: Plan) -> Program:
+        """What computes ``plan``.
+
+        Raises:
+            ValueError: there is no such program.
+        """
+        if plan.alone:
+            assert self.alone is not None
+            return self.alone
+        if plan.split and isinstance(why := self.describe(plan.split), str):
+            raise ValueError(f"tokens of this graph are not split along {plan.split!r}: {why}")
+        return self._splits[plan.split] if plan.split else self.program
+
+    def describe(self, split: str) -> Described | str:
+        """Blocks and head of the program that splits ``split``; or why there is none."""
+        if split not in self._splits:
+            at = self.capture
+            built_of = at.gm, self._inputs, at.is_weight, at.options, self._others
+            program, why = build_split(self.program, *built_of, split)
+            if program is None:
+                return why
+            self._splits[split] = program
+        program = self._splits[split]
+        return describe_blocks(program), describe_head(program)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Inside, plans may be asked for that need programs which are not there yet."""
+        splits, before = self.choice.splits, self.choice.splits.describe
+        splits.describe = self.describe
+        try:
+            yield
+        finally:
+            splits.describe = before
+
+    def _plan(self, shape: tuple[int, int, bool, bool, Lengths]) -> Plan:
+        """The guard's for a call of this ``shape``, which can be run."""
+        with self.planning():
+            plan = self.choice.guard(*shape)
+            if plan.alone and self.alone is None:
+                log.warning("every rank cannot compute the whole: %s", OTHER_BLOCKS)
+                self.choice.refuse_alone(OTHER_BLOCKS)
+                plan = self.choice.guard(*shape)
+        return plan
+
+    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool, Lengths]:
+        """What the guard asks of a call."""
+        keeps_gradients = self._gradients() != AT_ONCE
+        num_sequences = self.program.num_sequences(sizes)
+        others = self.program.other_lengths(sizes)
+        return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients, others
+
+    def _gradients(self) -> str:
+        if not torch.is_grad_enabled():
+            return AT_ONCE
+        return gradients_are(self.axis, self.capture.weights.held())
+
+    def _make(
+        self, program: Program, args: Sequence[Any], sizes: dict[str, int], plan: Plan
+    ) -> StepConstants:
+        key = (*sizes.values(), plan)
+        found = self._constants.get(key)
+        if found is None:
+            own = sizes
+            if program is not self.program:
+                own = sizes_of(find_sizes(program), args, program.axis)
+            found = program.constants_for(own, plan.strategies, plan.head)
+            self._constants[key] = found
+            if self.capture.options.dump is not None:
+                folder = Path(self.capture.options.dump)
+                self.capture.dumping(lambda: self._dump_plan(folder, sizes, plan))
+        return found
+
+    def _dump_plan(self, folder: Path, sizes: Mapping[str, int], plan: Plan) -> None:
+        """The first rank writes the table of the plan for these sizes, beside the graphs."""
+        if self.axis.rank:
+            return
+        name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
+        write(folder, name, plan_table(self.blocks, plan) + "\n")
+
+    def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        first, dropout = self.capture.is_first, self.program.schedule.has_dropout
+        profile = self.choice.cost_model
+        return {
+            "the sequence length": sizes[WHOLE],
+            "the batch size": sizes.get("B", 1),
+            "the lengths of other sequences": str(self.program.other_lengths(sizes)),
+            **self._program_facts,
+            NO_SYNC: self._gradients(),
+            OPTIMIZERS: self.choice.optimizers.count,
+            RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
+            PROFILE: profile.profile.checksum if first and profile else 0,
+        }

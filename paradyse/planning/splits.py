@@ -1,0 +1,219 @@
+"""Which dim tokens lie split along between blocks: the sequence, or another one.
+
+A program has its tokens split along one dim, and a block that mixes it has to send messages. Where
+tokens have other dims, such as the batch, which no block mixes, or space beside time, another
+program of the same graph splits them along one of these. Which is best depends on the lengths at
+hand, so each call has a choice of programs, as far as it may pay, and each of these its plans.
+Dynamic Sequence Parallelism (arXiv 2403.10266) chooses a dim for every stage; here a stage that
+mixes the dim at rest switches by itself (strategy ``dsp``), and the dim at rest is chosen by call.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paradyse.config import AUTO, PlanByKind, PlanOption
+from paradyse.distributed.axis import TokenLayout
+from paradyse.planning.corrections import Corrections
+from paradyse.planning.planner import Planner, describe_workload
+from paradyse.planning.prior import prior_cost
+from paradyse.types import BATCH, SPLITS, BlockSpec, HeadSpec, Plan, Workload, other_dim
+
+log = logging.getLogger(__name__)
+
+OWN_TOKENS = "megatron_cz"
+"""A strategy under which linears are computed on the rank's own tokens."""
+
+Described = tuple[Sequence[BlockSpec], HeadSpec | None]
+"""Blocks and head of a program."""
+
+
+def lies_along(workload: Workload, split: str) -> Workload:
+    """``workload``, in which tokens lie split along the sequence, as planners have it that split
+    them along ``split`` (``Plan.split``): its length is that of this dim, and the dims of
+    ``Workload.others`` are the sequence, the other ones, and then the batch."""
+    lengths = [workload.seq_len, *(n for _, n in workload.others)]
+    tokens = workload.batch * workload.seq_len
+    dims = {other_dim(i) if i else "": n for i, n in enumerate(lengths)}
+    dims[BATCH] = max(1, tokens // math.prod(lengths))
+    length = dims.pop(split)
+    others = tuple((max(1, tokens // n), n) for n in dims.values())
+    return replace(workload, batch=max(1, tokens // length), seq_len=length, others=others)
+
+
+def split_of(form: PlanOption) -> str:
+    """Which dim the plan option ``form`` wants tokens split along: as ``Plan.split``, or "auto"."""
+    if isinstance(form, Plan | PlanByKind):
+        return form.split
+    return AUTO if form == AUTO else ""
+
+
+class Splits:
+    """Plans of one model, whatever dim its tokens lie split along.
+
+    Args:
+        planner: of the program that splits the sequence.
+        refused: why there is no other; "": there may be.
+    """
+
+    def __init__(self, planner: Planner, refused: str = "") -> None:
+        self.planner = planner
+        self.planners: dict[str, Planner] = {}
+        """``Plan.split`` -> the planner of a program that splits another dim."""
+        self.refused: dict[str, str] = dict.fromkeys(SPLITS, refused) if refused else {}
+        """``Plan.split`` -> why there is no such program."""
+        self.describe: Callable[[str], Described | str] | None = None
+        """Gives blocks and head of the program that splits another dim, or why there is none; None:
+        none can be made now."""
+
+    def plan(self, workload: Workload) -> Plan:
+        """The plan for ``workload``, by the option ``plan``.
+
+        Raises:
+            ValueError: as ``Planner.plan``; tokens cannot be split along the dim that it names.
+        """
+        form = self.planner.form(workload)
+        wanted = split_of(form)
+        if wanted in ("", AUTO) or self.planner.num_ranks == 1:
+            best = self.planner.plan_for(form, workload)
+            for split in self._worth_a_look(best, workload) if wanted == AUTO else ():
+                best = self._faster(best, split, form, workload)
+            return best
+        found = self._plan_along(wanted, form, workload)
+        if isinstance(found, str):
+            raise ValueError(
+                f"{self.planner.where}: tokens cannot lie split along {wanted!r} for "
+                f"{describe_workload(workload)}: {found}; leave 'split' out to split the sequence"
+            )
+        return found
+
+    def of(self, plan: Plan, workload: Workload) -> tuple[Planner, Workload]:
+        """The planner that ``plan`` is of, and ``workload`` as that has it."""
+        return self.planner_of(plan), lies_along(workload, plan.split) if plan.split else workload
+
+    def planner_of(self, plan: Plan) -> Planner:
+        """The planner that ``plan`` is of."""
+        return self.planners[plan.split] if plan.split else self.planner
+
+    def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
+        """``Planner.predict``, by the planner that ``plan`` is of."""
+        planner, own = self.of(plan, workload)
+        return planner.predict(plan, own)
+
+    def settle(self, workload: Workload, plan: Plan) -> None:
+        """Have ``plan``, another rank's choice, for ``workload``; its program is there after."""
+        if not plan.split:
+            self.planner.settle(workload, plan)
+        elif isinstance(why := self.planner_along(plan.split), str):
+            raise ValueError(f"the first rank splits tokens along {plan.split!r}, not here: {why}")
+
+    def ran_out(self, workload: Workload) -> None:
+        """``Planner.ran_out``, of all planners."""
+        self.planner.ran_out(workload)
+        for split, planner in self.planners.items():
+            planner.ran_out(lies_along(workload, split))
+
+    def hold(self, static_bytes: int) -> None:
+        """``Planner.hold``, of all planners."""
+        for planner in (self.planner, *self.planners.values()):
+            planner.hold(static_bytes)
+
+    def correct(self, corrections: Corrections) -> None:
+        """``Planner.correct``, of all planners."""
+        for planner in (self.planner, *self.planners.values()):
+            planner.correct(corrections)
+
+    def planner_along(self, split: str) -> Planner | str:
+        """The planner of the program that splits ``split``, which is made now if it is not there;
+        or why there is none."""
+        if split in self.refused:
+            return self.refused[split]
+        if split not in self.planners:
+            described = self.describe(split) if self.describe else "no step of it has run yet"
+            if isinstance(described, str):
+                if self.describe is not None:
+                    self.refused[split] = described
+                    log.info("tokens are not split along %s: %s", split, described)
+                return described
+            self.planners[split] = self.planner.for_blocks(*described)
+        return self.planners[split]
+
+    def best_along(self, split: str, workload: Workload) -> Plan | str:
+        """The plan with tokens split along ``split`` and all else left open, or why not."""
+        return self._plan_or_why(split, AUTO, workload)
+
+    def _plan_or_why(self, split: str, form: PlanOption, workload: Workload) -> Plan | str:
+        try:
+            return self._plan_along(split, form, workload)
+        except ValueError as e:
+            return str(e)
+
+    def _plan_along(self, split: str, form: PlanOption, workload: Workload) -> Plan | str:
+        """The plan by the option ``form`` with tokens split along ``split``, or why not."""
+        own, planner = lies_along(workload, split), self.planner_along(split)
+        if isinstance(planner, str):
+            return planner
+        return replace(planner.plan_for(form, own), split=split)
+
+    def _worth_a_look(self, plan: Plan, workload: Workload) -> list[str]:
+        """Dims that ``workload`` may be faster split along than it is by ``plan``. The batch: if it
+        were not even if ranks sent nothing, it is not; another dim, whose split asks for as many
+        messages: where fewer rows are padding."""
+        if not self.planner.blocks or self.planner.chooses is False:
+            return []
+        least, slack = self._share_without_messages(plan, workload), self.planner.options.smoothing
+        now, found = _padding(workload), []
+        for split in SPLITS[: 1 + len(workload.others)]:
+            own = lies_along(workload, split)
+            if split not in self.planner.options.splits or split in self.refused or own.seq_len < 2:
+                continue
+            saved = least if split == BATCH else 1.0
+            if _padding(own) / now * saved * (1 + slack) < 1:
+                found.append(split)
+        return found
+
+    def _share_without_messages(self, plan: Plan, workload: Workload) -> float:
+        """The share of the time of the blocks of ``plan`` that would be left if all were computed
+        on the rank's own tokens, and ranks sent nothing."""
+        machine = self.planner.machine(workload.dtype)
+        quiet = replace(machine, latency_s=0.0, bandwidth_bytes=math.inf, links={})
+        with_s = without_s = 0.0
+        for block, point in zip(self.planner.blocks, plan.strategies):
+            own = workload.of(block)
+            with_s += prior_cost(block, point, own, machine, self.planner.sharded).time_s
+            without_s += prior_cost(block, OWN_TOKENS, own, quiet, self.planner.sharded).time_s
+        return without_s / with_s
+
+    def _faster(self, best: Plan, split: str, form: PlanOption, workload: Workload) -> Plan:
+        """``best``, or the plan with tokens split along ``split`` where that is faster by more than
+        smoothing, and fits."""
+        other = self._plan_or_why(split, form, workload)
+        if isinstance(other, str):
+            log.debug("%s split along %s: %s", describe_workload(workload), split, other)
+            return best
+        planner, own = self.of(other, workload)
+        (time_s, _), (other_s, peak) = (self.predict(p, workload) for p in (best, other))
+        other_s *= off_by(self.planner, best, workload)
+        fits = peak <= planner.memory_limit(own.dtype)
+        return other if fits and other_s * (1 + planner.options.smoothing) < time_s else best
+
+
+def off_by(planner: Planner, plan: Plan, workload: Workload) -> float:
+    """How many times longer the blocks of ``plan``, by ``planner``, take by its profile than by the
+    prior, which is all that there is of blocks computed otherwise; 1 without a profile."""
+    if planner.cost_model is None:
+        return 1.0
+    machine, costs = planner.machine(workload.dtype), planner.predicted_costs(workload)
+    pairs = list(zip(planner.blocks, plan.strategies))
+    measured_s = sum(costs[i][s].time_s for i, (_, s) in enumerate(pairs))
+    priors = (prior_cost(b, s, workload.of(b), machine, False) for b, s in pairs)
+    return measured_s / sum(cost.time_s for cost in priors)
+
+
+def _padding(workload: Workload) -> float:
+    """By how many times a rank has more tokens than there are, shared out evenly."""
+    layout = TokenLayout(workload.num_ranks, workload.seq_len)
+    return layout.local_len * workload.num_ranks / workload.seq_len
