@@ -6,13 +6,15 @@
 A module of time and space in turn, and a TimeSformer of HuggingFace's, each of some sizes of both
 dims and some batches. Time is split, so attention over space sends nothing and that over time is
 what strategies differ in: ``dsp`` has it switch the split to space and back. ``metp`` is not among
-them, as it refuses attention over a dim that is not split. What a pair of both sends is counted on
-two and on four ranks; of more ranks the formulas are shown.
+them, as it refuses attention over a dim that is not split. With two sequences or more the batch can
+be split in place of time (``batch``), where the graph allows it. What a pair of both sends is
+counted on two and on four ranks; of more ranks the formulas are shown.
 """
 
+import math
 from argparse import Namespace
 from copy import copy
-from math import isqrt
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ from torch.nn import functional as F
 import paradyse
 from paradyse.cli.launch import Rank
 from paradyse.planning.explain import short_key
-from paradyse.types import ALONG_SEQUENCE, DSP, REPLICATED
+from paradyse.types import ALONG_SEQUENCE, BATCH, DSP, REPLICATED
 
 ALONG_ONE = tuple(s for s in ALONG_SEQUENCE if s != "metp")
-PLANS = (*ALONG_ONE, REPLICATED, DSP)
+PLANS = (*ALONG_ONE, REPLICATED, DSP, BATCH)
+OF_BATCH = {"attention": "megatron_cz", "mlp": "megatron_cz", "split": BATCH}
 MODULE, TIMESFORMER = "time and space", "TimeSformer"
 CHANNELS, CLASSES, PATCH = 3, 8, 4
 
@@ -81,7 +84,7 @@ class SpaceTime(nn.Module):
 def timesformer(layers: int, hidden: int, time: int, space: int) -> nn.Module:
     """An unmodified TimeSformer for videos of ``time`` frames of ``space`` patches."""
     config = transformers.TimesformerConfig(
-        image_size=PATCH * isqrt(space),
+        image_size=PATCH * math.isqrt(space),
         patch_size=PATCH,
         num_frames=time,
         hidden_size=hidden,
@@ -112,7 +115,8 @@ class Videos(Contender):
             made: nn.Module = SpaceTime(*size)
         else:
             made = timesformer(*size, self.time, self.space)
-        super().__init__(made, ours(made, plan, args.inner).run)
+        given = OF_BATCH if plan == BATCH else plan
+        super().__init__(made, ours(made, given, args.inner).run)
 
     def eager(self) -> Contender:
         """The model as it is."""
@@ -127,7 +131,7 @@ class Videos(Contender):
             shape = batch, self.time, self.space
             cells = torch.randn(*shape, CHANNELS, generator=g)
             return cells, torch.randint(CLASSES, shape, generator=g)
-        side = PATCH * isqrt(self.space)
+        side = PATCH * math.isqrt(self.space)
         videos = torch.randn(batch, self.time, CHANNELS, side, side, generator=g)
         return videos, torch.randint(CLASSES, (batch,), generator=g)
 
@@ -146,13 +150,18 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     for model in args.models:
         for shape in args.shapes:
             contenders = {p: Videos(model, shape, p, args) for p in (*PLANS, AUTO)}
+            if model != MODULE:  # TimeSformer cuts rows from all videos together
+                del contenders[BATCH]
             for plan, contender in contenders.items():
-                contender.check(plan, contender.eager(), *args.batches)
+                batches = [b for b in args.batches if b > 1 or plan != BATCH]
+                contender.check(plan, contender.eager(), *batches)
                 rank.report(f"{model}, {shape}: {plan} agrees with eager")
             auto = contenders[AUTO]
             for batch in args.batches * args.learn_steps:
                 auto.loss(batch)
             steps = {p: c.time_s for p, c in contenders.items()}
+            if BATCH in steps:
+                steps[BATCH] = partial(of_several, contenders[BATCH])
             seconds = take_turns(steps, args.batches, range(-1, args.runs), rank.report)
             chosen = {}
             for batch in args.batches:
@@ -160,6 +169,11 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
                 chosen[batch] = short_key(paradyse.stats(auto.run).last.plan.key)
             found[model, shape] = {"seconds": seconds, "chosen": chosen}
     return found
+
+
+def of_several(contender: Videos, batch: int) -> float:
+    """Seconds of a step; of one video, which has no batch to split, not a number."""
+    return contender.time_s(batch) if batch > 1 else math.nan
 
 
 def count(rank: Rank, args: Namespace) -> dict[str, float]:
@@ -183,12 +197,15 @@ def show_times(bench: Benchmark, found: dict[str, Any]) -> None:
         rows, autos, bests = [], 0.0, 0.0
         for (other, shape), of in found.items():
             for batch in bench.args.batches if other == model else ():
-                times = {p: median(of["seconds"][p][batch]) for p in (*PLANS, AUTO)}
+                known = of["seconds"].get
+                none = {batch: [math.nan]}
+                times = {p: median(known(p, none)[batch]) for p in (*PLANS, AUTO)}
                 along_one = min(times[p] for p in ALONG_ONE)
-                best = min(times[p] for p in PLANS)
+                best = min(t for p, t in times.items() if p != AUTO and t == t)
                 autos, bests = autos + times[AUTO], bests + best
                 ratios = times[DSP] / along_one, times[AUTO] / best
-                cells = [*map(milliseconds, times.values()), *(f"{r:.2f}" for r in ratios)]
+                cells = ["" if t != t else milliseconds(t) for t in times.values()]
+                cells += [f"{r:.2f}" for r in ratios]
                 rows.append([f"{shape}, batch {batch}", *cells, of["chosen"][batch]])
         ratios_of = "dsp / best of one dim", "auto / best"
         header = ["time x space", *PLANS, AUTO, *ratios_of, "auto chose"]

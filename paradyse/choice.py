@@ -30,7 +30,7 @@ from paradyse.planning.machine import agreed_capacity, describe_device, measure_
 from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.profile_file import Header, present_versions
-from paradyse.planning.splits import Splits
+from paradyse.planning.splits import Splits, most_blocks
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
@@ -178,17 +178,19 @@ class Choice:
             plan = self.alone.settle(self.splits.plan(workload), workload)
             self.agreement.compare("makes a plan", {PLAN: plan.key})
             return plan
-        mine, error = [-1] * (len(self.blocks) + 2), None
+        mine, error = [-1] * (2 + most_blocks(len(self.blocks))), None
         try:
             chosen = self.alone.settle(self.splits.plan(workload), workload)
             of_all = _HEADS.index(chosen.head), _SPLITS.index(chosen.split)
-            mine = [*map(_POINTS.index, chosen.strategies), *of_all]
+            said = [*of_all, *map(_POINTS.index, chosen.strategies)]
+            mine[: len(said)] = said
         except ValueError as e:
             error = e
-        *points, head, split = told = self.agreement.first_says(mine)
-        if told[0] < 0:
+        head, split, *points = told = self.agreement.first_says(mine)
+        if head < 0:
             raise error or ValueError("the first rank of the group found no plan: see its error")
-        plan = Plan(tuple(_POINTS[i] for i in points), _HEADS[head], _SPLITS[split])
+        strategies = tuple(_POINTS[i] for i in points if i >= 0)
+        plan = Plan(strategies, _HEADS[head], _SPLITS[split])
         if told != mine and not plan.alone:
             self.splits.settle(workload, plan)
         return plan

@@ -47,7 +47,7 @@ from paradyse.runtime.frame import current_frames
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import WHOLE
 from paradyse.torch_private import tree_leaves
-from paradyse.types import Plan, Workload
+from paradyse.types import BlockSpec, Plan, Workload
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
 
 T = TypeVar("T")
@@ -103,6 +103,8 @@ class PlannedProgram:
         self.sizes = find_sizes(program)
         self._splits: dict[str, Program] = {}
         """``Plan.split`` -> the program that splits another dim."""
+        self._blocks: dict[Program, tuple[BlockSpec, ...]] = {}
+        """Of these."""
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
         weights = capture.weights.held()
@@ -223,7 +225,13 @@ class PlannedProgram:
                 return why
             self._splits[split] = program
         program = self._splits[split]
-        return describe_blocks(program), describe_head(program)
+        return self.blocks_of(program), describe_head(program)
+
+    def blocks_of(self, program: Program) -> tuple[BlockSpec, ...]:
+        """Those of ``program``, one of ``programs``, in the order of computation."""
+        if program.ctx.at_rest and program not in self._blocks:
+            self._blocks[program] = describe_blocks(program)
+        return self._blocks.get(program, self.blocks)
 
     @contextmanager
     def planning(self) -> Iterator[None]:
@@ -278,7 +286,8 @@ class PlannedProgram:
         if self.axis.rank:
             return
         name = f"plan_batch{sizes.get('B', 1)}_length{sizes[WHOLE]}.txt"
-        write(folder, name, plan_table(self.blocks, plan) + "\n")
+        blocks = self.blocks_of(self.program_for(plan))
+        write(folder, name, plan_table(blocks, plan) + "\n")
 
     def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         first, dropout = self.capture.is_first, self.program.schedule.has_dropout

@@ -207,10 +207,15 @@ def stats(compiled_model: Model | MixedModel) -> Stats:
     captures = list(captures_of(compiled_model))
     graphs = [(c, g) for c in captures for g in c.graphs.values()]
     variants = {
-        (program.ctx.at_rest, program.scope.batch is None, block.structure, canonical_strategy(block.kind, s))
+        (
+            program.ctx.at_rest,
+            program.scope.batch is None,
+            block.structure,
+            canonical_strategy(block.kind, s),
+        )
         for _, g in graphs
         for program in g.programs
-        for block, step in zip(g.blocks, program.block_steps, strict=True)
+        for block, step in zip(g.blocks_of(program), program.block_steps, strict=True)
         for s in {Point.parse(s).variant for s in program.variants[step.position]}
     }
     programs = [p for _, g in graphs for p in g.programs if p.axis.size > 1 or p is g.program]

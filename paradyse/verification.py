@@ -16,7 +16,7 @@ from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.alone import OTHER_BLOCKS
 from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.runtime.registry import captures_of
-from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, Plan, Point, Workload
+from paradyse.types import ATTENTION_STRATEGIES, BATCH, REPLICATED, Plan, Point, Workload
 from paradyse.weights.shard import check_module
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -24,12 +24,16 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 precisions get 5e-2."""
 
 
+ALONG_BATCH = f"split along {BATCH}"
+"""Name of the plan under which each rank computes its own sequences."""
+
+
 @dataclass(frozen=True)
 class VerifyRow:
     """One plan against one-device eager."""
 
     plan: str
-    """A strategy's name, or ``mixed``."""
+    """A strategy's name, ``mixed``, or ``split along batch``."""
     loss_error: float | None = None
     """|loss - reference| / |reference|; None where the plan cannot run."""
     worst_gradient: str = ""
@@ -142,7 +146,8 @@ def verify(
         rows = []
         plans: dict[str, Any] = {"auto": "auto"}
         if axis.size > 1 and blocks:
-            plans = _plans(blocks) | {REPLICATED: _alone(graphs[-1])}
+            plans = _plans(blocks) | {ALONG_BATCH: _along_batch(graphs[-1])}
+            plans[REPLICATED] = _alone(graphs[-1])
         tolerance = TOLERANCES.get(next(model.parameters()).dtype, 5e-2)
         for name, planned in plans.items():
             if isinstance(planned, str) and planned != "auto":
@@ -194,6 +199,15 @@ def _plans(blocks: Any) -> dict[str, Any]:
         points = tuple(of[i % len(of)] for i, of in enumerate(levered))
         plans["mixed, with levers"] = Plan(points)
     return plans
+
+
+def _along_batch(graph: Any) -> Plan | str:
+    """A plan under which each rank computes its own sequences, or why there is none."""
+    described = graph.describe(BATCH)
+    if isinstance(described, str):
+        return described
+    each = [b.feasible()[:2] for b in described[0]]
+    return Plan(tuple(of[i % len(of)] for i, of in enumerate(each)), split=BATCH)
 
 
 def _alone(graph: Any) -> Plan | str:

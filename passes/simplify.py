@@ -45,7 +45,8 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
 
 
 def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
-    """Remove operators that change nothing; spell every view as reshape, and name squeezed dims.
+    """Remove operators that change nothing; spell every view as reshape, name squeezed dims, and
+    forget the length that rows repeated a number of times have: it follows.
 
     before: a = to(x, float32); b = contiguous(a); c = view(b, [2, -1]); d = cat([empty, c])
     after:  c = reshape(x, [2, -1])
@@ -60,6 +61,8 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
         if node.target == aten.squeeze.default:  # of a part with one row it would take more
             ones = [d for d, n in enumerate(_val(node.args[0]).shape) if n == 1]
             node.target, node.args = aten.squeeze.dims, (node.args[0], ones)
+        if node.target == aten.repeat_interleave.self_int:
+            node.kwargs = {k: x for k, x in node.kwargs.items() if k != "output_size"}
         if (source := _unchanged(node)) is not None:
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)

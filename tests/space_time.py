@@ -1,7 +1,9 @@
-"""A transformer over time and space in turn, for tests: attention over one dim of its tokens, then
+"""Transformers over time and space in turn, for tests: attention over one dim of their tokens, then
 over the other."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,3 +93,87 @@ def cells(batch: int, time: int, space: int, seed: int = 0) -> tuple[Tensor, Ten
     labels = torch.randint(CLASSES, (batch, time, space), generator=g)
     labels[0, -1, 0] = -100
     return x, labels
+
+
+def whole(x: Any) -> torch.Tensor:
+    """A gradient, or all rows of a sharded one."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def errors(
+    model: Any, got: torch.Tensor, reference: Any, want: torch.Tensor
+) -> list[tuple[float, str]]:
+    """Of the loss and of each gradient; of keys' biases, whose gradient is 0, against all."""
+    scale = sum(p.grad.norm() ** 2 for p in reference.parameters()) ** 0.5
+    loss = want.detach()
+    found = [(float((got.detach() - loss).abs() / loss.abs()), "loss")]
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        of = scale if name.endswith("bias") else q.grad.norm()
+        found.append((float((whole(p.grad) - q.grad).norm() / of), name))
+    return found
+
+
+def make_timesformer(frames: int, dropout: float = 0.0) -> Any:
+    """For videos of 12 x 12 pixels, in float64; redrawn, so that no gradient is too small."""
+    import transformers
+
+    config = transformers.TimesformerConfig(
+        image_size=12,
+        patch_size=4,
+        num_frames=frames,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=4,
+    )
+    model = transformers.TimesformerForVideoClassification(config).double().train()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def videos(batch: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many of 12 x 12 pixels, and a label of each; float64."""
+    g = torch.Generator().manual_seed(batch)
+    x = torch.randn(batch, frames, 3, 12, 12, generator=g, dtype=torch.float64)
+    return x, torch.arange(batch)
+
+
+def make_latte(frames: int) -> Any:
+    """Latte as diffusers has it, in float64; redrawn, so that no gradient is too small."""
+    from diffusers import LatteTransformer3DModel
+
+    model = LatteTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=3,
+        out_channels=3,
+        num_layers=2,
+        cross_attention_dim=16,
+        sample_size=8,
+        patch_size=2,
+        caption_channels=12,
+        video_length=frames,
+        norm_type="ada_norm_single",
+        norm_elementwise_affine=False,
+        attention_bias=True,
+        activation_fn="gelu-approximate",
+        num_embeds_ada_norm=10,
+    )
+    model = model.double().train()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def noised(batch: int, frames: int) -> dict[str, Any]:
+    """Videos of 8 x 8 pixels, a step of diffusion and a text of seven tokens for each."""
+    g = torch.Generator().manual_seed(batch)
+    return {
+        "hidden_states": torch.randn(batch, 3, frames, 8, 8, generator=g, dtype=torch.float64),
+        "timestep": torch.randint(0, 10, (batch,), generator=g),
+        "encoder_hidden_states": torch.randn(batch, 7, 12, generator=g, dtype=torch.float64),
+    }

@@ -256,9 +256,13 @@ def fake_world(num_ranks: int) -> Iterator[Axis]:
         dist.destroy_process_group()
 
 
-def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: Axis) -> Program:
+def capture_program(
+    model: torch.nn.Module, batch: Mapping[str, Tensor], axis: Axis, at_rest: str = ""
+) -> Program:
     """The program of ``model`` for one rank of ``axis``.
 
+    Args:
+        at_rest: which dim tokens lie split along, as ``Plan.split`` has it.
     Raises:
         ValueError: the model is not one graph, or nothing in it can be split.
     """
@@ -271,7 +275,8 @@ def capture_program(model: torch.nn.Module, batch: Mapping[str, Tensor], axis: A
         take_writes(gm, weights)  # they need no time
         traced = trace_inputs(placeholders, examples).values
         inputs = [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in traced]
-        program, ctx = build_program(_on_cpu(gm), inputs, weights, options, axis)
+        how = weights, options, axis, None, None, at_rest
+        program, ctx = build_program(_on_cpu(gm), inputs, *how)
         found.append((program, ctx.notes))
         raise _Captured
 

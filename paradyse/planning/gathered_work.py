@@ -139,7 +139,7 @@ class ShareWatch:
         """Warn of the work at ``workload`` under ``plan``, once of each; looked at anew when there
         are twice as many tokens."""
         tokens, program = workload.batch * workload.seq_len, self.program()
-        if tokens < 2 * self._most_tokens or plan.alone or program is None:
+        if tokens < 2 * self._most_tokens or plan.alone or plan.split or program is None:
             return
         self._most_tokens, planner = tokens, self.planner
         found = gathered_work(program, workload, planner.machine(workload.dtype))

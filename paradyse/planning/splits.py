@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from paradyse.config import AUTO, PlanByKind, PlanOption
 from paradyse.distributed.axis import TokenLayout
+from paradyse.distributed.session import Recent
 from paradyse.planning.corrections import Corrections
 from paradyse.planning.planner import Planner, describe_workload
 from paradyse.planning.prior import prior_cost
@@ -29,6 +30,12 @@ OWN_TOKENS = "megatron_cz"
 
 Described = tuple[Sequence[BlockSpec], HeadSpec | None]
 """Blocks and head of a program."""
+
+
+def most_blocks(num_blocks: int) -> int:
+    """Blocks that a program may have which splits another dim than one of ``num_blocks``: what is
+    not of the sequence, such as a projection of a text, may be of its batch."""
+    return 2 * num_blocks + 8
 
 
 def lies_along(workload: Workload, split: str) -> Workload:
@@ -65,6 +72,9 @@ class Splits:
         """``Plan.split`` -> the planner of a program that splits another dim."""
         self.refused: dict[str, str] = dict.fromkeys(SPLITS, refused) if refused else {}
         """``Plan.split`` -> why there is no such program."""
+        self._last: str | None = None
+        """``Plan.split`` of the plan before, where that was left open."""
+        self._ran_out: Recent[Workload, None] = Recent()
         self.describe: Callable[[str], Described | str] | None = None
         """Gives blocks and head of the program that splits another dim, or why there is none; None:
         none can be made now."""
@@ -79,8 +89,10 @@ class Splits:
         wanted = split_of(form)
         if wanted in ("", AUTO) or self.planner.num_ranks == 1:
             best = self.planner.plan_for(form, workload)
-            for split in self._worth_a_look(best, workload) if wanted == AUTO else ():
-                best = self._faster(best, split, form, workload)
+            if wanted == AUTO:
+                for split in self._worth_a_look(best, workload):
+                    best = self._faster(best, split, form, workload)
+                self._last = best.split
             return best
         found = self._plan_along(wanted, form, workload)
         if isinstance(found, str):
@@ -99,30 +111,35 @@ class Splits:
         return self.planners[plan.split] if plan.split else self.planner
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
-        """``Planner.predict``, by the planner that ``plan`` is of."""
+        """``Planner.predict`` of ``plan`` for ``workload``, by the planner that it is of."""
         planner, own = self.of(plan, workload)
         return planner.predict(plan, own)
 
     def settle(self, workload: Workload, plan: Plan) -> None:
-        """Have ``plan``, another rank's choice, for ``workload``; its program is there after."""
+        """Have ``plan``, another rank's choice, for ``workload``; its program is there after.
+
+        Raises:
+            ValueError: there is no such program on this rank.
+        """
         if not plan.split:
             self.planner.settle(workload, plan)
         elif isinstance(why := self.planner_along(plan.split), str):
             raise ValueError(f"the first rank splits tokens along {plan.split!r}, not here: {why}")
 
     def ran_out(self, workload: Workload) -> None:
-        """``Planner.ran_out``, of all planners."""
+        """``Planner.ran_out`` at ``workload``, of all planners."""
+        self._ran_out[workload] = None
         self.planner.ran_out(workload)
         for split, planner in self.planners.items():
             planner.ran_out(lies_along(workload, split))
 
     def hold(self, static_bytes: int) -> None:
-        """``Planner.hold``, of all planners."""
+        """``Planner.hold`` of ``static_bytes``, of all planners."""
         for planner in (self.planner, *self.planners.values()):
             planner.hold(static_bytes)
 
     def correct(self, corrections: Corrections) -> None:
-        """``Planner.correct``, of all planners."""
+        """``Planner.correct`` by ``corrections``, of all planners."""
         for planner in (self.planner, *self.planners.values()):
             planner.correct(corrections)
 
@@ -138,11 +155,15 @@ class Splits:
                     self.refused[split] = described
                     log.info("tokens are not split along %s: %s", split, described)
                 return described
+            if len(described[0]) > most_blocks(len(self.planner.blocks)):
+                self.refused[split] = "it has many more blocks then"
+                return self.refused[split]
             self.planners[split] = self.planner.for_blocks(*described)
         return self.planners[split]
 
     def best_along(self, split: str, workload: Workload) -> Plan | str:
-        """The plan with tokens split along ``split`` and all else left open, or why not."""
+        """The plan for ``workload`` with tokens split along ``split`` and all else left open, or
+        why there is none."""
         return self._plan_or_why(split, AUTO, workload)
 
     def _plan_or_why(self, split: str, form: PlanOption, workload: Workload) -> Plan | str:
@@ -188,22 +209,27 @@ class Splits:
         return without_s / with_s
 
     def _faster(self, best: Plan, split: str, form: PlanOption, workload: Workload) -> Plan:
-        """``best``, or the plan with tokens split along ``split`` where that is faster by more than
-        smoothing, and fits."""
+        """``best``, or the plan with tokens split along ``split`` where that is faster and fits;
+        which of them splits as the plan before may be slower by smoothing."""
         other = self._plan_or_why(split, form, workload)
         if isinstance(other, str):
             log.debug("%s split along %s: %s", describe_workload(workload), split, other)
             return best
         planner, own = self.of(other, workload)
-        (time_s, _), (other_s, peak) = (self.predict(p, workload) for p in (best, other))
-        other_s *= off_by(self.planner, best, workload)
+        (time_s, held), (other_s, peak) = (self.predict(p, workload) for p in (best, other))
+        if workload in self._ran_out:
+            return other if peak < held else best
+        times = {best.split: time_s, split: other_s * off_by(self.planner, best, workload)}
+        if self._last in times:
+            times[self._last] /= 1 + self.planner.options.smoothing
         fits = peak <= planner.memory_limit(own.dtype)
-        return other if fits and other_s * (1 + planner.options.smoothing) < time_s else best
+        return other if fits and times[split] < times[best.split] else best
 
 
 def off_by(planner: Planner, plan: Plan, workload: Workload) -> float:
-    """How many times longer the blocks of ``plan``, by ``planner``, take by its profile than by the
-    prior, which is all that there is of blocks computed otherwise; 1 without a profile."""
+    """How many times longer the blocks of ``plan``, by ``planner``, take at ``workload`` by its
+    profile than by the prior, which is all that there is of blocks computed otherwise; 1 without a
+    profile."""
     if planner.cost_model is None:
         return 1.0
     machine, costs = planner.machine(workload.dtype), planner.predicted_costs(workload)

@@ -428,7 +428,8 @@ def build_alone(
     """
     how = weights, replace(options, dump=None), SINGLE, ranks, others
     program, _ = build_program(gm, inputs, *how)
-    if program is None or not _has_blocks_of(program, like):
+    kinds = [step.block.kind for step in like.block_steps]
+    if program is None or [step.block.kind for step in program.block_steps] != kinds:
         return None
     return program if find_sizes(program).keys() == find_sizes(like).keys() else None
 
@@ -453,15 +454,7 @@ def build_split(
     program, ctx = build_program(gm, inputs, *how)
     if program is None:
         return None, "; ".join(ctx.notes)
-    if not _has_blocks_of(program, like):
-        return None, "the graph has other blocks then"
     more = [note for note in ctx.notes if note not in like.ctx.notes]
     if more:
         return None, "; ".join(more)
     return program, ""
-
-
-def _has_blocks_of(program: Program, like: Program) -> bool:
-    """Whether ``program`` has blocks of the kinds of those of ``like``, one for each."""
-    kinds = [[s.block.kind for s in of.block_steps] for of in (program, like)]
-    return kinds[0] == kinds[1]

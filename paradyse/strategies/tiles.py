@@ -188,8 +188,9 @@ def make_tiles(
         most = -(-layout.local_len // num_tiles)
     tiles, start = [], 0
     lengths = tile_lengths(layout.local_len, sizes.get("B", 1), most)
-    if axis.size > 1 and layout.local_len % 2:
-        lengths = [layout.local_len]  # one stretch of few tokens
+    one_stretch = axis.size > 1 and layout.local_len % 2  # of few tokens
+    if one_stretch or len(lengths) == 1:
+        return all_tokens(sizes, common)
     for n in lengths:
         rows = everyone[:, start : start + n]
         whole = rows[0] if axis.size == 1 else natural_order(rows, 0)

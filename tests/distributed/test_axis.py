@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import RankPool, run_ranks
 
 from paradyse.distributed.axis import (
+    MOST_IN_ONE_CHUNK,
     SINGLE,
     TokenLayout,
     axis_named,
@@ -21,14 +22,18 @@ from paradyse.distributed.axis import (
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 8, 33])
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 8, 17, 33, 100])
 def test_every_token_lies_on_one_rank_and_all_do_as_much_causal_work(p: int, seq_len: int) -> None:
     layout = TokenLayout(p, seq_len)
     held = [local_positions(layout, r) for r in range(p)]
     assert {len(x) for x in held} == {layout.local_len}
     assert torch.cat(held).sort().values.tolist() == list(range(p * layout.local_len))
     assert seq_len <= p * layout.local_len < seq_len + 2 * p
-    assert len({int(x.sum()) for x in held}) == 1
+    if p == 1 or layout.local_len % 2 == 0:
+        assert len({int(x.sum()) for x in held}) == 1
+    else:  # few tokens in one chunk, as few as can be
+        assert layout.local_len == -(-seq_len // p) <= MOST_IN_ONE_CHUNK
+        assert [int(x[0]) for x in held] == [r * layout.local_len for r in range(p)]
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:

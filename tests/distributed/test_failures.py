@@ -327,7 +327,8 @@ def test_no_memory_even_for_the_messages_under_way(in_backward: bool) -> None:
 
 def retried(retry: bool) -> tuple[list[str], bool]:
     """The plans of the steps before and after, and whether an error was raised."""
-    loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"], retry_out_of_memory=retry)
+    options = {"strategies": ["megatron_cz", "metp"], "splits": [], "retry_out_of_memory": retry}
+    loop = Loop(False, plan="auto", **options)
     plans, raised = [], False
     for at in (None, 2, None):
         loop.model.zero_grad()

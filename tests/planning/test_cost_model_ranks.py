@@ -53,7 +53,7 @@ def structures() -> list[tuple[str, str]]:
 
 def planned(path: str) -> tuple[list[str], str, float, float]:
     """Strategies, the report, its limit in bytes, and the loss under a profile."""
-    compiled, loss = step(cost_model=path, strategies=ATTENTION_STRATEGIES)
+    compiled, loss = step(cost_model=path, strategies=ATTENTION_STRATEGIES, splits=[])
     report = paradyse.explain(compiled, 2, 9)
     return list(report.plan.strategies), str(report), report.limit_bytes, loss
 

@@ -24,24 +24,6 @@ SIZES = [(2, 5, 7), (3, 9, 4), (2, 3, 2), (2, 13, 6)]
 """Batch, time and space: odd ones, and fewer than there are ranks."""
 
 
-def whole(x: Any) -> torch.Tensor:
-    """A gradient, or all rows of a sharded one."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def errors(
-    model: Any, got: torch.Tensor, reference: Any, want: torch.Tensor
-) -> list[tuple[float, str]]:
-    """Of the loss and of each gradient; of keys' biases, whose gradient is 0, against all."""
-    scale = sum(p.grad.norm() ** 2 for p in reference.parameters()) ** 0.5
-    loss = want.detach()
-    found = [(float((got.detach() - loss).abs() / loss.abs()), "loss")]
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        of = scale if name.endswith("bias") else q.grad.norm()
-        found.append((float((whole(p.grad) - q.grad).norm() / of), name))
-    return found
-
-
 def train(
     plans: tuple[str, ...], sizes: list[Any], how: str, sharded: bool, inner: str
 ) -> tuple[dict[str, str], Any]:
@@ -69,7 +51,7 @@ def train(
             model.zero_grad()
             got = compiled(*batch)
             got.backward()
-            worst = max(errors(model, got, reference, want))
+            worst = max(space_time.errors(model, got, reference, want))
             if not worst[0] <= TOLERANCE:
                 off[f"{size} {current[0]}"] = str(worst)
             current[0] = choose(name, blocks_of(compiled))
@@ -172,7 +154,7 @@ def dropping(where: str) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """A model that drops out values of "blocks" or of "attention", or TimeSformer; and a batch."""
     torch.manual_seed(0)
     if where == "timesformer":
-        return make_timesformer(5, dropout=0.3), videos(3, 5)
+        return space_time.make_timesformer(5, dropout=0.3), space_time.videos(3, 5)
     given = {"dropout": 0.5} if where == "blocks" else {"attention_dropout": 0.5}
     return space_time.SpaceTime(layers=1, **given).double(), space_time.cells(3, 5, 7)
 
@@ -248,7 +230,7 @@ def test_the_prior_prefers_switches_where_there_is_a_row_for_each_rank() -> None
 
 def automatic() -> tuple[Any, Any, Any]:
     """``steps`` under "auto"; these two cost the same but for what they move."""
-    return steps("auto", (2, 16, 24), strategies=["ulysses_z", DSP])
+    return steps("auto", (2, 16, 24), strategies=["ulysses_z", DSP], splits=[])
 
 
 def test_auto_takes_it_where_the_prior_says_so(pool2: RankPool) -> None:
@@ -257,35 +239,6 @@ def test_auto_takes_it_where_the_prior_says_so(pool2: RankPool) -> None:
         times = {r.strategy: r.time_s for r in over_time.rows}
         assert times[DSP] < times["ulysses_z"] and over_time.chosen == DSP
         assert calls["all_to_all"] == 4
-
-
-def make_timesformer(frames: int, dropout: float = 0.0) -> Any:
-    """For videos of 12 x 12 pixels, in float64; redrawn, so that no gradient is too small."""
-    import transformers
-
-    config = transformers.TimesformerConfig(
-        image_size=12,
-        patch_size=4,
-        num_frames=frames,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        num_labels=4,
-    )
-    model = transformers.TimesformerForVideoClassification(config).double().train()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    return model
-
-
-def videos(batch: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """So many of 12 x 12 pixels, and a label of each; float64."""
-    g = torch.Generator().manual_seed(batch)
-    x = torch.randn(batch, frames, 3, 12, 12, generator=g, dtype=torch.float64)
-    return x, torch.arange(batch)
 
 
 def timesformer(
@@ -297,7 +250,7 @@ def timesformer(
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    reference = make_timesformer(frames)
+    reference = space_time.make_timesformer(frames)
     model = copy.deepcopy(reference)
     if sharded:
         paradyse.shard(model)
@@ -306,7 +259,7 @@ def timesformer(
     compiled = torch.compile(model, backend="paradyse", options=options)
     off: dict[str, str] = {}
     for batch in batches:
-        given = videos(batch, frames)
+        given = space_time.videos(batch, frames)
         reference.zero_grad()
         want = reference(*given).loss
         want.backward()
@@ -314,7 +267,7 @@ def timesformer(
             model.zero_grad()
             got = compiled(*given).loss
             got.backward()
-            worst = max(errors(model, got, reference, want))
+            worst = max(space_time.errors(model, got, reference, want))
             if not worst[0] <= TOLERANCE:
                 off[f"{batch} {current[0]}"] = str(worst)
             current[0] = choose(name, blocks_of(compiled))

@@ -64,7 +64,8 @@ def test_tiles_of_all_ranks_hold_every_position_once(p: int, seq_len: int) -> No
         found = make_tiles(axis, *step_of(axis, seq_len))
         mine += [tile.common[1] for tile in found]
         for tile in found:
-            assert tile.sizes["S"] == p * tile.num_tokens == tile.common[0].shape[0]
+            held = p * tile.num_tokens if len(found) > 1 else seq_len
+            assert tile.sizes["S"] == held == tile.common[0].shape[0]
             assert tile.common[3][0] == seq_len
         everyone = torch.cat([tile.common[0] for tile in found])
         assert torch.equal(everyone.unique(), torch.arange(p * axis.layout(seq_len).local_len))

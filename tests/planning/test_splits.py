@@ -1,0 +1,153 @@
+"""Which dim tokens lie split along: workloads as other planners have them, and what is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from test_planner import LONG, MACHINE, SHORT, model, planner
+
+from paradyse.planning.splits import Splits, lies_along
+from paradyse.types import BATCH, BlockSpec, HeadSpec, Plan, Workload, other_dim
+
+MANY = replace(LONG, seq_len=2048, batch=8)
+HEAD = HeadSpec(1024, 32_000)
+
+
+def along(split: str, blocks: list[BlockSpec]) -> list[BlockSpec]:
+    """Blocks of one sequence as a program has them that splits the batch."""
+    assert split == BATCH
+    return [replace(b, over=1) if b.kind == "attention" else b for b in blocks]
+
+
+def splits(refused: str = "", **options: Any) -> Splits:
+    blocks = options.setdefault("blocks", model())
+    made = Splits(planner(head=HEAD, **options), refused)
+    made.describe = lambda split: (along(split, blocks), HEAD)
+    return made
+
+
+def test_workloads_as_planners_of_other_dims_have_them() -> None:
+    w = Workload(3, 100, torch.float32, True, 4)
+    assert lies_along(w, BATCH) == replace(w, batch=100, seq_len=3, others=((3, 100),))
+    # time 16 is split, space 9 beside it, two videos
+    video = replace(w, batch=18, seq_len=16, others=((32, 9),))
+    batch = replace(w, batch=144, seq_len=2, others=((18, 16), (32, 9)))
+    assert lies_along(video, BATCH) == batch
+    space = replace(w, batch=32, seq_len=9, others=((18, 16), (144, 2)))
+    assert lies_along(video, other_dim(1)) == space
+
+
+def test_a_batch_of_many_sequences_needs_no_messages_between_blocks() -> None:
+    s = splits()
+    plan = s.plan(MANY)
+    assert plan.split == BATCH and Plan.of_key(plan.key) == plan
+    own_planner, own = s.of(plan, MANY)
+    assert own_planner is s.planners[BATCH] and own.seq_len == 8
+    costs = own_planner.costs(own)
+    gradients = [2 * b.num_weight_elements * 2 * 3 // 4 for b in s.planner.blocks]
+    assert [c[p].comm_bytes for c, p in zip(costs, plan.strategies)] == gradients
+    assert s.predict(plan, MANY)[0] < s.planner.predict(s.planner.plan(MANY), MANY)[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"workload": replace(LONG, batch=1)},
+        {"workload": replace(LONG, batch=5)},  # ranks would compute eight sequences, not five
+        {"workload": MANY, "refused": "a reason"},
+        {"workload": MANY, "splits": []},
+        {"workload": MANY, "plan": "megatron_cz"},
+        {"workload": MANY, "plan": {"attention": "ulysses_z"}},
+        {"workload": replace(MANY, num_ranks=1), "num_ranks": 1},
+    ],
+)
+def test_the_sequence_stays_split_where_that_is_best_or_asked_for(case: dict[str, Any]) -> None:
+    workload = case.pop("workload")
+    s = splits(**case)
+    assert s.plan(workload).split == "" and not s.planners
+
+
+def test_a_program_that_there_is_not_is_asked_for_once() -> None:
+    s, asked = splits(), []
+
+    def describe(split: str) -> str:
+        asked.append(split)
+        return "a reason"
+
+    s.describe = describe
+    for workload in (MANY, replace(MANY, batch=16)):
+        assert s.plan(workload).split == ""
+    assert asked == [BATCH] and s.refused == {BATCH: "a reason"}
+    named = splits("a reason", plan={"split": BATCH})
+    with pytest.raises(ValueError, match="option 'plan': tokens cannot lie split along 'batch' .*"):
+        named.plan(MANY)
+
+
+def test_it_may_be_asked_for_by_name() -> None:
+    plan = splits(plan={"attention": "megatron_ts", "split": BATCH}).plan(SHORT_MANY)
+    assert plan.split == BATCH and plan.strategies[::2] == ("megatron_ts",) * 2
+    kept = splits(plan=plan).plan(SHORT_MANY)
+    assert kept == plan
+    either = splits(plan={"mlp": "megatron_cz", "split": "auto"}).plan(MANY)
+    assert either.split == BATCH and either.strategies[1::2] == ("megatron_cz",) * 2
+
+
+SHORT_MANY = replace(SHORT, batch=4)
+
+
+def test_what_planners_learn_all_of_them_learn() -> None:
+    s = splits()
+    plan = s.plan(MANY)
+    s.hold(2**30)
+    assert s.planner.static_bytes == s.planners[BATCH].static_bytes == 2**30
+    s.ran_out(MANY)
+    own_planner, own = s.of(plan, MANY)
+    smallest = own_planner.plan_of(own_planner._choices(own_planner._all_auto(), own).smallest()[1])
+    assert own_planner.plan(own) == smallest
+
+
+def test_memory_may_forbid_it() -> None:
+    free = splits()
+    plan = free.plan(MANY)
+    need = free.predict(plan, MANY)[1]
+    least = free.planner.least_bytes(MANY)
+    assert splits(memory_limit=max(need, least)).plan(MANY).split == BATCH
+
+
+def test_messages_that_cost_nothing_leave_the_sequence_split() -> None:
+    fast = replace(MACHINE, latency_s=0.0, bandwidth_bytes=1e18)
+    s = splits(machine=lambda dtype: fast)
+    assert s.plan(MANY).split == "" and not s.planners
+
+
+def fewest_switches(stages: Sequence[str], dims: Sequence[str]) -> int:
+    """Of any path through ``stages``, each of which mixes one of ``dims`` and may be computed split
+    along the others: arXiv 2403.10266, as a shortest path."""
+    paths = nx.DiGraph()
+    for i, mixed in enumerate(stages):
+        for at in dims:
+            if at == mixed:
+                continue
+            if i == 0:
+                paths.add_edge("begin", (0, at), weight=0)
+            for before in dims:
+                if i and before != stages[i - 1]:
+                    paths.add_edge((i - 1, before), (i, at), weight=int(at != before))
+            if i == len(stages) - 1:
+                paths.add_edge((i, at), "end", weight=0)
+    return int(nx.shortest_path_length(paths, "begin", "end", "weight"))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 6])
+@pytest.mark.parametrize("layer", ["TS", "ST", "STM", "THW", "HTW", "TTS", "TSS", "B"])
+def test_one_dim_at_rest_is_the_best_path_of_splits(layer: str, num_layers: int) -> None:
+    """Stages that mix the dim at rest switch to another and back, the others stay: as few messages
+    as on the best path through all stages, but for the one at the end of a model."""
+    stages, dims = layer * num_layers, sorted({*layer, "S", "T"} - {"M"})
+    at_rest = min(2 * stages.count(dim) for dim in dims)
+    assert 0 <= at_rest - fewest_switches(stages, dims) <= 1
