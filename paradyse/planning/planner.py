@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -29,12 +29,13 @@ from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices
 from paradyse.planning.time_ratios import Key
 from paradyse.planning.units import format_bytes
-from paradyse.strategies import canonical_strategy
+from paradyse.strategies import variant_of
 from paradyse.types import HEAD, ON_HOST, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Variant = Callable[[str], str]
 
 Costs = tuple[Mapping[str, BlockCost], ...]
 """Per block the cost of every point that can compute it; each is computed when it is asked for."""
@@ -140,7 +141,7 @@ class Planner:
 
     def variants(self, plan: Plan) -> tuple[str, ...]:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
-        return tuple(canonical_strategy(b.kind, s) for b, s in zip(self.blocks, plan.strategies))
+        return tuple(variant_of(b, s) for b, s in zip(self.blocks, plan.strategies))
 
     def correct(self, corrections: Corrections) -> None:
         """Apply ``corrections`` to predictions from now on; plans are decided anew. On every rank
@@ -162,16 +163,15 @@ class Planner:
         """Expected cost of every point of every block, and last of the head: predicted, and
         corrected."""
 
-        def corrected(at: Hashable, kind: str, table: Mapping[str, BlockCost]) -> CostTable:
+        def corrected(at: Hashable, variant: Variant, table: Mapping[str, BlockCost]) -> CostTable:
             def cost(point: str) -> BlockCost:
-                key = at, canonical_strategy(kind, point)
-                return self._corrections.apply(table[point], key, workload)
+                return self._corrections.apply(table[point], (at, variant(point)), workload)
 
             return CostTable(cost)
 
         tables = zip(self._of_kind, self._predicted(workload))
-        found = [corrected(at, block.kind, table) for (at, block), table in tables]
-        head = (corrected(HEAD, HEAD, table) for table in self._predicted_head(workload))
+        found = [corrected(at, partial(variant_of, block), table) for (at, block), table in tables]
+        head = (corrected(HEAD, str, table) for table in self._predicted_head(workload))
         return (*self._per_block(found), *head)
 
     def predicted_costs(self, workload: Workload) -> Costs:
@@ -270,7 +270,7 @@ class Planner:
         by_variant: dict[str, str] = {}
         for s in (REPLICATED,) if self.num_ranks == 1 else self.options.splitting:
             if s not in block.infeasible:
-                by_variant.setdefault(canonical_strategy(block.kind, s), s)
+                by_variant.setdefault(variant_of(block, s), s)
         points = map(Point.parse, block.points(tuple(by_variant.values())))
         allowed = [p for p in points if self._allows(p.levers, training)]
         if block.recompute and training:

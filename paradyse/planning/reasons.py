@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from paradyse.planning.planner import Planner
 from paradyse.planning.units import format_bytes
-from paradyse.strategies import canonical_strategy
-from paradyse.types import DSP, HEAD, REPLICATED, BlockSpec, Plan, Point, Workload
+from paradyse.strategies import variant_of
+from paradyse.types import DSP, REPLICATED, BlockSpec, Plan, Point, Workload
 
 
 def slower(time_s: float, best_s: float) -> str:
@@ -51,9 +51,9 @@ def why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, point: 
 def why_not(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:
     """Why it does not have ``point``, of ``planner``'s choice."""
     of_head, chosen = i == len(planner.blocks), planner.points(plan)[i]
-    kind = HEAD if of_head else planner.blocks[i].kind
     costs = planner.costs(workload)[i]
-    if canonical_strategy(kind, point) == canonical_strategy(kind, chosen):
+    variants = {p if of_head else variant_of(planner.blocks[i], p) for p in (point, chosen)}
+    if len(variants) == 1:
         return f"the same variant as {chosen}"
     strategies = (REPLICATED, *planner.options.strategies)
     if not of_head and Point.parse(point).strategy not in strategies:

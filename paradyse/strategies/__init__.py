@@ -29,6 +29,7 @@ from paradyse.types import (
     LEVER_SETS,
     REPLICATED,
     VOCABULARY,
+    WHOLE_WEIGHTS,
     BlockSpec,
     Point,
     Workload,
@@ -88,6 +89,16 @@ def canonical_strategy(kind: str, point: str) -> str:
     known = _BY_NAME.get(at.strategy)
     shared = known.same_as.get(kind, "") if known is not None else ""
     return str(replace(at, strategy=shared)) if shared else point
+
+
+def variant_of(block: BlockSpec, point: str) -> str:
+    """``canonical_strategy`` of ``block`` under ``point``; where its attention is over a dim that
+    is not split, strategies that compute with whole weights differ in nothing."""
+    shared = canonical_strategy(block.kind, point)
+    at = Point.parse(shared)
+    if block.over is None or at.strategy not in (*WHOLE_WEIGHTS, DSP.name):
+        return shared
+    return str(replace(at, strategy=WHOLE_WEIGHTS[0]))
 
 
 def build_variant(scope: Scope, block: Any, piece: Piece, name: str) -> Any:
