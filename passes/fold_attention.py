@@ -302,7 +302,7 @@ def _as_product(equation: str) -> tuple[list[int], list[int], list[int]] | None:
     both = [x for x in a if x in b]
     batch, summed = [x for x in both if x in out], [x for x in both if x not in out]
     rows, columns = ([x for x in y if x not in both] for y in (a, b))
-    if [len(x) for x in (batch, summed, rows, columns)] != [2, 1, 1, 1]:
+    if len(batch) not in (1, 2) or {len(x) for x in (summed, rows, columns)} != {1}:
         return None
     if set(out) != {*batch, *rows, *columns}:
         return None

@@ -14,6 +14,7 @@ from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
 from fault_mixers import MIXER_FAULTS
 from fault_overlap import OVERLAP_FAULTS
+from fault_splits import SPLIT_FAULTS
 from fault_workflows import WORKFLOW_FAULTS
 
 TILES = ("tests/kernels/test_attention_kernel.py",)
@@ -487,4 +488,5 @@ FAULTS: tuple[Fault, ...] = (
     *MIXER_FAULTS,
     *EXPERT_FAULTS,
     *WORKFLOW_FAULTS,
+    *SPLIT_FAULTS,
 )

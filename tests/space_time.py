@@ -177,3 +177,56 @@ def noised(batch: int, frames: int) -> dict[str, Any]:
         "timestep": torch.randint(0, 10, (batch,), generator=g),
         "encoder_hidden_states": torch.randn(batch, 7, 12, generator=g, dtype=torch.float64),
     }
+
+
+class Axial(nn.Module):
+    """Attention over rows, then over columns, by the package axial-attention, and an MLP; cells
+    [B, R, C, 3] and their labels [B, R, C] to a loss."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        from axial_attention import AxialAttention
+
+        self.into = nn.Linear(CHANNELS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.LayerNorm(WIDTH),
+                    AxialAttention(WIDTH, 2, HEADS, dim_index=-1, sum_axial_out=False),
+                    _mlp(),
+                ]
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.into(x)
+        for norm, attention, mlp in self.layers:
+            x = x + attention(norm(x))
+            x = x + mlp["down"](F.gelu(mlp["up"](mlp["norm"](x))))
+        return F.cross_entropy(self.head(x).flatten(0, 2), labels.flatten())
+
+
+def make_joint(kind: str, frames: int) -> Any:
+    """A VideoMAE or a ViViT, whose attention is over time and space at once, in float64."""
+    import transformers
+
+    config, model = {
+        "videomae": (
+            transformers.VideoMAEConfig,
+            transformers.VideoMAEForVideoClassification,
+        ),
+        "vivit": (transformers.VivitConfig, transformers.VivitForVideoClassification),
+    }[kind]
+    sizes: dict[str, Any] = {"image_size": 12, "num_frames": frames, "hidden_size": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 4}
+    if kind == "videomae":
+        sizes |= {"patch_size": 4, "tubelet_size": 2}
+    else:
+        sizes |= {"tubelet_size": [2, 4, 4]}
+    made = model(config(**sizes)).double().train()
+    for p in made.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return made

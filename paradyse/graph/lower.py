@@ -136,10 +136,48 @@ def compile_function(
             fakes = [example(s) for s in specs]
             graph = make_fx(fn, pre_dispatch=not differentiates)(*fakes)
         graph.graph.eliminate_dead_code()
+        shown: list[tuple[int, int]] = []
+        if inner != "eager" and any(s.requires_grad for s in specs):
+            shown = _take_sizes(graph)
         graph.recompile()
+        examples = [*fakes, *(fakes[i].shape[d] for i, d in shown)]
         with tracing(TracingContext(fake_mode)):
-            compiled = graph if inner == "eager" else lookup_backend(inner)(graph, fakes)
+            compiled = graph if inner == "eager" else lookup_backend(inner)(graph, examples)
+    run = _with_sizes(compiled, shown) if shown else compiled
     guards = [g.expr for g in shape_env.guards]
     took = time.perf_counter() - start
     log.debug("compiled with %s in %.2f s, guards %s: %s", inner, took, guards, graph.graph)
-    return Compiled(compiled, guards, symbols, static, graph, took)
+    return Compiled(run, guards, symbols, static, graph, took)
+
+
+def _take_sizes(gm: fx.GraphModule) -> list[tuple[int, int]]:
+    """Have ``gm`` take, as inputs behind the others, the sizes that its values show as parts of a
+    product, and its results not as a dim: (input, dim) that each is of. AOTAutograd hands what is
+    compiled for backward those sizes alone that are inputs, and inductor finds none in a product.
+    """
+    *nodes, output = gm.graph.nodes
+    results = [n for n in output.args[0] if isinstance(n, fx.Node)]
+    dims = {n: _dims(n) for n in nodes}
+    alone = {d for n in results for d in dims[n].values() if d.is_Symbol}
+    products = [d for of in dims.values() for d in of.values() if not d.is_Symbol]
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    found = []
+    for symbol in sorted({s for d in products for s in d.free_symbols} - alone, key=str):
+        at = [(i, d) for i, n in enumerate(inputs) for d, e in dims[n].items() if e == symbol]
+        if at:
+            with gm.graph.inserting_after([n for n in gm.graph.nodes if n.op == "placeholder"][-1]):
+                node = gm.graph.placeholder(f"size_{len(found)}")
+            node.meta["val"] = inputs[at[0][0]].meta["val"].shape[at[0][1]]
+            found.append(at[0])
+    return found
+
+
+def _dims(node: fx.Node) -> dict[int, Any]:
+    """The dims of the value of ``node`` that vary, as expressions."""
+    shape = node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else ()
+    return {d: n.node.expr for d, n in enumerate(shape) if isinstance(n, torch.SymInt)}
+
+
+def _with_sizes(fn: Callable[..., Any], shown: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+    """``fn``, given besides its arguments the sizes that are ``shown`` by them: (place, dim)s."""
+    return lambda *args: fn(*args, *(args[i].shape[d] for i, d in shown))

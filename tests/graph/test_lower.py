@@ -55,3 +55,24 @@ def test_sizes_of_one_and_fixed_sizes_hold_for_themselves_only():
     fixed = compile_function(fn, specs(), "eager", {"B": 1, "s": 9})
     assert fixed.holds_for({"B": 1, "s": 7})
     assert not fixed.holds_for({"B": 2, "s": 7})
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_sizes_that_gradients_show_as_a_product_alone(inner):
+    """What is compiled for backward has no value with a dim of B or of s alone."""
+    rows = Spec((("B", "s"), (8,)), torch.float64, CPU, True)
+    beside = [Spec(((name,),), torch.int64, CPU, False) for name in SIZES]
+
+    def flat(x, w, sequences, positions):
+        return (torch.nn.functional.gelu(x) * w,)
+
+    given = [rows, Spec(((8,),), torch.float64, CPU, True), *beside]
+    compiled = compile_function(flat, given, inner, SIZES)
+    for b, s in ((2, 3), (5, 17)):
+        x = torch.randn(b * s, 8, dtype=torch.float64, requires_grad=True)
+        w = torch.randn(8, dtype=torch.float64, requires_grad=True)
+        args = (x, w, torch.arange(b), torch.arange(s))
+        (got,), (want,) = compiled.fn(*args), flat(*args)
+        g = torch.randn_like(want)
+        for a, e in zip(*(torch.autograd.grad(y, (x, w), g) for y in (got, want)), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)

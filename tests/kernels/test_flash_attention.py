@@ -132,6 +132,34 @@ def test_every_mask(name: str) -> None:
     check(AttentionSpec(s, 0.3, **mask(name, s)), whole, whole)
 
 
+FAR = 2**26
+"""Elements between rows, of which 40 reach beyond what 31 bits count; their memory is not touched,
+and so not there, but for the rows."""
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """``x`` [1, H, s, D] with ``FAR`` elements between its rows, as of a million tokens of many
+    heads."""
+    _, h, s, d = x.shape
+    memory = torch.empty(s * FAR, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, (s * FAR, d, FAR, 1)).copy_(x)
+
+
+@kernels
+def test_rows_that_lie_beyond_31_bits_are_found() -> None:
+    s, sizes = 40, (1, 2, 1, 16, 16)
+    whole, spec = ((0, s),), AttentionSpec(40, 0.3, right=0)
+    q, k, v, grad = make(sizes, s, s, torch.bfloat16)
+    out, lse = forward(q, k, v, whole, whole, spec)
+    want = backward(Backward(grad, q, k, v, out, lse), whole, whole, spec)
+    q, k, v, grad = map(far_apart, (q, k, v, grad))
+    assert q[0, 0, -1].data_ptr() - q.data_ptr() > 2**31 * q.element_size()
+    far, far_lse = forward(q, k, v, whole, whole, spec)
+    assert torch.equal(far, out) and torch.equal(far_lse, lse)
+    got = backward(Backward(grad, q, k, v, far_apart(out), lse), whole, whole, spec)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @kernels
 @pytest.mark.parametrize("name", ["causal", "window", "packed, padded"])
 def test_positions_of_a_ring_and_shuffled_ones(name: str) -> None:

@@ -99,9 +99,21 @@ def length(p: int, chunk: int) -> int:
 )
 def test_every_element_arrives(run: dict, case: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Both ways, between ranks that are played one after the other."""
+    arrives(run, case, dtype, length(case[2], 5))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("case", [(8, 4, 2), (6, 3, 3), (7, 1, 4)])
+def test_an_odd_number_of_tokens_is_one_chunk(run: dict, case: tuple[int, int, int]) -> None:
+    for per_rank in (1, 7):
+        arrives(run, case, torch.float32, case[2] * per_rank)
+
+
+def arrives(run: dict, case: tuple[int, int, int], dtype: torch.dtype, num_tokens: int) -> None:
+    """Of so many tokens, padding included, each rank gets and gives back what it should."""
     torch.manual_seed(sum(case))
     slots, p = deal_heads(*case), case[2]
-    tensors = whole(slots, length(p, 5), dtype)
+    tensors = whole(slots, num_tokens, dtype)
     sent = []
     for r in range(p):
         local = [rows_of(x, p, r) for x in tensors]

@@ -122,9 +122,10 @@ EINSUMS = {
     "ibnd,jbnd->bnij": ((S, B, H, D), (S, B, H, D)),
     "bhij,bjhd->bihd": ((B, H, S, S), (B, S, H, D)),
     "bhij, bhjd -> ibhd": ((B, H, S, S), (B, H, S, D)),
+    "bij,bjd->bid": ((B, S, S), (B, S, D)),
 }
 KEPT = {
-    "bij,bjd->bid": ((B, S, S), (B, S, D)),
+    "ij,jd->id": ((S, S), (S, D)),
     "...ij,...jd->...id": ((B, H, S, S), (B, H, S, D)),
     "bhid,bhjd->bhi": ((B, H, S, D), (B, H, S, D)),
 }
@@ -141,6 +142,21 @@ def test_einsums(equation: str) -> None:
     gm.recompile()
     assert any(n.target is kept for n in gm.graph.nodes) == (equation in KEPT)
     torch.testing.assert_close(gm(a, b), torch.einsum(equation, a, b))
+
+
+def test_einsums_of_batch_and_heads_in_one_dim() -> None:
+    """As the package axial-attention has it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.reshape(B * H, S, D) for x in (q, k, v))
+        p = (torch.einsum("bie,bje->bij", q, k) * 0.4).softmax(-1)
+        return torch.einsum("bij,bje->bie", p, v).reshape(B, H, S, D)
+
+    gm, qkv = trace(attend, *make()), make()
+    assert fold_attention(gm, Notes()) == 1
+    gm.recompile()
+    torch.testing.assert_close(gm(*qkv), attend(*qkv))
+    assert calls(gm)[0].args[10] == 0.4 and not dense_values(gm, S)
 
 
 def cast_after_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

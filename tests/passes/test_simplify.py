@@ -44,6 +44,14 @@ def test_a_squeeze_names_the_dims_that_it_takes() -> None:
     assert node.args[1] == [0, 1]
 
 
+def test_rows_repeated_a_number_of_times_are_as_many_as_there_are() -> None:
+    gm = trace(lambda x: x.repeat_interleave(3, 0, output_size=3 * x.shape[0]), X)
+    drop_no_ops(gm, context())
+    (node,) = [n for n in gm.graph.nodes if n.target == aten.repeat_interleave.self_int]
+    assert not node.kwargs
+    torch.testing.assert_close(run(gm, X), X.repeat_interleave(3, 0))
+
+
 def test_equals_are_computed_once_and_random_numbers_are_not() -> None:
     def fn(x: Tensor) -> Tensor:
         random = F.dropout(x) + F.dropout(x) + torch.rand(4) + torch.rand(4)

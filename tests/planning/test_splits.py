@@ -88,6 +88,17 @@ def test_a_program_that_there_is_not_is_asked_for_once() -> None:
         named.plan(MANY)
 
 
+@pytest.mark.parametrize(("time", "asked"), [(8, [BATCH]), (5, [BATCH, "dim1"])])
+def test_another_dim_is_looked_at_where_fewer_of_its_rows_are_padding(
+    time: int, asked: list[str]
+) -> None:
+    """Of five rows on four ranks three are padding, of eight and of 64 none."""
+    s, found = splits(blocks=[replace(b, switch=1) for b in model()]), []
+    s.describe = lambda split: found.append(split) or "a reason"
+    s.plan(replace(MANY, batch=8 * 64, seq_len=time, others=((8 * time, 64),)))
+    assert found == asked
+
+
 def test_it_may_be_asked_for_by_name() -> None:
     plan = splits(plan={"attention": "megatron_ts", "split": BATCH}).plan(SHORT_MANY)
     assert plan.split == BATCH and plan.strategies[::2] == ("megatron_ts",) * 2
