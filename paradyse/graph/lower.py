@@ -161,7 +161,7 @@ def _take_sizes(gm: fx.GraphModule) -> list[tuple[int, int]]:
     alone = {d for n in results for d in dims[n].values() if d.is_Symbol}
     products = [d for of in dims.values() for d in of.values() if not d.is_Symbol]
     inputs = [n for n in nodes if n.op == "placeholder"]
-    found = []
+    found = list[tuple[int, int]]()
     for symbol in sorted({s for d in products for s in d.free_symbols} - alone, key=str):
         at = [(i, d) for i, n in enumerate(inputs) for d, e in dims[n].items() if e == symbol]
         if at:
