@@ -184,8 +184,9 @@ def _add_config(
     dtype: str | None = "float32",
     otherwise: str = "",
     required: bool = True,
+    more: str = "",
 ) -> None:
-    text = "configuration of a HuggingFace model; weights are random"
+    text = "configuration of a HuggingFace model; weights are random" + more
     text += "" if required else " (default: a small Llama)"
     _flag(parser, "--model", text, metavar="CONFIG.json", required=required)
     _count(parser, "--layers", "fewer layers than the configuration says")
@@ -248,7 +249,8 @@ def _verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser, None, "float32; on paper bfloat16")
+    script = "; on paper also a Python file with make_model() and make_batch()"
+    _add_config(parser, None, "float32; on paper bfloat16", more=script)
     text = "sequence lengths to plan for (default: 128,1024,8192; on paper 2048 and its doubles "
     text += "until nothing fits)"
     _flag(parser, "--lengths", text, type=_lengths, metavar=LENGTHS)

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import json
 import logging
+import runpy
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -103,6 +104,34 @@ def read_config(path: str) -> dict[str, Any]:
             '{"model_type": "llama", "num_hidden_layers": 2, ...}'
         )
     return config
+
+
+def is_script(path: str) -> bool:
+    """Whether ``path`` is a Python file, which makes a model of any kind (``read_script``)."""
+    return path.endswith(".py")
+
+
+def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, Any]]]:
+    """The functions ``make_model``, which gives a module, and ``make_batch``, which gives the
+    keyword arguments of one call, of the Python file at ``path``. The file is run.
+
+    Raises:
+        ValueError: there is no such file, it cannot be run, or lacks one of them.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no file {path}; give a HuggingFace config.json, or a Python file")
+    try:
+        found = runpy.run_path(path)
+    except Exception as e:
+        why = textwrap.shorten(f"{type(e).__name__}: {e}", 300)
+        raise ValueError(f"{path} cannot be run: {why}; mend it") from e
+    missing = [n for n in ("make_model", "make_batch") if not callable(found.get(n))]
+    if missing:
+        raise ValueError(
+            f"{path} has no function {' and no '.join(missing)}; make_model() is to give a module "
+            "and make_batch() the keyword arguments of one call"
+        )
+    return found["make_model"], found["make_batch"]
 
 
 def checked_config(path: str, layers: int | None) -> dict[str, Any]:

@@ -35,7 +35,13 @@ from paradyse.passes.split_steps import BlockStep, HeadStep, PieceStep, Step
 from paradyse.planning.costs import Machine
 from paradyse.planning.gathered import GatheredWork
 from paradyse.planning.gathered_work import gathered_work
-from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
+from paradyse.runtime.capture import (
+    build_program,
+    find_sizes,
+    is_model_state,
+    sizes_of,
+    trace_inputs,
+)
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import Frame, Wholes
 from paradyse.runtime.program import Program
@@ -116,10 +122,20 @@ class DryRun:
     """Of weights, gradients and moments, where they lie on the host."""
     gathered: Callable[[Workload, Machine], tuple[GatheredWork, ...]] = lambda workload, machine: ()
     """What is computed on gathered tokens, and what it costs."""
+    beside: tuple[int, ...] = ()
+    """Lengths of other dims of the same tokens, such as space beside time, as they were traced."""
 
     def tokens(self, seq_len: int, batch: int) -> int:
-        """How many tokens a rank holds of ``batch`` sequences of ``seq_len``, padding included."""
-        return batch * TokenLayout(self.num_ranks, seq_len).local_len
+        """How many tokens of the split dim a rank holds in a workload of ``batch`` sequences of
+        ``seq_len``, padding included; not counting those beside."""
+        of_one = batch // math.prod(self.beside)
+        return of_one * TokenLayout(self.num_ranks, seq_len).local_len
+
+    def workload(self, batch: int, seq_len: int, dtype: torch.dtype) -> Workload:
+        """A step of ``batch`` sequences, or videos, of ``seq_len`` tokens, or frames."""
+        sequences = batch * math.prod(self.beside)
+        others = tuple((sequences * seq_len // n, n) for n in self.beside)
+        return Workload(sequences, seq_len, dtype, True, self.num_ranks, others=others)
 
     def block(self, block: BlockSpec, point: str) -> Sizes:
         """Memory of ``block`` under ``point``, all of it on the device."""
@@ -175,7 +191,14 @@ def dry_run(
             _measure_heads(program, levers),
             held if on_host else 0,
             partial(gathered_work, program),
+            _beside(program),
         )
+
+
+def _beside(program: Program) -> tuple[int, ...]:
+    """``DryRun.beside``."""
+    letters, known = program.scope.labels(WHOLE).of, program.captured_at
+    return tuple(known.get(letters.get(f, ""), f.size) for f in program.unsplit)
 
 
 def _measure_pieces(program: Program) -> tuple[tuple[Sizes, ...], tuple[Sizes, ...]]:
@@ -277,6 +300,8 @@ def capture_program(
         inputs = [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in traced]
         how = weights, options, axis, None, None, at_rest
         program, ctx = build_program(_on_cpu(gm), inputs, *how)
+        if program is not None:
+            program.captured_at = sizes_of(find_sizes(program), examples, axis)
         found.append((program, ctx.notes))
         raise _Captured
 
@@ -430,9 +455,11 @@ class _Alone(Frame):
 def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sample:
     """Run ``step`` under ``strategy`` on one sequence, forward and backward, without memory; where
     there are several, such as those of an encoder and a decoder, all have ``seq_len`` tokens."""
-    lengths = dict.fromkeys(program.ctx.seqs, seq_len) | dict.fromkeys(program.ctx.seqs.values(), 1)
-    sizes = {letter: lengths.get(f, f.size) for letter, f in program.scope.beside.items()}
-    sizes |= {WHOLE: seq_len, "B": 1}
+    lengths = dict.fromkeys(program.ctx.seqs.values(), 1) | dict.fromkeys(program.ctx.seqs, seq_len)
+    sizes, known = {WHOLE: seq_len, "B": 1}, program.captured_at
+    for letter, f in program.scope.beside.items():
+        size = known.get(letter, f.size)
+        sizes[letter] = size if f in program.unsplit else lengths.get(f, size)
     if program.axis.size > 1:
         sizes[SPLIT] = program.axis.layout(seq_len).local_len
     with contextlib.ExitStack() as stack:

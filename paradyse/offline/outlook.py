@@ -199,7 +199,7 @@ def look_ahead(
     limit = planner.memory_limit(dtype)
 
     def workload(seq_len: int) -> Workload:
-        return Workload(batch, seq_len, dtype, True, run.num_ranks)
+        return run.workload(batch, seq_len, dtype)
 
     infeasible = {}
     strategies = (REPLICATED,) if run.num_ranks == 1 else ATTENTION_STRATEGIES
@@ -233,7 +233,7 @@ def notes_on(outlook: Outlook) -> list[str]:
     priced, said = list[str](), set[str]()
     if of:
         at = of[-1]
-        workload = Workload(outlook.batch, at.seq_len, outlook.dtype, True, run.num_ranks)
+        workload = run.workload(outlook.batch, at.seq_len, outlook.dtype)
         found = run.gathered(workload, outlook.machine)
         for work, share in with_shares(found, at.time_s, measured=False):
             priced.append(f"{work.line(share)} (at {workload.lengths} tokens)")

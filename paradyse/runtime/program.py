@@ -114,6 +114,8 @@ class Program:
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.captured_at: Mapping[str, int] = {}
+        """Sizes by letter of a call that it was captured for; empty where none is known."""
         self.known_buffers = KnownBuffers(self.placeholders)
         self.shown_keys = ShownKeys(self.placeholders)
         self.constants = {n: getattr(gm, str(n.target)) for n in nodes if n.op == "get_attr"}

@@ -85,14 +85,48 @@ def dry_run_of(
         return dry_run(model, batch, num_gpus, sharded, on_host, levers)
 
 
+def dry_run_of_script(
+    path: str,
+    dtype: str,
+    num_gpus: int,
+    sharded: bool,
+    on_host: bool = False,
+    levers: Collection[str] = LEVERS,
+) -> DryRun:
+    """The model of a Python file, as ``dry_run_of`` has it of a configuration.
+
+    Args:
+        path: of the file, as ``models.read_script`` takes it.
+        dtype, num_gpus, sharded, on_host, levers: as of ``dry_run_of``.
+    Raises:
+        ValueError: as ``models.read_script``; nothing in its graph can be split.
+    """
+    make_model, make_batch = integrations.read_script(path)
+    kind = getattr(torch, dtype)
+    with torch.device("meta"):
+        model, batch = make_model().to("meta", kind).train(), dict(make_batch())
+    for name, x in batch.items():
+        if isinstance(x, torch.Tensor):
+            batch[name] = x.to("meta", kind if x.is_floating_point() else x.dtype)
+    with integrations.whole_graphs():
+        return dry_run(model, batch, num_gpus, sharded, on_host, levers)
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Shows the plan for each length that ``args`` give, and why it is that one.
 
     Raises:
         ValueError: also where flags for a cluster on paper are given without one.
     """
-    integrations.require_transformers()
-    if args.gpus or args.device not in launch.DEVICES:
+    on_paper = args.gpus or args.device not in launch.DEVICES
+    if not integrations.is_script(args.model):
+        integrations.require_transformers()
+    elif not on_paper or args.lengths_from is not None or args.layers is not None:
+        raise ValueError(
+            f"--model {args.model}: a Python file is planned on paper, and as it is: give --gpus, "
+            "and leave --lengths-from and --layers out; or give a HuggingFace config.json"
+        )
+    if on_paper:
         if args.lengths_from is None:
             _plan_on_paper(args)
         else:
@@ -146,11 +180,15 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     machine = machine_of(cluster, num_gpus, getattr(torch, dtype))
     console = make_console(args.json)
     with console.status(f"a dry run on {num_gpus} ranks ..."):
-        config = integrations.read_config(args.model)
         on_host = args.offload == "optimizer"
         levers = LEVERS if args.levers is None else args.levers
         how = (num_gpus, weights == "sharded", on_host, levers)
-        run = dry_run_of(config, args.layers, dtype, *how)
+        if integrations.is_script(args.model):
+            config: Mapping[str, object] = {}
+            run = dry_run_of_script(args.model, dtype, *how)
+        else:
+            config = integrations.read_config(args.model)
+            run = dry_run_of(dict(config), args.layers, dtype, *how)
         outlook = look_ahead(
             run,
             machine,
@@ -227,6 +265,7 @@ def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weig
         f"{Path(model).name}: {format_count(outlook.run.num_parameters)} parameters, "
         f"{len(outlook.run.blocks)} blocks, on {num_gpus} x {names}, batch {outlook.batch}, "
         f"{str(outlook.dtype).removeprefix('torch.')}, weights {weights}"
+        + "".join(f"; {n} tokens beside each" for n in outlook.run.beside)
     )
 
 

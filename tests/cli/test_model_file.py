@@ -1,0 +1,72 @@
+"""``paradyse plan`` of a model that a Python file makes: on paper, with several dims of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paradyse.cli.main import main
+
+MODEL = Path(__file__).resolve().parents[1] / "space_time.py"
+
+SCRIPT = f"""
+import runpy
+
+import torch
+
+module = runpy.run_path({str(MODEL)!r})
+
+
+def make_model():
+    return module["SpaceTime"](layers=2)
+
+
+def make_batch():
+    return {{"x": torch.zeros(1, 16, 24, 3), "labels": torch.zeros(1, 16, 24, dtype=torch.int64)}}
+"""
+
+
+def told(capsys: Any, *argv: str) -> tuple[int, str, str]:
+    code = main(["plan", *argv])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.slow
+def test_time_is_planned_beside_space(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "video.py").write_text(SCRIPT)
+    few = ["--gpus", "4", "--lengths", "4096,8192", "--levers", "none", "--batch", "2", "--json"]
+    code, out, err = told(capsys, "--model", str(tmp_path / "video.py"), *few)
+    assert code == 0, err
+    assert "video.py: " in err and "24 tokens beside each" in err
+    found = json.loads(out)
+    assert found["infeasible"].keys() == {"metp"}  # attention over space sends nothing
+    mixture = found["forecasts"]["mixture"]
+    assert [f["seq_len"] for f in mixture] == [4096, 8192]
+    assert all(len(f["plan"]["strategies"]) == 6 for f in mixture)
+    short, long = (f["peak_bytes"] for f in found["forecasts"]["dsp"])
+    held = 2 * 24 * 4096 // 4 * 16 * 2  # bytes of a value of the stream, on a rank
+    assert 8 * held < long - short < 80 * held
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "problem"),
+    [
+        (SCRIPT, [], "a Python file is planned on paper, and as it is: give --gpus"),
+        (SCRIPT, ["--gpus", "2", "--layers", "1"], "leave --lengths-from and --layers out"),
+        ("x = 1", ["--gpus", "2"], "no function make_model and no make_batch; make_model()"),
+        ("1 / 0", ["--gpus", "2"], "cannot be run: ZeroDivisionError"),
+        (None, ["--gpus", "2"], "give a HuggingFace config.json, or a Python file"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_line(
+    text: str | None, flags: list[str], problem: str, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "video.py"
+    if text is not None:
+        path.write_text(text)
+    code, out, err = told(capsys, "--model", str(path), *flags)
+    assert code == 2 and problem in err and len(err.splitlines()) == 1 and not out
