@@ -183,7 +183,7 @@ class Splits:
         """Dims that ``workload`` may be faster split along than it is by ``plan``. The batch: if it
         were not even if ranks sent nothing, it is not; another dim, whose split asks for as many
         messages: where fewer rows are padding."""
-        if not self.planner.blocks or self.planner.chooses is False:
+        if not (self.planner.blocks and self.planner.chooses):
             return []
         least, slack = self._share_without_messages(plan, workload), self.planner.options.smoothing
         now, found = _padding(workload), []
