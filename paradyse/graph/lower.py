@@ -78,16 +78,21 @@ class Compiled:
     static: dict[str, int]
     graph: fx.GraphModule
     compile_s: float
+    shape_env: Any
     _known: Recent[tuple[int, ...], bool] = field(default_factory=Recent)
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
-        """Whether what the compiler assumed holds at ``sizes``."""
-        key = tuple(sizes.values())
+        """Whether what the compiler assumed holds at ``sizes``. Backward may be compiled when it
+        first runs: sizes that have become constants by then are looked at, too."""
+        constants = self.shape_env.replacements
+        key = (len(constants), *sizes.values())
         if key not in self._known:
             fixed = all(sizes.get(name, n) == n for name, n in self.static.items())
             at = {sym: sizes[name] for name, sym in self.symbols.items()}
             large = all(n > 1 for n in at.values())
-            self._known[key] = fixed and large and all(bool(g.xreplace(at)) for g in self.guards)
+            kept = all(constants.get(sym, sym).xreplace(at) == n for sym, n in at.items())
+            guarded = all(bool(g.xreplace(at)) for g in self.guards)
+            self._known[key] = fixed and large and kept and guarded
         return self._known[key]
 
 
@@ -147,19 +152,31 @@ def compile_function(
     guards = [g.expr for g in shape_env.guards]
     took = time.perf_counter() - start
     log.debug("compiled with %s in %.2f s, guards %s: %s", inner, took, guards, graph.graph)
-    return Compiled(run, guards, symbols, static, graph, took)
+    return Compiled(run, guards, symbols, static, graph, took, shape_env)
+
+
+_CONVOLUTIONS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d")
+} | {torch.ops.aten.conv1d.padding, torch.ops.aten.conv2d.padding, torch.ops.aten.conv3d.padding}
 
 
 def _take_sizes(gm: fx.GraphModule) -> list[tuple[int, int]]:
     """Have ``gm`` take, as inputs behind the others, the sizes that its values show as parts of a
     product, and its results not as a dim: (input, dim) that each is of. AOTAutograd hands what is
     compiled for backward those sizes alone that are inputs, and inductor finds none in a product.
+
+    With convolutions all sizes are. Of these inductor takes sizes for constants in backward, and
+    AOTAutograd compiles that at once, so that it is known of, only where sizes are inputs; later,
+    what it finds in its cache was compiled for other constants.
     """
     *nodes, output = gm.graph.nodes
     results = [n for n in output.args[0] if isinstance(n, fx.Node)]
     dims = {n: _dims(n) for n in nodes}
     alone = {d for n in results for d in dims[n].values() if d.is_Symbol}
     products = [d for of in dims.values() for d in of.values() if not d.is_Symbol]
+    if any(n.target in _CONVOLUTIONS for n in nodes):
+        products, alone = [d for of in dims.values() for d in of.values()], set()
     inputs = [n for n in nodes if n.op == "placeholder"]
     found = list[tuple[int, int]]()
     for symbol in sorted({s for d in products for s in d.free_symbols} - alone, key=str):
