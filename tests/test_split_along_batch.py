@@ -4,6 +4,7 @@ blocks, and chosen where that is fastest."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -99,24 +100,30 @@ def test_all_families(family: str, sharded: bool, nproc: int, ranks: Any) -> Non
         assert not off and not refused
 
 
-def of_dims(
-    model_of: str, splits: tuple[str, ...], sizes: tuple[tuple[int, int, int], ...], sharded: bool
-) -> Any:
-    """What is off by more than the tolerance, why there is no such program, and how many graphs
-    there are, of a model of two dims of tokens."""
+def compiled_beside(make: Callable[[], Any], sharded: bool) -> tuple[Any, Any, Any, list[Any]]:
+    """A reference, a copy of it, the copy compiled, and a list whose element is its plan."""
     import paradyse
-    from paradyse.runtime.registry import captures_of
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    make, batch_of = MODELS[model_of]
-    reference = make(sizes[0])
+    reference = make()
     model = copy.deepcopy(reference)
     if sharded:
         paradyse.shard(model)
     current: list[Any] = ["colossal_z"]
     options = {"plan": lambda workload: current[0], "inner": "eager"}
-    compiled = torch.compile(model, backend="paradyse", options=options)
+    return reference, model, torch.compile(model, backend="paradyse", options=options), current
+
+
+def of_dims(
+    model_of: str, splits: tuple[str, ...], sizes: tuple[tuple[int, int, int], ...], sharded: bool
+) -> Any:
+    """What is off by more than the tolerance, why there is no such program, and how many graphs
+    there are, of a model of two dims of tokens."""
+    from paradyse.runtime.registry import captures_of
+
+    make, batch_of = MODELS[model_of]
+    reference, model, compiled, current = compiled_beside(lambda: make(sizes[0]), sharded)
     off, refused = dict[str, Any](), dict[str, str]()
     for size in sizes:
         given = batch_of(size)
@@ -213,17 +220,8 @@ def test_models_of_several_dims(
 def all_paths(sharded: bool) -> tuple[int, dict[str, Any]]:
     """How many plans there are for four stages of attention, over time and space in turn, whatever
     is split at rest and where it is switched, with blocks that run again; and what is off."""
-    import paradyse
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    reference = space_time.SpaceTime().double()
-    model = copy.deepcopy(reference)
-    if sharded:
-        paradyse.shard(model)
-    current: list[Any] = ["colossal_z"]
-    options = {"plan": lambda workload: current[0], "inner": "eager"}
-    compiled = torch.compile(model, backend="paradyse", options=options)
+    make = MODELS["space and time"][0]
+    reference, model, compiled, current = compiled_beside(lambda: make(None), sharded)
     given = cells((3, 5, 7))
     want = loss_of(reference(**given))
     want.backward()
