@@ -19,7 +19,7 @@ from paradyse.cli.launch import Rank
 from paradyse.cli.pages import write_png
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SHARED = ("runner", "bounded", "contenders", "counterparts", "attention_cases")
+SHARED = ("runner", "bounded", "contenders", "counterparts", "attention_cases", "latte")
 ITS_OWN = ("gpu_day",)  # test_gpu_day.py
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {*SHARED, *ITS_OWN})
 

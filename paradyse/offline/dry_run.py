@@ -132,7 +132,7 @@ class DryRun:
         return of_one * TokenLayout(self.num_ranks, seq_len).local_len
 
     def workload(self, batch: int, seq_len: int, dtype: torch.dtype) -> Workload:
-        """A step of ``batch`` sequences, or videos, of ``seq_len`` tokens, or frames."""
+        """A step in ``dtype``: ``batch`` sequences, or videos, of ``seq_len`` tokens, or frames."""
         sequences = batch * math.prod(self.beside)
         others = tuple((sequences * seq_len // n, n) for n in self.beside)
         return Workload(sequences, seq_len, dtype, True, self.num_ranks, others=others)
