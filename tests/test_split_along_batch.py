@@ -298,6 +298,9 @@ def messages(sharded: bool) -> dict[str, Any]:
     for _ in range(2):
         run_step(compiled, model, make_batch("plain", 4, 16))
         sent.append(dict(paradyse.stats(compiled).bytes_per_collective))
+    blocks = blocks_along(compiled, BATCH)
+    assert not isinstance(blocks, str)
+    assert {b.over for b in blocks if b.kind == "attention"} == {1}  # over the sequence
     before, after = sent
     return {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
 
