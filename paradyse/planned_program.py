@@ -36,6 +36,7 @@ from paradyse.planning.explain import plan_table
 from paradyse.planning.splits import Described
 from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import (
+    SizeSource,
     build_alone,
     build_split,
     find_sizes,
@@ -105,6 +106,8 @@ class PlannedProgram:
         """``Plan.split`` -> the program that splits another dim."""
         self._blocks: dict[Program, tuple[BlockSpec, ...]] = {}
         """Of these."""
+        self._sources: dict[Program, SizeSource] = {}
+        """Of programs beside ``program``, where their sizes are read."""
         self.axis = capture.axis
         self.blocks = describe_blocks(program)
         weights = capture.weights.held()
@@ -211,8 +214,9 @@ class PlannedProgram:
         if plan.alone:
             assert self.alone is not None
             return self.alone
-        if plan.split and isinstance(why := self.describe(plan.split), str):
-            raise ValueError(f"tokens of this graph are not split along {plan.split!r}: {why}")
+        if plan.split and plan.split not in self._splits:
+            if isinstance(why := self.describe(plan.split), str):
+                raise ValueError(f"tokens of this graph are not split along {plan.split!r}: {why}")
         return self._splits[plan.split] if plan.split else self.program
 
     def describe(self, split: str) -> Described | str:
@@ -268,12 +272,14 @@ class PlannedProgram:
     def _make(
         self, program: Program, args: Sequence[Any], sizes: dict[str, int], plan: Plan
     ) -> StepConstants:
-        key = (*sizes.values(), plan)
+        own: Mapping[str, int] = sizes
+        if program is not self.program:
+            if program not in self._sources:
+                self._sources[program] = find_sizes(program)
+            own = sizes_of(self._sources[program], args, program.axis)
+        key = (*own.values(), plan)
         found = self._constants.get(key)
         if found is None:
-            own = sizes
-            if program is not self.program:
-                own = sizes_of(find_sizes(program), args, program.axis)
             found = program.constants_for(own, plan.strategies, plan.head)
             self._constants[key] = found
             if self.capture.options.dump is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -87,7 +88,7 @@ class Splits:
         """
         form = self.planner.form(workload)
         wanted = split_of(form)
-        if wanted in ("", AUTO) or self.planner.num_ranks == 1:
+        if wanted in ("", AUTO) or self.planner.num_ranks == 1 or not self.planner.blocks:
             best = self.planner.plan_for(form, workload)
             if wanted == AUTO:
                 for split in self._worth_a_look(best, workload):
@@ -185,13 +186,12 @@ class Splits:
         messages: where fewer rows are padding."""
         if not (self.planner.blocks and self.planner.chooses):
             return []
-        least, slack = self._share_without_messages(plan, workload), self.planner.options.smoothing
-        now, found = _padding(workload), []
+        slack, now, found = self.planner.options.smoothing, _padding(workload), []
         for split in SPLITS[: 1 + len(workload.others)]:
             own = lies_along(workload, split)
             if split not in self.planner.options.splits or split in self.refused or own.seq_len < 2:
                 continue
-            saved = least if split == BATCH else 1.0
+            saved = self._share_without_messages(plan, workload) if split == BATCH else 1.0
             if _padding(own) / now * saved * (1 + slack) < 1:
                 found.append(split)
         return found
@@ -202,10 +202,12 @@ class Splits:
         machine = self.planner.machine(workload.dtype)
         quiet = replace(machine, latency_s=0.0, bandwidth_bytes=math.inf, links={})
         with_s = without_s = 0.0
-        for block, point in zip(self.planner.blocks, plan.strategies):
-            own = workload.of(block)
-            with_s += prior_cost(block, point, own, machine, self.planner.sharded).time_s
-            without_s += prior_cost(block, OWN_TOKENS, own, quiet, self.planner.sharded).time_s
+        alike = Counter(zip(self.planner.kinds, plan.strategies))
+        first = dict(zip(self.planner.kinds, self.planner.blocks))
+        for (kind, point), num in alike.items():
+            own, sharded = workload.of(first[kind]), self.planner.sharded
+            with_s += num * prior_cost(first[kind], point, own, machine, sharded).time_s
+            without_s += num * prior_cost(first[kind], OWN_TOKENS, own, quiet, sharded).time_s
         return without_s / with_s
 
     def _faster(self, best: Plan, split: str, form: PlanOption, workload: Workload) -> Plan:

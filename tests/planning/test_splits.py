@@ -99,6 +99,12 @@ def test_another_dim_is_looked_at_where_fewer_of_its_rows_are_padding(
     assert found == asked
 
 
+def test_a_graph_without_blocks_has_nothing_to_split_otherwise() -> None:
+    """As that of a loss, behind a break in a model's graph."""
+    s = splits("a reason", blocks=[], plan={"split": BATCH})
+    assert s.plan(MANY) == Plan(()) and not s.planners
+
+
 def test_it_may_be_asked_for_by_name() -> None:
     plan = splits(plan={"attention": "megatron_ts", "split": BATCH}).plan(SHORT_MANY)
     assert plan.split == BATCH and plan.strategies[::2] == ("megatron_ts",) * 2
