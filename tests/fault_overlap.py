@@ -114,4 +114,18 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "return True",
         ("tests/planning/test_alone.py",),
     ),
+    Fault(
+        "gradients that differ taken for the same",
+        "paradyse/weights/same_gradients.py",
+        "(sums != sums[0]).any(2)",
+        "(sums != sums[:1, :1]).all(2)",
+        ("tests/weights/test_same_gradients.py", f"{WHOLE}test_all_ranks_go_on_from_the_same_bits"),
+    ),
+    Fault(
+        "sums of bits without those of squares",
+        "paradyse/distributed/checksums.py",
+        "torch.dot(words, words) if on_host",
+        "words.sum() if on_host",
+        ("tests/distributed/test_checksums.py",),
+    ),
 )

@@ -224,6 +224,12 @@ def norm_of(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(t.double().square().sum().item() for t in tensors))
 
 
+def exact_dtype(family: str) -> torch.dtype:
+    """The widest dtype that ``family`` computes in: some round to float32 whatever they are given,
+    so that a float64 model of them is no more exact."""
+    return torch.float32 if family in ("gemma3", "mixtral") else torch.float64
+
+
 def errors(got: Step, want: Step) -> dict[str, float]:
     """What was compared -> its relative error: "loss", "logits", and every parameter's gradient.
 

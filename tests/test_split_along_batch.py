@@ -13,7 +13,7 @@ import pytest
 import space_time
 import torch
 from harness import RankPool
-from models import FAMILIES, TOLERANCE, make_batch, make_model, run_step, worst
+from models import FAMILIES, TOLERANCE, exact_dtype, make_batch, make_model, run_step, worst
 from plans import choose
 from test_exactness import layers_of
 
@@ -21,9 +21,6 @@ from paradyse.types import BATCH, BlockSpec, Plan
 
 SHAPES = ((3, 13), (5, 6), (2, 9))
 """Numbers of sequences that no number of ranks divides, and as few as ranks or fewer."""
-
-ROUNDS = ("gemma3", "mixtral")
-"""Families that compute in float32 whatever they are given."""
 
 PLANS = ("megatron_cz", "mixed 0", "mixed 1")
 
@@ -47,7 +44,7 @@ def along_batch(family: str, hows: tuple[str, ...], sharded: bool, inner: str) -
     """What is off by more than the tolerance; and why a graph has no such plan."""
     import paradyse
 
-    dtype = torch.float32 if family in ROUNDS else torch.float64
+    dtype = exact_dtype(family)
     off, refused = dict[str, Any](), dict[str, str]()
     sizes = {"num_hidden_layers": layers_of(family)}
     reference = model = make_model(family, dtype, **sizes)

@@ -1,4 +1,4 @@
-"""Every rank computes the whole: exact, with one message, of gradients, and where it pays."""
+"""Every rank computes the whole: exact, with one small message, and where it pays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
-from models import check, make_batch, make_model, relative, run_step, whole
+from models import check, exact_dtype, make_batch, make_model, relative, run_step, whole
 from torch import Tensor
 
 import paradyse
@@ -30,7 +30,7 @@ class Run:
         self, family: str = "llama_odd", plan: Any = REPLICATED, inner: str = "eager", **how: Any
     ) -> None:
         torch._dynamo.reset()
-        self.model = make_model(family, torch.float64, **how)
+        self.model = make_model(family, exact_dtype(family), **how)
         self.plan = plan
         options = {"plan": lambda workload: self.plan, "inner": inner}
         self.compiled: Any = torch.compile(
@@ -60,7 +60,7 @@ def compare(family: str, inner: str) -> list[int]:
             before = num_started()
             got = run_step(run.compiled, run.model, batch, logits=run.plan == REPLICATED)
             counts += [num_started() - before] * (run.plan == REPLICATED)
-            check(got, want, torch.float64, f"{how} {seq_len} {run.plan}")
+            check(got, want, exact_dtype(family), f"{how} {seq_len} {run.plan}")
     return counts
 
 

@@ -62,6 +62,36 @@ def _bits(t: Tensor) -> Tensor:
     return real.reshape(-1).contiguous().view(_INTEGERS[real.element_size()])
 
 
+def repeatable(device: torch.device) -> bool:
+    """Whether ranks that compute the same on ``device`` are expected to get the same bits: on a CPU
+    they are; operators of a GPU that add up in any order do so in as many ways, unless they are
+    told not to (``torch.use_deterministic_algorithms``)."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+@torch.no_grad()
+def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """[n, 2] int64, for each of the n ``tensors`` what equal ones share and others, in practice, do
+    not: the sum of its bits, taken as 64-bit integers, and that of their squares, modulo 2^64. Two
+    values that differ by as much up and down leave the first as it is, not the second."""
+    return torch.stack([torch.stack(_sums(_words(t))) for t in tensors])
+
+
+def _words(t: Tensor) -> Tensor:
+    """The bits of ``t`` as 64-bit integers, zeros behind them."""
+    bits = _bits(t)
+    if short := -bits.nbytes % 8:
+        bits = torch.nn.functional.pad(bits, (0, short // bits.itemsize))
+    if bits.storage_offset() * bits.itemsize % 8:
+        bits = bits.clone()
+    return bits.view(torch.int64)
+
+
+def _sums(words: Tensor) -> tuple[Tensor, Tensor]:
+    on_host = words.device.type == "cpu"
+    return words.sum(), torch.dot(words, words) if on_host else (words * words).sum()
+
+
 @torch.no_grad()
 def _checksum(tensors: Sequence[Tensor]) -> Tensor:
     device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)

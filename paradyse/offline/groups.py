@@ -65,7 +65,7 @@ class GroupCosts(PaperCosts):
         weights = head.hidden * head.vocabulary * workload.dtype.itemsize
         return replace(
             alone,
-            time_s=max(0.0, alone.time_s - head_sum_s(head, workload, self.machine)),
+            time_s=max(0.0, alone.time_s - head_sum_s(head, levers, workload, self.machine)),
             workspace_bytes=alone.workspace_bytes + RESIDENT[True] * weights,
             left_bytes=left_bytes(head, workload, sharded=True),
             ahead_bytes=weights,

@@ -1,9 +1,10 @@
 """Every rank computes the whole: for sequences so short that messages cost more than they save.
 
 Splitting a short sequence divides microseconds of arithmetic and adds messages to every block.
-Under such a plan all ranks compute the same, and only the gradients of weights cross them, once,
-so that all go on from the same bits. It is a plan for all blocks and the head or for none, as
-nothing lies split between them; weights have to be whole on every rank.
+Under such a plan all ranks compute the same, and the gradients of weights are brought together
+once, if at all (``weights/same_gradients.py``), so that all go on from the same bits. It is a plan
+for all blocks and the head or for none, as nothing lies split between them; weights have to be
+whole on every rank.
 """
 
 from __future__ import annotations

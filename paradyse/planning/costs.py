@@ -63,6 +63,9 @@ class Machine:
     the same memory."""
     host_capacity_bytes: int | None = None
     """Memory of the host that a rank may use, less a reserve; None: unknown."""
+    repeatable: bool = False
+    """Whether ranks that compute the same get the same bits: gradients of weights that every rank
+    computes whole are compared then, and not sent."""
     source: str = ""
     """Where the numbers come from."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, device_of
+from paradyse.distributed.checksums import repeatable
 from paradyse.planning.costs import COLLECTIVES, Link, Machine
 from paradyse.torch_private import disable_current_modes
 
@@ -257,5 +258,6 @@ def _measure(axis: Axis, dtype: torch.dtype, device: torch.device) -> Machine:
         communicator_bytes=NCCL_COMMUNICATOR_BYTES if device.type == "cuda" and p > 1 else 0,
         host_bandwidth=1 / times["host"] if "host" in times else None,
         host_capacity_bytes=host_bytes,
+        repeatable=repeatable(device),
         source=f"measured on {p} rank{'s' * (p > 1)}, {device.type}, {dtype}",
     )

@@ -144,23 +144,23 @@ class CostModel:
         def measurable(at: At) -> BlockCost:
             of = replace(workload, batch=at[0], seq_len=at[1])
             cost = self._prior_of_head(head, levers, of)
-            return replace(cost, time_s=cost.time_s - self._outside_head(head, of))
+            return replace(cost, time_s=cost.time_s - self._outside_head(head, levers, of))
 
         curves = self._curves(key, measurable)
         prior = measurable((workload.batch, workload.seq_len))
         cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
-        outside, ahead = self._outside_head(head, workload), self._ahead(key, prior)
+        outside, ahead = self._outside_head(head, levers, workload), self._ahead(key, prior)
         cost = replace(cost, time_s=cost.time_s + outside, ahead_bytes=ahead)
         return self._over_limit(cost, key, workload)
 
     def _prior_of_head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
         return head_cost(head, levers, workload, self.machine, self.profile.header.sharded)
 
-    def _outside_head(self, head: HeadSpec, workload: Workload) -> float:
+    def _outside_head(self, head: HeadSpec, levers: str, workload: Workload) -> float:
         """As ``_outside``."""
         if self.profile.header.sharded or not workload.training:
             return 0.0
-        return head_sum_s(head, workload, self.machine)
+        return head_sum_s(head, levers, workload, self.machine)
 
     def rest(
         self,
@@ -182,7 +182,7 @@ class CostModel:
         outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
         apart = head is not None and head_structure(head) in self.structures
         if head is not None and apart:
-            outside += self._outside_head(head, workload)
+            outside += self._outside_head(head, "", workload)
         cost = replace(cost, time_s=max(0.0, cost.time_s - outside))
         if head is None or apart:
             return cost

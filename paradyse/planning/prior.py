@@ -21,7 +21,7 @@ from paradyse.planning.costs import BlockCost, Machine, TimeParts, gradient_byte
 from paradyse.strategies import count_work, strategy_named
 from paradyse.strategies.lever_work import count_head
 from paradyse.strategies.work import Work
-from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
+from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point, Workload
 
 FORWARD_SHARE = 1 / 3
 """Of a block's time: backward has two matmuls for each one of forward."""
@@ -73,7 +73,7 @@ def prior_cost(
     Raises:
         ValueError: the strategy is unknown.
     """
-    work = count_work(block, point, workload, sharded)
+    work = count_work(block, point, workload, sharded, machine.repeatable)
     return _cost(work, machine, left_bytes(block, workload, sharded))
 
 
@@ -81,7 +81,7 @@ def head_cost(
     head: HeadSpec, levers: str, workload: Workload, machine: Machine, sharded: bool = False
 ) -> BlockCost:
     """Predicted cost of ``head``, loss included, with the ``levers`` that ``Plan.head`` has."""
-    work = count_head(head, levers, workload, sharded)
+    work = count_head(head, levers, workload, sharded, machine.repeatable)
     return _cost(work, machine, left_bytes(head, workload, sharded))
 
 
@@ -113,11 +113,11 @@ def _bytes_of_width(workload: Workload) -> int:
     return workload.batch * local_len * workload.dtype.itemsize * workload.training
 
 
-def head_sum_s(head: HeadSpec, workload: Workload, machine: Machine) -> float:
-    """Seconds in which the ranks' gradients of the whole weight of ``head`` are summed, at the end
-    of the backward of the model."""
+def head_sum_s(head: HeadSpec, levers: str, workload: Workload, machine: Machine) -> float:
+    """Seconds in which the ranks' gradients of the whole weight of ``head`` are brought together
+    where it has these ``levers``, at the end of the backward of the model."""
     work = Work(weight_of(head), workload)
-    work.fetch_weights("whole", sharded=False)
+    work.fetch_weights("whole", False, machine.repeatable and levers == REPLICATED)
     return seconds(work, machine)
 
 
@@ -145,6 +145,7 @@ def gradient_sum_s(block: BlockSpec, point: str, workload: Workload, machine: Ma
 
     They are at the end of the backward of the model, so in no block's measured time.
     """
-    work = Work(block, workload)
-    work.fetch_weights(strategy_named(Point.parse(point).strategy).weights, sharded=False)
+    work, strategy = Work(block, workload), strategy_named(Point.parse(point).strategy)
+    compared = machine.repeatable and strategy.name == REPLICATED
+    work.fetch_weights(strategy.weights, False, compared)
     return seconds(work, machine)

@@ -16,6 +16,7 @@ from paradyse.passes.split_steps import Step
 from paradyse.runtime.program import Program
 from paradyse.weights.gradients import AverageGradients, SumGradients, joined_by_use
 from paradyse.weights.no_sync import GradientSync
+from paradyse.weights.same_gradients import SameGradients, may_be_same
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 
@@ -35,12 +36,17 @@ class JoinedGradients:
         self._sums: dict[int, list[int]] = {}
         """Position of a step -> which of ``_to_sum`` it has summed."""
         self._averaged: set[fx.Node] = set()
+        self._compares = program.alone and may_be_same(program.replicas, program.device)
+        """Whether gradients are the same on all ranks, as far as is known."""
 
     def begin(self) -> None:
         """The call is about to run: find out which weights are summed, and where."""
         self._to_sum = self._whole_weights()
         first = [step.position for step in self._to_sum.values()]
-        self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
+        if first and self._compares:
+            self._sums = {min(first): list(range(len(first)))}
+        else:
+            self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
 
     @property
     def sums(self) -> frozenset[int]:
@@ -80,16 +86,17 @@ class JoinedGradients:
 
     def _sum(self, position: int) -> None:
         """Have gradients summed over ranks that are all there when the backward of the step at
-        ``position`` is over, or averaged where all ranks compute the whole. Autograd runs nodes
-        that were made later first, so that of the sum runs as soon as it can."""
+        ``position`` is over, or compared or averaged where all ranks compute the whole. Autograd
+        runs nodes that were made later first, so that of the sum runs as soon as it can."""
         index = self._sums.get(position)
         if index is None:
             return
         held = list(self._to_sum)
         nodes = [held[i] for i in index]
         if self.program.alone:
-            averaged = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
-            self.env.update(zip(nodes, averaged, strict=True))
+            way = SameGradients if self._compares else AverageGradients
+            out = way.apply(self.sync, *(self.env[n] for n in nodes))
+            self.env.update(zip(nodes, out, strict=True))
             return
         owners = [self._to_sum[n].block_id for n in nodes]
         out = SumGradients.apply(self.sync, owners, *(self.env[n] for n in nodes))

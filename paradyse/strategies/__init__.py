@@ -175,13 +175,16 @@ def refused_levers(scope: Scope, block: Any) -> dict[str, str]:
     return {at: why for at, why in found if at.rpartition("+")[2] in legal}
 
 
-def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) -> Work:
+def count_work(
+    block: BlockSpec, point: str, workload: Workload, sharded: bool, repeatable: bool = False
+) -> Work:
     """What ``block`` does on one rank under ``point``; where every rank computes the whole, its
-    gradients cross ranks all the same.
+    gradients cross ranks all the same, unless they are the same bits.
 
     Args:
         workload: batch, length, dtype, number of ranks, training or not.
         sharded: 1/p of the weights on each rank at rest; False: whole on every rank.
+        repeatable: as ``Machine.repeatable``.
     Raises:
         ValueError: the strategy is unknown.
     """
@@ -200,5 +203,5 @@ def count_work(block: BlockSpec, point: str, workload: Workload, sharded: bool) 
         LEVER_WORK[lever](work, counted)
     work.p = workload.num_ranks
     work.take_rows(strategy.weights, sharded, kept=not at.recomputes)
-    work.fetch_weights(strategy.weights, sharded)
+    work.fetch_weights(strategy.weights, sharded, repeatable and alone)
     return work

@@ -162,7 +162,9 @@ LEVER_WORK: Mapping[str, Callable[[Work, Counted], None]] = {
 """By lever of a block, in the order of ``LEVERS``."""
 
 
-def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -> Work:
+def count_head(
+    head: HeadSpec, levers: str, workload: Workload, sharded: bool, repeatable: bool = False
+) -> Work:
     """What the last linear, its loss and the embedding's look-up do on one rank.
 
     Args:
@@ -173,6 +175,7 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
             multiplies all tokens, without levers.
         workload: batch, length, dtype, number of ranks, training or not.
         sharded: 1/p of the weight on each rank at rest; False: whole on every rank.
+        repeatable: as ``Machine.repeatable``.
     """
     n = head.hidden * head.vocabulary
     block = BlockSpec(HEAD, HEAD, 0, "", hidden=head.hidden, num_weight_elements=n)
@@ -201,7 +204,7 @@ def count_head(head: HeadSpec, levers: str, workload: Workload, sharded: bool) -
     if by_rows:
         _share_words(work, tiles, rows, wide)
     work.p = workload.num_ranks
-    _fetch_tables(work, head, levers, sharded)
+    _fetch_tables(work, head, levers, sharded, repeatable and alone)
     return work
 
 
@@ -218,11 +221,12 @@ def _share_words(work: Work, tiles: int, rows: int, wide: int) -> None:
     work.workspace_bytes += p * rows * work.block.hidden * work.itemsize * passes
 
 
-def _fetch_tables(work: Work, head: HeadSpec, levers: str, sharded: bool) -> None:
-    """Count what brings together the weight of ``head``, those of embeddings, their gradients."""
+def _fetch_tables(work: Work, head: HeadSpec, levers: str, sharded: bool, compared: bool) -> None:
+    """Count what brings together the weight of ``head``, those of embeddings, their gradients;
+    those of whole weights may be ``compared``."""
     n = work.block.num_weight_elements
     if not sharded:
-        work.fetch_weights("whole", sharded)
+        work.fetch_weights("whole", sharded, compared)
     elif VOCABULARY in levers:
         work.workspace_bytes += n / work.p * work.itemsize * work.back
         _look_up(work, head.num_looked_up)

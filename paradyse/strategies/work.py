@@ -290,13 +290,15 @@ class Work:
         self.saved_bytes += num_bytes * kept
         self.workspace_bytes += num_bytes * (not kept)
 
-    def fetch_weights(self, weights: str, sharded: bool) -> None:
+    def fetch_weights(self, weights: str, sharded: bool, compared: bool = False) -> None:
         """Messages that fetch weights and bring their gradients together: those of sharded weights
         in the dtype that they are added up in, in which metp holds them until its groups are done.
 
         Args:
             weights: ``Strategy.weights``.
             sharded: 1/p of the weights on each rank at rest; False: whole on every rank.
+            compared: every rank has the gradients of whole weights; their bits are compared, which
+                takes one small message for all weights of the model.
         """
         e, n, training = self.itemsize, self.block.num_weight_elements, self.workload.training
         summed = (self.workload.reduce_dtype or self.workload.dtype).itemsize
@@ -316,6 +318,8 @@ class Work:
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
             # what is streamed is fetched by the block itself
             self.ahead_bytes += (n - own if weights == "streamed" else whole) * e
+        elif training and compared:
+            self.moved_bytes += n * e
         elif training:
             if split:
                 self.send("all_gather", split * share)

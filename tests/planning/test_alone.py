@@ -71,6 +71,12 @@ def test_its_cost_is_that_of_one_rank_and_the_sum_of_gradients() -> None:
         assert cost.saved_bytes == by_itself.saved_bytes
         assert cost.time_s >= by_itself.time_s
         assert (cost.time_s == by_itself.time_s) == (not w.training)
+    repeating = replace(MACHINE, repeatable=True)
+    compared = prior_cost(block, REPLICATED, SHORT, repeating)
+    assert compared.comm_bytes == 0 < prior_cost(block, "metp", SHORT, repeating).comm_bytes
+    assert compared.time_s < prior_cost(block, REPLICATED, SHORT, MACHINE).time_s
+    assert head_cost(HEAD, REPLICATED, SHORT, repeating).comm_bytes == 0
+    assert head_cost(HEAD, "", SHORT, repeating).comm_bytes > 0
     head, one_head = (head_cost(HEAD, at, w, MACHINE) for at, w in ((REPLICATED, SHORT), ("", one)))
     assert head.comm_bytes > 0 == one_head.comm_bytes
     assert head.saved_bytes == one_head.saved_bytes
