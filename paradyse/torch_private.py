@@ -116,6 +116,16 @@ def no_saved_tensors_hooks() -> AbstractContextManager[Any]:
     return context
 
 
+def compiling_backward_at_once() -> AbstractContextManager[Any]:
+    """Inside, AOTAutograd compiles backward with forward, and not when it first runs. What its
+    compiler assumes of sizes is known then, and noted in AOTAutograd's cache, which would hand to
+    all sizes what was compiled for some."""
+    from torch._functorch import config
+
+    context: AbstractContextManager[Any] = config.patch(force_non_lazy_backward_lowering=True)
+    return context
+
+
 def symbol_values(shape_env: Any) -> Any:
     """Symbol of ``shape_env`` -> the number that it was made from."""
     return getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # before 2.12

@@ -327,6 +327,15 @@ def check_no_saved_tensors_hooks() -> None:
             private.make_fx(lambda x: x * x)(torch.ones(2, requires_grad=True))
 
 
+def check_compiling_backward_at_once() -> None:
+    """What comes of it: ``tests/graph/test_lower.py``."""
+    from torch._functorch import config
+
+    with private.compiling_backward_at_once():
+        assert config.force_non_lazy_backward_lowering
+    assert not config.force_non_lazy_backward_lowering
+
+
 def check_is_static_input() -> None:
     x = torch.ones(2)
     assert not private.is_static_input(x)

@@ -25,6 +25,7 @@ from paradyse.torch_private import (
     FakeTensorMode,
     ShapeEnv,
     TracingContext,
+    compiling_backward_at_once,
     lookup_backend,
     make_fx,
     no_saved_tensors_hooks,
@@ -82,8 +83,8 @@ class Compiled:
     _known: Recent[tuple[int, ...], bool] = field(default_factory=Recent)
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
-        """Whether what the compiler assumed holds at ``sizes``. Backward may be compiled when it
-        first runs: sizes that have become constants by then are looked at, too."""
+        """Whether what the compiler assumed holds at ``sizes``: in backward it may have taken some
+        for constants."""
         constants = self.shape_env.replacements
         key = (len(constants), *sizes.values())
         if key not in self._known:
@@ -142,11 +143,11 @@ def compile_function(
             graph = make_fx(fn, pre_dispatch=not differentiates)(*fakes)
         graph.graph.eliminate_dead_code()
         shown: list[tuple[int, int]] = []
-        if inner != "eager" and any(s.requires_grad for s in specs):
+        if inner != "eager" and specs:
             shown = _take_sizes(graph)
         graph.recompile()
         examples = [*fakes, *(fakes[i].shape[d] for i, d in shown)]
-        with tracing(TracingContext(fake_mode)):
+        with tracing(TracingContext(fake_mode)), compiling_backward_at_once():
             compiled = graph if inner == "eager" else lookup_backend(inner)(graph, examples)
     run = _with_sizes(compiled, shown) if shown else compiled
     guards = [g.expr for g in shape_env.guards]
@@ -155,38 +156,25 @@ def compile_function(
     return Compiled(run, guards, symbols, static, graph, took, shape_env)
 
 
-_CONVOLUTIONS = {
-    getattr(torch.ops.aten, name).default
-    for name in ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d")
-} | {torch.ops.aten.conv1d.padding, torch.ops.aten.conv2d.padding, torch.ops.aten.conv3d.padding}
-
-
 def _take_sizes(gm: fx.GraphModule) -> list[tuple[int, int]]:
-    """Have ``gm`` take, as inputs behind the others, the sizes that its values show as parts of a
-    product, and its results not as a dim: (input, dim) that each is of. AOTAutograd hands what is
-    compiled for backward those sizes alone that are inputs, and inductor finds none in a product.
-
-    With convolutions all sizes are. Of these inductor takes sizes for constants in backward, and
-    AOTAutograd compiles that at once, so that it is known of, only where sizes are inputs; later,
-    what it finds in its cache was compiled for other constants.
+    """Have ``gm`` take, as inputs behind the others, the sizes that vary: (input, dim) that each is
+    of. So Dynamo gives graphs to compilers: what is compiled for backward is handed those sizes
+    alone that are inputs, and inductor finds none in a product; and caches of compilers note what
+    was assumed of sizes that are inputs, and hand to all others what was compiled for some.
     """
-    *nodes, output = gm.graph.nodes
-    results = [n for n in output.args[0] if isinstance(n, fx.Node)]
-    dims = {n: _dims(n) for n in nodes}
-    alone = {d for n in results for d in dims[n].values() if d.is_Symbol}
-    products = [d for of in dims.values() for d in of.values() if not d.is_Symbol]
-    if any(n.target in _CONVOLUTIONS for n in nodes):
-        products, alone = [d for of in dims.values() for d in of.values()], set()
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    found = list[tuple[int, int]]()
-    for symbol in sorted({s for d in products for s in d.free_symbols} - alone, key=str):
-        at = [(i, d) for i, n in enumerate(inputs) for d, e in dims[n].items() if e == symbol]
-        if at:
-            with gm.graph.inserting_after([n for n in gm.graph.nodes if n.op == "placeholder"][-1]):
-                node = gm.graph.placeholder(f"size_{len(found)}")
-            node.meta["val"] = inputs[at[0][0]].meta["val"].shape[at[0][1]]
-            found.append(at[0])
-    return found
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    found = dict[Any, tuple[int, int]]()
+    for i, node in enumerate(inputs):
+        for d, size in _dims(node).items():
+            if size.is_Symbol:
+                found.setdefault(size, (i, d))
+    at, last = sorted(found, key=str), inputs[-1]
+    for symbol in at:
+        i, d = found[symbol]
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"size_{symbol}")
+        last.meta["val"] = inputs[i].meta["val"].shape[d]
+    return [found[symbol] for symbol in at]
 
 
 def _dims(node: fx.Node) -> dict[int, Any]:
