@@ -76,18 +76,24 @@ class Splits:
         self._last: str | None = None
         """``Plan.split`` of the plan before, where that was left open."""
         self._ran_out: Recent[Workload, None] = Recent()
+        self._said = False
         self.describe: Callable[[str], Described | str] | None = None
         """Gives blocks and head of the program that splits another dim, or why there is none; None:
         none can be made now."""
 
     def plan(self, workload: Workload) -> Plan:
-        """The plan for ``workload``, by the option ``plan``.
+        """The plan for ``workload``, by the option ``plan``. A batch of one, such as the last of an
+        epoch, is split along its sequence where its plan names the batch.
 
         Raises:
             ValueError: as ``Planner.plan``; tokens cannot be split along the dim that it names.
         """
         form = self.planner.form(workload)
         wanted = split_of(form)
+        if wanted == BATCH and lies_along(workload, BATCH).seq_len == 1:
+            assert isinstance(form, Plan | PlanByKind)
+            self._say_that_one_is_left()
+            form, wanted = replace(form, split=""), ""
         if wanted in ("", AUTO) or self.planner.num_ranks == 1 or not self.planner.blocks:
             best = self.planner.plan_for(form, workload)
             if wanted == AUTO:
@@ -166,6 +172,15 @@ class Splits:
         """The plan for ``workload`` with tokens split along ``split`` and all else left open, or
         why there is none."""
         return self._plan_or_why(split, AUTO, workload)
+
+    def _say_that_one_is_left(self) -> None:
+        if not self._said:
+            self._said = True
+            log.warning(
+                "%s splits tokens along the batch: of a batch of one they are split along the "
+                "sequence",
+                self.planner.where,
+            )
 
     def _plan_or_why(self, split: str, form: PlanOption, workload: Workload) -> Plan | str:
         try:

@@ -117,6 +117,17 @@ def test_it_may_be_asked_for_by_name() -> None:
 SHORT_MANY = replace(SHORT, batch=4)
 
 
+def test_of_a_batch_of_one_the_sequence_is_split(caplog: pytest.LogCaptureFixture) -> None:
+    """The last batch of an epoch must not end it."""
+    for form in (Plan(("megatron_cz",) * 4, split=BATCH), {"attention": "metp", "split": BATCH}):
+        s = splits(plan=form)
+        for _ in range(2):
+            plan = s.plan(replace(LONG, batch=1))
+            assert plan.split == "" and plan.strategies[0] in ("megatron_cz", "metp")
+        assert sum("of a batch of one" in r.message for r in caplog.records) == 1
+        caplog.clear()
+
+
 def test_what_planners_learn_all_of_them_learn() -> None:
     s = splits()
     plan = s.plan(MANY)

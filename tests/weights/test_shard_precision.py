@@ -16,7 +16,7 @@ from models import make_batch, make_model, norm_of, relative, whole
 from torch import Tensor
 
 from paradyse.runtime.frame import Frame
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.types import ATTENTION_STRATEGIES, BATCH
 from paradyse.weights.sharded_tensor import rows_here
 from paradyse.weights.unshard import Gathered
 
@@ -68,8 +68,8 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 def compare(
-    family: str, kind: str, inner: str, plans: tuple[str, ...]
-) -> list[tuple[str, dict[str, float]]]:
+    family: str, kind: str, inner: str, plans: tuple[Any, ...]
+) -> list[tuple[Any, dict[str, float]]]:
     """(plan, what -> its error over one process's error)."""
     import paradyse
 
@@ -102,6 +102,12 @@ def bound(what: str) -> float:
     return 1.0 if what.startswith("loss") else WHOLE if what in ("gradients", "weights") else EACH
 
 
+BY_SEQUENCES = (
+    {"attention": "megatron_cz", "mlp": "megatron_cz", "split": BATCH},
+    {"attention": "megatron_ts", "mlp": "metp", "split": BATCH},
+)
+
+
 @pytest.mark.parametrize(
     ("nproc", "family", "kind", "inner", "plans"),
     [
@@ -109,6 +115,11 @@ def bound(what: str) -> float:
             *(2, "llama", "bfloat16", "eager", ("ulysses_z", "metp")), marks=pytest.mark.slow
         ),
         (2, "llama_odd", "autocast", "eager", ("megatron_cz",)),
+        (2, "llama_odd", "autocast", "eager", BY_SEQUENCES[:1]),
+        pytest.param(
+            *(2, "llama_odd", "autocast", "aot_eager", BY_SEQUENCES), marks=pytest.mark.slow
+        ),
+        pytest.param(*(2, "llama_odd", "bfloat16", "eager", BY_SEQUENCES), marks=pytest.mark.slow),
         pytest.param(
             *(2, "llama", "bfloat16", "eager", ATTENTION_STRATEGIES), marks=pytest.mark.slow
         ),
@@ -123,7 +134,7 @@ def test_precision(
     family: str,
     kind: str,
     inner: str,
-    plans: tuple[str, ...],
+    plans: tuple[Any, ...],
     ranks: Callable[[int], RankPool],
 ) -> None:
     for found in ranks(nproc).run(compare, family, kind, inner, plans, timeout_s=300):
