@@ -92,7 +92,8 @@ def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
         flat = [rows[i].reshape(-1) for i in index]
         totals = _num_elements(group)
         short = max(totals) - totals[axis.rank]
-        flat += [flat[0].new_zeros(short)] * bool(short)
+        if short:
+            flat.append(flat[0].new_zeros(short))
         mine = flat[0] if len(flat) == 1 else torch.cat(flat)
         out.append((index, collectives.start_all_gather(mine, axis, block_id)))
     return out
@@ -151,7 +152,8 @@ def start_scatter(grads: Sequence[Tensor], shards: Sequence[Shard], block_id: in
         axis, dtype = lane_of(group[0].placement.axis, GRADIENTS), group[0].reduce_dtype
         travels = collectives.travel_dtype(grads[index[0]].dtype, dtype, axis)
         sent = grads[index[0]].new_empty(axis.size, max(totals), dtype=travels)
-        sent[:, min(totals) :].zero_()
+        if min(totals) < max(totals):
+            sent[:, min(totals) :].zero_()
         copy_all(
             (to, of)
             for rank, part in enumerate(sent)
