@@ -14,7 +14,9 @@ output and of every gradient is compared with attention computed in float64; one
 the memory says so. A second table has what the first forward and backward of a length took, which a
 length seen for the first time costs: plans and compilations. --write-table leaves the fastest
 kernel for each plain mask and for windows, by the longest length up to 16,384, for
-``paradyse.kernels.selection`` to choose by. Report and table are written anew after every length.
+``paradyse.kernels.selection`` to choose by. With --flash FA3 (or another that is installed) it
+takes the place of ATen's flash attention; its rows stand in the table beside those of others.
+Report and table are written anew after every length.
 """
 
 import json
@@ -32,9 +34,17 @@ from typing import Any
 import torch
 from attention_cases import MASKS, PLAIN, Case, check, contenders
 from runner import RESULTS, Benchmark, benchmark, log, median, take_turns
+from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
 
 from paradyse.kernels import selection
-from paradyse.kernels.selection import BACKWARD, FORWARD, KERNELS, VARIABLE, capability_of
+from paradyse.kernels.selection import (
+    BACKWARD,
+    FORWARD,
+    KERNELS,
+    OWN_FLASH,
+    VARIABLE,
+    capability_of,
+)
 
 LENGTHS = tuple(1024 * 2**i for i in range(8))  # 1K to 128K
 TABLE_LENGTH = 16384
@@ -43,6 +53,7 @@ OPTIONS: dict[str, Any] = {"lengths": LENGTHS, "widths": (64, 128), "runs": 7, "
 OPTIONS["masks"] = {"nargs": "+", "choices": MASKS, "default": list(MASKS)}
 OPTIONS["dtype"] = {"choices": ("bfloat16", "float16"), "default": "bfloat16"}
 OPTIONS["check"] = {"action": "store_true", "help": "correctness alone, tiny sizes"}
+OPTIONS["flash"] = {"choices": list_flash_attention_impls(), "help": "in place of ATen's"}
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
 QUICK = {"lengths": (64, 128), "widths": (16,), "runs": 2}
 
@@ -139,7 +150,7 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     rows = []
     device = torch.device(case.device)
     where = {"capability": capability_of(device) if device.type == "cuda" else "cpu"}
-    where |= {"mask": case.mask}
+    where |= {"mask": case.mask, "flash": selection.flash_in_use()}
     where |= {"dtype": str(case.dtype).removeprefix("torch."), "width": case.width}
     for d in (FORWARD, BACKWARD):
         if seconds := {n: times[n][d] for n in KERNELS if n in times and times[n][d] < math.inf}:
@@ -180,10 +191,21 @@ def case_of(mask: str, width: int, tokens: int, args: Namespace) -> Case:
     return Case(mask, tokens, width, dtype, "cuda" if cuda else "cpu", *sizes)
 
 
+def use_flash(name: str) -> None:
+    """Have the implementation ``name`` take the place of PyTorch's own flash attention."""
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as e:
+        sys.exit(f"--flash {name}: {type(e).__name__}: {e}; install it, or leave the option out")
+
+
 def write_table(path: Path | None, chosen: Iterable[list[dict[str, Any]]]) -> None:
-    """Writes the ``chosen`` rows for ``paradyse.kernels.selection``, if there is a ``path``."""
+    """Writes the ``chosen`` rows for ``paradyse.kernels.selection``, if there is a ``path``: beside
+    those that stand there of another flash attention."""
     rows = [row for of in chosen for row in of]
     if path and rows:
+        held = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows = [r for r in held if r.get("flash", OWN_FLASH) != rows[0]["flash"]] + rows
         text = json.dumps({"rows": rows}, indent=1)
         path.write_text(text + "\n")
 
@@ -193,6 +215,8 @@ def main(bench: Benchmark, args: Namespace) -> str:
     cuda = torch.cuda.is_available()
     bench.dtype = args.dtype if cuda else "float32"
     os.environ[VARIABLE] = "triton"  # ours is timed as ours, whatever the table says
+    if args.flash:
+        use_flash(args.flash)
     where = "one GPU" if cuda else "the CPU, tiny"
     if args.check:
         bench.name += "_check"

@@ -28,6 +28,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TILES, SELECTION = "tiles.json", "selection.json"
+
+FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+"""What may take the place of PyTorch's flash attention -> the module that PyTorch takes it from."""
 GRACE_S = 10.0
 """A part that is told to end has so long to give back what it holds."""
 LOG_LINES = 30
@@ -68,6 +71,14 @@ def tests(rehearse: bool) -> Part:
     return Part("tests", command, 8, interpreted)
 
 
+def is_installed(module: str) -> bool:
+    """Whether ``module``, which may be in a package, can be found; that package is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def parts(out: Path, rehearse: bool) -> Iterator[Part]:
     """Those of the day, the most important first."""
 
@@ -87,6 +98,10 @@ def parts(out: Path, rehearse: bool) -> Iterator[Part]:
     plain = ["--masks", "causal", "full", "window", *lengths]
     masked = ["--masks", "documents", "padding", *lengths]
     yield script("attention_gpu", "plain", 4, *plain, "--write-table", selection)
+    for flash, module in FLASH_MODULES.items():
+        if not rehearse and is_installed(module):
+            given = "--flash", flash, "--write-table", selection
+            yield script("attention_gpu", f"plain-{flash}", 4, *plain, *given)
     yield script("attention_gpu", "plain-gqa", 4, *plain, "--group", "2" if rehearse else "4")
     yield script("attention_gpu", "masked", 5, *masked)
     yield script("verified", "ranks", 6)

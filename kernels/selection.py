@@ -1,7 +1,10 @@
 """Which kernel computes a plain causal or full tile, or a window over a whole sequence, on a GPU: a
 table, measured, that can be overridden.
 
-``benchmarks/attention_gpu.py --write-table`` measures it. Windows are Triton's unless the table
+``benchmarks/attention_gpu.py --write-table`` measures it. FlashAttention 3 or 4, where it is
+installed, takes the place of PyTorch's own build once it is activated
+(``torch.nn.attention.activate_flash_attention_impl``); what was measured of one says nothing of
+another, so that rows of a table have its name. Windows are Triton's unless the table
 says otherwise, and all other masks always.
 
 A ``kernel`` is one of ``KERNELS``, a ``mask`` one of ``MASKS``, a ``direction`` one of
@@ -19,9 +22,14 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
 TRITON, ATEN_FLASH, CUDNN = KERNELS = ("triton", "aten_flash", "cudnn")
-"""Ours; PyTorch's build of FlashAttention-2; cuDNN's attention as PyTorch calls it."""
+"""Ours; PyTorch's flash attention, its own build of version 2 or what was activated; cuDNN's
+attention as PyTorch calls it."""
+
+OWN_FLASH = "FA2"
+"""Rows of a table are of this flash attention that name no other."""
 
 CAUSAL, FULL, WINDOW = MASKS = ("causal", "full", "window")
 """The last one: keys so far behind and ahead of a query, of all tokens of a sequence."""
@@ -48,8 +56,14 @@ class Choice:
     why: str
 
 
-def load_table(path: Path) -> Mapping[Key, str]:
-    """Key -> kernel of the table in the file ``path``.
+def flash_in_use() -> str:
+    """The implementation behind PyTorch's flash attention: ``OWN_FLASH``, "FA3", "FA4", .."""
+    return current_flash_attention_impl() or OWN_FLASH
+
+
+def load_table(path: Path, flash: str | None = None) -> Mapping[Key, str]:
+    """Key -> kernel of the table in the file ``path``; where ``flash`` is given, of its rows alone
+    that were measured with this implementation of flash attention.
 
     Raises:
         ValueError: the file is not such a table, or names a kernel that does not exist.
@@ -59,6 +73,7 @@ def load_table(path: Path) -> Mapping[Key, str]:
         table = {
             (r["capability"], r["dtype"], int(r["width"]), r["mask"], r["direction"]): r["kernel"]
             for r in rows
+            if flash in (None, r.get("flash", OWN_FLASH))
         }
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(
@@ -75,8 +90,8 @@ def load_table(path: Path) -> Mapping[Key, str]:
 
 
 @lru_cache(maxsize=8)
-def _override(value: str) -> str | Mapping[Key, str]:
-    """What ``VARIABLE`` says: one kernel, or a table."""
+def _override(value: str, flash: str) -> str | Mapping[Key, str]:
+    """What ``VARIABLE`` says: one kernel, or a table, of which the rows of ``flash``."""
     if value in KERNELS:
         return value
     path = Path(value)
@@ -85,12 +100,12 @@ def _override(value: str) -> str | Mapping[Key, str]:
             f"{VARIABLE}={value!r} is neither a kernel ({', '.join(KERNELS)}) nor the path of a "
             "table; unset it to use the measured one"
         )
-    return load_table(path)
+    return load_table(path, flash)
 
 
-@lru_cache(maxsize=1)
-def _measured() -> Mapping[Key, str]:
-    return load_table(MEASURED) if MEASURED.is_file() else {}
+@lru_cache(maxsize=8)
+def _measured(flash: str) -> Mapping[Key, str]:
+    return load_table(MEASURED, flash) if MEASURED.is_file() else {}
 
 
 def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, direction: str) -> bool:
@@ -113,8 +128,8 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
         ValueError: ``VARIABLE`` names neither a kernel nor a table.
     """
     key = (capability, str(dtype).removeprefix("torch."), width, mask, direction)
-    value = os.environ.get(VARIABLE, "")
-    asked = _override(value) if value else _measured()
+    value, flash = os.environ.get(VARIABLE, ""), flash_in_use()
+    asked = _override(value, flash) if value else _measured(flash)
     if isinstance(asked, str):
         kernel, why = asked, f"{VARIABLE}={asked}"
     elif key in asked:
@@ -127,7 +142,7 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
         can_not = f"{key[1]} of width {width} on compute capability {capability}"
         can_not = "windows" if no_window else can_not
         return Choice(TRITON, f"{kernel} ({why}) cannot do {can_not}")
-    return Choice(kernel, why)
+    return Choice(kernel, f"{why}; {flash} is active" if flash != OWN_FLASH else why)
 
 
 def capability_of(device: torch.device) -> str:

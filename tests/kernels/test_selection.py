@@ -300,6 +300,30 @@ def test_the_table_decides_where_it_has_a_row(
     assert len(lines) == 7 and any(x.startswith("causal backward: triton") for x in lines)
 
 
+def test_rows_are_of_the_flash_attention_that_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert selection.flash_in_use() == selection.OWN_FLASH
+    rows = [
+        {**ROW, "direction": d, "kernel": kernel, **flash}
+        for d, kernel, flash in (
+            ("forward", "cudnn", {}),
+            ("backward", "triton", {"flash": "FA2"}),
+            ("forward", "aten_flash", {"flash": "FA3"}),
+        )
+    ]
+    monkeypatch.setenv(selection.VARIABLE, write(tmp_path / "table.json", *rows))
+    found = {}
+    for flash in (None, "FA3"):
+        monkeypatch.setattr(selection, "current_flash_attention_impl", lambda flash=flash: flash)
+        for d in selection.DIRECTIONS:
+            found[flash, d] = choose("9.0", torch.bfloat16, 128, "causal", d)
+    assert [c.kernel for c in found.values()] == ["cudnn", "triton", "aten_flash", "aten_flash"]
+    assert "FA3 is active" in found["FA3", "forward"].why
+    assert "not measured" in found["FA3", "backward"].why
+    assert "active" not in found[None, "forward"].why
+
+
 def test_a_kernel_that_cannot_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(selection.VARIABLE, "cudnn")
     assert choose("9.0", torch.bfloat16, 128, "full", "forward").kernel == "cudnn"
