@@ -82,6 +82,11 @@ class Compiled:
     shape_env: Any
     _known: Recent[tuple[int, ...], bool] = field(default_factory=Recent)
 
+    @property
+    def has_constants(self) -> bool:
+        """Whether the compiler took a size that varies for a constant."""
+        return any(symbol in self.shape_env.replacements for symbol in self.symbols.values())
+
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
         """Whether what the compiler assumed holds at ``sizes``: in backward it may have taken some
         for constants."""

@@ -8,6 +8,7 @@ the graph.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,8 @@ from paradyse.strategies.work import Work
 from paradyse.torch_private import disable_current_modes
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.slices import Form
+
+log = logging.getLogger(__name__)
 
 SPLIT, WHOLE = "s", "S"
 """Labels of the sequence factor: the rank's tokens, or all of them. Of another sequence, whose
@@ -65,6 +68,10 @@ class StepContext:
     """Whether backward sends the gradients of weights."""
 
 
+FEW = 2
+"""Lengths for which a piece is compiled apart before a warning says so."""
+
+
 @dataclass
 class VariantCache:
     """Compiled functions by structure, shared by all captures on an axis: a second one finds what
@@ -97,7 +104,14 @@ class VariantCache:
         for compiled in known:
             if compiled.holds_for(sizes):
                 return compiled
-        for hints in self._hints(sizes, inner):
+        constants = sum(c.has_constants for c in known)
+        if constants == FEW:
+            log.warning(
+                "%s takes lengths for constants in a piece of this model, which is compiled anew "
+                'for each of them; options={"inner": "aot_eager"} compiles it once',
+                inner,
+            )
+        for hints in [dict(sizes)] if constants else self._hints(sizes, inner):
             try:
                 with disable_current_modes():  # they watch what runs, not what is compiled
                     compiled = compile_function(fn, specs, inner, hints, differentiates)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paradyse.graph.lower import Spec, compile_function
+from paradyse.strategies.base import VariantCache
 
 CPU = torch.device("cpu")
 SIZES = {"B": 3, "s": 11}
@@ -92,16 +93,19 @@ def picked(x, w, sequences, positions):
     return (one + rows[1],)
 
 
+GIVEN = [
+    Spec((("B",), (32,), ("s",)), torch.float64, CPU, True),
+    Spec(((32,), (16,), (16,)), torch.float64, CPU, True),
+    *(Spec(((name,),), torch.int64, CPU, False) for name in SIZES),
+]
+"""Of ``convolved`` and ``picked``."""
+
+
 @pytest.mark.parametrize("function", [convolved, picked])
 def test_sizes_that_backward_takes_for_constants_hold_for_themselves_only(function):
     """What caches have of them must not be given to others."""
-    given = [
-        Spec((("B",), (32,), ("s",)), torch.float64, CPU, True),
-        Spec(((32,), (16,), (16,)), torch.float64, CPU, True),
-        *(Spec(((name,),), torch.int64, CPU, False) for name in SIZES),
-    ]
     for s in (13, 22, 13):
-        compiled = compile_function(function, given, "inductor", {"B": 3, "s": s})
+        compiled = compile_function(function, GIVEN, "inductor", {"B": 3, "s": s})
         assert compiled.holds_for({"B": 3, "s": s})
         for n in filter(lambda n: compiled.holds_for({"B": 3, "s": n}), (s, 17)):
             x = torch.randn(3, 32, n, dtype=torch.float64, requires_grad=True)
@@ -111,3 +115,13 @@ def test_sizes_that_backward_takes_for_constants_hold_for_themselves_only(functi
             g = torch.randn_like(want)
             for a, e in zip(*(torch.autograd.grad(y, (x, w), g) for y in (got, want)), strict=True):
                 torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-10)
+
+
+def test_a_piece_that_is_compiled_for_each_length_is_spoken_of_once(caplog):
+    """Whether inductor takes a length for a constant is up to its version."""
+    cache, found = VariantCache(), []
+    for s in (13, 22, 31, 17, 13):
+        found.append(cache.get("picked", picked, GIVEN, "inductor", {"B": 3, "s": s}))
+    spoken = caplog.text.count("takes lengths for constants")
+    assert (cache.num_compiled, spoken) in ((1, 0), (4, 1))
+    assert found[0] is found[-1]
