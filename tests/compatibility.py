@@ -4,7 +4,8 @@
     python tests/compatibility.py --only t5 vit --again   # these, also if they are in the table
     python tests/compatibility.py --seconds 400           # begin no family after this time
     python tests/compatibility.py --all-strategies        # each strategy, and auto
-    python tests/compatibility.py --inner inductor --limit 400 --out other.md   # compiled blocks
+    python tests/compatibility.py --inner inductor --limit 600 \\
+        --out docs/compatibility_inductor.md              # compiled blocks
     python tests/compatibility.py --settings              # of what the table has: 1 to 4 ranks, ..
 
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
@@ -40,12 +41,22 @@ from plans import PLANS
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
 NUM_RANKS = 2
 
-HEAD = """# Compatibility
+TITLE = """# Compatibility
 
 Written by `make compatibility ARGS=--all-strategies` (`tests/compatibility.py`): a small model of
 each family, with random weights, on two ranks, against one process in eager mode.
 
-| column | meaning |
+"""
+
+COMPILED_TITLE = """# Compatibility under `inner="{inner}"`
+
+Written by `tests/compatibility.py --inner {inner} --out THIS`: as the [table of \
+families](compatibility.md), but what computes the blocks is compiled by {inner}, under the plan \
+`auto` alone.
+
+"""
+
+HEAD = """| column | meaning |
 |---|---|
 | exact | the plans under which loss and gradients are equal at three lengths, "all strategies": \
 each of them, two mixtures, and what `auto` chooses; else what is off |
@@ -161,8 +172,9 @@ def read(document: Path) -> dict[str, Result]:
     return {r.family: r for r in rows if r is not None}
 
 
-def write(document: Path, rows: Iterable[Result]) -> None:
-    """All of ``rows``, in the order of the table of families, with how many are exact."""
+def write(document: Path, rows: Iterable[Result], inner: str = "eager") -> None:
+    """All of ``rows``, in the order of the table of families, with how many are exact under the
+    compiler ``inner``."""
     by_name = {r.family: r for r in rows}
     ordered = [by_name[name] for name in FAMILIES if name in by_name]
     tried = [r for r in ordered if not r.exact.startswith("**not tried")]
@@ -175,7 +187,8 @@ def write(document: Path, rows: Iterable[Result]) -> None:
     )
     names = [f.name for f in fields(Result)]
     table = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    text = HEAD + summary + "\n".join([*table, *(r.line() for r in ordered)]) + "\n"
+    title = TITLE if inner == "eager" else COMPILED_TITLE.format(inner=inner)
+    text = title + HEAD + summary + "\n".join([*table, *(r.line() for r in ordered)]) + "\n"
     document.write_text(text)
 
 
@@ -215,7 +228,7 @@ def main() -> int:
             rows[name] = replace(row, settings=settings)  # of a command of its own
             failed += rows[name].exact.startswith("**")
             print(f"{time.monotonic() - began:5.1f} s {rows[name].line()}", flush=True)
-            write(args.out, rows.values())
+            write(args.out, rows.values(), args.inner)
     return 1 if failed else 0
 
 
