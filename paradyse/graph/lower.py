@@ -147,6 +147,11 @@ def compile_function(
             fakes = [example(s) for s in specs]
             graph = make_fx(fn, pre_dispatch=not differentiates)(*fakes)
         graph.graph.eliminate_dead_code()
+        if inner == "inductor" and not _count_elements_alone(graph):
+            log.warning(
+                "a piece with an avg_pool of ceil_mode and padding is compiled by aot_eager"
+            )
+            inner = "aot_eager"
         shown: list[tuple[int, int]] = []
         if inner != "eager" and specs:
             shown = _take_sizes(graph)
@@ -159,6 +164,25 @@ def compile_function(
     took = time.perf_counter() - start
     log.debug("compiled with %s in %.2f s, guards %s: %s", inner, took, guards, graph.graph)
     return Compiled(run, guards, symbols, static, graph, took, shape_env)
+
+
+_MEANS = {getattr(torch.ops.aten, f"avg_pool{n}d").default for n in (1, 2, 3)}
+_CEIL, _COUNT_PADDING = 4, 5
+"""Places of arguments of these."""
+
+
+def _count_elements_alone(gm: fx.GraphModule) -> bool:
+    """Whether no mean over windows in ``gm`` that reach beyond the edge (``ceil_mode``) counts
+    padding, of which inductor of PyTorch 2.11 and 2.13 computes wrong gradients. Those without
+    padding, which may say that they count it, no longer do: that is the same."""
+    for node in gm.graph.nodes:
+        if node.target not in _MEANS or not any(node.args[_CEIL:_COUNT_PADDING]):
+            continue
+        args = [*node.args[:_COUNT_PADDING], False, *node.args[_COUNT_PADDING + 1 :]]
+        if any(node.args[3]) and node.args[_COUNT_PADDING:] != (False,):
+            return False
+        node.args = tuple(args)
+    return True
 
 
 def _take_sizes(gm: fx.GraphModule) -> list[tuple[int, int]]:

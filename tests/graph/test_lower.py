@@ -93,6 +93,26 @@ def picked(x, w, sequences, positions):
     return (one + rows[1],)
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("num_dims", [1, 2])
+def test_means_over_windows_that_reach_beyond_the_edge(num_dims, padding):
+    """Inductor's own gradient of them is wrong (PyTorch 2.11 to 2.13)."""
+    pool = getattr(torch.nn.functional, f"avg_pool{num_dims}d")
+    beside = (4, 5)[: num_dims - 1]
+
+    def pooled(x, positions):
+        return (pool(x, 3, 2, padding, True),)
+
+    dims = (("B",), (2,), ("s",), *((n,) for n in beside))
+    specs = [Spec(dims, torch.float64, CPU, True), Spec((("s",),), torch.int64, CPU, False)]
+    compiled = compile_function(pooled, specs, "inductor", {"B": 3, "s": 12})
+    x = torch.randn(3, 2, 12, *beside, dtype=torch.float64, requires_grad=True)
+    (got,), (want,) = compiled.fn(x, torch.arange(12)), pooled(x, None)
+    g = torch.randn_like(want)
+    for a, e in zip(*([y, *torch.autograd.grad(y, x, g)] for y in (got, want)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
 GIVEN = [
     Spec((("B",), (32,), ("s",)), torch.float64, CPU, True),
     Spec(((32,), (16,), (16,)), torch.float64, CPU, True),
