@@ -85,7 +85,8 @@ class Compiled:
     @property
     def has_constants(self) -> bool:
         """Whether the compiler took a size that varies for a constant."""
-        return any(symbol in self.shape_env.replacements for symbol in self.symbols.values())
+        found = self.shape_env.replacements
+        return any(found.get(symbol, symbol).is_number for symbol in self.symbols.values())
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
         """Whether what the compiler assumed holds at ``sizes``: in backward it may have taken some
@@ -166,9 +167,12 @@ def compile_function(
     return Compiled(run, guards, symbols, static, graph, took, shape_env)
 
 
-_MEANS = {getattr(torch.ops.aten, f"avg_pool{n}d").default for n in (1, 2, 3)}
-_CEIL, _COUNT_PADDING = 4, 5
-"""Places of arguments of these."""
+_aten = torch.ops.aten
+_PADDING_OF_MEANS = {getattr(_aten, f"avg_pool{n}d").default: 3 for n in (1, 2, 3)} | {
+    getattr(_aten, f"avg_pool{n}d_backward").default: 4 for n in (2, 3)
+}
+"""Means over windows and their gradients -> where their arguments say the padding; behind it
+``ceil_mode`` and ``count_include_pad``."""
 
 
 def _count_elements_alone(gm: fx.GraphModule) -> bool:
@@ -176,12 +180,13 @@ def _count_elements_alone(gm: fx.GraphModule) -> bool:
     padding, of which inductor of PyTorch 2.11 and 2.13 computes wrong gradients. Those without
     padding, which may say that they count it, no longer do: that is the same."""
     for node in gm.graph.nodes:
-        if node.target not in _MEANS or not any(node.args[_CEIL:_COUNT_PADDING]):
+        at = _PADDING_OF_MEANS.get(node.target)
+        if at is None or not any(node.args[at + 1 : at + 2]):
             continue
-        args = [*node.args[:_COUNT_PADDING], False, *node.args[_COUNT_PADDING + 1 :]]
-        if any(node.args[3]) and node.args[_COUNT_PADDING:] != (False,):
+        counts = node.args[at + 2] if len(node.args) > at + 2 else True
+        if counts and any(node.args[at]):
             return False
-        node.args = tuple(args)
+        node.args = (*node.args[: at + 2], False, *node.args[at + 3 :])
     return True
 
 

@@ -90,11 +90,12 @@ class Splits:
         """
         form = self.planner.form(workload)
         wanted = split_of(form)
-        if wanted == BATCH and lies_along(workload, BATCH).seq_len == 1:
+        fixed = self.planner.num_ranks == 1 or not self.planner.blocks
+        if wanted == BATCH and not fixed and lies_along(workload, BATCH).seq_len == 1:
             assert isinstance(form, Plan | PlanByKind)
             self._say_that_one_is_left()
             form, wanted = replace(form, split=""), ""
-        if wanted in ("", AUTO) or self.planner.num_ranks == 1 or not self.planner.blocks:
+        if wanted in ("", AUTO) or fixed:
             best = self.planner.plan_for(form, workload)
             if wanted == AUTO:
                 for split in self._worth_a_look(best, workload):

@@ -20,8 +20,8 @@ from paradyse.distributed.axis import Axis
 from paradyse.distributed.checksums import bit_sums, repeatable
 from paradyse.distributed.collectives import REPLICAS
 from paradyse.distributed.replicas import average
+from paradyse.weights.gradients import AverageGradients
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.partial_gradient import rest_part
 from paradyse.weights.shard_comm import flatten, in_buckets, unflatten
 
 log = logging.getLogger(__name__)
@@ -40,21 +40,15 @@ def may_be_same(axis: Axis, device: torch.device) -> bool:
     return repeatable(device) and not axis.session.of(Differed).once
 
 
-class SameGradients(torch.autograd.Function):
+class SameGradients(AverageGradients):
     """Whole weights unchanged; backward compares their gradients over the ranks of
     ``sync.replicas`` and averages those that differ, or keeps them as ``sync`` says."""
-
-    @staticmethod
-    def forward(ctx: Any, sync: GradientSync, *weights: Tensor) -> Any:
-        ctx.sync = sync
-        ctx.set_materialize_grads(False)
-        return tuple(w.detach() for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         sync: GradientSync = ctx.sync
         if sync.later:
-            return None, *(g if g is None else rest_part(g, g) for g in grads)
+            return AverageGradients.backward(ctx, *grads)
         there = [i for i, g in enumerate(grads) if g is not None]
         given = [grads[i] for i in there]
         out: list[Tensor | None] = [None] * len(grads)

@@ -126,6 +126,10 @@ def test_of_a_batch_of_one_the_sequence_is_split(caplog: pytest.LogCaptureFixtur
             assert plan.split == "" and plan.strategies[0] in ("megatron_cz", "metp")
         assert sum("of a batch of one" in r.message for r in caplog.records) == 1
         caplog.clear()
+        alone = splits(plan=form, num_ranks=1)  # where nothing is split
+        on_one = alone.plan(replace(LONG, batch=1, num_ranks=1))
+        assert set(on_one.strategies) == {"replicated"}
+        assert not caplog.records
 
 
 def test_what_planners_learn_all_of_them_learn() -> None:

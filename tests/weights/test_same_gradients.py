@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -54,14 +54,19 @@ def rounds() -> Any:
     return found
 
 
-def test_what_is_the_same_is_not_sent_and_what_differs_is_averaged(pool2: RankPool) -> None:
-    results = pool2.run(rounds, timeout_s=60)
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_what_is_the_same_is_not_sent_and_what_differs_is_averaged(
+    nproc: int, ranks: Callable[[int], RankPool]
+) -> None:
+    results = ranks(nproc).run(rounds, timeout_s=60)
     for (first, sent, may_be), (second, more, never) in results:
         for grad, (n, dtype) in zip(first, SHAPES, strict=False):
             assert torch.equal(grad, torch.linspace(1, 2, n, dtype=dtype))
-        assert may_be and sent == {"all_gather": 2 * 2 * 8}
-        assert not never and more == {**sent, "all_reduce": 64 * 8}
-        assert torch.equal(second[0], first[0]) and torch.equal(second[1], first[1] * 2)
+        assert may_be and sent == {"all_gather": 2 * 2 * 8 * (nproc - 1)}
+        assert not never and more == {**sent, "all_reduce": 2 * 64 * 8 * (nproc - 1) // nproc}
+        assert torch.equal(second[0], first[0])
+        torch.testing.assert_close(second[1], first[1] * nproc, rtol=1e-15, atol=0)
+        assert torch.equal(second[1], results[0][1][0][1])  # the same bits on all ranks
 
 
 def test_devices_that_add_up_in_any_order_are_asked_for_no_bits() -> None:
