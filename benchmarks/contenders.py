@@ -39,6 +39,20 @@ def llama(layers: int, hidden: int, heads: int = 0, kv_heads: int = 0, **size: i
     return make_llama(LlamaSize(layers, hidden, heads, kv_heads or heads // 2, **size))
 
 
+def other_family(family: str, layers: int, hidden: int, heads: int) -> Any:
+    """An unmodified HuggingFace ``gpt2`` or ``bert``, the latter to fill in masked words, with
+    random weights, equal on all ranks; without dropout, so that it can be compared."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    sizes |= {"vocab_size": 256, "max_position_embeddings": 4096}
+    if family == "gpt2":
+        none = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        own = none | {"bos_token_id": None, "eos_token_id": None}
+    else:
+        none = dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0)
+        own = none | {"intermediate_size": 4 * hidden, "architectures": ["BertForMaskedLM"]}
+    return make_model({"model_type": family, "use_cache": False} | sizes | own)
+
+
 def model_of(args: Namespace) -> Any:
     """The model of ``--model``, a config.json, or else a Llama, of ``--layers``."""
     if args.model:

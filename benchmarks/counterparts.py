@@ -1,4 +1,5 @@
-"""PyTorch's own parallel training of the same HuggingFace Llama, for ``two_ranks.py``.
+"""PyTorch's own parallel training of the same HuggingFace model, for ``two_ranks.py``: tensor
+parallel of a Llama, the others of any that masks causally or not at all.
 
 README.md says how fair they are. The context manager ``context_parallel`` dispatches only CUDA
 kernels to its ring ("Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not
@@ -68,17 +69,18 @@ class TensorParallel(Contender):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
+    def forward(ctx: Any, causal: bool, *qkv: Tensor) -> Tensor:
         given = dist.group.WORLD, 2, aten._scaled_dot_product_flash_attention_for_cpu, *qkv
-        out, lse = ring._templated_ring_attention(*given, is_causal=True)
+        out, lse = ring._templated_ring_attention(*given, is_causal=causal)
         ctx.save_for_backward(*qkv, out, lse)
+        ctx.causal = causal
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         flash = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0)
         given = dist.group.WORLD, 2, flash, grad, "grad_out", *ctx.saved_tensors
-        return ring._templated_ring_attention_backward(*given, is_causal=True)
+        return None, *ring._templated_ring_attention_backward(*given, is_causal=ctx.causal)
 
 
 def _ring_attention(
@@ -86,9 +88,15 @@ def _ring_attention(
 ) -> tuple[Tensor, None]:
     """An attention function as transformers calls it; one that it does not know gets no mask.
 
-    The kernels' own scale is a Llama's.
+    The kernels' own scale is that of all families here.
     """
-    return _Ring.apply(query, key, value).transpose(1, 2).contiguous(), None
+    out = _Ring.apply(is_causal(module), query, key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def is_causal(module: Any) -> bool:
+    """Whether queries of an attention ``module`` see no keys behind them."""
+    return bool(getattr(module, "is_causal", True))
 
 
 def _exchange(x: Tensor, gather: int, split: int) -> Tensor:
@@ -105,7 +113,8 @@ def _ulysses_attention(
 ) -> tuple[Tensor, None]:
     """As ``_ring_attention``: [B, H, s, D] to whole sequences of the rank's heads, and back."""
     q, k, v = (_exchange(x, 2, 1) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    how = {"is_causal": is_causal(module), "enable_gqa": True}
+    out = F.scaled_dot_product_attention(q, k, v, **how)
     return _exchange(out, 1, 2).transpose(1, 2).contiguous(), None
 
 
@@ -126,9 +135,11 @@ class ContextParallel(Contender):
     ):
         AttentionInterface.register(f"counterpart_{attention}", ATTENTION[attention])
         model.set_attn_implementation(f"counterpart_{attention}")
-        self.mesh, self.balanced = mesh, attention == "ring"
+        self.mesh, self.causal = mesh, model.config.model_type != "bert"
+        self.balanced = attention == "ring" and self.causal
         if sharded:
-            for module in (*model.model.layers, model):
+            layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+            for module in (*layers, model):
                 fully_shard(module, mesh=mesh)
                 module.set_gradient_divide_factor(1.0)  # ranks have parts of one sum
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -138,7 +149,8 @@ class ContextParallel(Contender):
     def call(self, input_ids: Tensor, labels: Tensor, **given: Any) -> Any:
         # Labels are shifted before the split, and the count is that of the whole.
         seq_len = input_ids.shape[1]
-        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        if self.causal:
+            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         buffers = [input_ids, labels, torch.arange(seq_len)[None]]
         balancer = None
         if self.balanced:
@@ -146,8 +158,12 @@ class ContextParallel(Contender):
         ids, labels, positions = ring._context_parallel_shard(
             self.mesh, buffers, [1, 1, 1], balancer
         )
-        given |= {"shift_labels": labels, "num_items_in_batch": torch.tensor(seq_len - 1)}
-        return self.part(input_ids=ids, position_ids=positions, labels=labels, **given)
+        if self.causal:
+            given |= {"shift_labels": labels, "num_items_in_batch": torch.tensor(seq_len - 1)}
+        out = self.part(input_ids=ids, position_ids=positions, labels=labels, **given)
+        if not self.causal:  # a mean over the rank's words, which are as many on each
+            out.loss = out.loss / self.mesh.size()
+        return out
 
     def step(self, ids: Tensor) -> Tensor:
         loss = super().step(ids)

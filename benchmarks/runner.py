@@ -49,7 +49,7 @@ LINKS: dict[str, Any] = {
     "like": {"metavar": "NAME", "help": "links in the ratio of a100-nvlink, h100-ib, ..."},
 }
 """Of benchmarks on ranks; such a report is a file of its own, named after both."""
-NAMED = ("sharded", "learn")
+NAMED = ("family", "sharded", "learn")
 """Options that are in the name of the report where they are given."""
 
 K = TypeVar("K")
@@ -256,7 +256,8 @@ class Benchmark(Report):
             self.args = parser.parse_args()
         elif not self.args.out:
             self.args.out = RESULTS
-        self.name += "".join(f"_{o}" for o in NAMED if getattr(self.args, o, None))
+        named = {o: getattr(self.args, o, None) for o in NAMED}
+        self.name += "".join(f"_{x if isinstance(x, str) else o}" for o, x in named.items() if x)
 
     @cached_property
     def rate(self) -> float | None:

@@ -3,7 +3,8 @@
     python benchmarks/two_ranks.py            # half an hour on two cores, most of it compilation
     python benchmarks/two_ranks.py --sharded --like a100-nvlink   # weights 1/p, slow links
 
-Llama of 4 layers, hidden 256, 8 heads, 4 KV heads, float32; a trace of 16 lengths from 128 to
+Llama of 4 layers, hidden 256, 8 heads, 4 KV heads (or, by --family, a GPT-2 or a BERT of such
+sizes, whose heads have their own keys), float32; a trace of 16 lengths from 128 to
 4,096, all of them multiples of 32 because PyTorch's contenders ask for that. What is compared is
 the time of the whole trace: the sum over the lengths of the medians. PyTorch's tensor parallel has
 its weights sharded either way; its ring and Ulysses have them whole, or with --sharded by FSDP2.
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from contenders import AUTO, Contender, at_rest, llama, ours, plans_of
+from contenders import AUTO, Contender, at_rest, llama, other_family, ours, plans_of
 from counterparts import ContextParallel, TensorParallel
 from runner import Benchmark, benchmark, median, milliseconds, take_turns
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +34,7 @@ COUNTERPARTS |= {ULYSSES + how: "ulysses_z" for how in ("", COMPILED)}
 
 OPTIONS = {"layers": 4, "hidden": 256, "trace": TRACE, "runs": 5, "ranks": 2, "inner": "inductor"}
 OPTIONS |= {"only": {"nargs": "*", "default": (), "help": "names of contenders"}}
+OPTIONS |= {"family": {"choices": ("gpt2", "bert"), "help": "in place of a Llama"}}
 OPTIONS |= {"sharded": {"action": "store_true", "help": "weights 1/p on each rank"}}
 QUICK = {"layers": 2, "hidden": 64, "trace": (64, 128, 96), "inner": "eager"}
 
@@ -40,8 +42,12 @@ QUICK = {"layers": 2, "hidden": 64, "trace": (64, 128, 96), "inner": "eager"}
 def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     """Seconds of every step, and the plans of ``auto``."""
     mesh = init_device_mesh("cpu", (rank.size,))
-    model = partial(llama, args.layers, args.hidden, heads=8, kv_heads=4)
-    make: dict[str, Callable[[Any], Contender]] = {TENSOR: partial(TensorParallel, mesh=mesh)}
+    make: dict[str, Callable[[Any], Contender]] = {}
+    if args.family:
+        model = partial(other_family, args.family, args.layers, args.hidden, heads=8)
+    else:
+        model = partial(llama, args.layers, args.hidden, heads=8, kv_heads=4)
+        make[TENSOR] = partial(TensorParallel, mesh=mesh)
     for name, attention in {RING: "ring", ULYSSES: "ulysses"}.items():
         other = partial(ContextParallel, mesh=mesh, attention=attention, sharded=args.sharded)
         make |= {name + COMPILED * c: partial(other, compiled=c) for c in (False, True)}
@@ -68,7 +74,8 @@ def main(bench: Benchmark, args: Namespace) -> None:
     times = {c: {n: median(of[n]) for n in lengths} for c, of in result["seconds"].items()}
     total = {c: sum(of.values()) for c, of in times.items()}
     bench.add(
-        f"Llama of {args.layers} layers, hidden {args.hidden}, 8 heads, 4 KV heads, {bench.ranks}, "
+        f"{args.family or 'Llama'} of {args.layers} layers, hidden {args.hidden}, 8 heads, "
+        f"{8 if args.family else 4} KV heads, {bench.ranks}, "
         f"weights {'1/p on each rank' if args.sharded else 'whole on every rank'}.",
         f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank.",
     )

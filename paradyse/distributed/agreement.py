@@ -191,13 +191,30 @@ class Agreement:
             running.add(backward)
             at_end_of_backward(backward)
 
-    def end_backward(self, call: Call) -> None:
-        """The backward under way, of ``call``, has come to its end on this rank.
+    def near_end_of_backward(self, call: Call) -> None:
+        """This rank has computed all of the backward under way, of ``call``, and is about to wait
+        for gradients: the others are told meanwhile.
+
+        Raises:
+            DroppedCallError: another rank has failed.
+        """
+        for b in self._of_axis.backwards:
+            if b.call is call and b.state == RUNNING and not b.has_told:
+                self._tell_end(b)
+
+    def _tell_end(self, backward: Backward) -> None:
+        backward.has_told = True
+        self.tell(f"ends backward of {backward.call.name}", {}, backward.call.trains)
+
+    def end_backward(self, backward: Backward) -> None:
+        """``backward`` has come to its end on this rank.
 
         Raises:
             DroppedCallError: not so on another rank.
         """
-        self.compare(f"ends backward of {call.name}", {}, call.trains)
+        if not backward.has_told:
+            self._tell_end(backward)
+        self._of_axis.settle()
         self._of_axis.end_backwards(ENDED)
 
     def fail_backward(self, call: Call, out_of_memory: bool) -> None:
@@ -358,6 +375,14 @@ class Call:
         doing = f"runs backward of {self.name} from {output}"
         self.agreement.tell(doing, {}, self.trains, common)
         self.agreement.watch_backward(self)
+
+    def nears_end(self) -> None:
+        """Right before the backward under way waits for gradients.
+
+        Raises:
+            DroppedCallError: as ``forward``.
+        """
+        self.agreement.near_end_of_backward(self)
 
     def read(self, output: str, compute: Callable[[], T]) -> T:
         """``output``, once all ranks have it.

@@ -74,7 +74,7 @@ def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
     """[n, 2] int64, for each of the n ``tensors`` what equal ones share and others, in practice, do
     not: the sum of its bits, taken as 64-bit integers, and that of their squares, modulo 2^64. Two
     values that differ by as much up and down leave the first as it is, not the second."""
-    return torch.stack([torch.stack(_sums(_words(t))) for t in tensors])
+    return torch.stack([total for t in tensors for total in _sums(_words(t))]).view(-1, 2)
 
 
 def _words(t: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ class Backward:
 
     def __init__(self, call: Any) -> None:
         self.call, self.state = call, RUNNING
+        self.has_told = False
+        """Whether the others were told that nothing is left to compute here."""
         held = (p() for p in call.parameters)
         with DisableTorchFunctionSubclass():
             self._without_gradient = [
@@ -30,7 +32,7 @@ class Backward:
         if self.state != RUNNING:  # another one of this backward was first
             return
         try:
-            self.call.agreement.end_backward(self.call)
+            self.call.agreement.end_backward(self)
         except DroppedCallError:
             self._restore()
             raise

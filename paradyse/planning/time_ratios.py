@@ -11,7 +11,9 @@ another the further it lies.
 A prediction is wrong of the parts that it adds up (``TimeParts``), each weighted by its share of
 the time, and a little of the variant as such. So variants that are made of the same parts are wrong
 alike: where gathered weights hide less than was thought, ``megatron_cz`` is slower than predicted,
-``metp``, which never ran, will be too, and ``megatron_ts``, which gathers none, will not.
+``metp``, which never ran, will be too, and ``megatron_ts``, which gathers none, will not. And most
+of what is a variant's own is that of others that do the same and more: of its strategy with levers,
+of ``metp`` that of ``megatron_cz``.
 
 A ratio that changes at once, by more than ``JUMP``, is a change of that variant and not of the
 machine: what is shared is learned from the others and from before. So when a collective becomes
@@ -29,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paradyse.planning.costs import TimeParts
+from paradyse.types import Point
 
 Key = tuple[Hashable, str]
 """A kind of block (``Planner.kinds``) and a variant of it."""
@@ -57,6 +60,10 @@ NOISE = 0.15
 """Of one measurement: the median of a few steps, the slowest rank's."""
 COMMON_REACH, OWN_REACH = 2.0, 1.0
 """Scales after which what is known of one tells a third as much of another."""
+MORE_OF = {"metp": "megatron_cz"}
+"""Strategy -> that whose work it does in smaller parts, and some of it once more."""
+OWN_OF_RELATED = 0.8
+"""Correlation of what is one variant's own with that of another which does the same and more."""
 JUMP = 0.5
 """No noise but a change."""
 MEMORY = 16
@@ -115,10 +122,19 @@ def _shares(parts: TimeParts) -> Array:
     return np.round(of / (of.sum() or 1.0), SHARE_DIGITS)
 
 
+@cache
+def _strategy(variant: str) -> str:
+    """What the ``variant`` does, or does more than."""
+    strategy = Point.parse(variant).strategy
+    return MORE_OF.get(strategy, strategy)
+
+
 class _At(NamedTuple):
     """Variants at scales, one per row."""
 
     variants: Array
+    strategies: Array
+    """``_strategy`` of each."""
     scales: Array
     shares: Array
     """[rows, parts]"""
@@ -128,6 +144,8 @@ def _own(errors: Errors, a: _At, b: _At) -> Array:
     """Covariance of what predictions of ``a`` and of ``b`` are wrong of as the variants that they
     are: [rows of a, rows of b]."""
     same = a.variants[:, None] == b.variants[None, :]
+    related = a.strategies[:, None] == b.strategies[None, :]
+    same = np.where(same, 1.0, OWN_OF_RELATED * related)
     return same * errors.own**2 * (1 + _alike(a.scales, b.scales, OWN_REACH))
 
 
@@ -153,7 +171,8 @@ class KindRatios:
         self.scales = scales = np.array([float(s) for _, s in cells])
         self._errors = errors
         shares = np.array([c.shares for c in cells.values()])
-        self._cells = _At(np.array(self.variants), scales, shares)
+        strategies = np.array([_strategy(v) for v in self.variants])
+        self._cells = _At(np.array(self.variants), strategies, scales, shares)
         self._known = cache(self._ratio)
         own, shared = (of(errors, self._cells, self._cells) for of in (_own, _shared))
         steady, now = ([getattr(c, what) for c in cells.values()] for what in ("steady", "now"))
@@ -181,7 +200,8 @@ class KindRatios:
         return self._known(variant, scale, tuple(known.tolist()))
 
     def _ratio(self, variant: str, scale: int, shares: tuple[float, ...]) -> float:
-        at = _At(np.array([variant]), np.array([float(scale)]), np.array([shares]))
+        names = np.array([variant]), np.array([_strategy(variant)])
+        at = _At(*names, np.array([float(scale)]), np.array([shares]))
         log = _shared(self._errors, at, self._cells) @ self._shared_weights
         log += _own(self._errors, at, self._cells) @ self._own_weights
         return round(math.exp(float(log[0])), DIGITS)

@@ -30,7 +30,7 @@ def begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Ten
             "or compute what needs it, such as a gradient penalty, with a copy of the model that "
             "is neither compiled nor sharded"
         )
-    gradients = {NO_SYNC: sync.begin()}
+    gradients = {NO_SYNC: sync.begin(None if call is None else call.nears_end)}
     if call is not None:
         call.backward(output, gradients)
 

@@ -9,7 +9,7 @@ keeps its own gradients in the same way, and sends what has piled up when it end
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,10 +152,16 @@ class GradientSync:
         once."""
         self._scatters: list[Pending] = []
         """Those of them that hold copies of whole gradients."""
+        self._before_waiting: Callable[[], None] | None = None
 
-    def begin(self) -> str:
+    def begin(self, before_waiting: Callable[[], None] | None = None) -> str:
         """From within a backward, before it computes gradients of weights: what ``gradients_are``
-        then."""
+        then.
+
+        Args:
+            before_waiting: called where the end of the backward is about to wait for messages.
+        """
+        self._before_waiting = before_waiting
         state, kept = gradients_are(self.axis, self.weights), self.axis.session.of(_Kept)
         self.later = state != AT_ONCE
         if not self.later:
@@ -200,6 +206,8 @@ class GradientSync:
         """At the end of a backward: gradients that were to come are there."""
         ends, self._ends = self._ends or (), None
         self._scatters.clear()
+        if ends and self._before_waiting is not None:
+            self._before_waiting()
         for message in ends:
             message.wait()
         for w in self.weights:

@@ -27,6 +27,11 @@ from paradyse.weights.shard_comm import flatten, in_buckets, unflatten
 log = logging.getLogger(__name__)
 
 
+FEW_BYTES = 2**17
+"""Gradients of fewer bytes are compared together: to launch what reads one of them takes longer
+than to copy it."""
+
+
 class Differed:
     """Of an axis: whether its ranks had other gradients where they were to be the same."""
 
@@ -53,33 +58,52 @@ class SameGradients(AverageGradients):
         given = [grads[i] for i in there]
         out: list[Tensor | None] = [None] * len(grads)
         if given:
-            message = collectives.start_all_gather(bit_sums(given), sync.replicas, REPLICAS)
-            message.then(partial(averaged_if_other, given, sync.replicas))
+            groups = compared_together(given)
+            sums = bit_sums([_as_one([given[i] for i in group]) for group in groups])
+            message = collectives.start_all_gather(sums, sync.replicas, REPLICAS)
+            message.then(partial(averaged_if_other, given, groups, sync.replicas))
             nodes = [ctx.next_functions[i][0] for i in there]
             for i, grad in zip(there, sync.arrive(message, given, nodes), strict=True):
                 out[i] = grad
         return None, *out
 
 
-def averaged_if_other(given: Sequence[Tensor], axis: Axis, sums: Tensor) -> list[Tensor]:
-    """The gradients ``given``, those averaged over ``axis`` of which ranks have other ``sums``
-    [p, n, 2]."""
+def compared_together(grads: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of those of ``grads`` that are compared as one: small ones of one dtype, and each of
+    the others by itself."""
+    sizes = [g.nbytes for g in grads]
+    small = [i for i, n in enumerate(sizes) if n < FEW_BYTES]
+    together = in_buckets([sizes[i] for i in small], [grads[i].dtype for i in small])
+    alone = [[i] for i, n in enumerate(sizes) if n >= FEW_BYTES]
+    return [[small[k] for k in bucket] for bucket in together] + alone
+
+
+def _as_one(grads: Sequence[Tensor]) -> Tensor:
+    return grads[0] if len(grads) == 1 else flatten(grads)
+
+
+def averaged_if_other(
+    given: Sequence[Tensor], groups: Sequence[Sequence[int]], axis: Axis, sums: Tensor
+) -> list[Tensor]:
+    """The gradients ``given``, of which those ``groups`` are averaged over ``axis`` of which ranks
+    have other ``sums`` [p, groups, 2]."""
     found = list(given)
     differs = (sums != sums[0]).any(2).any(0).tolist()
-    other = [g for g, is_other in zip(given, differs, strict=True) if is_other]
+    other = [i for g, is_other in zip(groups, differs, strict=True) if is_other for i in g]
     if not other:
         return found
     axis.session.of(Differed).once = True
     log.warning(
-        "ranks computed other bits of %d of %d gradients from the same batch: from now on all are "
-        "averaged where every rank computes the whole",
+        "ranks computed other bits of gradients from the same batch: %d of %d are averaged, and "
+        "from now on all where every rank computes the whole",
         len(other),
         len(given),
     )
-    at = [i for i, is_other in enumerate(differs) if is_other]
-    for bucket in in_buckets([g.nbytes for g in other], [g.dtype for g in other]):
-        grads = [other[k] for k in bucket]
-        joined = unflatten(average(flatten(grads), axis), [g.shape for g in grads])
-        for k, grad in zip(bucket, joined, strict=True):
-            found[at[k]] = grad
+    grads = [given[i] for i in other]
+    for bucket in in_buckets([g.nbytes for g in grads], [g.dtype for g in grads]):
+        joined = average(flatten([grads[k] for k in bucket]), axis)
+        for k, grad in zip(
+            bucket, unflatten(joined, [grads[k].shape for k in bucket]), strict=True
+        ):
+            found[other[k]] = grad
     return found

@@ -79,6 +79,17 @@ def test_variants_that_are_made_of_the_same_parts_are_wrong_alike() -> None:
     assert times.ratio(key("metp"), HERE, more) > at["metp"]
 
 
+def test_who_does_the_same_and_more_is_wrong_alike() -> None:
+    """What is ``megatron_cz``'s own is ``metp``'s, and its own with levers."""
+    rows = [("megatron_cz", HERE, 1.5), ("ulysses_z", HERE, 1.0)] * 8
+    times, parts = measured(rows), PARTS["ulysses_z"]  # of all alike
+    at = {v: times.ratio(key(v), HERE, parts) for v in (*PARTS, "megatron_cz+recompute")}
+    own = at["megatron_cz"] - at["megatron_ts"]
+    assert own > 0.1
+    for variant in ("metp", "megatron_cz+recompute"):
+        assert at["megatron_ts"] + 0.7 * own < at[variant] < at["megatron_cz"]
+
+
 def test_what_becomes_slow_at_once_is_that_variant() -> None:
     steady = [("metp", HERE, 1.0)] * 8
     times = measured([*steady, *[("metp", HERE, 10.0)] * 2])

@@ -58,7 +58,7 @@ class Early(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         sync, told = ctx.of
         at_end_of_backward(lambda: told.append("end"))
-        sync.begin()
+        sync.begin(lambda: told.append("tells"))
         return grad, None, None
 
 
@@ -78,7 +78,7 @@ def is_plain_two(grad: Tensor | None) -> bool:
 def test_backward_goes_on_meanwhile() -> None:
     w, told = nn.Parameter(torch.ones(3)), list[str]()
     run(w, told).backward()
-    assert told == ["sent", "end", "waited"] and is_plain_two(w.grad)
+    assert told == ["sent", "end", "tells", "waited"] and is_plain_two(w.grad)
 
 
 def test_what_there_is_takes_it_at_once() -> None:
@@ -86,7 +86,7 @@ def test_what_there_is_takes_it_at_once() -> None:
     for times in (1, 2):
         run(w, told).backward()
         assert isinstance(w.grad, Tensor) and w.grad.tolist() == [2.0 * times] * 3
-    assert told[3:] == ["sent", "waited", "end"]
+    assert told[4:] == ["sent", "waited", "end", "tells"]
 
 
 def test_two_gradients_of_one_weight_are_added() -> None:
@@ -103,7 +103,11 @@ def test_a_hook_sees_the_values(kind: str) -> None:
     else:
         w.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     run(w, told).backward()
-    assert told == ["sent", "waited", "end"] and all(map(is_plain_two, [w.grad, *seen])) and seen
+    assert (
+        told == ["sent", "waited", "end", "tells"]
+        and all(map(is_plain_two, [w.grad, *seen]))
+        and seen
+    )
 
 
 def test_gradients_that_are_returned_are_plain() -> None:

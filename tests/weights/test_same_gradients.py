@@ -16,9 +16,11 @@ from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.collectives import REPLICAS, traffic
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.same_gradients import (
+    FEW_BYTES,
     Differed,
     SameGradients,
     averaged_if_other,
+    compared_together,
     may_be_same,
 )
 
@@ -42,7 +44,7 @@ def gradients_of(scales: Sequence[float]) -> tuple[list[Tensor], dict[str, int],
     return found, dict(sent), may_be_same(axis, torch.device("cpu"))
 
 
-SHAPES = ((1001, torch.float32), (64, torch.float64), (3, torch.float32))
+SHAPES = ((40_001, torch.float32), (64, torch.float64), (3, torch.float32))
 
 
 def rounds() -> Any:
@@ -79,7 +81,15 @@ def test_devices_that_add_up_in_any_order_are_asked_for_no_bits() -> None:
 def test_the_message_of_a_rank_that_differs_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     axis = resolve_axis()
     sums = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 5]]])
-    given = [torch.ones(2), torch.ones(3)]
+    given = [torch.ones(2), torch.ones(3), torch.ones(2)]
     with patch.object(axis.session, "of", lambda kind: kind()):
-        averaged_if_other(given, axis, sums)
-    assert "1 of 2 gradients" in caplog.text
+        averaged_if_other(given, [[1], [0, 2]], axis, sums)
+    assert "2 of 3 are averaged" in caplog.text
+
+
+def test_small_gradients_of_a_dtype_are_compared_together() -> None:
+    few, many = FEW_BYTES // 4 - 1, FEW_BYTES // 4
+    sizes = (few, many, 3, 5, few)
+    dtypes = (torch.float32, torch.float32, torch.float64, torch.float32, torch.float32)
+    grads = [torch.empty(n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
+    assert sorted(compared_together(grads)) == [[0, 3, 4], [1], [2]]
