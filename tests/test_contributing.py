@@ -117,6 +117,7 @@ print(paradyse.explain(compiled, 2, 4096))
 """
 
 
+@pytest.mark.slow
 def test_one_file_and_one_line_are_enough(tmp_path: Path) -> None:
     for folder in ("paradyse", "passes", "kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder)

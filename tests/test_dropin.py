@@ -401,6 +401,7 @@ def train_encoder_decoder() -> None:
         check(run_step(compiled, model, batch), run_step(model, model, batch))
 
 
+@pytest.mark.slow
 @MOSTLY_TWO
 def test_encoder_decoder_exact(nproc: int, ranks: Ranks) -> None:
     """Two sequences of different lengths in one graph, and a position bias that is learned."""

@@ -74,7 +74,7 @@ def along_batch(family: str, hows: tuple[str, ...], sharded: bool, inner: str) -
     return off, refused
 
 
-QUICK = {("llama_odd", True): ("left",), ("gpt2", False): ("plain",), ("bert", False): ("right",)}
+QUICK = {("llama_odd", True): ("left",), ("bert", False): ("right",)}
 """Family, and whether weights are sharded -> kinds of batches; all else is slow."""
 
 
@@ -183,7 +183,7 @@ MODELS: dict[str, Any] = {
         ("space and time", True, 2, (BATCH, "dim1")),
         pytest.param("space and time", False, 3, (BATCH, "dim1"), marks=pytest.mark.slow),
         pytest.param("space and time", True, 4, (BATCH, "dim1"), marks=pytest.mark.slow),
-        ("axial", True, 2, ("", BATCH, "dim1")),
+        pytest.param("axial", True, 2, ("", BATCH, "dim1"), marks=pytest.mark.slow),
         pytest.param("axial", False, 3, ("", BATCH, "dim1"), marks=pytest.mark.slow),
         pytest.param("axial", True, 4, ("", BATCH, "dim1"), marks=pytest.mark.slow),
         pytest.param("videomae", True, 2, ("", BATCH), marks=pytest.mark.slow),
@@ -339,6 +339,7 @@ def trained(family: str, plans: list[Any]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "nproc"),
     [("gpt2", 2), pytest.param("llama", 3, marks=pytest.mark.slow)],

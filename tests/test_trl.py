@@ -194,6 +194,7 @@ def as_in_readme(folder: str) -> list[float]:
         return reported(names["trainer"])
 
 
+@pytest.mark.slow
 def test_the_script_in_readme(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> None:
     (want,) = pool1.run(plain, str(tmp_path / "plain"), False, {}, timeout_s=100)
     for got in pool2.run(as_in_readme, str(tmp_path / "two"), timeout_s=200):

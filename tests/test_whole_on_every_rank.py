@@ -130,7 +130,13 @@ def apart_and_kept_back(plans: Sequence[str]) -> list[Tensor]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("plans", [(REPLICATED, "megatron_cz"), ("megatron_cz", REPLICATED)])
+@pytest.mark.parametrize(
+    "plans",
+    [
+        (REPLICATED, "megatron_cz"),
+        pytest.param(("megatron_cz", REPLICATED), marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_kept_back_are_the_same_bits_as_well(
     plans: Sequence[str], pool2: RankPool
 ) -> None:

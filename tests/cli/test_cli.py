@@ -188,6 +188,7 @@ def test_profile_goes_on_and_says_what_spoils_it(config: str, tmp_path: Path) ->
     assert "2 ranks share 1 core:" in out
 
 
+@pytest.mark.slow
 def test_doctor_finds_all_that_is_needed() -> None:
     code, out = shell("doctor")
     assert code == 0, out

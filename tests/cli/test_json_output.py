@@ -40,6 +40,7 @@ def ask(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> tuple[
     return json.loads(written.out), written.err
 
 
+@pytest.mark.slow
 def test_verify(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--layers", "1", "--seq-len", "13", "--inner", "eager", "--dtype", "float16"]
     found, err = ask(capsys, "verify", "--model", config, *few)
@@ -50,6 +51,7 @@ def test_verify(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["metp"]["gradient_error"] < rows["metp"]["tolerance"] == 0.05
 
 
+@pytest.mark.slow
 def test_plan_on_paper(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """No rank is started; it writes a page, too."""
     (tmp_path / "lengths.txt").write_text("512 # tokens\n8192")

@@ -326,7 +326,7 @@ def no_memory_for_messages(in_backward: bool) -> bool:
         return loop.is_exact()
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_memory_even_for_the_messages_under_way(in_backward: bool) -> None:
     """In backward the others wait until the caller has let go of the graph; else all give up."""
     assert run_ranks(no_memory_for_messages, 2, in_backward) == [in_backward] * 2

@@ -120,7 +120,7 @@ def check(results: list[tuple[str, str, float, float]], rank: int, kind: str) ->
 
 
 CASES = [
-    pytest.param(3, 2, BUG, False, "RankFailedError", id="alone, forward"),
+    pytest.param(3, 2, BUG, False, "RankFailedError", id="alone", marks=pytest.mark.slow),
     pytest.param(3, 2, BUG, True, "OutOfMemoryError", id="alone, back", marks=pytest.mark.slow),
     pytest.param(3, 0, BUG, False, "RankFailedError", id="of two", marks=pytest.mark.slow),
     pytest.param(3, 1, NO_MEMORY, True, "OutOfMemoryError", id="of two, backward"),

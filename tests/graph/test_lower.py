@@ -95,7 +95,7 @@ def picked(x, w, sequences, positions):
 
 @pytest.mark.parametrize("differentiates", [False, True])
 @pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("num_dims", [1, 2])
+@pytest.mark.parametrize("num_dims", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_means_over_windows_that_reach_beyond_the_edge(num_dims, padding, differentiates):
     """Inductor's own gradient of them is wrong (PyTorch 2.11 and 2.13): as AOTAutograd asks for it,
     and as pieces do that compute a block again."""

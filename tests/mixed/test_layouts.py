@@ -99,6 +99,7 @@ def check(results: list[dict[str, Any]], steps: int, warm_up: int) -> None:
         assert grown < GROWTH_BYTES, of
 
 
+@pytest.mark.slow
 def test_thirty_steps_of_two_ranks(pool2: RankPool) -> None:
     check(pool2.run(switch, 30, 12, timeout_s=120), 30, 12)
 

@@ -58,6 +58,7 @@ def test_all_kinds_of_batches(how: str, pool3: RankPool) -> None:
     check(pool3.run(epochs, how, timeout_s=240))
 
 
+@pytest.mark.slow
 def test_padded_batches(pool2: RankPool) -> None:
     check(pool2.run(epochs, "padded", timeout_s=120))
 

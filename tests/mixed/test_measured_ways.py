@@ -45,6 +45,7 @@ def measured() -> list[Way]:
     return ways
 
 
+@pytest.mark.slow
 def test_all_ranks_measure_the_same(pool2: RankPool) -> None:
     first, second = pool2.run(measured)
     assert first == second

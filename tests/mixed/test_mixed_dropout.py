@@ -92,6 +92,7 @@ def check(results: list[list[tuple[float, float, str]]]) -> None:
         assert all(error <= close for _, error, _ in found), found
 
 
+@pytest.mark.slow
 def test_two_ranks(pool2: RankPool) -> None:
     check(pool2.run(steps, "gpt2", PLANS[2], False, timeout_s=120))
 

@@ -140,6 +140,7 @@ def test_blocks_save_as_much_in_a_dry_run_as_on_two_ranks(family: str, pool2: Ra
     assert found == real
 
 
+@pytest.mark.slow
 def test_nothing_of_a_dry_run_stays(llama8: DryRun) -> None:
     from paradyse.kernels.attention_mask import position_intervals
 
@@ -169,6 +170,7 @@ def test_short_rings_and_whole_copies_need_as_much() -> None:
     assert short == [pytest.approx(x, rel=1e-3) for x in full]
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks() -> None:
     model, batch = meta_model("llama")
     strategies = ("megatron_ts", "megatron_cz", "ulysses_z")
@@ -200,6 +202,7 @@ def test_the_mixture_is_the_fastest_and_the_longest(llama8: DryRun) -> None:
     assert outlook.longest[MIXTURE] >= max(outlook.longest[s] for s in static) * 0.999
 
 
+@pytest.mark.slow
 def test_the_longest_length_fits_and_a_longer_one_does_not(llama8: DryRun) -> None:
     outlook = outlook_of(llama8)
     for s in FEASIBLE:
@@ -250,6 +253,7 @@ def test_chunks_are_predicted_by_two_of_them() -> None:
     assert held - saved == pytest.approx(workspace, rel=0.06)
 
 
+@pytest.mark.slow
 def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:
     machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
 
@@ -264,6 +268,7 @@ def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:
     assert reach is not None and any("chunked" in point for point in reach.plan.strategies)
 
 
+@pytest.mark.slow
 def test_the_page_has_a_line_for_each_strategy(llama8: DryRun) -> None:
     page = page_of("", outlook_of(llama8))
     times, peaks, levers = page.charts
@@ -320,6 +325,7 @@ def test_the_head_is_measured_under_its_levers(llama8: DryRun) -> None:
     assert whole - tiled > 2 * logits  # and their gradient
 
 
+@pytest.mark.slow
 def test_the_mixture_is_told_by_lever_and_its_peak_by_parts(llama8: DryRun) -> None:
     outlook = outlook_of(llama8)
     reach = outlook.reaches[MIXTURE].longest

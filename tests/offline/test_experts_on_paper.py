@@ -41,6 +41,7 @@ def test_all_strategies_of_experts_are_measured(mixtral4: DryRun) -> None:
     assert saved["megatron_ts"] == pytest.approx(saved["ulysses_z"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_groups_of_experts_that_are_not_run_repeat_the_last(mixtral4: DryRun) -> None:
     """What the rows of all experts take does not grow with the groups that are run."""
     sizes = mixtral4.block(mixtral4.blocks[1], "metp")

@@ -23,6 +23,7 @@ def on_paper(model_type: type[Tiny], num_ranks: int = 2) -> Any:
     return dry_run(model.train(), {"ids": ids, "labels": ids}, num_ranks, levers=())
 
 
+@pytest.mark.slow
 def test_what_is_gathered_has_its_costs() -> None:
     run = on_paper(Mixer)
     machine = machine_of(read_cluster("a100-80gb"), 2, torch.float32)

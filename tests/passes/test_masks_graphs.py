@@ -168,6 +168,7 @@ def record_scores(name: str) -> Any:
     return record(model, {"": small_models.batch_of(row, model, S)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "nproc"),
     [

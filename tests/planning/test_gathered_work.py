@@ -142,6 +142,7 @@ def explain_elsewhere() -> list[str]:
     return list(paradyse.explain(compiled, 3, 131).gathered)
 
 
+@pytest.mark.slow
 def test_a_length_that_has_another_program_is_explained(pool2: RankPool) -> None:
     """A scan's number of chunks depends on the length: the program of 13 is not that of 131."""
     for gathered in pool2.run(explain_elsewhere, timeout_s=120):

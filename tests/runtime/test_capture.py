@@ -88,8 +88,15 @@ def train_on_two_lengths(family: str) -> None:
         torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("family", ["two streams", "bart"])
+@pytest.mark.parametrize(
+    ("nproc", "family"),
+    [
+        (1, "two streams"),
+        (2, "two streams"),
+        (1, "bart"),
+        pytest.param(2, "bart", marks=pytest.mark.slow),
+    ],
+)
 def test_lengths_that_were_equal_at_first(nproc: int, family: str, ranks: Any) -> None:
     ranks(nproc).run(train_on_two_lengths, family, timeout_s=200)
 
@@ -365,7 +372,13 @@ def train_by_length(inner: str) -> tuple[list[float], int]:
     return errors, sum(len(c.graphs) for c in captures_of(compiled))
 
 
-@pytest.mark.parametrize(("p", "inner"), [(2, "eager"), (3, "eager"), (2, "aot_eager")])
+@pytest.mark.parametrize(
+    ("p", "inner"),
+    [
+        (2, "eager"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((3, "eager"), (2, "aot_eager"))),
+    ],
+)
 def test_a_number_that_is_the_length_is_whole_on_every_rank(p: int, inner: str, ranks: Any) -> None:
     """A rank's part of the tokens has another size: the number does not go by it."""
     for errors, programs in ranks(p).run(train_by_length, inner, timeout_s=100):

@@ -237,6 +237,7 @@ def test_on_one_rank(pool1: RankPool) -> None:
     assert pool1.run(train, list(MODELS), False, timeout_s=300) == [NUM_BLOCKS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_two_ranks(sharded: bool, pool2: RankPool) -> None:
     want = NUM_BLOCKS | {"deberta_v2": 1}  # token ids say what the sequence is

@@ -105,7 +105,7 @@ IN_SIX = ["attention", "mlp"] * 2 + ["attention", "attention", "mlp"] * 2
 @pytest.mark.parametrize(
     ("family", "how", "sharded", "nproc"),
     [
-        ("T5", "plain", False, 2),
+        pytest.param("T5", "plain", False, 2, marks=pytest.mark.slow),
         pytest.param("T5", "plain", True, 3, marks=pytest.mark.slow),
         pytest.param("T5", "padded", True, 2, marks=pytest.mark.slow),
         pytest.param("T5", "padded", False, 4, marks=pytest.mark.slow),

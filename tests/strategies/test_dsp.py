@@ -67,7 +67,7 @@ def train(
     [
         ("plain", False, 2, "eager"),
         ("causal", True, 2, "eager"),
-        ("plain", True, 3, "eager"),
+        pytest.param("plain", True, 3, "eager", marks=pytest.mark.slow),
         pytest.param("causal", False, 3, "eager", marks=pytest.mark.slow),
         pytest.param("plain", False, 4, "eager", marks=pytest.mark.slow),
         pytest.param("causal", True, 4, "eager", marks=pytest.mark.slow),
@@ -282,6 +282,7 @@ def timesformer(
     return off, blocks, structures, [n for c in found for n in c.notes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "nproc", "frames", "batches"),
     [

@@ -61,6 +61,7 @@ def test_every_loss_as_with_whole_logits(
     ranks(nproc).run(train_with, SPLITTABLE, inner, sharded, levers, timeout_s=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("levers", "sharded"), [pytest.param(TILED, True, marks=pytest.mark.slow), (ALONE, False)]
 )

@@ -115,7 +115,9 @@ BY_SEQUENCES = (
             *(2, "llama", "bfloat16", "eager", ("ulysses_z", "metp")), marks=pytest.mark.slow
         ),
         (2, "llama_odd", "autocast", "eager", ("megatron_cz",)),
-        (2, "llama_odd", "autocast", "eager", BY_SEQUENCES[:1]),
+        pytest.param(
+            *(2, "llama_odd", "autocast", "eager", BY_SEQUENCES[:1]), marks=pytest.mark.slow
+        ),
         pytest.param(
             *(2, "llama_odd", "autocast", "aot_eager", BY_SEQUENCES), marks=pytest.mark.slow
         ),
