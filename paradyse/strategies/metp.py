@@ -46,7 +46,7 @@ from paradyse.strategies.groups.evaluate import (
     local_shape,
     part,
 )
-from paradyse.strategies.groups.model import Projection, Unsplittable, Weight, up_weights
+from paradyse.strategies.groups.model import Unsplittable, Weight, up_weights
 from paradyse.strategies.local import KEYS_GO_ROUND, LocalPiece
 from paradyse.strategies.weight_stream import GroupTensors, sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
@@ -98,11 +98,10 @@ class _Stage:
         nodes: Piece,
         outputs: Sequence[fx.Node],
         attended: fx.Node | None = None,
-        downs: Sequence[Projection] = (),
     ):
         """
         Args:
-            outputs: what the stage gives where there are no ``downs``; else what those read.
+            outputs: what the stage gives.
             attended: the value that holds attention's output, which the stage reads.
         """
         scope, groups = variant.scope, variant.groups
@@ -111,10 +110,10 @@ class _Stage:
         read.update(part.x for up in ups for part in up.parts)
         local = [n for n in variant.local if n in read]
         region = [Weight(n, form) for n, form in groups.region_weights.items() if n in read]
-        used = [*up_weights(ups), *region, *(d.weight for d in downs)]
+        used = [*up_weights(ups), *region]
         self.at = [variant.local.index(n) for n in local]
         self.at += [len(variant.local) + variant.weights.index(w) for w in used]
-        num_up = len(used) - len(region) - len(downs)
+        num_up = len(used) - len(region)
         self.reads_heads = has_dropout(nodes)
         dims: list[Dims] = [((groups.slots.queries_per_rank,),)] * self.reads_heads
         if attended is not None:
@@ -137,10 +136,7 @@ class _Stage:
             env.update(evaluate_ups(scope, ups, env, weights, factors))
             env.update((w.node, next(rest)) for w in region)
             evaluate(scope, nodes, env, factors, overrides)
-            if not downs:
-                return [env[n] for n in outputs]
-            linear = torch.ops.aten.linear.default
-            return [linear(env[d.x], d.weight.apply(next(rest))) for d in downs]
+            return [env[n] for n in outputs]
 
         key = f"{piece_key(scope, variant.piece, SPLIT, 'metp ' + groups.text())}\n{name}"
         self.lowered = LoweredPiece(scope, key, fn, dims)
@@ -197,7 +193,11 @@ class MetpVariant:
     def _make_stages(self, block: Any) -> None:
         scope, groups, region = self.scope, self.groups, block.region
         leaves = [leaf.node for up in groups.ups for leaf in up.leaves]
-        read = list(dict.fromkeys(d.x for d in groups.downs))
+        self.read = read = list(dict.fromkeys(d.x for d in groups.downs))
+        """What the down projections read."""
+        first = len(self.local)
+        self.downs = [(d, first + self.weights.index(d.weight)) for d in groups.downs]
+        """The down projections, and which of a group's tensors is the weight of each."""
         self.before: _Stage | None = None
         attended = None
         nodes = groups.core
@@ -208,7 +208,7 @@ class MetpVariant:
             attended = attended_by(block.attention)
             inside = closure(scope, read, region, [*leaves, attended])
             nodes = part("after", inside, read)
-        self.after = _Stage(self, "after", nodes, read, attended, groups.downs)
+        self.after = _Stage(self, "after", nodes, read, attended)
 
     def __call__(self, values: StepContext) -> Any:
         env = self._weights(values)
@@ -306,10 +306,37 @@ class MetpVariant:
                 saved += [out, lse]
                 attended = out.transpose(1, 2).detach().requires_grad_(any(needs))
             with torch.set_grad_enabled(any(needs)):
-                ys = [y.detach() for y in self.after(call, group, heads, attended)]
+                xs = [x.detach() for x in self.after(call, group, heads, attended)]
+            ys = self._project(group, xs)
+            del xs
             exact = [y.to(sum_dtype(y)) for y in ys]
             totals = [t.add_(y) for t, y in zip(totals, exact, strict=True)] if totals else exact
         return tuple(t.to(y.dtype) for t, y in zip(totals, ys, strict=True)), saved
+
+    @torch.no_grad()
+    def _project(self, group: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+        """A group's part of each down projection, of ``xs``, what these read."""
+        of = dict(zip(self.read, xs, strict=True))
+        linear = torch.ops.aten.linear.default
+        return [linear(of[d.x], d.weight.apply(group[at])) for d, at in self.downs]
+
+    def _behind(
+        self, group: Sequence[Tensor], xs: Sequence[Any], grads_of_sums: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What the down projections read of ``xs`` and of the group's weights, with its gradient:
+        the projections themselves are not computed again."""
+        of = dict(zip(self.read, xs, strict=True))
+        ends, cotangents = list[Tensor](), list[Tensor]()
+        for (d, at), grad in zip(self.downs, grads_of_sums, strict=True):
+            x, weight = of[d.x], d.weight.apply(group[at])
+            with torch.no_grad():
+                if x.requires_grad:
+                    ends.append(x)
+                    cotangents.append(grad @ weight)
+                if weight.requires_grad:
+                    ends.append(weight)
+                    cotangents.append(grad.flatten(0, -2).T @ x.flatten(0, -2))
+        return ends, cotangents
 
     def backward_groups(
         self,
@@ -336,9 +363,10 @@ class MetpVariant:
                 out, lse = saved[2 * place : 2 * place + 2]
                 attended = [out.transpose(1, 2).detach().requires_grad_()]
             with torch.enable_grad():
-                ys = self.after(call, group, heads, *attended)
-            grads = gradients(ys, grads_of_sums, [*leaves, *attended])
-            del ys
+                xs = self.after(call, group, heads, *attended)
+                ends, cotangents = self._behind(group, xs, grads_of_sums)
+            grads = gradients(ends, cotangents, [*leaves, *attended])
+            del xs, ends, cotangents
             taken.add(index, where, grads[: len(leaves)])
             if self.before is not None:
                 with torch.enable_grad():
