@@ -269,7 +269,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def under_a_real_limit(in_backward: bool) -> tuple[str, str]:
-    """One process may map some MiB more than it has; a longer batch needs more."""
+    """One process may map 2 MiB more than it has; a longer batch needs more."""
     # What is let go of is unmapped: glibc would keep what forward has freed for backward.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
     loop = Loop(True)
@@ -282,7 +282,7 @@ def under_a_real_limit(in_backward: bool) -> tuple[str, str]:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if loop.fails:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (8 << 20), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 20), hard))
     with pytest.raises(RuntimeError) as heard:
         loop.compiled(**loop.batch) if loss is None else loss.backward()
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

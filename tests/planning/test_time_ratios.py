@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from unittest.mock import patch
 
 import pytest
 
+from paradyse.planning import time_ratios
 from paradyse.planning.costs import TimeParts
 from paradyse.planning.time_ratios import OF_PRIOR, OF_PROFILE, Errors, Key, Ratios, TimeRatios
 
@@ -116,24 +119,38 @@ TRUE = {"megatron_cz": 1.0, "ulysses_z": 1.1, "megatron_ts": 1.3, "metp": 1.5}
 """Seconds at every length."""
 
 
-def regret(seed: int, errors: Errors, error: float, follows: bool, steps: int = 100) -> float:
-    """Share of time lost by choosing by predictions, or by those and noisy steps.
+def choices(
+    rng: random.Random,
+    true: Mapping[str, float],
+    predicted: Mapping[str, float],
+    errors: Errors,
+    follows: bool = True,
+    steps: int = 100,
+) -> list[str]:
+    """The variants of so many steps, chosen by ``predicted`` seconds, or by those and noisy steps.
 
     Args:
+        true: seconds of each variant.
         errors: what predictions are taken to be wrong of.
-        error: standard deviation of their logarithms.
     """
-    rng, times, lost = random.Random(seed), TimeRatios(errors), 0.0
-    predicted = {v: t * rng.lognormvariate(0, error) for v, t in TRUE.items()}
+    times, taken = TimeRatios(errors), list[str]()
     for _ in range(steps):
         known = times.estimate()
-        taken = min(TRUE, key=lambda v: predicted[v] * ratio_of(known, v))
-        lost += TRUE[taken] - min(TRUE.values())
+        best = min(true, key=lambda v: predicted[v] * ratio_of(known, v))
+        taken.append(best)
         if follows:
             disturbed = 1.6 if rng.random() < 0.05 else 1.0
-            seconds = TRUE[taken] * rng.lognormvariate(0.1, 0.1) * disturbed
-            times.add(key(taken), HERE, seconds / predicted[taken], PARTS[taken])
-    return lost / steps
+            seconds = true[best] * rng.lognormvariate(0.1, 0.1) * disturbed
+            times.add(key(best), HERE, seconds / predicted[best], PARTS[best])
+    return taken
+
+
+def regret(seed: int, errors: Errors, error: float, follows: bool) -> float:
+    """Share of time lost by choosing; ``error``: standard deviation of predictions' logarithms."""
+    rng = random.Random(seed)
+    predicted = {v: t * rng.lognormvariate(0, error) for v, t in TRUE.items()}
+    taken = choices(rng, TRUE, predicted, errors, follows)
+    return statistics.fmean(TRUE[v] for v in taken) - min(TRUE.values())
 
 
 @pytest.mark.parametrize(
@@ -149,3 +166,21 @@ def test_what_is_lost_by_choosing(errors: Errors, error: float, share: float, mo
         for follows in (False, True)
     )
     assert 0 < followed < share * trusted + more, (followed, trusted)
+
+
+def steps_under_metp(seed: int, related: float) -> int:
+    """Where ``metp`` is a little slower than ``megatron_cz``, and its prediction as wrong."""
+    rng, true = random.Random(seed), TRUE | {"metp": 1.08}
+    predicted = {v: t * rng.lognormvariate(0, 0.05) for v, t in TRUE.items()}
+    metp = true["metp"] * predicted["megatron_cz"] / true["megatron_cz"]
+    predicted["metp"] = metp * rng.lognormvariate(0, 0.05)
+    with patch.object(time_ratios, "OWN_OF_RELATED", related):
+        return choices(rng, true, predicted, OF_PROFILE).count("metp")
+
+
+def test_noise_of_one_does_not_lead_to_another_that_does_the_same_and_more() -> None:
+    apart, related = (
+        sum(steps_under_metp(seed, r) for seed in range(30))
+        for r in (0.0, time_ratios.OWN_OF_RELATED)
+    )
+    assert related < apart / 2, (related, apart)
