@@ -238,8 +238,8 @@ def accumulated(folder: str, each: bool) -> tuple[list[str], list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         begin = GradientSync.begin
 
-        def note(self: Any) -> str:
-            states.append(begin(self).split(" with ")[0])
+        def note(self: Any, *given: Any) -> str:
+            states.append(begin(self, *given).split(" with ")[0])
             return states[-1]
 
         patch.setattr(GradientSync, "begin", note)
