@@ -95,8 +95,8 @@ def _ring_attention(
 
 
 def is_causal(module: Any) -> bool:
-    """Whether queries of an attention ``module`` see no keys behind them."""
-    return bool(getattr(module, "is_causal", True))
+    """Whether queries of ``module`` see no keys later than themselves."""
+    return bool(getattr(module, "is_causal", False))
 
 
 def _exchange(x: Tensor, gather: int, split: int) -> Tensor:
@@ -135,7 +135,7 @@ class ContextParallel(Contender):
     ):
         AttentionInterface.register(f"counterpart_{attention}", ATTENTION[attention])
         model.set_attn_implementation(f"counterpart_{attention}")
-        self.mesh, self.causal = mesh, model.config.model_type != "bert"
+        self.mesh, self.causal = mesh, any(map(is_causal, model.modules()))
         self.balanced = attention == "ring" and self.causal
         if sharded:
             layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))

@@ -342,7 +342,7 @@ def trained(family: str, plans: list[Any]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "nproc"),
-    [("gpt2", 2), pytest.param("llama", 3, marks=pytest.mark.slow)],
+    [("gpt2", 2), ("llama", 3)],
 )
 def test_splits_that_change_in_training(family: str, nproc: int, ranks: Any) -> None:
     """Of a batch of one the sequence is split. GPT-2's loss is a graph of its own, which has no

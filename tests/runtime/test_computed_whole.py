@@ -238,7 +238,7 @@ def test_on_one_rank(pool1: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharded", [False, True])
 def test_on_two_ranks(sharded: bool, pool2: RankPool) -> None:
     want = NUM_BLOCKS | {"deberta_v2": 1}  # token ids say what the sequence is
     assert pool2.run(train, list(MODELS), sharded, timeout_s=300) == [want] * 2

@@ -62,9 +62,7 @@ def test_every_loss_as_with_whole_logits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("levers", "sharded"), [pytest.param(TILED, True, marks=pytest.mark.slow), (ALONE, False)]
-)
+@pytest.mark.parametrize(("levers", "sharded"), [(TILED, True), (ALONE, False)])
 def test_some_losses(levers: str, sharded: bool, pool2: RankPool) -> None:
     pool2.run(
         train_with, [*QUICK, "by hand", "forbidden words"], "eager", sharded, levers, timeout_s=100
