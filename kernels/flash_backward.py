@@ -3,7 +3,8 @@
 Two kernels (FlashAttention-2, arXiv 2307.08691, section 3.1, without its atomic additions): one has
 a tile of keys and steps through the queries that see it, for dk and dv; one has a tile of queries
 and steps through keys, for dq. Scores are computed twice, seven products instead of five; in
-exchange every sum has one fixed order, so results are the same in every run. Heads of a group share
+exchange every sum has one fixed order, so results are the same in every run. Wide heads compute dk
+and dv one after the other, eight products, in tiles large enough for wgmma. Heads of a group share
 K and V: their sum is taken in the program, or over float32 parts of a few where keys are few.
 
 ``out`` and ``lse`` may be those over more keys than are here, as the ring of arXiv 2310.01889
@@ -32,7 +33,7 @@ from paradyse.kernels.flash_pairs import (
     probabilities,
     store_tile,
 )
-from paradyse.kernels.flash_plan import device_configs, launch, padded_width, scalars
+from paradyse.kernels.flash_plan import device_configs, launch, padded_width, scalars, sums_of_keys
 from paradyse.kernels.flash_tiles import Visibility, segments_of
 from paradyse.kernels.triton_heads import Heads, head_of, place_of
 
@@ -68,7 +69,7 @@ def _keys_kernel(
     num_keys, threshold, C: tl.constexpr,
 ):  # fmt: skip
     """``dk`` [split, B, Sk, Hk, D] and ``dv`` of one tile of keys, through ``group / split``
-    heads, for which it steps through queries.
+    heads, for which it steps through queries. By ``C.SUM_DK`` and ``C.SUM_DV``: only one of them.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -87,9 +88,11 @@ def _keys_kernel(
     at = start_n + tl.arange(0, BLOCK_N)
     valid, key_position, key_document = load_keys(at, mask, num_keys, C, True, C.HAS_DOCUMENTS)
     k_tile = load_tile(k, start_n, C.STRIDE_K, valid, C.D, BLOCK_D, True, C.WIDEN)
-    v_tile = load_tile(v, start_n, C.STRIDE_V, valid, C.DV, BLOCK_DV, True, C.WIDEN)
-    dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if C.SUM_DK:
+        v_tile = load_tile(v, start_n, C.STRIDE_V, valid, C.DV, BLOCK_DV, True, C.WIDEN)
+        dk_tile = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if C.SUM_DV:
+        dv_tile = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     heads = group // split
     for i in range(heads):
         h = kv_head * group + part * heads + i
@@ -132,30 +135,36 @@ def _keys_kernel(
                     g_tile = load_tile(
                         head_g, start_m, C.STRIDE_G, there, C.DV, BLOCK_DV, MASKED, C.WIDEN
                     )
-                    dropped = p
                     if C.DROPOUT:
                         row_hash = hash_rows(pairs, b, h, queries[3], C)
                         keep = kept_pairs(row_hash, key_position, threshold, 1)
-                        dropped = tl.where(keep, p * pairs.inv_keep, 0.0)
-                    dv_tile = tl.dot(
-                        dropped.to(g_tile.dtype), g_tile, dv_tile, input_precision="ieee"
-                    )
-                    if C.DROPOUT:
-                        dp = tl.dot(v_tile, tl.trans(g_tile), input_precision="ieee")
-                        dp = tl.where(keep, dp * pairs.inv_keep, 0.0) + row_delta[None, :]
-                    else:
-                        dp = tl.broadcast_to(row_delta[None, :], [BLOCK_N, BLOCK_M])
-                        dp = tl.dot(v_tile, tl.trans(g_tile), dp, input_precision="ieee")
-                    ds = p * dp
-                    if C.SOFTCAP:
-                        ds = ds * slope
-                    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+                    if C.SUM_DV:
+                        dropped = p
+                        if C.DROPOUT:
+                            dropped = tl.where(keep, p * pairs.inv_keep, 0.0)
+                        dv_tile = tl.dot(
+                            dropped.to(g_tile.dtype), g_tile, dv_tile, input_precision="ieee"
+                        )
+                    if C.SUM_DK:
+                        if C.DROPOUT:
+                            dp = tl.dot(v_tile, tl.trans(g_tile), input_precision="ieee")
+                            dp = tl.where(keep, dp * pairs.inv_keep, 0.0) + row_delta[None, :]
+                        else:
+                            dp = tl.broadcast_to(row_delta[None, :], [BLOCK_N, BLOCK_M])
+                            dp = tl.dot(v_tile, tl.trans(g_tile), dp, input_precision="ieee")
+                        ds = p * dp
+                        if C.SOFTCAP:
+                            ds = ds * slope
+                        ds = ds.to(q_tile.dtype)
+                        dk_tile = tl.dot(ds, q_tile, dk_tile, input_precision="ieee")
     # dk and dv are contiguous: [split, B, Sk, Hk, D].
     batches = tl.num_programs(0) // num_tiles // (split * kv_heads)
     token = ((part * batches + b).to(tl.int64) * num_keys + start_n) * kv_heads + kv_head
     inside = at < num_keys
-    store_tile(dk + token * C.D, kv_heads * C.D, dk_tile * scale, inside, C.D)
-    store_tile(dv + token * C.DV, kv_heads * C.DV, dv_tile, inside, C.DV)
+    if C.SUM_DK:
+        store_tile(dk + token * C.D, kv_heads * C.D, dk_tile * scale, inside, C.D)
+    if C.SUM_DV:
+        store_tile(dv + token * C.DV, kv_heads * C.DV, dv_tile, inside, C.DV)
 
 
 @triton.jit(do_not_specialize=["num_heads", "group", "num_rows", "num_keys", "threshold"])
@@ -257,7 +266,8 @@ def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec
     if num_keys and b:
         to_keys = (shift, delta, dk, dv, split, spec.scale)
         programs = b * kv_heads * split
-        launch(_keys_kernel, configs.keys, programs, inputs, to_keys, *call, transposed=True)
+        for sums in sums_of_keys(configs.keys, (d, dv_width)):
+            launch(_keys_kernel, configs.keys, programs, inputs, to_keys, *call, True, **sums)
     if lse.numel():
         to_queries = (shift, delta, dq, spec.scale)
         launch(_queries_kernel, configs.queries, b * h, inputs, to_queries, *call)

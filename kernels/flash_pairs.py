@@ -62,6 +62,9 @@ class Constants(NamedTuple):
     STRIDE_K: int
     STRIDE_V: int
     STRIDE_G: int = 0
+    SUM_DK: bool = True
+    """Of a program with a tile of keys: whether it computes dk."""
+    SUM_DV: bool = True
 
 
 class Mask(NamedTuple):

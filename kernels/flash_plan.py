@@ -60,13 +60,11 @@ _F = Config
 # Per (generation, bytes per element, width rounded up to a power of two). 8: sm_80 (163 KiB of
 # shared memory per block), 86: its smaller relatives and sm_120 (99 KiB), 9: sm_90 and sm_100 (227
 # KiB). Large tiles that compile without spilling registers (benchmarks/compiled_kernels.py); not
-# tuned on a device. What benchmarks/tile_sweep.py measures on one goes first. At width 256 dk and
-# dv have tiles of 32 keys, too few for wgmma: with 64 their sums alone fill the registers, and a
-# thread spills 272 bytes and more (sm_90, 4 and 8 warps, triton 3.9).
+# tuned on a device. What benchmarks/tile_sweep.py measures on one goes first.
 _CONFIGS: dict[tuple[int, int, int], Configs] = {
     (9, 2, 64): Configs(_F(128, 64, 4, 3, 3), _F(64, 128, 8, 3, 3), _F(128, 64, 4, 3, 3)),
     (9, 2, 128): Configs(_F(128, 128, 8, 2), _F(32, 128, 8, 3, 3), _F(128, 64, 8, 3, 3)),
-    (9, 2, 256): Configs(_F(128, 32, 8, 2, 2), _F(32, 32, 8, 2), _F(128, 32, 8, 2)),
+    (9, 2, 256): Configs(_F(128, 32, 8, 2, 2), _F(32, 128, 8, 2), _F(128, 32, 8, 2)),
     (8, 2, 64): Configs(_F(128, 64, 8, 3, 3), _F(64, 64, 8, 3, 3), _F(128, 64, 8, 2)),
     (8, 2, 128): Configs(_F(64, 64, 4, 2), _F(64, 64, 8, 2), _F(64, 64, 8, 2)),
     (8, 2, 256): Configs(_F(64, 32, 8, 2), _F(32, 32, 8, 1), _F(64, 32, 8, 1)),
@@ -88,6 +86,25 @@ _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1,
 def padded_width(width: int) -> int:
     """The power of two, at least 16, that a tile of ``width`` has."""
     return max(16, triton.next_power_of_2(width))
+
+
+SUM_REGISTERS = 128
+"""Of a thread, for sums over queries or keys; with more it would spill."""
+
+
+def sums_of_keys(config: Config, widths: Sequence[int]) -> list[dict[str, bool]]:
+    """Which of dk and dv each launch of the kernel of keys computes, as ``launch`` is told: both,
+    or, where a thread has no registers for both, one after the other. Scores are computed for each
+    then, but tiles may have the 64 keys and more that wgmma needs.
+
+    Args:
+        config: of the kernel.
+        widths: of dk and of dv.
+    """
+    width = sum(map(padded_width, widths))
+    if config.block_n * width <= SUM_REGISTERS * 32 * config.num_warps:
+        return [{"SUM_DK": True, "SUM_DV": True}]
+    return [{"SUM_DK": False, "SUM_DV": True}, {"SUM_DK": True, "SUM_DV": False}]
 
 
 TileKey = tuple[tuple[int, int], int, int]
@@ -223,6 +240,7 @@ def launch(
     visibility: Visibility,
     spec: AttentionSpec,
     transposed: bool = False,
+    **sums: bool,
 ) -> None:
     """Launch one of the attention kernels.
 
@@ -233,6 +251,7 @@ def launch(
         inputs: q, k, v as of ``refusal``, and the gradient of the output where it is needed.
         visibility, spec: of the call.
         transposed: a program has a tile of keys, not of queries.
+        sums: ``SUM_DK`` and ``SUM_DV`` of ``Constants``.
     """
     q, k, v = inputs[:3]
     bias, kind = spec.head_bias(q.shape[1]), NO_BIAS
@@ -274,6 +293,7 @@ def launch(
         HAS_HEAD_IDS=spec.head_ids is not None,
         HAS_SEQUENCE_IDS=spec.sequence_ids is not None,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        **sums,
         **{f"STRIDE_{name}": x.stride(2) for name, x in zip("QKVG", inputs)},
     )
     kernel[(mask.table.shape[1] * programs,)](

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from aot import SHARED_LIMIT, compiled, launches
+from aot import SHARED_LIMIT, Launch, compiled, launches
 from torch import Tensor
 
 from paradyse.kernels import flash_plan, triton_exchange, triton_merge
@@ -26,6 +26,7 @@ from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_backward import launch_backward
 from paradyse.kernels.flash_forward import launch_forward
+from paradyse.kernels.flash_pairs import Constants
 from paradyse.kernels.flash_tiles import describe_mask
 from paradyse.strategies.groups.heads import deal_heads
 
@@ -105,6 +106,13 @@ def cases() -> Iterator[Case]:
     )
 
 
+def alone(launch: Launch) -> str:
+    """Which of dk and dv it computes alone, for people."""
+    given = [c for c in launch.constants.values() if isinstance(c, Constants)]
+    sums = [(c.SUM_DK, c.SUM_DV) for c in given if not (c.SUM_DK and c.SUM_DV)]
+    return "".join(f", {'dk' if dk else 'dv'} alone" for dk, _ in sums)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -122,7 +130,7 @@ def main() -> None:
             with mock.patch.object(flash_plan, "_capability", lambda index, a=arch: divmod(a, 10)):
                 found = launches(run)
             for launch in found:
-                kernel = f"{name}: {launch.kernel.__name__}"
+                kernel = f"{name}{alone(launch)}: {launch.kernel.__name__}"
                 wanted = not args.names or any(n in kernel for n in args.names)
                 if wanted and launch.key not in seen:
                     seen.add(launch.key)

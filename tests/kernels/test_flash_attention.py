@@ -16,6 +16,7 @@ from kernel_device import (
 from reference import dense_attention, visible_pairs
 from torch import Tensor
 
+from paradyse.kernels import flash_plan
 from paradyse.kernels.attention import merge_partials
 from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
@@ -183,6 +184,23 @@ def test_positions_of_a_ring_and_shuffled_ones(name: str) -> None:
 def test_dtypes_widths_and_grouped_heads(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     whole = ((0, 35),)
     check(AttentionSpec(35, sizes[3] ** -0.5, right=0), whole, whole, sizes, dtype)
+
+
+@kernels
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_dk_and_dv_one_after_the_other(dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide heads have them: the same bits as together, whatever a thread has registers for."""
+    runs, found = ((0, 35),), []
+    seed = torch.tensor(7, device=DEVICE) if dropout_p else None
+    spec = AttentionSpec(35, 0.3, right=0, softcap=4.0, dropout_p=dropout_p, seed=seed)
+    q, k, v, grad = make((2, 4, 2, 40, 24), 35, 35, torch.float32)
+    out, lse = forward(q, k, v, runs, runs, spec)
+    for registers, launches in ((1 << 20, 1), (0, 2)):
+        monkeypatch.setattr(flash_plan, "SUM_REGISTERS", registers)
+        assert len(flash_plan.sums_of_keys(flash_plan.Config(16, 32, 1, 1), (40, 24))) == launches
+        found.append(backward(Backward(grad, q, k, v, out, lse), runs, runs, spec))
+    for together, apart in zip(*found, strict=True):
+        assert together.abs().sum() > 0 and torch.equal(together, apart)
 
 
 @kernels

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from paradyse.kernels import flash_plan
-from paradyse.kernels.flash_plan import Config, Configs, configs_for, load_tiles, tile_row
+from paradyse.kernels.flash_plan import (
+    Config,
+    Configs,
+    configs_for,
+    load_tiles,
+    sums_of_keys,
+    tile_row,
+)
 
 HOPPER = (9, 0)
 FOUND = Configs(Config(256, 64, 8, 4, 2), Config(32, 64, 4, 1), Config(64, 16, 8, 2))
@@ -55,3 +62,13 @@ def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(flash_plan.TILES_VARIABLE, "/no/such/file")
     with pytest.raises(ValueError, match=r"^/no/such/file: .*FileNotFoundError"):
         configs_for(HOPPER, 2, 64, False)
+
+
+def test_wide_heads_have_dk_and_dv_one_after_the_other() -> None:
+    """Where a thread has no registers for both sums, at the tiles that wgmma needs."""
+    for capability, width, launches in ((HOPPER, 128, 1), (HOPPER, 256, 2), ((8, 0), 256, 1)):
+        config = configs_for(capability, 2, width, False).keys
+        sums = sums_of_keys(config, (width, width))
+        assert len(sums) == launches
+        assert sum(s["SUM_DK"] for s in sums) == sum(s["SUM_DV"] for s in sums) == 1
+        assert capability[0] < 9 or config.block_n >= 64
