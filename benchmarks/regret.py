@@ -3,6 +3,7 @@
     python benchmarks/regret.py --profile profile.jsonl   # 7 minutes on two cores
     python benchmarks/regret.py                           # 2 minutes more: it is made first
     python benchmarks/regret.py --learn 200 --sharded --like a100-nvlink   # no profile; slow links
+    python benchmarks/regret.py --profile-seconds 60 --sharded --like a100-nvlink   # a short one
 
 Three traces: the two published distributions of lengths, scaled so that the longest sequence has
 --longest tokens, and the files of the demo's corpus, up to as many. Lengths are rounded up to a
@@ -41,6 +42,7 @@ from paradyse.types import ALONG_SEQUENCE
 OPTIONS: dict[str, Any] = {"layers": 2, "hidden": 256, "ranks": 2, "inner": "inductor"}
 OPTIONS["profile"] = {"help": "file of `paradyse profile`, on as many ranks, of --model"}
 OPTIONS["model"] = {"help": "config.json; default: a Llama of --hidden"}
+OPTIONS["profile_seconds"] = {"type": int, "help": "of the profile; default: all is measured"}
 OPTIONS["longest"] = {"type": int, "default": 4096, "help": "tokens"}
 OPTIONS["count"] = {"type": int, "default": 500, "help": "sequences of a trace"}
 OPTIONS["seconds"] = {"type": float, "default": 300, "help": "of measuring"}
@@ -79,7 +81,7 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
 
     if not args.profile and not args.learn:
         points = sorted({args.lengths[i * (len(args.lengths) - 1) // 5] for i in range(6)})
-        make_profile(rank, model(), args, points, repeats=3)
+        make_profile(rank, model(), args, points, repeats=3, seconds=args.profile_seconds)
     options = {} if args.learn else {"cost_model": args.profile_path}
     plans: dict[str, Any] = {s: s for s in ALONG_SEQUENCE}
     plans |= {t: dict(zip(("attention", "mlp"), t.split("/"), strict=True)) for t in MIXED}
@@ -191,6 +193,8 @@ def main(bench: Benchmark, args: Namespace) -> None:
         args.profile_path = os.path.abspath(args.profile or f"{folder}/profile.jsonl")
         result = bench.on_ranks(measure)
     knows = f"a profile made {'before' if args.profile else 'at the start'}"
+    if args.profile_seconds:
+        knows += f", in {args.profile_seconds} seconds of measuring"
     if args.learn:
         knows = f"no profile and ran {args.learn} steps of the demo's text before"
     what = f"{args.model}, " if args.model else f"Llama of hidden {args.hidden}, "

@@ -49,7 +49,7 @@ LINKS: dict[str, Any] = {
     "like": {"metavar": "NAME", "help": "links in the ratio of a100-nvlink, h100-ib, ..."},
 }
 """Of benchmarks on ranks; such a report is a file of its own, named after both."""
-NAMED = ("family", "sharded", "learn")
+NAMED = ("family", "sharded", "learn", "profile_seconds")
 """Options that are in the name of the report where they are given."""
 
 K = TypeVar("K")

@@ -286,6 +286,8 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     text = "levers measured too, each with every strategy (default: none, predicted from shapes)"
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_memory_limit(parser, "a strategy that needs more on a rank is measured no further")
+    text = "of measuring, what decides first and no more than decides (default: measure all)"
+    _count(parser, "--seconds", text)
     text = "timed steps of each strategy at each length, up to 5 times as many where they are short"
     _count(parser, "--repeats", text, 5)
     _switch(parser, "--sharded", "weights at rest 1/p on each rank (paradyse.shard)")
@@ -345,7 +347,7 @@ COMMANDS: tuple[tuple[str, str, str, Callable[[argparse.ArgumentParser], None]],
     (
         "profile",
         "measure a model's blocks under every strategy, which plans are then predicted from",
-        "paradyse profile --ranks 2 --lengths 128:2048:5 --out profile.jsonl",
+        "paradyse profile --ranks 2 --lengths 128:2048:5 --seconds 60 --out profile.jsonl",
         _profile,
     ),
     (

@@ -5,9 +5,11 @@ where a strategy was measured, by the analytic prior (``prior_cost``) where it w
 prior always gives what a rank sends, which it counts exactly, and the time of bringing together the
 gradients of whole weights, which a strategy causes but the rest of the step is measured with.
 
+Two measurements of a strategy or fewer make no curve. Its time is the prior's then, as far off as
+this and other strategies of the block were where they were measured (``time_ratios``).
+
 Stated conversions: a forward without gradients that was not measured is taken from the forward of
-training, and may need all the memory that training needs, as nothing smaller is known; two
-measurements or fewer scale the prior.
+training, and may need all the memory that training needs, as nothing smaller is known.
 
 A new workload of a model with two block structures, eight variants, takes 1 ms to predict on one
 CPU core. The curves are fitted when they are first asked for, all of these in about a second.
@@ -17,18 +19,18 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from reprlib import repr as short
 from typing import Any
 
+import numpy as np
 import torch
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
-from paradyse.planning.corrections import along
+from paradyse.planning.corrections import along, scale_of
 from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine, without
 from paradyse.planning.curves import DEGREES, MIN_POINTS, At, Curve, GrowthFactor
 from paradyse.planning.prior import gradient_sum_s, head_cost, head_sum_s, prior_cost
@@ -40,6 +42,8 @@ from paradyse.planning.profile_file import (
     Profile,
     read_profile,
 )
+from paradyse.planning.time_ratios import OF_PRIOR_IN_PROFILE, KindRatios, TimeRatios
+from paradyse.planning.unmeasured import QUANTITIES, Samples, on_a_line, scaled_bytes, with_levers
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
@@ -48,14 +52,11 @@ log = logging.getLogger(__name__)
 REST = "rest"
 """Kind of the measurements of what is not in a block."""
 
-QUANTITIES = ("time_s", "saved_bytes", "workspace_bytes")
-"""What is measured of a block and read off curves, as fields of ``BlockCost``."""
-
 _Key = tuple[str, str, bool]
 """Structure, variant, training."""
 
-_Samples = Mapping[At, tuple[float, float, float]]
-"""Seconds, bytes saved, bytes of workspace at every measured point."""
+_Measurable = Callable[[str, At], BlockCost]
+"""What the prior says would be measured of a variant at a point."""
 
 
 class CostModel:
@@ -80,6 +81,7 @@ class CostModel:
         self._measured: dict[_Key, dict[At, Measurement]] = {}
         self._over: dict[_Key, list[At]] = {}
         self._fitted: dict[_Key, list[Curve]] = {}
+        self._known_ratios: dict[tuple[str, bool], KindRatios] = {}
         latest = {(_key(m), m.batch, m.seq_len): m for m in profile.measurements}
         for (key, batch, seq_len), m in latest.items():
             if m.outcome == MEASURED:
@@ -109,19 +111,63 @@ class CostModel:
     def _predicted(self, block: BlockSpec, variant: str, workload: Workload) -> BlockCost:
         """By what was measured of the ``variant`` itself, else by the prior."""
         key = self._key(block, variant, workload)
-        samples = self._samples(key)
-        if not samples:
-            return self._prior(block, variant, workload)
 
-        def measurable(at: At) -> BlockCost:
-            return self.measurable(block, variant, replace(workload, batch=at[0], seq_len=at[1]))
+        def measurable(of: str, at: At) -> BlockCost:
+            return self.measurable(block, of, replace(workload, batch=at[0], seq_len=at[1]))
 
-        curves = self._curves(key, measurable)
-        prior = measurable((workload.batch, workload.seq_len))
-        cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
-        outside = self._outside(block, variant, workload)
-        ahead = self._ahead(key, prior)
-        return replace(cost, time_s=cost.time_s + outside, ahead_bytes=ahead)
+        cost = self._read(key, workload, measurable)
+        return replace(cost, time_s=cost.time_s + self._outside(block, variant, workload))
+
+    def _read(self, key: _Key, workload: Workload, measurable: _Measurable) -> BlockCost:
+        """What measurements of ``key`` would be for ``workload``: off curves, or the prior's, off
+        as others were."""
+        _, variant, _ = key
+        prior = measurable(variant, (workload.batch, workload.seq_len))
+        if curves := self._curves(key, partial(measurable, variant)):
+            cost = _read(curves, workload, prior)
+        else:
+            ratio = self._ratios(key, measurable).ratio(variant, scale_of(workload), prior.parts)
+            sizes = scaled_bytes(prior, self._samples(key), partial(measurable, variant))
+            cost = replace(sizes, time_s=prior.time_s * ratio)
+        return replace(cost, ahead_bytes=self._ahead(key, prior))
+
+    def _ratios(self, key: _Key, measurable: _Measurable) -> KindRatios:
+        """How far off the prior is of all variants of what has ``key``, by those measured."""
+        structure, _, training = key
+        if (structure, training) not in self._known_ratios:
+            times = TimeRatios(OF_PRIOR_IN_PROFILE)
+            known = [k for k in self._measured if k[0] == structure and k[2] >= training]
+            for variant in dict.fromkeys(variant for _, variant, _ in known):
+                for at, (time_s, *_) in self._samples((structure, variant, training)).items():
+                    said, tokens = measurable(variant, at), at[0] * at[1]
+                    if time_s > 0 and said.time_s > 0:
+                        of = structure, variant
+                        times.add(of, tokens.bit_length(), time_s / said.time_s, said.parts)
+            self._known_ratios[structure, training] = times.kind(structure)
+        return self._known_ratios[structure, training]
+
+    def estimate(
+        self, block: BlockSpec, variants: Collection[str], workload: Workload
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """Times of ``variants`` of ``block`` for ``workload``, by the prior and how far off it was,
+        without curves.
+
+        Returns:
+            Their seconds, and [number of variants, the same]: standard deviations of what is not
+            known of the logarithm of one's time over another's.
+        """
+
+        def measurable(of: str, at: At) -> BlockCost:
+            return self.measurable(block, of, replace(workload, batch=at[0], seq_len=at[1]))
+
+        scale, here = scale_of(workload), (workload.batch, workload.seq_len)
+        ratios = self._ratios(self._key(block, "", workload), measurable)
+        said = {v: measurable(v, here) for v in variants}
+        times = {
+            v: c.time_s * ratios.ratio(v, scale, c.parts) + self._outside(block, v, workload)
+            for v, c in said.items()
+        }
+        return times, ratios.deviation(scale, {v: c.parts for v, c in said.items()})
 
     def measurable(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
         """The prior's answer for ``block`` under ``point`` and ``workload``, less what is in no
@@ -133,25 +179,18 @@ class CostModel:
         """Predicted cost of ``head`` with ``levers`` for ``workload``: as measured with these, else
         from the measured without levers, else by the prior."""
         key = head_structure(head), levers, workload.training
-        samples = self._samples(key)
-        if not samples:
-            levered = self._prior_of_head(head, levers, workload)
-            if not levers or not self._samples((key[0], "", workload.training)):
-                return levered
-            plain = self._prior_of_head(head, "", workload)
+        if levers and not self._samples(key) and self._samples((key[0], "", workload.training)):
+            plain, levered = (self._prior_of_head(head, of, workload) for of in ("", levers))
             return with_levers(self.head(head, "", workload), plain, levered)
 
-        def measurable(at: At) -> BlockCost:
-            of = replace(workload, batch=at[0], seq_len=at[1])
-            cost = self._prior_of_head(head, levers, of)
-            return replace(cost, time_s=cost.time_s - self._outside_head(head, levers, of))
+        def measurable(of: str, at: At) -> BlockCost:
+            there = replace(workload, batch=at[0], seq_len=at[1])
+            cost = self._prior_of_head(head, of, there)
+            return replace(cost, time_s=cost.time_s - self._outside_head(head, of, there))
 
-        curves = self._curves(key, measurable)
-        prior = measurable((workload.batch, workload.seq_len))
-        cost = _read(curves, workload, prior) if curves else _scaled(prior, samples, measurable)
-        outside, ahead = self._outside_head(head, levers, workload), self._ahead(key, prior)
-        cost = replace(cost, time_s=cost.time_s + outside, ahead_bytes=ahead)
-        return self._over_limit(cost, key, workload)
+        cost = self._read(key, workload, measurable)
+        outside = self._outside_head(head, levers, workload)
+        return self._over_limit(replace(cost, time_s=cost.time_s + outside), key, workload)
 
     def _prior_of_head(self, head: HeadSpec, levers: str, workload: Workload) -> BlockCost:
         return head_cost(head, levers, workload, self.machine, self.profile.header.sharded)
@@ -175,10 +214,11 @@ class CostModel:
         prior says of that is taken off. So is what ``cost`` adds for ``blocks``, as for the
         strategies that sum all their gradients: it was measured under all of them, and most do.
         """
-        curves = self._curves((REST, "", workload.training), None)
-        if not curves:
+        key = REST, "", workload.training
+        if not (samples := self._samples(key)):
             return NOTHING
-        cost = _read(curves, workload, NOTHING)
+        curves = self._curves(key, None)
+        cost = _read(curves, workload, NOTHING) if curves else on_a_line(samples, workload)
         outside = sum(self._outside(b, "megatron_cz", workload) for b in blocks)
         apart = head is not None and head_structure(head) in self.structures
         if head is not None and apart:
@@ -238,7 +278,7 @@ class CostModel:
             return 0.0
         return gradient_sum_s(block, point, workload, self.machine)
 
-    def _samples(self, key: _Key) -> _Samples:
+    def _samples(self, key: _Key) -> Samples:
         structure, variant, training = key
         found = self._measured.get(key)
         if found is None and not training:
@@ -251,7 +291,7 @@ class CostModel:
             self._fitted[key] = self._fit(self._samples(key), prior)
         return self._fitted[key]
 
-    def _fit(self, samples: _Samples, prior: Callable[[At], BlockCost] | None) -> list[Curve]:
+    def _fit(self, samples: Samples, prior: Callable[[At], BlockCost] | None) -> list[Curve]:
         """A curve for each of ``QUANTITIES``; none where too little was measured."""
         if len(samples) < MIN_POINTS:
             return []
@@ -292,35 +332,6 @@ def _quantities(m: Measurement, training: bool) -> tuple[float, float, float]:
     return m.forward_s, 0, m.workspace_bytes + (m.saved_bytes if m.training else 0)
 
 
-def with_levers(measured: BlockCost, plain: BlockCost, levered: BlockCost) -> BlockCost:
-    """The cost of a point with levers that was not measured itself.
-
-    Time is in proportion. What is kept with the levers is known from shapes; saved and workspace
-    together are in proportion, as what is not kept is needed again.
-
-    Args:
-        measured: its strategy without levers.
-        plain, levered: what the prior says of both.
-    """
-
-    def share(of: Callable[[BlockCost], float]) -> float:
-        return of(levered) / of(plain) if of(plain) > 0 else 1.0
-
-    def held(cost: BlockCost) -> int:
-        return cost.saved_bytes + cost.workspace_bytes
-
-    workspace = math.ceil(held(measured) * share(held)) - levered.saved_bytes
-    return replace(
-        measured,
-        time_s=measured.time_s * share(lambda cost: cost.time_s),
-        saved_bytes=levered.saved_bytes,
-        workspace_bytes=max(0, workspace),
-        comm_bytes=levered.comm_bytes,
-        host_bytes=levered.host_bytes,
-        ahead_bytes=measured.ahead_bytes if levered.ahead_bytes else 0,
-    )
-
-
 def prior_growths(prior: Callable[[At], BlockCost]) -> list[GrowthFactor]:
     """Of each of ``QUANTITIES``, by what ``prior`` says at two points."""
 
@@ -329,26 +340,6 @@ def prior_growths(prior: Callable[[At], BlockCost]) -> list[GrowthFactor]:
         return more / less if less > 0 else 1.0
 
     return [partial(growth, quantity) for quantity in QUANTITIES]
-
-
-def _scaled(
-    prior: BlockCost, samples: _Samples, measurable: Callable[[At], BlockCost]
-) -> BlockCost:
-    """The prior, times what was measured over what the prior says there."""
-    said = {at: measurable(at) for at in samples}
-
-    def ratio(i: int, quantity: str) -> float:
-        pairs = ((row[i], getattr(said[at], quantity)) for at, row in samples.items())
-        ratios = [y / x for y, x in pairs if x > 0 and y > 0]
-        return statistics.geometric_mean(ratios) if ratios else 1.0
-
-    time, saved, workspace = (ratio(i, q) for i, q in enumerate(QUANTITIES))
-    return replace(
-        prior,
-        time_s=prior.time_s * time,
-        saved_bytes=int(prior.saved_bytes * saved),
-        workspace_bytes=int(prior.workspace_bytes * workspace),
-    )
 
 
 def _read(curves: Sequence[Curve], workload: Workload, prior: BlockCost) -> BlockCost:

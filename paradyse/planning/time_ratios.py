@@ -49,6 +49,8 @@ class Errors(NamedTuple):
     """Of a variant as such."""
     parts: TimeParts = TimeParts()
     """Of each part of the time."""
+    noise: float = 0.15
+    """Of one measurement: the median of a few steps of a run, the slowest rank's."""
 
 
 OF_PROFILE = Errors(0.05)
@@ -56,8 +58,8 @@ OF_PROFILE = Errors(0.05)
 OF_PRIOR = Errors(0.1, TimeParts(0.15, 0.25, 0.4, 0.3, 0.5))
 """Of the analytic prior's: rates of arithmetic are measured on the machine, how much of a message
 hides behind it is known least."""
-NOISE = 0.15
-"""Of one measurement: the median of a few steps, the slowest rank's."""
+OF_PRIOR_IN_PROFILE = OF_PRIOR._replace(noise=0.05)
+"""The same where a profile tells of it: its steps take turns, and nothing else runs."""
 COMMON_REACH, OWN_REACH = 2.0, 1.0
 """Scales after which what is known of one tells a third as much of another."""
 MORE_OF = {"metp": "megatron_cz"}
@@ -170,21 +172,24 @@ class KindRatios:
         """Of each cell, as ``scales``."""
         self.scales = scales = np.array([float(s) for _, s in cells])
         self._errors = errors
-        shares = np.array([c.shares for c in cells.values()])
-        strategies = np.array([_strategy(v) for v in self.variants])
-        self._cells = _At(np.array(self.variants), strategies, scales, shares)
+        shares = np.array([c.shares for c in cells.values()]).reshape(-1, len(TimeParts._fields))
+        strategies = np.array([_strategy(v) for v in self.variants], dtype=str)
+        self._cells = _At(np.array(self.variants, dtype=str), strategies, scales, shares)
         self._known = cache(self._ratio)
         own, shared = (of(errors, self._cells, self._cells) for of in (_own, _shared))
         steady, now = ([getattr(c, what) for c in cells.values()] for what in ("steady", "now"))
 
+        def noisy(covariance: Array, means: Iterable[_Mean]) -> Array:
+            return covariance + np.diag([errors.noise**2 / m.count for m in means])
+
         def solve(covariance: Array, values: Array, means: Iterable[_Mean]) -> Array:
-            noise = np.diag([NOISE**2 / m.count for m in means])
-            return np.asarray(np.linalg.solve(covariance + noise, values))
+            return np.asarray(np.linalg.solve(noisy(covariance, means), values))
 
         values = np.array([m.value for m in steady])
         self._shared_weights = solve(shared + own, values, steady)
         left = np.array([m.value for m in now]) - shared @ self._shared_weights
         self._own_weights = solve(own, left, now)
+        self._covariance = noisy(shared + own, now)
 
     def ratio(self, variant: str, scale: int, parts: TimeParts | None = None) -> float:
         """Expected measured over predicted seconds of ``variant`` at ``scale``.
@@ -205,6 +210,27 @@ class KindRatios:
         log = _shared(self._errors, at, self._cells) @ self._shared_weights
         log += _own(self._errors, at, self._cells) @ self._own_weights
         return round(math.exp(float(log[0])), DIGITS)
+
+    def deviation(self, scale: int, of: Mapping[str, TimeParts]) -> Array:
+        """Standard deviations, at ``scale``, of what is not yet known of one variant's logarithm
+        less another's (Rasmussen and Williams 2006, eq. 2.26).
+
+        Args:
+            of: variant -> parts of its predicted time there.
+        Returns:
+            [number of variants, the same], in their order.
+        """
+        names = np.array([*of], dtype=str), np.array([*map(_strategy, of)], dtype=str)
+        shares = np.array([_shares(parts) for parts in of.values()])
+        at = _At(*names, np.full(len(of), float(scale)), shares)
+
+        def covariance(a: _At, b: _At) -> Array:
+            return _shared(self._errors, a, b) + _own(self._errors, a, b)
+
+        known = covariance(self._cells, at)
+        left = covariance(at, at) - known.T @ np.linalg.solve(self._covariance, known)
+        of_each = np.diag(left)
+        return np.sqrt(np.maximum(0.0, of_each[:, None] + of_each[None, :] - 2 * left))
 
 
 @dataclass(frozen=True)
@@ -251,7 +277,10 @@ class TimeRatios:
         """Whether nothing was measured."""
         return not self._cells
 
+    def kind(self, kind: Hashable) -> KindRatios:
+        """Of one ``kind`` of block, from all that was measured so far, if only of others."""
+        return KindRatios(self._cells.get(kind, {}), self._errors)
+
     def estimate(self) -> Ratios:
         """From all that was measured so far."""
-        of_kind = self._cells.items()
-        return Ratios({kind: KindRatios(cells, self._errors) for kind, cells in of_kind})
+        return Ratios({kind: self.kind(kind) for kind in self._cells})

@@ -6,6 +6,9 @@ for the ranks as they do in training, and what lies between blocks is apart, as 
 medians over repeats and over blocks of equal structure; of ranks the slowest counts, and the one
 that holds most.
 
+Given a time, only what decides is measured, what gains most first (``contest``); of the rest
+predictions are corrected by what was measured.
+
 Points with levers are measured where it is asked for: a step under a strategy in which every block,
 and the head, has the levers that it can have of those. Other points are predicted from shapes.
 
@@ -21,48 +24,40 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paradyse.config import check_count, check_levers, parse_options
-from paradyse.distributed import collectives
-from paradyse.distributed.axis import resolve_axis
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.costs import BlockCost, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
-from paradyse.planning.measured import head_structure
+from paradyse.planning.measured import CostModel
 from paradyse.planning.profile_file import (
-    MEASURED,
     OVER_LIMIT,
     Header,
     Measurement,
     Profile,
-    append,
-    own_lines,
     present_versions,
     read_profile,
-    remove,
 )
+from paradyse.profiling.book import Book, everyone, from_first, is_first
+from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
-from paradyse.profiling.steps import MakeBatch, Steps, static_bytes
-from paradyse.strategies import canonical_strategy
-from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
+from paradyse.profiling.steps import REST, MakeBatch, Part, Steps, static_bytes
+from paradyse.types import HEAD, REPLICATED, HeadSpec, Point
 from paradyse.weights.shard import Model, check_module
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-Part = tuple[str, str, str]
-"""Structure, kind and variant: what is measured at each length."""
-
-REST: Part = ("", "rest", "")
-"""All that is in no block."""
+PREPARING = 3
+"""Steps that it takes to watch the memory of one, that which compiles not counted."""
 
 LEAST_S, MOST_REPEATS = 1.0, 5
 """Steps of less than LEAST_S / repeats seconds are timed more often, up to MOST_REPEATS times as
@@ -75,7 +70,7 @@ class Progress:
 
     done: int
     total: int
-    """Pairs of a length and a strategy."""
+    """Pairs of a length and a strategy, or seconds where these are given."""
     text: str
     """What is measured next."""
 
@@ -102,6 +97,7 @@ def profile(
     make_batch: MakeBatch | None = None,
     overwrite: bool = False,
     levers: Sequence[str] = (),
+    seconds: int | None = None,
 ) -> Profile:
     """Measure the blocks and the head of ``model`` under every strategy at every length.
 
@@ -128,6 +124,8 @@ def profile(
             None: random ``input_ids``, with themselves as ``labels``.
         overwrite: begin the file anew, once the model is known to have blocks to measure.
         levers: measured besides, each with every strategy; several at once are joined by "+".
+        seconds: of measuring, once the model is captured: what decides comes first, and no more
+            than decides (``contest``). None: every strategy at every length.
     Returns:
         The whole file, what was there before included.
     Raises:
@@ -140,7 +138,7 @@ def profile(
         model = torch.compile(model, backend="paradyse", options={"cost_model": "h100.jsonl"})
     """
     module = check_module(model)
-    _check(module, lengths, batch, repeats, options)
+    _check(module, lengths, batch, repeats, seconds, options)
     sets = [check_levers(text.split("+"), "levers") for text in levers]
     asked = parse_options({"strategies": strategies, "memory_limit": memory_limit})
     limit = asked.memory_limit
@@ -158,26 +156,28 @@ def profile(
         machine=asdict(machine),
         memory_limit=limit,
     )
-    book = _Book(Path(path), header, batch, training, overwrite)
+    book = Book(Path(path), header, batch, training, overwrite)
     most = limit or machine.capacity_bytes or math.inf
     lengths = sorted(set(lengths))
     if progress is None and sys.stderr.isatty():
         progress = Progress.show
-    tell = progress if progress is not None and _is_first() else lambda _: None
-    done, total = 0, len(lengths) * len(names)
+    tell = progress if progress is not None and is_first() else lambda _: None
+    schedule = _Schedule(lengths, names, tell)
     with steps.prepared():
         steps.find_blocks(lengths[0])
         book.begin()
-        for seq_len in lengths:
-            row = _Row(steps, book, names, most, seq_len)
-            for name in names:
-                tell(Progress(done, total, f"{seq_len} tokens, {name}"))
-                row.prepare(name)
-                done += 1
+        if seconds is not None:
+            contest = Contest(steps, lengths, names, partial(_timing_s, repeats))
+            schedule = _OfWhatDecides(contest, book, seconds, tell)
+        for seq_len, in_turn in schedule.turns():
+            row = _Row(steps, book, in_turn, most, seq_len)
+            for name in in_turn:
+                with schedule.preparing(seq_len, name):
+                    row.prepare(name)
             row.time(repeats)
             row.close()
-    tell(Progress(done, total, ""))
-    return _from_first(lambda: read_profile(path))
+    tell(schedule.end())
+    return from_first(lambda: read_profile(path))
 
 
 def _check(
@@ -185,6 +185,7 @@ def _check(
     lengths: Any,
     batch: Any,
     repeats: Any,
+    seconds: Any,
     options: Mapping[str, Any] | None,
 ) -> None:
     if next(model.parameters(), None) is None:
@@ -192,6 +193,7 @@ def _check(
     if not isinstance(lengths, Collection) or isinstance(lengths, str) or len(lengths) == 0:
         raise ValueError(f"lengths {lengths!r}: give a list of at least one, in tokens")
     named = [("a length", n) for n in lengths] + [("batch", batch), ("repeats", repeats)]
+    named += [("seconds", seconds)] * (seconds is not None)
     for name, value in named:
         check_count(name, value)
     parse_options(options, OPTIONAL)
@@ -200,78 +202,75 @@ def _check(
         raise ValueError(f"options {taken}: each strategy is measured as the plan; leave them out")
 
 
-def _is_first() -> bool:
-    """Whether this process writes the file and reports."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+class _Schedule:
+    """What is measured in which order: every point of ``names`` at every length.
 
-
-def _everyone(mine: T) -> list[T]:
-    """The value of every rank, on all of them."""
-    return collectives.gather_objects(mine, resolve_axis(), collectives.PROFILE)
-
-
-def _from_first(make: Callable[[], T]) -> T:
-    """``make()`` of the rank that writes; what it raises is raised by all."""
-    made: T | None = None
-    error: Exception | None = None
-    if _is_first():
-        try:
-            made = make()
-        except (ValueError, OSError) as e:
-            error = e
-    out, error = _everyone((made, error))[0]
-    if error is not None:
-        raise error
-    return cast(T, out)
-
-
-class _Book:
-    """The file: what is known, on all ranks alike, and what is written by the first."""
+    Args:
+        tell: told how far it is.
+    """
 
     def __init__(
-        self, path: Path, header: Header, batch: int, training: bool, overwrite: bool
+        self, lengths: Sequence[int], names: Sequence[str], tell: Callable[[Progress], object]
     ) -> None:
-        self.path, self.header, self.overwrite = path, header, overwrite
-        self.batch, self.training = batch, training
-        self.known: dict[tuple[Part, int], Measurement] = {}
-        for m in _from_first(self._kept):
-            if m.batch == batch and m.training == training:
-                self.known[(m.structure, m.kind, m.strategy), m.seq_len] = m
+        self._lengths, self._names, self._tell = lengths, names, tell
+        self._done, self._total = 0, len(lengths) * len(names)
 
-    def _kept(self) -> tuple[Measurement, ...]:
-        """What the file has that need not be measured again; nothing is written."""
-        lines = own_lines(self.path, None if self.overwrite else self.header)
-        return read_profile(self.path).measurements if lines.strip() and not self.overwrite else ()
+    def turns(self) -> Iterator[tuple[int, Sequence[str]]]:
+        """Lengths, each with the points that take turns at it."""
+        for seq_len in self._lengths:
+            yield seq_len, self._names
 
-    def begin(self) -> None:
-        """Make the file, if need be."""
+    @contextmanager
+    def preparing(self, seq_len: int, name: str) -> Iterator[None]:
+        """Inside, a step under the point ``name`` runs for the first time at ``seq_len``."""
+        self._tell(Progress(self._done, self._total, f"{seq_len} tokens, {name}"))
+        yield
+        self._done += 1
 
-        def make() -> None:
-            if self.overwrite:
-                remove(self.path)
-            append(self.path, self.header)
+    def end(self) -> Progress:
+        """All is measured."""
+        return Progress(self._total, self._total, "")
 
-        _from_first(make)
 
-    def get(self, part: Part, seq_len: int) -> Measurement | None:
-        """What was measured, if it was not over the limit."""
-        found = self.known.get((part, seq_len))
-        return found if found is not None and found.outcome == MEASURED else None
+class _OfWhatDecides(_Schedule):
+    """The same of what decides, while there are ``seconds``; ranks follow the first one."""
 
-    def was_over(self, part: Part, before: int) -> bool:
-        """Whether ``part`` was over the limit at a length below ``before``."""
-        rows = self.known.items()
-        return any(m.outcome == OVER_LIMIT for (p, n), m in rows if p == part and n < before)
+    def __init__(
+        self,
+        contest: Contest,
+        book: Book,
+        seconds: int,
+        tell: Callable[[Progress], object],
+    ) -> None:
+        self._contest, self._book, self._tell = contest, book, tell
+        self._end_s, self._total = time.perf_counter() + seconds, seconds
 
-    def add(self, seq_len: int, rows: Mapping[Part, Mapping[str, Any]]) -> None:
-        """Write down ``rows``: the fields of each part."""
-        made = [
-            Measurement(*part, self.batch, seq_len, self.training, **fields)
-            for part, fields in rows.items()
-        ]
-        for part, m in zip(rows, made, strict=True):
-            self.known[part, seq_len] = m
-        _from_first(lambda: append(self.path, self.header, made))
+    def turns(self) -> Iterator[tuple[int, Sequence[str]]]:
+        while (turn := from_first(self._next)) is not None:
+            log.info("measured next: %s", turn)
+            yield turn.seq_len, turn.names
+
+    def _next(self) -> Turn | None:
+        known = self._book.known
+        profile = Profile(self._book.header, tuple(known.values()), str(self._book.path), 0)
+        return self._contest.next(known, CostModel(profile), self._left_s())
+
+    def _left_s(self) -> float:
+        return self._end_s - time.perf_counter()
+
+    @contextmanager
+    def preparing(self, seq_len: int, name: str) -> Iterator[None]:
+        done = min(self._total - 1, int(self._total - self._left_s()))
+        self._tell(Progress(done, self._total, f"{seq_len} tokens, {name}"))
+        start_s = time.perf_counter()
+        yield
+        self._contest.note_first(name, time.perf_counter() - start_s)
+
+
+def _timing_s(repeats: int, step_s: float) -> float:
+    """Seconds that it takes to measure a point whose steps take ``step_s``."""
+    timed_s = max(repeats * step_s, min(LEAST_S, MOST_REPEATS * repeats * step_s))
+    return PREPARING * step_s + timed_s
 
 
 SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
@@ -289,7 +288,7 @@ class _Row:
     """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes."""
 
     def __init__(
-        self, steps: Steps, book: _Book, names: Sequence[str], limit: float, seq_len: int
+        self, steps: Steps, book: Book, names: Sequence[str], limit: float, seq_len: int
     ) -> None:
         self.steps, self.book, self.seq_len = steps, book, seq_len
         self.names, self.limit = names, limit
@@ -301,19 +300,9 @@ class _Row:
             name for name in names if any(book.was_over(p, seq_len + 1) for p in self._parts(name))
         }
 
-    def _part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
-        if of is None:
-            return REST
-        if isinstance(of, HeadSpec):
-            return head_structure(of), HEAD, self.steps.head_levers(name)
-        point = self.steps.point_of(of, name)
-        if of.recompute and self.steps.training:
-            point = point.on_demand()
-        return of.structure, of.kind, canonical_strategy(of.kind, str(point))
-
     def _parts(self, name: str) -> list[Part]:
         """What a step under the point is made of, beside the rest; each once, the head last."""
-        return list(dict.fromkeys(self._part(of, name) for of in self.steps.parts))
+        return list(dict.fromkeys(self.steps.part(of, name) for of in self.steps.parts))
 
     def _missing(self, parts: Iterable[Part]) -> list[Part]:
         return [p for p in parts if (p, self.seq_len) not in self.book.known]
@@ -334,7 +323,7 @@ class _Row:
                     self._prepare(name)
         repeats = dict.fromkeys(self.timed, least)
         for name in repeats:
-            often = math.ceil(LEAST_S / max(_everyone(self._time(name))))
+            often = math.ceil(LEAST_S / max(everyone(self._time(name))))
             repeats[name] = max(least, min(often, MOST_REPEATS * least))
         for i in range(1, max(repeats.values(), default=0)):
             for name in [name for name, n in repeats.items() if i < n]:
@@ -344,7 +333,7 @@ class _Row:
             {field: SUMMARIES[field](values) for field, values in self.samples[p].items()}
             for p in missing
         ]
-        ranks = zip(*_everyone(mine), strict=True)
+        ranks = zip(*everyone(mine), strict=True)
         fields = [{name: max(r[name] for r in of) for name in of[0]} for of in ranks]
         self.book.add(self.seq_len, dict(zip(missing, fields, strict=True)))
 
@@ -379,7 +368,9 @@ class _Row:
     def _note(self, name: str, field: str, seen: Mapping[int, float]) -> None:
         """Add what was ``seen`` of ``field`` in a step under the point, by number of marks."""
         for number, value in seen.items():
-            samples = self.samples.setdefault(self._part(self.steps.part_of.get(number), name), {})
+            samples = self.samples.setdefault(
+                self.steps.part(self.steps.part_of.get(number), name), {}
+            )
             samples.setdefault(field, []).append(value)
 
     def _memory(self, name: str) -> StepMemory | None:
@@ -396,7 +387,7 @@ class _Row:
             over = True
         if over:
             self.steps.free()
-        return None if any(_everyone(over)) else memory
+        return None if any(everyone(over)) else memory
 
     def _predicted_peak(self, name: str) -> float:
         """By growth between the two lengths before; in proportion to the length after one."""
@@ -415,7 +406,7 @@ class _Row:
         """What a step needs, by what was measured; 0 where something is missing."""
         rest = self.book.get(REST, seq_len)
         steps = self.steps
-        found = [self.book.get(self._part(of, name), seq_len) for of in steps.parts]
+        found = [self.book.get(self.steps.part(of, name), seq_len) for of in steps.parts]
         rows = [m for m in found if m is not None]
         if rest is None or len(rows) < len(found):
             return 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from paradyse.config import AUTO, PlanOption
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
+from paradyse.planning.measured import head_structure
 from paradyse.planning.prior import left_bytes
 from paradyse.profiling.marks import (
     END,
@@ -33,9 +34,11 @@ from paradyse.profiling.marks import (
 )
 from paradyse.runtime.frame import frames_by
 from paradyse.runtime.registry import captures_of
+from paradyse.strategies import canonical_strategy
 from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call
 from paradyse.types import (
     ATTENTION_STRATEGIES,
+    HEAD,
     REPLICATED,
     BlockSpec,
     HeadSpec,
@@ -47,6 +50,13 @@ from paradyse.weights.sharded_tensor import ShardedTensor, lies_on_host, rows_he
 
 MakeBatch = Callable[[int, int], Mapping[str, Any]]
 """From (batch, seq_len) to the keyword arguments of one call, equal on all ranks."""
+
+
+Part = tuple[str, str, str]
+"""Structure, kind and variant: what is measured at each length."""
+
+REST: Part = ("", "rest", "")
+"""All that is in no block."""
 
 
 class Steps:
@@ -189,6 +199,17 @@ class Steps:
         if point.strategy not in (*block.feasible(), REPLICATED):
             point = replace(point, strategy=block.feasible()[0])
         return replace(point, levers=()) if block.why_not(str(point)) else point
+
+    def part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
+        """What is measured of ``of`` in a step under the point ``name``; None: of the rest."""
+        if of is None:
+            return REST
+        if isinstance(of, HeadSpec):
+            return head_structure(of), HEAD, self.head_levers(name)
+        point = self.point_of(of, name)
+        if of.recompute and self.training:
+            point = point.on_demand()
+        return of.structure, of.kind, canonical_strategy(of.kind, str(point))
 
     def head_levers(self, name: str) -> str:
         """What the point ``name`` means for the head: its levers where the head can have them."""

@@ -12,10 +12,10 @@ from test_planner import LONG, MACHINE, NORM, SHORT, model, planner
 from paradyse.planning.corrections import Corrections, scale_of
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.explain import explain_plan
-from paradyse.planning.measured import with_levers
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.time_ratios import OF_PRIOR, TimeRatios
+from paradyse.planning.unmeasured import with_levers
 from paradyse.types import LEVERS, BlockSpec, HeadSpec, Plan, Point, Workload
 
 ALONE = replace(LONG, num_ranks=1)

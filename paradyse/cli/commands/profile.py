@@ -48,6 +48,7 @@ def run_profile(args: argparse.Namespace) -> int:
         "options": {"inner": args.inner},
         "overwrite": args.overwrite,
         "levers": args.levers or (),
+        "seconds": args.seconds,
     }
     device = launch.choose_device(args.device, args.ranks)
     console = make_console(args.json)

@@ -1,0 +1,79 @@
+"""Costs from a profile that has few measurements of a strategy, or none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_measured import ATTENTION, RATES, measure, profile_of, work
+
+from paradyse.planning.costs import NOTHING
+from paradyse.planning.measured import CostModel
+from paradyse.planning.prior import gradient_sum_s, prior_cost
+from paradyse.planning.profile_file import Measurement
+
+
+def test_a_strategy_that_was_not_measured_is_as_far_off_as_the_others() -> None:
+    for factor in (0.5, 2.0):
+        m = CostModel(profile_of({"megatron_cz": factor, "ulysses_z": factor}))
+        prior = prior_cost(ATTENTION, "colossal_z", work(700), RATES)
+        cost = m.cost(ATTENTION, "colossal_z", work(700))
+        sums_s = gradient_sum_s(ATTENTION, "colossal_z", work(700), RATES)
+        ratio = (cost.time_s - sums_s) / (prior.time_s - sums_s)
+        assert ratio == pytest.approx(factor, rel=0.15)
+        assert replace(cost, time_s=prior.time_s) == prior
+
+
+def test_what_is_not_known_of_one_time_over_another() -> None:
+    """Less where both were measured, and nothing of a strategy against itself."""
+    names = ("megatron_cz", "ulysses_z", "megatron_ts")
+    m = CostModel(profile_of({"megatron_cz": 2.0, "ulysses_z": 2.0}))
+    times, deviation = m.estimate(ATTENTION, names, work(700))
+    assert list(times) == list(names) and deviation.shape == (3, 3)
+    assert np.allclose(deviation, deviation.T) and not deviation.diagonal().any()
+    assert 0 < deviation[0, 1] < 0.5 * deviation[0, 2]
+    nothing = CostModel(profile_of({}))
+    said, before = nothing.estimate(ATTENTION, names, work(700))
+    assert (before >= deviation).all() and before[0, 1] > 2 * deviation[0, 1]
+    assert said == {s: prior_cost(ATTENTION, s, work(700), RATES).time_s for s in names}
+
+
+def test_two_measurements_or_fewer_scale_the_prior() -> None:
+    m = CostModel(profile_of({"metp": 0.25}, lengths=(512, 2048)))
+    cost, prior = (
+        m.cost(ATTENTION, "metp", work(700)),
+        prior_cost(ATTENTION, "metp", work(700), RATES),
+    )
+    sums_s = gradient_sum_s(ATTENTION, "metp", work(700), RATES)
+    # A measurement is believed to a few percent, against what predictions usually are off.
+    assert cost.time_s == pytest.approx(0.25 * (prior.time_s - sums_s) + sums_s, rel=0.03)
+    assert (cost.saved_bytes, cost.source) == (prior.saved_bytes, "prior")
+
+
+def test_two_measurements_count_each_at_its_own_length() -> None:
+    rows = [measure(ATTENTION, "metp", 512, 2.0), measure(ATTENTION, "metp", 8192, 1.0)]
+    m = CostModel(profile_of({}, more=rows))
+
+    def ratio(n: int) -> float:
+        sums_s = gradient_sum_s(ATTENTION, "metp", work(n), RATES)
+        prior = prior_cost(ATTENTION, "metp", work(n), RATES)
+        return (m.cost(ATTENTION, "metp", work(n)).time_s - sums_s) / (prior.time_s - sums_s)
+
+    assert ratio(512) == pytest.approx(2, rel=0.1) and ratio(8192) == pytest.approx(1, rel=0.1)
+    assert ratio(512) > ratio(1024) > ratio(4096) > ratio(8192)
+
+
+def test_the_rest_of_a_step_by_one_measurement_or_two() -> None:
+    def rest(*tokens: int) -> CostModel:
+        fields = {"forward_s": 1e-3, "backward_s": 1e-3, "workspace_bytes": 100}
+        rows = [
+            Measurement("", "rest", "", 1, n, True, **fields, saved_bytes=8 * n) for n in tokens
+        ]
+        return CostModel(profile_of({}, more=rows))
+
+    assert rest().rest(work(700)) == NOTHING
+    assert rest(512).rest(work(700)).saved_bytes == 8 * 512
+    cost = rest(512, 1024).rest(work(4096))
+    assert (cost.saved_bytes, cost.workspace_bytes) == (8 * 4096, 100)
+    assert cost.time_s == pytest.approx(2e-3)
