@@ -267,7 +267,7 @@ def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec
         to_keys = (shift, delta, dk, dv, split, spec.scale)
         programs = b * kv_heads * split
         for sums in sums_of_keys(configs.keys, (d, dv_width)):
-            launch(_keys_kernel, configs.keys, programs, inputs, to_keys, *call, True, **sums)
+            launch(_keys_kernel, configs.keys, programs, inputs, to_keys, *call, True, sums)
     if lse.numel():
         to_queries = (shift, delta, dq, spec.scale)
         launch(_queries_kernel, configs.queries, b * h, inputs, to_queries, *call)

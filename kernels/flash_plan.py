@@ -92,10 +92,14 @@ SUM_REGISTERS = 128
 """Of a thread, for sums over queries or keys; with more it would spill."""
 
 
-def sums_of_keys(config: Config, widths: Sequence[int]) -> list[dict[str, bool]]:
-    """Which of dk and dv each launch of the kernel of keys computes, as ``launch`` is told: both,
-    or, where a thread has no registers for both, one after the other. Scores are computed for each
-    then, but tiles may have the 64 keys and more that wgmma needs.
+Sums = tuple[bool, bool]
+"""Whether a program with a tile of keys computes dk, and dv."""
+
+
+def sums_of_keys(config: Config, widths: Sequence[int]) -> list[Sums]:
+    """What each launch of the kernel of keys computes: both dk and dv, or, where a thread has no
+    registers for both, one after the other. Scores are computed for each then, but tiles may have
+    the 64 keys and more that wgmma needs.
 
     Args:
         config: of the kernel.
@@ -103,8 +107,8 @@ def sums_of_keys(config: Config, widths: Sequence[int]) -> list[dict[str, bool]]
     """
     width = sum(map(padded_width, widths))
     if config.block_n * width <= SUM_REGISTERS * 32 * config.num_warps:
-        return [{"SUM_DK": True, "SUM_DV": True}]
-    return [{"SUM_DK": False, "SUM_DV": True}, {"SUM_DK": True, "SUM_DV": False}]
+        return [(True, True)]
+    return [(False, True), (True, False)]
 
 
 TileKey = tuple[tuple[int, int], int, int]
@@ -240,7 +244,7 @@ def launch(
     visibility: Visibility,
     spec: AttentionSpec,
     transposed: bool = False,
-    **sums: bool,
+    sums: Sums = (True, True),
 ) -> None:
     """Launch one of the attention kernels.
 
@@ -251,7 +255,7 @@ def launch(
         inputs: q, k, v as of ``refusal``, and the gradient of the output where it is needed.
         visibility, spec: of the call.
         transposed: a program has a tile of keys, not of queries.
-        sums: ``SUM_DK`` and ``SUM_DV`` of ``Constants``.
+        sums: which of dk and dv it computes.
     """
     q, k, v = inputs[:3]
     bias, kind = spec.head_bias(q.shape[1]), NO_BIAS
@@ -293,7 +297,8 @@ def launch(
         HAS_HEAD_IDS=spec.head_ids is not None,
         HAS_SEQUENCE_IDS=spec.sequence_ids is not None,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
-        **sums,
+        SUM_DK=sums[0],
+        SUM_DV=sums[1],
         **{f"STRIDE_{name}": x.stride(2) for name, x in zip("QKVG", inputs)},
     )
     kernel[(mask.table.shape[1] * programs,)](
