@@ -140,8 +140,9 @@ def compare(layers: int, num_tables: int) -> np.ndarray:
 
 def planner_of(layers: int, **options: object) -> Planner:
     """Of a Llama of 7 billion parameters with so many ``layers``, on eight ranks."""
-    attention = BlockSpec("a", "attention", 0, "a", {}, 4096, 32, 8, 128, 0, 10**8, 10**8)
-    mlp = BlockSpec("m", "mlp", 0, "m", {}, 4096, 0, 0, 0, 11008, 10**8, 10**8)
+    weights = {"num_weight_elements": 10**8, "num_split_weight_elements": 10**8}
+    attention = BlockSpec("a", "attention", 0, "a", {}, 4096, 32, 8, 128, **weights)
+    mlp = BlockSpec("m", "mlp", 0, "m", {}, 4096, intermediate=11008, **weights)
     blocks = [replace(b, layer=layer) for layer in range(layers) for b in (attention, mlp)]
     return Planner(parse_options(options), blocks, 8, lambda dtype: RATES)
 

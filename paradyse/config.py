@@ -92,7 +92,8 @@ class Options:
     host_memory: int | None = None
     """Bytes per rank that blocks may keep on the host; None: the host's less a reserve."""
     smoothing: float = 0.05
-    """Keep the previous plan while its predicted time is within this share of the best."""
+    """Take one strategy for all blocks, or keep the previous plan, within this share of the best
+    predicted time."""
     retry_out_of_memory: bool = True
     """Run a forward that ran out of memory once more by the smallest plan, where there is one."""
     mesh: Any = None

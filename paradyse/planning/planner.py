@@ -26,7 +26,8 @@ from paradyse.planning.costs import NOTHING, BlockCost, CostTable, Machine, long
 from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import head_cost, made_again, prior_cost
-from paradyse.planning.solver import Choices
+from paradyse.planning.solver import Choices, Points
+from paradyse.planning.steady import of_one_strategy, steady
 from paradyse.planning.time_ratios import Key
 from paradyse.planning.units import format_bytes
 from paradyse.strategies import variant_of
@@ -385,7 +386,7 @@ class Planner:
             smallest = choices.smallest()[1]
             best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
         else:
-            best = self._smooth(self.plan_of(points), choices, limit)
+            best = self._steady(points, choices, limit)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -484,17 +485,16 @@ class Planner:
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
         return points
 
-    def _smooth(self, best: Plan, choices: Choices, limit: float) -> Plan:
-        """The previous plan instead, where it is legal, fits, is nearly as fast, and has a lever
-        only where the best one has: they are for what does not fit without."""
-        previous = self._previous
-        if previous is None or previous == best:
-            return best
-        old, new = self.points(previous), self.points(best)
-        if not all(s in points for s, points in zip(old, choices.names)):
-            return best
-        if any(("+" in a) > ("+" in b) for a, b in zip(old, new)) or previous.head != best.head:
-            return best
-        best_s, old_s = (choices.time_s(p) - choices.rest.time_s for p in (new, old))
-        keep = old_s <= best_s * (1 + self.options.smoothing)
-        return previous if keep and choices.fits(old, limit) else best
+    def _steady(self, fastest: Points, choices: Choices, limit: float) -> Plan:
+        """The plan of ``fastest``, or one nearly as fast (``steady``): the previous one where it is
+        legal and has a lever only where that has; they are for what does not fit without."""
+        old, n = self.points(self._previous) if self._previous else None, len(self.blocks)
+        if old and (
+            not all(s in points for s, points in zip(old, choices.names))
+            or any(("+" in a) > ("+" in b) for a, b in zip(old, fastest))
+            or old[n:] != fastest[n:]
+        ):
+            old = None
+        alike = of_one_strategy(fastest, choices.names, self.blocks, self.options.splitting)
+        share = self.options.smoothing
+        return self.plan_of(steady(fastest, old, alike, choices, limit, share))

@@ -75,7 +75,9 @@ def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, po
         return f"{over(on_host, host_limit)} on the host"
     if planner.asked_by_name(workload, i):
         return f"the plan option asks for {planner.points(plan)[i] or 'whole logits'}"
-    return f"within {planner.options.smoothing:.0%} the previous plan is kept"
+    return (
+        f"within {planner.options.smoothing:.0%} the previous plan is kept, or one strategy for all"
+    )
 
 
 def _held_with(

@@ -4,7 +4,8 @@ Whole training steps of the user's own model run under one strategy after the ot
 measured of a block is what it takes inside such a step (``marks``): its collectives wait
 for the ranks as they do in training, and what lies between blocks is apart, as ``rest``. Times are
 medians over repeats and over blocks of equal structure; of ranks the slowest counts, and the one
-that holds most.
+that holds most. Where weights are sharded, blocks wait for each other's: their sum is what was
+measured, and what each causes of it is told with the prior's help (``attribution``).
 
 Given a time, only what decides is measured, what gains most first (``contest``); of the rest
 predictions are corrected by what was measured.
@@ -36,9 +37,11 @@ import torch
 
 from paradyse.config import check_count, check_levers, parse_options
 from paradyse.passes.pipeline import OPTIONAL
-from paradyse.planning.costs import BlockCost, peak_bytes
+from paradyse.planning.attribution import caused_s
+from paradyse.planning.costs import BlockCost, Machine, peak_bytes
 from paradyse.planning.machine import describe_device, measure_machine
 from paradyse.planning.measured import CostModel
+from paradyse.planning.prior import prior_cost
 from paradyse.planning.profile_file import (
     OVER_LIMIT,
     Header,
@@ -51,7 +54,7 @@ from paradyse.profiling.book import Book, everyone, from_first, is_first
 from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import REST, MakeBatch, Part, Steps, static_bytes
-from paradyse.types import HEAD, REPLICATED, HeadSpec, Point
+from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.shard import Model, check_module
 
 log = logging.getLogger(__name__)
@@ -170,7 +173,7 @@ def profile(
             contest = Contest(steps, lengths, names, partial(_timing_s, repeats))
             schedule = _OfWhatDecides(contest, book, seconds, tell)
         for seq_len, in_turn in schedule.turns():
-            row = _Row(steps, book, in_turn, most, seq_len)
+            row = _Row(steps, book, in_turn, most, seq_len, machine)
             for name in in_turn:
                 with schedule.preparing(seq_len, name):
                     row.prepare(name)
@@ -285,13 +288,20 @@ SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
 
 
 class _Row:
-    """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes."""
+    """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes;
+    ``machine`` is that of the header."""
 
     def __init__(
-        self, steps: Steps, book: Book, names: Sequence[str], limit: float, seq_len: int
+        self,
+        steps: Steps,
+        book: Book,
+        names: Sequence[str],
+        limit: float,
+        seq_len: int,
+        machine: Machine,
     ) -> None:
         self.steps, self.book, self.seq_len = steps, book, seq_len
-        self.names, self.limit = names, limit
+        self.names, self.limit, self.machine = names, limit, machine
         self.timed: list[str] = []
         """Those of ``names`` that are to be timed."""
         self.samples: dict[Part, dict[str, list[Any]]] = {}
@@ -361,9 +371,22 @@ class _Row:
     def _time(self, name: str) -> float:
         """Seconds of one step, in which it notes what the parts took."""
         times = self.steps.times(self.seq_len, name)
-        self._note(name, "forward_s", times.forward_s)
-        self._note(name, "backward_s", dict.fromkeys(times.forward_s, 0.0) | times.backward_s)
+        backward_s = dict.fromkeys(times.forward_s, 0.0) | times.backward_s
+        self._note(name, "forward_s", self._caused(name, times.forward_s))
+        self._note(name, "backward_s", self._caused(name, backward_s))
         return times.step_s
+
+    def _caused(self, name: str, seconds: Mapping[int, float]) -> Mapping[int, float]:
+        """``seconds`` by number of marks, of blocks what each causes (``attribution``)."""
+        of = {i: b for i in seconds if isinstance(b := self.steps.part_of.get(i), BlockSpec)}
+        if not self.steps.sharded or not of:
+            return seconds
+        workload = self.steps.workload(self.seq_len)
+        costs = [
+            prior_cost(b, self.steps.part(b, name)[2], workload.of(b), self.machine, sharded=True)
+            for b in of.values()
+        ]
+        return {**seconds, **dict(zip(of, caused_s([seconds[i] for i in of], costs), strict=True))}
 
     def _note(self, name: str, field: str, seen: Mapping[int, float]) -> None:
         """Add what was ``seen`` of ``field`` in a step under the point, by number of marks."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from paradyse.distributed import collectives
+from paradyse.planning.attribution import caused_s
 from paradyse.planning.corrections import (
     CONSTANTS,
     FLOOR,
@@ -335,13 +336,15 @@ class Feedback:
                 parts.setdefault(at[span.block], []).append(
                     seconds[span.exit] - seconds[span.first]
                 )
-        costs = planner.predicted_costs(own)
+        costs = [of[point] for of, point in zip(planner.predicted_costs(own), points)]
+        # Forward and backward.
+        whole = {i: sum(s) for i, s in parts.items() if len(s) == 2 * len(ids[i])}
+        blocks = range(len(planner.blocks))
+        if planner.sharded and all(i in whole for i in blocks):
+            told = caused_s([whole[i] for i in blocks], [costs[i] for i in blocks])
+            whole |= zip(blocks, told)
         return {
-            (TIME, key, scale): [
-                sum(parts[i]) / costs[i][points[i]].time_s
-                for i in members
-                if len(parts.get(i, ())) == 2 * len(ids[i])  # forward and backward
-            ]
+            (TIME, key, scale): [whole[i] / costs[i].time_s for i in members if i in whole]
             for key, members in keys.items()
         }
 

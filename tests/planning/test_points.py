@@ -162,11 +162,19 @@ def test_smoothing_keeps_no_lever() -> None:
     blocks = model(layers=4)
     free = planner(blocks=blocks, levers=["recompute"])
     low, need = least(free, LONG), free.predict(free.plan(LONG), LONG)[1]
-    p = planner(
-        blocks=blocks, levers=["recompute"], smoothing=1e9, memory_limit=(19 * low + need) // 20
-    )
+    given = {"blocks": blocks, "levers": ["recompute"], "memory_limit": (19 * low + need) // 20}
+    p = planner(**given, smoothing=1e9)
     assert any("+" in s for s in p.plan(LONG).strategies)
     assert not any("+" in s for s in p.plan(SHORT).strategies)
+    some = 0
+    for twentieths in range(8, 20):  # where fewer blocks need them
+        shorter = replace(LONG, seq_len=LONG.seq_len * twentieths // 20)
+        p.plan(LONG)
+        kept = [("+" in s) for s in p.plan(shorter).strategies]
+        best = [("+" in s) for s in planner(**given, smoothing=0).plan(shorter).strategies]
+        assert all(k <= b for k, b in zip(kept, best, strict=True))
+        some += 0 < sum(best) < len(best)
+    assert some
 
 
 def test_explain_says_which_levers_why_and_what_they_cost() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,12 @@ from paradyse.types import ALONG_SEQUENCE, BlockSpec, HeadSpec, Workload
 
 LENGTHS = tuple(128 * 2**i for i in range(8))
 RATES = Rates(3e14, 2e12, 1e-5, 2e11, op_overhead_s=0.0)
-ATTENTION = BlockSpec("a", "attention", 0, "a", {}, 1024, 16, 16, 64, 0, 2**22, 2**22)
-MLP = BlockSpec("m", "mlp", 0, "m", {}, 1024, 0, 0, 0, 4096, 2**23, 2**23)
+ATTENTION = BlockSpec("a", "attention", 0, "a", hidden=1024, num_heads=16, num_kv_heads=16)
+ATTENTION = replace(
+    ATTENTION, head_dim=64, num_weight_elements=2**22, num_split_weight_elements=2**22
+)
+MLP = BlockSpec("m", "mlp", 0, "m", hidden=1024, intermediate=4096)
+MLP = replace(MLP, num_weight_elements=2**23, num_split_weight_elements=2**23)
 EXACT = TimeParts(1, 1, 1, 1, 1)
 HEADER = Header({}, "a device", 4, "bfloat16", True, "inductor", asdict(RATES))
 PARTS = TimeParts(0.15, 0.25, 0.4, 0.3, 0.5)

@@ -1,0 +1,71 @@
+"""Which of the plans that are predicted to be about as fast is taken.
+
+A prediction adds up what blocks take, each as if its neighbours were like it: gathered weights hide
+behind as much as the block itself computes. So a plan of several strategies has to be faster by
+more than that may be wrong, and another plan than the previous one by more than noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paradyse.planning.solver import Choices, Points
+from paradyse.strategies import variant_of
+from paradyse.types import BlockSpec, Point
+
+
+def of_one_strategy(
+    fastest: Points, names: Sequence[Points], blocks: Sequence[BlockSpec], strategies: Sequence[str]
+) -> list[Points]:
+    """The plans of one strategy for all blocks that can have it, the others as in ``fastest``; none
+    where that has levers, which are for what does not fit without.
+
+    Args:
+        fastest: the points of all blocks, and of the head, which stays as it is.
+        names: per block the points to choose from.
+        blocks: in the order of ``fastest``.
+        strategies: to be tried.
+    """
+    if any(Point.parse(p).levers for p in fastest[: len(blocks)]):
+        return []
+    offered = [
+        {variant_of(b, p): p for p in points if not Point.parse(p).levers}
+        for b, points in zip(blocks, names)
+    ]
+    head = fastest[len(blocks) :]
+    plans = (
+        (*(of.get(variant_of(b, s), p) for b, of, p in zip(blocks, offered, fastest)), *head)
+        for s in strategies
+    )
+    return list(dict.fromkeys(plans))
+
+
+def steady(
+    fastest: Points,
+    previous: Points | None,
+    alike: Sequence[Points],
+    choices: Choices,
+    limit: float,
+    share: float,
+) -> Points:
+    """``fastest``, or where its time and ``share`` more allow it one of ``alike`` that fits, or the
+    previous plan: this first if it is alike too.
+
+    Args:
+        fastest: the plan that is predicted to be.
+        previous: None: there is none that is legal here.
+        alike: ``of_one_strategy``.
+        choices: that were chosen from.
+        limit: bytes of the device.
+        share: of the blocks' time.
+    """
+
+    def time_s(points: Points) -> float:
+        return choices.time_s(points) - choices.rest.time_s
+
+    most_s = time_s(fastest) * (1 + share)
+    near = [p for p in alike if time_s(p) <= most_s and choices.fits(p, limit)]
+    if previous is not None and (previous in near or not near):
+        if time_s(previous) <= most_s and choices.fits(previous, limit):
+            return previous
+    return min(near, key=time_s, default=fastest)

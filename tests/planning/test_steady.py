@@ -1,0 +1,71 @@
+"""Of plans that are about as fast: one strategy for all blocks, else the previous plan."""
+
+from __future__ import annotations
+
+import pytest
+from test_planner import NORM, SHORT, model, planner
+
+from paradyse.planning.costs import NOTHING, BlockCost
+from paradyse.planning.solver import Choices, Points
+from paradyse.planning.steady import of_one_strategy, steady
+from paradyse.types import ATTENTION_STRATEGIES
+
+NAMES = ("megatron_ts", "megatron_cz", "metp")
+MIXED: Points = ("megatron_ts", "megatron_cz")
+TS: Points = ("megatron_ts",) * 2
+CZ: Points = ("megatron_cz",) * 2
+
+
+def choices(attention: tuple[float, ...], mlp: tuple[float, ...], saved: int = 0) -> Choices:
+    """Of one layer: seconds by strategy, and bytes that ``megatron_cz`` saves."""
+    costs = [
+        {
+            s: BlockCost(t, saved * (s == "megatron_cz"), 0, 0)
+            for s, t in zip(NAMES, of, strict=True)
+        }
+        for of in (attention, mlp)
+    ]
+    return Choices([NAMES] * 2, costs, NOTHING, 0, 0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("share", "taken"), [(0.0, MIXED), (0.04, MIXED), (0.06, CZ), (0.5, CZ)])
+def test_two_strategies_have_to_gain_more_than_the_share(share: float, taken: Points) -> None:
+    of = choices((1.0, 1.1, 3.0), (1.3, 1.0, 3.0))  # mixed 2.0, cz 2.1, ts 2.3
+    assert steady(MIXED, None, [TS, CZ], of, 1e9, share) == taken
+
+
+def test_one_that_does_not_fit_is_not_taken() -> None:
+    of = choices((1.0, 1.1, 3.0), (1.3, 1.0, 3.0), saved=100)
+    assert steady(MIXED, None, [TS, CZ], of, 150, 0.1) == MIXED
+    assert steady(MIXED, None, [TS, CZ], of, 150, 0.2) == TS
+
+
+def test_the_previous_plan_stays_among_its_like() -> None:
+    of = choices((1.0, 1.1, 3.0), (1.3, 1.0, 3.0))
+    assert steady(MIXED, TS, [TS, CZ], of, 1e9, 0.2) == TS
+    assert steady(MIXED, TS, [TS, CZ], of, 1e9, 0.1) == CZ
+    other: Points = ("megatron_cz", "megatron_ts")  # 2.4, a mix too
+    assert steady(MIXED, other, [TS, CZ], of, 1e9, 0.3) == CZ
+    assert steady(MIXED, other, [], of, 1e9, 0.3) == other
+    assert steady(MIXED, other, [], of, 1e9, 0.1) == MIXED
+
+
+def test_plans_of_one_strategy() -> None:
+    blocks = model(1, infeasible={"ulysses_z": NORM})
+    fastest: Points = ("megatron_ts", "metp")
+    names = [NAMES, NAMES]
+    found = of_one_strategy(fastest, names, blocks, ("megatron_ts", "megatron_cz", "ulysses_z"))
+    # No attention has ulysses_z here: it stays, and the MLP's of ulysses_z is megatron_cz's.
+    assert found == [TS, CZ, ("megatron_ts", "megatron_cz")]
+    head = of_one_strategy((*fastest, "tiled"), names, blocks, ("megatron_cz",))
+    assert head == [(*CZ, "tiled")]
+    assert not of_one_strategy(("megatron_ts+recompute", "metp"), names, blocks, ("megatron_cz",))
+
+
+def test_smoothing_of_nothing_takes_the_fastest() -> None:
+    """Where one is faster for attention and another for MLPs."""
+    p, calm = planner(smoothing=0), planner(smoothing=1e9)
+    best, alike = p.plan(SHORT), calm.plan(SHORT)
+    assert p.predict(best, SHORT)[0] <= p.predict(alike, SHORT)[0]
+    static = [calm.static(s, SHORT) for s in ATTENTION_STRATEGIES]
+    assert calm.variants(alike) in [calm.variants(plan) for plan in static]
