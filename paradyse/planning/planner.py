@@ -44,9 +44,8 @@ Costs = tuple[Mapping[str, BlockCost], ...]
 NO_BACKWARD = ("tiled", "chunked", "vocabulary")
 """Levers that save memory also where there is no backward."""
 
-
-MOST_PLANS = 4096
-"""Workloads whose plans are kept: more lengths than a batch of text has, and few megabytes."""
+MOST_PLANS, MOST_PREDICTED = 4096, 512
+"""Workloads whose plans are kept, few megabytes, and whose costs as predicted, not corrected."""
 
 
 def describe_workload(w: Workload) -> str:
@@ -94,6 +93,8 @@ class Planner:
         """Per block the place of its kind in ``_of_kind``."""
         self._free = cache(self._find_free)
         self._corrections = Corrections()
+        self._predicted = lru_cache(MOST_PREDICTED)(self._predict)
+        self._predicted_head = lru_cache(MOST_PREDICTED)(self._predict_head)
         self._planned = lru_cache(MOST_PLANS)(self._decide)
         self._previous: Plan | None = None
         self._settled: Recent[tuple[PlanOption, Workload], Plan] = Recent()
@@ -183,7 +184,7 @@ class Planner:
     def _per_block(self, of_kinds: Sequence[T]) -> tuple[T, ...]:
         return tuple(of_kinds[i] for i in self._number)
 
-    def _predicted(self, workload: Workload) -> list[Mapping[str, BlockCost]]:
+    def _predict(self, workload: Workload) -> list[Mapping[str, BlockCost]]:
         machine, model = self.machine(workload.dtype), self.cost_model
 
         def predicted(block: BlockSpec) -> Mapping[str, BlockCost]:
@@ -197,7 +198,7 @@ class Planner:
 
         return [predicted(block) for _, block in self._of_kind]
 
-    def _predicted_head(self, workload: Workload) -> Sequence[Mapping[str, BlockCost]]:
+    def _predict_head(self, workload: Workload) -> Sequence[Mapping[str, BlockCost]]:
         """Of the head under each of its points; nothing where there is no head."""
         if self.head is None:
             return ()
@@ -406,7 +407,6 @@ class Planner:
         Args:
             asked: as of ``least_bytes``.
         """
-
         limit = self.memory_limit(workload.dtype)
 
         def need(seq_len: int) -> float:
