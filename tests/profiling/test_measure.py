@@ -34,6 +34,7 @@ from paradyse.profiling.marks import (
     TAKEN,
     HostMemory,
     Level,
+    StepTimes,
     Watch,
     memory_of,
     times_of,
@@ -139,6 +140,41 @@ def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_pat
         layer = sum(rows[k, strategy, LENGTHS[-1]].saved_bytes for k in ("attention", "mlp"))
         want = max(r["saved"][strategy] for r in results)
         assert layer == pytest.approx(want, rel=0.02), strategy
+
+
+def measure_waits(path: str, sharded: bool) -> Profile:
+    """Where all of a step passes in MLPs, as if these waited for the weights of all blocks."""
+    import paradyse
+
+    model, took = make_tiny(), Steps.times
+    if sharded:
+        paradyse.shard(model)
+
+    def waiting(self: Steps, seq_len: int, plan: str) -> StepTimes:
+        times = took(self, seq_len, plan)
+        mlps = {i for i, of in self.part_of.items() if getattr(of, "kind", "") == "mlp"}
+        seconds = {i: 4.0 if i in mlps else 1e-3 for i in times.forward_s}
+        return StepTimes(seconds, {i: 2 * s for i, s in seconds.items()})
+
+    Steps.times = waiting  # type: ignore[method-assign]
+    try:
+        given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch, "repeats": 1}
+        return profile(model, path, (24,), strategies=["megatron_cz"], **given)
+    finally:
+        Steps.times = took  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_one_block_waits_for_another_s_weights(
+    sharded: bool, pool2: RankPool, tmp_path: Path
+) -> None:
+    """Counts for both where weights are sharded; the sum is what was measured."""
+    first, second = pool2.run(measure_waits, str(tmp_path / "p"), sharded, timeout_s=200)
+    assert first == second
+    rows = {m.kind: m for m in first.measurements}
+    assert rows["attention"].forward_s + rows["mlp"].forward_s == pytest.approx(4.001)
+    assert rows["attention"].backward_s + rows["mlp"].backward_s == pytest.approx(8.002)
+    assert (rows["attention"].forward_s > 0.4) is sharded
 
 
 def measure_until_killed(path: str) -> None:

@@ -137,6 +137,36 @@ def test_a_slow_collective_is_planned_around(pool2: RankPool) -> None:
     assert source == "online"
 
 
+def watching(sharded: bool) -> list[tuple[int, int]]:
+    """Blocks whose times were told apart, and by how many predictions, of each watched step."""
+    import paradyse
+    from paradyse.profiling import online
+
+    told: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def note(spans_s: list[float], costs: list[Any]) -> list[float]:
+            told.append((len(spans_s), len(costs)))
+            assert all(s > 0 for s in spans_s)
+            return [2 * s for s in spans_s]
+
+        patch.setattr(online, "caused_s", note)
+        run = Run("llama", patch, strategies=["ulysses_z"])
+        if sharded:
+            paradyse.shard(run.model)
+        for _ in range(40):
+            run.step(24)
+        return told
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_blocks_wait_for_each_other_s_weights_is_told_apart(
+    sharded: bool, pool2: RankPool
+) -> None:
+    for told in pool2.run(watching, sharded, timeout_s=200):
+        assert set(told) == ({(4, 4)} if sharded else set())
+
+
 STEADY = 240
 """Steps in which nothing changes."""
 
