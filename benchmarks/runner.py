@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pkgutil
 import platform
+import random
 import shlex
 import signal
 import statistics
@@ -99,15 +100,15 @@ def take_turns(
 ) -> dict[K, dict[int, list[T]]]:
     """What each contender returns at each length, round by round.
 
-    A length may be there several times. Another contender goes first each time, since what
-    follows a neighbour's garbage is slower. Rounds below 0 warm up and are not kept.
+    A length may be there several times. The order is drawn anew each time, alike on all ranks: what
+    follows one that leaves garbage behind, or a link's queue full, is slower. Rounds below 0 warm
+    up and are not kept.
     """
-    names = list(contenders)
+    names, rng = list(contenders), random.Random(0)
     found: dict[K, dict[int, list[T]]] = {c: {n: [] for n in lengths} for c in names}
     for r in rounds:
-        for i, n in enumerate(lengths):
-            first = (r + i) % len(names)
-            for name in (*names[first:], *names[:first]):
+        for n in lengths:
+            for name in rng.sample(names, len(names)):
                 result = contenders[name](n)
                 if r >= 0:
                     found[name][n].append(result)
