@@ -105,8 +105,8 @@ def test_a_missed_goal_is_the_exit_status_unless_only_the_report_is_wanted(
 def test_contenders_take_turns_and_what_warms_up_is_not_kept(benchmark: Any) -> None:
     calls: list[tuple[str, int]] = []
     turns = {n: (lambda s, n=n: calls.append((n, s)) or len(calls)) for n in "abc"}
-    found = benchmark("runner").take_turns(turns, [8, 16], range(-1, 3))
-    assert len(calls) == 4 * 2 * 3 and {len(f[8]) for f in found.values()} == {3}
+    found = benchmark("runner").take_turns(turns, [8, 16], range(-1, 9))
+    assert len(calls) == 10 * 2 * 3 and {len(f[8]) for f in found.values()} == {9}
     assert min(found["a"][8]) > 6
     turns_taken = ["".join(name for name, _ in calls[i : i + 3]) for i in range(0, len(calls), 3)]
     assert {first for first, *_ in turns_taken} == set("abc")  # each goes first now and then
