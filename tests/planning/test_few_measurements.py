@@ -11,7 +11,7 @@ from test_measured import ATTENTION, RATES, measure, profile_of, work
 from paradyse.planning.costs import NOTHING
 from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import gradient_sum_s, prior_cost
-from paradyse.planning.profile_file import Measurement
+from paradyse.planning.profile_file import OVER_LIMIT, Measurement
 
 
 def test_a_strategy_that_was_not_measured_is_as_far_off_as_the_others() -> None:
@@ -62,6 +62,24 @@ def test_two_measurements_count_each_at_its_own_length() -> None:
 
     assert ratio(512) == pytest.approx(2, rel=0.1) and ratio(8192) == pytest.approx(1, rel=0.1)
     assert ratio(512) > ratio(1024) > ratio(4096) > ratio(8192)
+
+
+def test_curves_are_taken_where_all_were_measured_alike() -> None:
+    """At as many lengths; those that did not fit count."""
+    names = {"megatron_cz": 2.0, "ulysses_z": 2.0}
+    alike = CostModel(profile_of(names))
+    assert alike.cost(ATTENTION, "ulysses_z", work(700)).source == "forest"
+    more = CostModel(profile_of(names, more=[measure(ATTENTION, "ulysses_z", 300, 2.0)]))
+    sources = {more.cost(ATTENTION, s, work(700)).source for s in (*names, "metp")}
+    assert sources == {"prior"}
+    exact = alike.cost(ATTENTION, "ulysses_z", work(700))
+    cost = more.cost(ATTENTION, "ulysses_z", work(700))
+    assert cost.time_s == pytest.approx(exact.time_s, rel=0.1)
+    assert cost.saved_bytes == pytest.approx(exact.saved_bytes, rel=0.01)
+    over = replace(measure(ATTENTION, "megatron_cz", 9999), outcome=OVER_LIMIT)
+    longest = measure(ATTENTION, "ulysses_z", 9999, 2.0)
+    fitted = CostModel(profile_of(names, more=[over, longest]))
+    assert fitted.cost(ATTENTION, "ulysses_z", work(700)).source == "forest"
 
 
 def test_the_rest_of_a_step_by_one_measurement_or_two() -> None:
