@@ -58,7 +58,7 @@ OF_PROFILE = Errors(0.05)
 OF_PRIOR = Errors(0.1, TimeParts(0.15, 0.25, 0.4, 0.3, 0.5))
 """Of the analytic prior's: rates of arithmetic are measured on the machine, how much of a message
 hides behind it is known least."""
-OF_PRIOR_IN_PROFILE = OF_PRIOR._replace(noise=0.05)
+OF_PRIOR_IN_PROFILE = Errors(*OF_PRIOR[:2], noise=0.05)
 """The same where a profile tells of it: its steps take turns, and nothing else runs."""
 COMMON_REACH, OWN_REACH = 2.0, 1.0
 """Scales after which what is known of one tells a third as much of another."""
@@ -172,7 +172,7 @@ class KindRatios:
         """Of each cell, as ``scales``."""
         self.scales = scales = np.array([float(s) for _, s in cells])
         self._errors = errors
-        shares = np.array([c.shares for c in cells.values()]).reshape(-1, len(TimeParts._fields))
+        shares = np.array([c.shares for c in cells.values()]).reshape(-1, len(TimeParts()))
         strategies = np.array([_strategy(v) for v in self.variants], dtype=str)
         self._cells = _At(np.array(self.variants, dtype=str), strategies, scales, shares)
         self._known = cache(self._ratio)
