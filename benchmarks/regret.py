@@ -193,7 +193,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
         args.profile_path = os.path.abspath(args.profile or f"{folder}/profile.jsonl")
         result = bench.on_ranks(measure)
     knows = f"a profile made {'before' if args.profile else 'at the start'}"
-    if args.profile_seconds:
+    if args.profile_seconds and not args.profile:
         knows += f", in {args.profile_seconds} seconds of measuring"
     if args.learn:
         knows = f"no profile and ran {args.learn} steps of the demo's text before"

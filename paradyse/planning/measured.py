@@ -6,8 +6,8 @@ prior always gives what a rank sends, which it counts exactly, and the time of b
 gradients of whole weights, which a strategy causes but the rest of the step is measured with.
 
 Two measurements of a strategy or fewer make no curve, and noise would choose between curves and
-what has none. So where strategies were measured at different numbers of lengths, as in a profile of
-so many seconds, times are the prior's, as far off as this and other strategies of the block were
+what has none. So where strategies were measured at different lengths, as in a profile of so many
+seconds, times are the prior's, as far off as this and other strategies of the block were
 where they were measured (``time_ratios``). On simulated machines choices by such a profile then
 lose 1.1 % of the time, and 1.9 % by curves where there are any.
 
@@ -126,11 +126,7 @@ class CostModel:
     def _predicted(self, block: BlockSpec, variant: str, workload: Workload) -> BlockCost:
         """By what was measured of the ``variant`` itself, else by the prior."""
         key = self._key(block, variant, workload)
-
-        def measurable(of: str, at: At) -> BlockCost:
-            return self.measurable(block, of, replace(workload, batch=at[0], seq_len=at[1]))
-
-        cost = self._read(key, workload, measurable)
+        cost = self._read(key, workload, self._measurable(block, workload))
         return replace(cost, time_s=cost.time_s + self._outside(block, variant, workload))
 
     def _read(self, key: _Key, workload: Workload, measurable: _Measurable) -> BlockCost:
@@ -148,10 +144,18 @@ class CostModel:
         return replace(cost, ahead_bytes=self._ahead(key, prior))
 
     def _find_whole(self, structure: str, training: bool) -> bool:
-        """Whether all strategies of a structure that were measured were at as many lengths."""
+        """Whether all strategies of a structure that were measured were at the same points, but
+        for those that are too large for a strategy."""
         names = {v for of, v, _ in (*self._measured, *self._over) if of == structure}
         keys = [(structure, v, training) for v in names if not Point.parse(v).levers]
-        return len({len(self._samples(k)) + len(self._over.get(k, ())) for k in keys}) <= 1
+        points = {p for k in keys for p in self._samples(k)}
+
+        def is_there(key: _Key, point: At) -> bool:
+            over = self._over.get(key, [])
+            too_large = any(b <= point[0] and s <= point[1] for b, s in over)
+            return too_large or point in self._samples(key)
+
+        return all(is_there(k, p) for k in keys for p in points)
 
     def _ratios(self, key: _Key, measurable: _Measurable) -> KindRatios:
         """How far off the prior is of all variants of what has ``key``, by those measured."""
@@ -178,10 +182,7 @@ class CostModel:
             Their seconds, and [number of variants, the same]: standard deviations of what is not
             known of the logarithm of one's time over another's.
         """
-
-        def measurable(of: str, at: At) -> BlockCost:
-            return self.measurable(block, of, replace(workload, batch=at[0], seq_len=at[1]))
-
+        measurable = self._measurable(block, workload)
         scale, here = scale_of(workload), (workload.batch, workload.seq_len)
         ratios = self._ratios(self._key(block, "", workload), measurable)
         said = {v: measurable(v, here) for v in variants}
@@ -190,6 +191,11 @@ class CostModel:
             for v, c in said.items()
         }
         return times, ratios.deviation(scale, {v: c.parts for v, c in said.items()})
+
+    def _measurable(self, block: BlockSpec, workload: Workload) -> _Measurable:
+        return lambda of, at: self.measurable(
+            block, of, replace(workload, batch=at[0], seq_len=at[1])
+        )
 
     def measurable(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
         """The prior's answer for ``block`` under ``point`` and ``workload``, less what is in no

@@ -44,7 +44,7 @@ Costs = tuple[Mapping[str, BlockCost], ...]
 NO_BACKWARD = ("tiled", "chunked", "vocabulary")
 """Levers that save memory also where there is no backward."""
 
-MOST_PLANS, MOST_PREDICTED = 4096, 512
+MOST_PLANS, MOST_PREDICTED = 4096, 128
 """Workloads whose plans are kept, few megabytes, and whose costs as predicted, not corrected."""
 
 

@@ -65,7 +65,7 @@ def test_two_measurements_count_each_at_its_own_length() -> None:
 
 
 def test_curves_are_taken_where_all_were_measured_alike() -> None:
-    """At as many lengths; those that did not fit count."""
+    """At the same lengths, up to the first that did not fit."""
     names = {"megatron_cz": 2.0, "ulysses_z": 2.0}
     alike = CostModel(profile_of(names))
     assert alike.cost(ATTENTION, "ulysses_z", work(700)).source == "forest"
@@ -77,9 +77,14 @@ def test_curves_are_taken_where_all_were_measured_alike() -> None:
     assert cost.time_s == pytest.approx(exact.time_s, rel=0.1)
     assert cost.saved_bytes == pytest.approx(exact.saved_bytes, rel=0.01)
     over = replace(measure(ATTENTION, "megatron_cz", 9999), outcome=OVER_LIMIT)
-    longest = measure(ATTENTION, "ulysses_z", 9999, 2.0)
-    fitted = CostModel(profile_of(names, more=[over, longest]))
-    assert fitted.cost(ATTENTION, "ulysses_z", work(700)).source == "forest"
+    longer = [measure(ATTENTION, "ulysses_z", n, 2.0) for n in (9999, 20_000, 40_000)]
+    fitted = CostModel(profile_of(names, more=[over, *longer]))
+    for name in names:  # no longer length was tried of the one
+        assert fitted.cost(ATTENTION, name, work(700)).source == "forest"
+    other = {"megatron_cz": 2.0} | {"metp": 2.0}  # as many lengths, but others
+    rows = [measure(ATTENTION, "ulysses_z", n, 2.0) for n in (300, 600, 900, 1200)]
+    apart = CostModel(profile_of(other, more=rows))
+    assert apart.cost(ATTENTION, "metp", work(700)).source == "prior"
 
 
 def test_the_rest_of_a_step_by_one_measurement_or_two() -> None:
