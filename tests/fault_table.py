@@ -222,8 +222,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "megatron_ts: bias added on every rank before the sum",
         "paradyse/strategies/tensor_parallel.py",
-        "summand = torch.ops.aten.linear.default(core_env[d.x], weight)",
-        "summand = torch.ops.aten.linear.default(core_env[d.x], weight, bias)",
+        "env[d.node] = y if bias is None else y + bias",
+        "env[d.node] = y if bias is None else y + bias * scope.axis.size",
         SHARDED,
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from models import (
 )
 from plans import PLANS, Blocks, blocks_of, choose
 
+from paradyse.distributed import token_linears
 from paradyse.runtime import runs
 from paradyse.types import DSP
 
@@ -195,6 +197,31 @@ def test_inductor(plans: tuple[str, ...], pool2: RankPool) -> None:
     """The default inner compiler."""
     args = ("llama", torch.float32, {"left": ((3, 13), (3, 10))}, "inductor", plans)
     assert_exact("llama", pool2.run(compare_plans, *args, timeout_s=500))
+
+
+def compare_apart(*args: Any) -> Any:
+    with patch.object(token_linears, "MIN_ROWS", 1):
+        return compare_plans(*args)
+
+
+@pytest.mark.parametrize(
+    ("family", "nproc"),
+    [
+        ("gpt2", 2),
+        ("llama_odd", 3),
+        *(
+            pytest.param(f, n, marks=pytest.mark.slow)
+            for f, n in product(FAMILIES, (2, 3, 4))
+            if (f, n) not in (("gpt2", 2), ("llama_odd", 3))
+        ),
+    ],
+)
+def test_own_tokens_multiplied_apart(
+    family: str, nproc: int, ranks: Callable[[int], RankPool]
+) -> None:
+    """As of long sequences: a rank multiplies its own tokens before the others' are there."""
+    args = (family, torch.float64, in_turn(family, 2), "eager", ("megatron_ts",))
+    assert_exact(family, ranks(nproc).run(compare_apart, *args, timeout_s=300), torch.float64)
 
 
 def compare_in_runs(*args: Any) -> Any:

@@ -50,7 +50,7 @@ def natural_order(stacked: Tensor, dim: int) -> Tensor:
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
 
 
-def _rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
+def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
     """[.., S, ..] in sequence order as the rows of every rank, [p, .., s, ..]; padding is 0."""
     return torch.stack([take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
 
@@ -102,7 +102,7 @@ def reduce_scatter_tokens(
         local, whole, info, dim, axis: as for ``gather_tokens``.
     """
     a = axis_named(axis)
-    return collectives.reduce_scatter(_rank_order(x, a.layout(x.shape[dim]), dim), a, int(info[1]))
+    return collectives.reduce_scatter(rank_order(x, a.layout(x.shape[dim]), dim), a, int(info[1]))
 
 
 @reduce_scatter_tokens.register_fake
@@ -122,7 +122,7 @@ def exchange_tokens(
         local, whole, info, dim, axis: as for ``gather_tokens``.
     """
     a = axis_named(axis)
-    rows = _rank_order(x, a.layout(x.shape[dim]), dim)
+    rows = rank_order(x, a.layout(x.shape[dim]), dim)
     return collectives.all_to_all(rows, a, int(info[1])).movedim(0, -1).contiguous()
 
 
@@ -206,7 +206,7 @@ class GatherTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         axis, layout, dim, block_id, summed = ctx.where
         if summed:
-            rows = collectives.reduce_scatter(_rank_order(grad, layout, dim), axis, block_id)
+            rows = collectives.reduce_scatter(rank_order(grad, layout, dim), axis, block_id)
         else:
             rows = take_own(grad, layout, axis.rank, dim)
         return rows, None, None, None, None, None

@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, TokenLayout, register_axis
 from paradyse.distributed.switch import switch_back, switch_split
+from paradyse.distributed.token_linears import (
+    gather_linears,
+    gather_linears_backward,
+    linear_scatter,
+    linear_scatter_backward,
+)
 from paradyse.distributed.tokens import (
     exchange_tokens,
     gather_tokens,
@@ -94,10 +101,49 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
         del parts
         return collectives.reduce_scatter(stacked, axis, block_id)
 
+    def gather_and_multiply(
+        x: Tensor, weights: Any, biases: Any, local: Tensor, whole: Tensor, info: Any, name: str
+    ) -> list[Tensor]:
+        everyone = gather(x, local, whole, info, x.ndim - 2, name)
+        pairs = zip(weights, biases or [None] * len(weights), strict=True)
+        return [everyone, *(linear(everyone, weight, bias) for weight, bias in pairs)]
+
+    def multiply_and_scatter(
+        x: Tensor, weight: Tensor, local: Tensor, whole: Tensor, info: Any, name: str
+    ) -> Tensor:
+        return scatter(linear(x, weight), local, whole, info, x.ndim - 2, name)
+
+    def gradients_of_gathered(
+        grads: Any, weights: Any, x: Any, beside: Any, needed: Any, needs_x: bool, *where: Any
+    ) -> list[Tensor]:
+        (local, whole, info, name), found = where, list[Tensor]()
+        if needs_x:
+            first, *others = zip(grads, weights, strict=True)
+            summand = first[0] @ first[1] if beside is None else beside.clone()
+            for grad, weight in others if beside is None else [first, *others]:
+                summand.view(-1, weight.shape[1]).addmm_(grad.flatten(0, -2), weight)
+            found.append(scatter(summand, local, whole, info, summand.ndim - 2, name))
+            del summand
+        return found + [grads[i].flatten(0, -2).T @ x.flatten(0, -2) for i in needed]
+
+    def gradients_of_scattered(grad: Tensor, x: Any, weight: Any, *where: Any) -> list[Tensor]:
+        local, whole, info, name = where
+        everyone = gather(grad, local, whole, info, grad.ndim - 2, name)
+        found = [] if weight is None else [everyone @ weight]
+        return found if x is None else [*found, everyone.flatten(0, -2).T @ x.flatten(0, -2)]
+
     attention = (attention_across_ranks, attention_across_ranks_backward)
     moves = gather_tokens, reduce_scatter_tokens, exchange_tokens, return_tokens
-    communicate = (*attention, *moves, switch_split, switch_back)
+    linears = gather_linears, gather_linears_backward, linear_scatter, linear_scatter_backward
+    communicate = (*attention, *moves, *linears, switch_split, switch_back)
     found = {op: with_numbers(op) for op in communicate}
     if p >= MANY_RANKS:
-        found |= {gather_tokens: gather, reduce_scatter_tokens: scatter}
+        found |= {
+            gather_tokens: gather,
+            reduce_scatter_tokens: scatter,
+            gather_linears: gather_and_multiply,
+            gather_linears_backward: gradients_of_gathered,
+            linear_scatter: multiply_and_scatter,
+            linear_scatter_backward: gradients_of_scattered,
+        }
     return numbers | {overload_of(op): run for op, run in found.items()}

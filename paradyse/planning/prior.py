@@ -40,7 +40,8 @@ def seconds(work: Work, machine: Machine) -> float:
 
 
 def time_parts(work: Work, machine: Machine) -> TimeParts:
-    """What ``work`` on ``machine`` takes, part by part, nothing of it hidden."""
+    """What ``work`` on ``machine`` takes, part by part; of messages that it waits for, without what
+    its own linears hide, of others whole."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
     compute_s += work.num_ops * machine.op_overhead_s
@@ -53,6 +54,9 @@ def time_parts(work: Work, machine: Machine) -> TimeParts:
             ring_s += wait_s
         else:
             exchange_s += wait_s
+    for name, num_bytes, messages, flops in work.behind:
+        hidden_s = min(machine.link(name).time_s(num_bytes, messages), flops / machine.matmul_flops)
+        exchange_s -= machine.overlap * hidden_s
     return TimeParts(compute_s, attention_s, ring_s, exchange_s, weights_s)
 
 

@@ -2,12 +2,12 @@
 
 One training call in ``SAMPLE_EVERY`` of a plan at a scale of lengths is watched: clocks at the
 edges of every block, which then cannot run together. Where that told nothing new it is half as
-often, down to one in ``SAMPLE_AT_LEAST``. Memory does not drift as times do: it is watched once for
-every variant and scale, and again when a call is longer than those before. Every ``REFRESH_EVERY``
-calls the ranks agree, in one small message, on what the slowest of them took and the fullest of
-them held, against what was predicted (``corrections``); plans are chosen anew where that changed.
-Clocks and the message's answer are read ``SETTLE`` calls after they were started, so that the host
-does not wait for the device.
+often, down to one in ``SAMPLE_AT_LEAST``, until a variant of the plan takes another time there.
+Memory does not drift as times do: it is watched once for every variant and scale, and again when a
+call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
+message, on what the slowest of them took and the fullest of them held, against what was predicted
+(``corrections``); plans are chosen anew where that changed. Clocks and the message's answer are
+read ``SETTLE`` calls after they were started, so that the host does not wait for the device.
 
 Memory is read off the allocator on CUDA, whose statistics are left as they are for others to read:
 the peak between two edges is known where it is the highest so far, and is else taken for what was
@@ -289,13 +289,15 @@ class Feedback:
                 for key in self._keys(r.plan):
                     self._known.pop((key, scale_of(r.workload)), None)
         now, used = self._snapshot(), self._used
-        changed = {q for q, of, at in agreed if _changed(q, of, at, now, used)}
+        changed = {slot for slot in agreed if _changed(*slot, now, used)}
         if changed:
             self._used = now
             self.splits.correct(now)
             self.forget()
-            self._sample_every.clear()
-            what = ", ".join(sorted(changed))
+            for plan, scale in [*self._sample_every]:
+                if any((TIME, key, scale) in changed for key in self._keys(plan)):
+                    del self._sample_every[plan, scale]
+            what = ", ".join(sorted({quantity for quantity, _, _ in changed}))
             log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
         else:
             for plan, scale in {(r.plan, scale_of(r.workload)) for r in records if not r.memory}:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.distributed.token_linears import gather_linears, linear_scatter
 from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece
@@ -37,9 +38,11 @@ from paradyse.strategies.dropout import dropout_overrides, has_dropout
 from paradyse.strategies.experts.parallel import ExpertParallelVariant, count_expert_parallel
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import (
+    Operands,
     Segments,
     evaluate,
     evaluate_ups,
+    linears,
     local_shape,
     on_tokens,
 )
@@ -59,6 +62,7 @@ class TensorParallelVariant(PieceVariant):
         biases = [d.bias for d in groups.downs if d.bias is not None]
         self.weights = [*groups.weights, *biases, *segments.weights]
         self.uses: Uses = [(w.node, w.form) for w in self.weights]
+        self.meanwhile = self._find_meanwhile()
         self.heads: Tensor | None = None
         self.needs_heads = has_dropout(groups.core)
         dims: list[Dims] = [((groups.slots.queries_per_rank,),)] * self.needs_heads
@@ -97,17 +101,35 @@ class TensorParallelVariant(PieceVariant):
         if block.attention is not None:
             overrides[block.attention] = self._attention(common, heads, apply)
 
+        def lengths(of: fx.Node) -> tuple[Tensor, Tensor]:
+            if scope.sequence_of(of) is not scope.keys:
+                return local, whole
+            at = (scope.keys_at[SPLIT], scope.keys_at[WHOLE])
+            return tuple(beside.new_empty(sizes[letter]) for letter in at)
+
         def gather(of: fx.Node, x: Tensor, dim: int) -> Tensor:
-            lengths = local, whole
-            if scope.sequence_of(of) is scope.keys:
-                at = (scope.keys_at[SPLIT], scope.keys_at[WHOLE])
-                lengths = tuple(beside.new_empty(sizes[letter]) for letter in at)
-            return torch.ops.paradyse.gather_tokens(x, *lengths, info, dim, scope.axis.name)
+            name = scope.axis.name
+            return torch.ops.paradyse.gather_tokens(x, *lengths(of), info, dim, name)
 
         def scatter(x: Tensor, dim: int) -> Tensor:
             return torch.ops.paradyse.reduce_scatter_tokens(
                 x, local, whole, info, dim, scope.axis.name
             )
+
+        def multiply(_: Any, operands: Sequence[Operands]) -> list[Tensor]:
+            """As ``linears`` does; what they read is gathered meanwhile where it can be."""
+            found: dict[fx.Node, Tensor] = {}
+            for node in self.meanwhile:
+                mine = [(d, w, b) for d, w, b in operands if d.x is node]
+                weights = [w for _, w, _ in mine]
+                biases = [b for _, _, b in mine if b is not None]
+                core_env[node], *ys = gather_linears(
+                    env[node], weights, biases, *lengths(node), info, scope.axis.name
+                )
+                found.update((d.node, y) for (d, _, _), y in zip(mine, ys, strict=True))
+            others = [o for o in operands if o[0].node not in found]
+            found.update((o[0].node, y) for o, y in zip(others, linears(core_env, others)))
+            return [found[d.node] for d, _, _ in operands]
 
         evaluate(scope, segments.pre, env, here, overrides)
         for nodes in self._messages():
@@ -117,16 +139,40 @@ class TensorParallelVariant(PieceVariant):
             widths = [x.shape[-1] for x in parts]
             # one alone may have the sequence last, which is longer now
             core_env.update(zip(nodes, came.split(widths, -1) if len(nodes) > 1 else [came]))
-        core_env.update(evaluate_ups(scope, groups.ups, core_env, ups, everywhere))
+        core_env.update(evaluate_ups(scope, groups.ups, core_env, ups, everywhere, multiply))
         evaluate(scope, groups.core, core_env, everywhere, overrides)
         for d, weight, bias in zip(groups.downs, downs, biases, strict=True):
-            summand = torch.ops.aten.linear.default(core_env[d.x], weight)
-            y = on_tokens(scope, d.node, summand, everywhere, scatter)
+            x = core_env[d.x]
+            if self._tokens_come_last(d.x) and self._tokens_come_last(d.node):
+                y = linear_scatter(x, weight, local, whole, info, scope.axis.name)
+            else:
+                summand = torch.ops.aten.linear.default(x, weight)
+                y = on_tokens(scope, d.node, summand, everywhere, scatter)
             env[d.node] = y if bias is None else y + bias
         evaluate(scope, segments.post, env, here, overrides)
         return [env[block.output]]
 
+    def _tokens_come_last(self, node: fx.Node) -> bool:
+        """Whether tokens are the last dim of ``node`` but one, and nothing else is in it."""
+        dims = self.scope.names.of(node)
+        tokens = {*self.scope.tokens}
+        return len(dims) > 1 and len(dims[-2]) == 1 and dims[-2][0] in tokens
+
+    def _find_meanwhile(self) -> list[fx.Node]:
+        """What up projections read that is gathered while they multiply the rank's own tokens."""
+        found = []
+        for nodes in self._all_messages():
+            read = [d for up in self.groups.ups for d in up.parts if d.x is nodes[0]]
+            alike = len({d.bias is None for d in read}) == 1
+            if len(nodes) == 1 and alike and self._tokens_come_last(nodes[0]):
+                found.append(nodes[0])
+        return found
+
     def _messages(self) -> list[list[fx.Node]]:
+        """Those of ``_all_messages`` that nothing is computed meanwhile of."""
+        return [nodes for nodes in self._all_messages() if nodes[0] not in self.meanwhile]
+
+    def _all_messages(self) -> list[list[fx.Node]]:
         """The values to gather, in messages: the narrow ones that adapters make share one."""
         inputs = self.groups.inputs
         widest = max(inputs, key=lambda n: n.meta["val"].shape[-1])
@@ -178,10 +224,15 @@ def _count(work: Work) -> None:
     p, passes, in_out = work.p, 1 + work.back, 2 * work.block.hidden + work.columns
     work.project(work.projected * p, work.padded_weights / p, in_out / p, 1 + 2 * work.back)
     gathers = 1 if work.workload.key_len is None else 2
-    there, back = ("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")
-    for (gather, scatter), turns in ((there, 1), (back, work.back)):
-        work.send(gather, (p - 1) * work.read_bytes * turns, gathers * turns)
-        work.send(scatter, (p - 1) * work.x_bytes * turns, turns)
+    read, written = (p - 1) * work.read_bytes, (p - 1) * work.x_bytes
+    # own tokens are multiplied meanwhile, and in backward the gradients of weights computed
+    ups = 2 * work.projected * work.padded_weights / p * work.up_share
+    downs = 2 * work.projected * work.padded_weights / p - ups
+    work.send_behind("all_gather", read, gathers, ups)
+    work.send_behind("reduce_scatter", written, 1, downs)
+    if work.back:
+        work.send_behind("reduce_scatter", read, gathers, (1 + p) * ups)
+        work.send_behind("all_gather", written, 1, 2 * downs)
     work.moved_bytes += 8 * p * work.x_bytes * passes
     work.num_ops += 2 * GATHER_OPS * passes
     work.saved_bytes += (p - 1) * work.read_bytes  # the gathered input, for the weights' gradients

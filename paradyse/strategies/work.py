@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from paradyse.distributed.axis import TokenLayout
+from paradyse.distributed.token_linears import MIN_ROWS
 from paradyse.strategies.groups.heads import deal_heads
 from paradyse.types import EXPERTS, BlockSpec, MaskSpec, Workload
 
@@ -145,6 +146,9 @@ class Work:
         self.ahead: dict[str, tuple[float, float]] = {}
         """Of these, per collective the bytes and the messages that are under way while neighbouring
         blocks compute: weights fetched ahead, and their gradients."""
+        self.behind: list[tuple[str, float, float, float]] = []
+        """Of these, messages that are under way while the block's own linears are computed:
+        collective, bytes, messages, operations of these linears."""
         self.ahead_bytes = 0.0
         """Whole weights that are on their way while a neighbouring block computes."""
         self.saved_bytes = self.workspace_bytes = 0.0
@@ -175,6 +179,13 @@ class Work:
             if ahead:
                 before = self.ahead.get(collective, (0.0, 0.0))
                 self.ahead[collective] = before[0] + num_bytes, before[1] + messages
+
+    def send_behind(self, collective: str, num_bytes: float, messages: float, flops: float) -> None:
+        """Book a message as ``send`` does, under way while the block itself multiplies what does
+        not need it, in so many ``flops``; few tokens are not multiplied apart."""
+        self.send(collective, num_bytes, messages)
+        if self.p > 1 and TokenLayout(self.p, self.workload.seq_len).chunk >= MIN_ROWS:
+            self.behind.append((collective, num_bytes, messages, flops))
 
     def _of_groups(self, collective: str, num_bytes: float, times: int, groups: int) -> None:
         """Book a block's weights, or their gradients, that travel so many ``times``. Where they do
@@ -239,6 +250,7 @@ class Work:
         self.num_ops += forward.num_ops
         for collective, messages in forward.messages.items():
             self.send(collective, forward.sent_bytes[collective], messages)
+        self.behind += forward.behind
 
     def keep_only(self, num_bytes: float) -> None:
         """Save ``num_bytes`` instead; the rest is there again while the block runs backward."""

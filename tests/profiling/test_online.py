@@ -206,6 +206,40 @@ def test_what_does_not_change_is_watched_seldom(pool2: RankPool) -> None:
     assert set(strategies[-20:]) == {"megatron_cz"}
 
 
+def slowing_when_long() -> tuple[list[str], list[int], list[int]]:
+    """Strategies of the last short and long step; short steps watched in 20 of them before the
+    strategy of the long ones slows, and in 40 of them, after."""
+    from paradyse.profiling import online
+
+    watched: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        hasten(patch)
+        run = Run("llama", patch)
+
+        class Noted(online.StepWatch):
+            def __init__(self, *args: Any) -> None:
+                watched.append(len(run.taken))
+                super().__init__(*args)
+
+        patch.setattr(online, "StepWatch", Noted)
+        for now in range(2 * (STEADY + 40)):
+            is_long = now % 2 == 1
+            run.time.slow = "all_to_all" if is_long else None
+            run.time.off = 2 * OFF if is_long and now > 2 * STEADY else OFF
+            run.step(65 if is_long else 9)
+        short = [step for step in watched if step % 2 == 0]
+        before = [step for step in short if 2 * STEADY - 40 <= step < 2 * STEADY]
+        return run.taken[2 * STEADY - 2 : 2 * STEADY], before, [s for s in short if s > 2 * STEADY]
+
+
+@pytest.mark.slow
+def test_what_slows_is_watched_anew_and_nothing_else(pool2: RankPool) -> None:
+    for strategies, before, after in pool2.run(slowing_when_long, timeout_s=300):
+        assert strategies == ["ulysses_z", "megatron_cz"]
+        # what is predicted of the short ones moves with it, once
+        assert len(before) <= 2 and len(after) <= 6, (before, after)
+
+
 LENGTHS = (9, 65, 13, 101)
 """Odd, and of two scales."""
 

@@ -213,9 +213,9 @@ def test_what_is_kept_and_what_is_computed_again(
             assert (forward[attention], backward[attention]) == (1, 0)
             assert backward[attention + "_backward"] == 1
             # of each message its gradient; what the block's last linear sends is not sent again
-            scattered = forward["paradyse.reduce_scatter_tokens"]
-            assert scattered == forward["paradyse.gather_tokens"]
-            assert scattered == backward["paradyse.reduce_scatter_tokens"]
+            for op in ("paradyse.gather_linears", "paradyse.linear_scatter"):
+                assert forward[op] == backward[op + "_backward"] == 2 * (plan == "megatron_ts")
+            assert not backward["paradyse.linear_scatter"]
         assert levered[2] < rows <= plain[2]
         # of attention the norm and q, k, v are gone; of the MLP the norm, and both sides of GELU
         assert plain[3] - levered[3] >= 4 * rows * (hidden + qkv + hidden + 2 * columns)

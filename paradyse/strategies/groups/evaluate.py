@@ -6,7 +6,7 @@ differ from the traced ones: tokens, heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, is_weight, make_piece, run
 from paradyse.strategies.base import Scope, spec_dims
 from paradyse.strategies.groups.analyse import closure, factors_of, may_be_split
-from paradyse.strategies.groups.model import Groups, Leaf, Up, Weight
+from paradyse.strategies.groups.model import Groups, Leaf, Projection, Up, Weight
 
 
 class Segments:
@@ -67,27 +67,41 @@ def on_tokens(scope: Scope, node: fx.Node, x: Tensor, sizes: dict[Factor, Any], 
     return moved.flatten(at, at + len(inner) - 1)
 
 
+Operands = tuple[Projection, Tensor, Tensor | None]
+"""A projection with a group's rows of its weight [n, h] and of its bias [n]."""
+
+
+def linears(inputs: Mapping[fx.Node, Any], operands: Sequence[Operands]) -> list[Tensor]:
+    """What each projection gives, [.., n], of what it reads in ``inputs``, [.., h]."""
+    linear = torch.ops.aten.linear.default
+    return [linear(inputs[of.x], weight, bias) for of, weight, bias in operands]
+
+
 def evaluate_ups(
     scope: Scope,
     ups: Sequence[Up],
     inputs: Mapping[fx.Node, Any],
     weights: Sequence[Tensor],
     sizes: dict[Factor, Any],
+    multiply: Callable[[Mapping[fx.Node, Any], Sequence[Operands]], Sequence[Tensor]] = linears,
 ) -> dict[fx.Node, Tensor]:
     """The values of the leaves of ``ups`` within a group.
 
     Args:
         inputs: what the projections read, [.., h].
         weights: a group's rows [n, h] or [n], in the order of ``up_weights``.
+        multiply: what computes the projections of all ``ups``.
     """
     given = iter(weights)
+    operands: list[Operands] = []
+    for part in (part for up in ups for part in up.parts):
+        weight = part.weight.apply(next(given))
+        bias = part.bias.apply(next(given)) if part.bias is not None else None
+        operands.append((part, weight, bias))
+    projected = iter(multiply(inputs, operands))
     env: dict[fx.Node, Tensor] = {}
     for up in ups:
-        rows: dict[fx.Node, Tensor] = {}
-        for part in up.parts:
-            weight = part.weight.apply(next(given))
-            bias = part.bias.apply(next(given)) if part.bias is not None else None
-            rows[part.node] = torch.ops.aten.linear.default(inputs[part.x], weight, bias)
+        rows = {part.node: next(projected) for part in up.parts}
         if up.join.nodes:
             evaluate(scope, up.join, rows, {})
         for leaf in up.leaves:
