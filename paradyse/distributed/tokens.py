@@ -51,7 +51,8 @@ def natural_order(stacked: Tensor, dim: int) -> Tensor:
 
 
 def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
-    """[.., S, ..] in sequence order as the rows of every rank, [p, .., s, ..]; padding is 0."""
+    """``x`` [.., S, ..], in sequence order along ``dim``, as the rows that every rank holds in
+    ``layout``, [p, .., s, ..]; padding is 0."""
     return torch.stack([take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
 
 

@@ -181,8 +181,9 @@ class Work:
                 self.ahead[collective] = before[0] + num_bytes, before[1] + messages
 
     def send_behind(self, collective: str, num_bytes: float, messages: float, flops: float) -> None:
-        """Book a message as ``send`` does, under way while the block itself multiplies what does
-        not need it, in so many ``flops``; few tokens are not multiplied apart."""
+        """Book ``messages`` of ``num_bytes`` in all to ``collective``, under way while the block
+        itself multiplies what does not need them, in so many ``flops``; few tokens are not
+        multiplied apart (``token_linears.MIN_ROWS``)."""
         self.send(collective, num_bytes, messages)
         if self.p > 1 and TokenLayout(self.p, self.workload.seq_len).chunk >= MIN_ROWS:
             self.behind.append((collective, num_bytes, messages, flops))

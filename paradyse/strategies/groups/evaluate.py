@@ -72,7 +72,8 @@ Operands = tuple[Projection, Tensor, Tensor | None]
 
 
 def linears(inputs: Mapping[fx.Node, Any], operands: Sequence[Operands]) -> list[Tensor]:
-    """What each projection gives, [.., n], of what it reads in ``inputs``, [.., h]."""
+    """What each projection of ``operands`` gives, [.., n], of what it reads in ``inputs``,
+    [.., h]."""
     linear = torch.ops.aten.linear.default
     return [linear(inputs[of.x], weight, bias) for of, weight, bias in operands]
 
