@@ -133,6 +133,8 @@ class TensorParallelVariant(PieceVariant):
 
         evaluate(scope, segments.pre, env, here, overrides)
         for nodes in self._messages():
+            if nodes[0] in self.meanwhile:
+                continue
             parts = [env[n] for n in nodes]
             sent = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
             came = on_tokens(scope, nodes[0], sent, here, partial(gather, nodes[0]))
@@ -161,7 +163,7 @@ class TensorParallelVariant(PieceVariant):
     def _find_meanwhile(self) -> list[fx.Node]:
         """What up projections read that is gathered while they multiply the rank's own tokens."""
         found = []
-        for nodes in self._all_messages():
+        for nodes in self._messages():
             read = [d for up in self.groups.ups for d in up.parts if d.x is nodes[0]]
             alike = len({d.bias is None for d in read}) == 1
             if len(nodes) == 1 and alike and self._tokens_come_last(nodes[0]):
@@ -169,10 +171,6 @@ class TensorParallelVariant(PieceVariant):
         return found
 
     def _messages(self) -> list[list[fx.Node]]:
-        """Those of ``_all_messages`` that nothing is computed meanwhile of."""
-        return [nodes for nodes in self._all_messages() if nodes[0] not in self.meanwhile]
-
-    def _all_messages(self) -> list[list[fx.Node]]:
         """The values to gather, in messages: the narrow ones that adapters make share one."""
         inputs = self.groups.inputs
         widest = max(inputs, key=lambda n: n.meta["val"].shape[-1])

@@ -214,7 +214,8 @@ def test_what_is_kept_and_what_is_computed_again(
             assert backward[attention + "_backward"] == 1
             # of each message its gradient; what the block's last linear sends is not sent again
             for op in ("paradyse.gather_linears", "paradyse.linear_scatter"):
-                assert forward[op] == backward[op + "_backward"] == 2 * (plan == "megatron_ts")
+                assert forward[op] == backward[op + "_backward"]
+                assert (forward[op] > 1) == (plan == "megatron_ts")
             assert not backward["paradyse.linear_scatter"]
         assert levered[2] < rows <= plain[2]
         # of attention the norm and q, k, v are gone; of the MLP the norm, and both sides of GELU
