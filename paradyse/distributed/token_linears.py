@@ -62,8 +62,10 @@ def _three_dims(x: Tensor) -> Tensor:
 def _multiply(
     x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, add: bool = False
 ) -> None:
-    """``out`` [B, n, m] = ``x`` [B, n, h] @ ``weight`` [h, m] + ``bias`` [m], sequence by sequence,
-    as these are contiguous; ``add``: to what is there."""
+    """``out`` [B, n, m] = ``x`` [B, n, h] @ ``weight`` [h, m] + ``bias`` [m]; ``add``: to what is
+    there. Sequence by sequence, each of which is contiguous, where all together are not."""
+    if x.is_contiguous() and out.is_contiguous():
+        x, out = x.view(1, -1, x.shape[-1]), out.view(1, -1, out.shape[-1])
     for rows, into in zip(x, out, strict=True):
         if add:
             into.addmm_(rows, weight)

@@ -92,9 +92,9 @@ def test_values_and_gradients(
             assert max(off.values()) < 1e-11, off
 
 
-def under_way(seq_len: int) -> list[list[str]]:
+def under_way(batch: int, seq_len: int) -> list[list[str]]:
     """Matmuls and waits of the two operators, forward and backward, in order of time."""
-    there, (x, w0, b0, w1, b1, down) = There(seq_len), given(1, seq_len)
+    there, (x, w0, b0, w1, b1, down) = There(seq_len), given(batch, seq_len)
     found = []
     for _ in range(2):  # the first call of an operator does more
         with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -111,7 +111,7 @@ def under_way(seq_len: int) -> list[list[str]]:
 def test_own_tokens_are_multiplied_while_messages_are_under_way(pool2: RankPool) -> None:
     """Before each wait there are matmuls that do not need what is waited for, and after it those
     that do."""
-    for (between,) in pool2.run(under_way, 8 * MIN_ROWS):
+    for (between,) in pool2.run(under_way, 1, 8 * MIN_ROWS):
         counts = [part.count("multiply") for part in between]
         # two stretches of own tokens or one, and what is between: gather 2 weights, scatter,
         # gather gradients with the weight's own part, scatter with two gradients of weights
@@ -120,7 +120,8 @@ def test_own_tokens_are_multiplied_while_messages_are_under_way(pool2: RankPool)
 
 
 def test_few_tokens_are_multiplied_at_once(pool2: RankPool) -> None:
-    for (between,) in pool2.run(under_way, 16):
+    """Those of all sequences, by one matmul for each weight."""
+    for (between,) in pool2.run(under_way, 5, 16):
         assert [part.count("multiply") for part in between][:2] == [0, 3], between
 
 
