@@ -12,7 +12,8 @@ of which share a KV head, documents of 2,048 tokens on average. Operations are t
 pairs: 4 x width each forward, 2.5 times that backward. Before a contender is timed, one head of its
 output and of every gradient is compared with attention computed in float64; one that does not fit
 the memory says so. A second table has what the first forward and backward of a length took, which a
-length seen for the first time costs: plans and compilations. --write-table leaves the fastest
+length seen for the first time costs: plans and compilations. --without leaves
+out contenders by the names that the tables have. --write-table leaves the fastest
 kernel for each plain mask and for windows, by the longest length up to 16,384, for
 ``paradyse.kernels.selection`` to choose by. With --flash FA3 (or another that is installed) it
 takes the place of ATen's flash attention; its rows stand in the table beside those of others.
@@ -53,6 +54,7 @@ OPTIONS: dict[str, Any] = {"lengths": LENGTHS, "widths": (64, 128), "runs": 7, "
 OPTIONS["masks"] = {"nargs": "+", "choices": MASKS, "default": list(MASKS)}
 OPTIONS["dtype"] = {"choices": ("bfloat16", "float16"), "default": "bfloat16"}
 OPTIONS["check"] = {"action": "store_true", "help": "correctness alone, tiny sizes"}
+OPTIONS["without"] = {"nargs": "+", "default": (), "metavar": "CONTENDER", "help": "leave out"}
 OPTIONS["flash"] = {"choices": list_flash_attention_impls(), "help": "in place of ATen's"}
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
 QUICK = {"lengths": (64, 128), "widths": (16,), "runs": 2}
@@ -86,12 +88,15 @@ def clock_of(step: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(case: Case, runs: int) -> Times:
-    """Every contender that can compute the case, forward and backward."""
+def measure(case: Case, runs: int, without: Sequence[str] = ()) -> Times:
+    """Every contender that can compute the case, forward and backward, but for those ``without``
+    which it is to be."""
     inputs, n = case.inputs(), case.tokens
     times: Times = {}
     turns: dict[tuple[str, str], Callable[[int], float]] = {}
     for c in contenders(case):
+        if c.name in without:
+            continue
         times[c.name] = dict.fromkeys((FORWARD, BACKWARD, FIRST), math.inf)
         try:
             times[c.name][FIRST] = clock_of(partial(c.results, inputs))
@@ -159,8 +164,8 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     return rows
 
 
-def run_checks(bench: Benchmark) -> None:
-    """Correctness at tiny sizes, on whatever device there is."""
+def run_checks(bench: Benchmark, without: Sequence[str]) -> None:
+    """Correctness at tiny sizes, on whatever device there is, of all contenders but ``without``."""
     cuda, rows, right = torch.cuda.is_available(), [], 0
     device, names = ("cuda", ["bfloat16", "float16"]) if cuda else ("cpu", ["float32"])
     shapes = ((64, 16, 2), (200, 64, 1), (257, 24, 2))
@@ -168,6 +173,8 @@ def run_checks(bench: Benchmark) -> None:
         sizes = device, 2, 2, kv_heads, tokens // 4
         case = Case(mask, tokens, width, getattr(torch, name), *sizes)
         for c in contenders(case):
+            if c.name in without:
+                continue
             try:
                 check(case, c, case.inputs())
                 right += 1
@@ -221,7 +228,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
     if args.check:
         bench.name += "_check"
         args.out = None if args.out == RESULTS else args.out
-        run_checks(bench)
+        run_checks(bench, args.without)
         return where
     if not cuda and not args.quick:
         sys.exit(
@@ -239,7 +246,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
         title = f"## {MASKS[mask]}, width {width}"
         for tokens in args.lengths:
             case = case_of(mask, width, tokens, args)
-            times = measure(case, args.runs)
+            times = measure(case, args.runs, args.without)
             rows.append([f"{tokens:,}", *(rate(case, of) for of in times.values())])
             first.append([f"{tokens:,}", *(f"{1e3 * of[FIRST]:.1f}" for of in times.values())])
             add_goals(bench, case, times)

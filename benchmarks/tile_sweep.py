@@ -1,16 +1,19 @@
 """Tile sizes of our attention kernels by time: what each kernel is fastest with on this GPU.
 
-    python benchmarks/tile_sweep.py                        # 10 min: bfloat16, widths 64 and 128
+    python benchmarks/tile_sweep.py                        # bfloat16, widths 64 and 128
     python benchmarks/tile_sweep.py --widths 256 --minutes 5
     python benchmarks/tile_sweep.py --write-table kernels/tiles.json
     TRITON_INTERPRET=1 python benchmarks/tile_sweep.py --quick   # on a CPU, to see that it runs
 
-From the tiles that ``paradyse.kernels.flash_plan`` has, one number at a time is changed (a side of
-the tile, warps, stages) and the best change is kept, until none helps or the --minutes of a width
-are over. The time is that of all --masks together; of the forward kernel its own, of the two
-backward kernels both together. A tile that does not fit the device is passed over. Results under
-the tiles that were found are compared with float64 at the end. --write-table leaves them for
-``flash_plan``, written anew after every width; `PARADYSE_TILES` names such a table.
+Every tile of a grid is tried: 64 to 256 of what a program holds and 32 to 128 of what it steps
+through, 4 and 8 warps, 2 to 4 stages, but for those that leave registers idle or need more than
+there are of them, or of shared memory. --workers processes compile them, into Triton's cache, for
+half of the --minutes at most; then this one times each alone, until the minutes are over; of the
+fastest, loops over partly visible tiles are tried without stages too. The time is that of all
+--masks together; of the forward kernel its own, of the two backward kernels both together. A tile
+that does not fit the device is passed over. Results under the tiles that were found are compared
+with float64 at the end. --write-table leaves them for ``flash_plan``, written anew after every
+width; `PARADYSE_TILES` names such a table.
 """
 
 import json
@@ -19,11 +22,13 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,14 +44,29 @@ from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_plan import Config, Configs
 
-OPTIONS: dict[str, Any] = {"widths": (64, 128), "tokens": 16384, "group": 4, "minutes": 5.0}
+OPTIONS: dict[str, Any] = {"widths": (64, 128), "tokens": 16384, "group": 4, "minutes": 8.0}
 OPTIONS["masks"] = {"nargs": "+", "choices": MASKS, "default": ["causal", "window"]}
 OPTIONS["dtype"] = {"choices": ("bfloat16", "float16", "float32"), "default": "bfloat16"}
+OPTIONS |= {"workers": max(1, min(14, (os.cpu_count() or 1) - 1))}
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
-QUICK = {"widths": (16,), "tokens": 64, "group": 2, "minutes": 0.2, "dtype": "float32"}
+QUICK = {
+    "workers": 1,
+    "widths": (16,),
+    "tokens": 64,
+    "group": 2,
+    "minutes": 0.2,
+    "dtype": "float32",
+}
 
-WORTH = 0.01
-"""A change is kept if it saves this share of the time."""
+REGISTERS = 64, 192
+"""Of a thread, for sums and scores: the least and the most that a tile of the grid has."""
+
+SHARED_BYTES = 232_448
+"""Of shared memory, that a program may have on sm_90 (CUDA C++ Programming Guide, "Technical
+Specifications per Compute Capability"); elsewhere larger tiles are passed over when launched."""
+
+HELD, STEPPED, WARPS, STAGES = (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)
+"""Of the grid: sides of what a program holds and of what it steps through."""
 
 KERNELS = {"forward": 0, "keys": 1, "queries": 1}
 """Those of ``Configs``, and which of (forward, backward) they are timed by."""
@@ -91,12 +111,12 @@ class Work(NamedTuple):
 
     def seconds(self, configs: Configs, of: int, runs: int) -> float:
         """The median of forward (0) or backward (1) with ``configs``; infinite where a tile does
-        not fit the device."""
+        not fit the device. Without ``runs`` it is launched once, and nobody reads the time."""
         with using(configs):
             try:
                 step = Kernels(self.case).parts(self.inputs)[of]
                 seconds_of(step, 1)
-                return median([seconds_of(step, 1) for _ in range(runs)])
+                return median([seconds_of(step, 1) for _ in range(runs)] or [0.0])
             except Exception as e:
                 if type(e).__name__ not in ("OutOfResources", "PTXASError", "CompilationError"):
                     raise
@@ -111,25 +131,62 @@ def using(configs: Configs) -> ExitStack:
     return stack
 
 
-def changes(config: Config) -> Iterator[Config]:
-    """Those by one number."""
-    for name in ("block_m", "block_n"):
-        size = getattr(config, name)
-        for other in (size // 2, size * 2):
-            if 16 <= other <= 256:
-                yield replace(config, **{name: other})
-    for warps in (config.num_warps // 2, config.num_warps * 2):
-        if 4 <= warps <= 16:
-            yield replace(config, num_warps=warps)
-    for stages in (config.num_stages - 1, config.num_stages + 1):
-        if 1 <= stages <= 5:
-            yield replace(config, num_stages=stages)
-            yield replace(config, num_stages=stages, masked_stages=stages)
-    masked = config.num_stages if config.masked_stages == 1 else 1
-    yield replace(config, masked_stages=masked)
+def grid(kernel: str, width: int, itemsize: int) -> list[Config]:
+    """The tiles to try, with as many stages in both loops.
+
+    A thread has float32 sums (of keys both dk and dv) and scores (backward their gradients too);
+    shared memory has what is held (backward two tensors of it) and two tensors a stage.
+    """
+    found = []
+    for held, stepped, warps, stages in product(HELD, STEPPED, WARPS, STAGES):
+        sums = held * width * (2 if kernel == "keys" else 1)
+        scores = held * stepped * (1 if kernel == "forward" else 2)
+        tensors = held * (1 if kernel == "forward" else 2) + 2 * stepped * stages
+        fits = tensors * width * itemsize <= SHARED_BYTES
+        if fits and REGISTERS[0] <= (sums + scores) / (32 * warps) <= REGISTERS[1]:
+            sides = (stepped, held) if kernel == "keys" else (held, stepped)
+            found.append(Config(*sides, warps, stages, stages))
+    return found
 
 
-def sweep(works: list[Work], configs: Configs, kernel: str, until: float, runs: int) -> Any:
+_prepared: dict[int, list[Work]] = {}
+"""In a process that compiles: by width."""
+
+
+def prepare(args: Namespace, width: int, given: Configs, of: int) -> None:
+    """In a process of its own: launch forward (0) or backward (1) with the configs ``given``, which
+    leaves it compiled in Triton's cache."""
+    if width not in _prepared:
+        _prepared[width] = works_of(args, width)
+    for work in _prepared[width]:
+        work.seconds(given, of, 0)
+
+
+def compile_all(
+    args: Namespace, defaults: dict[int, Configs], itemsize: int, seconds: float
+) -> None:
+    """Compile the grids of all kernels and widths by ``--workers`` processes; what they have not
+    begun after so many ``seconds`` is compiled when it is timed."""
+    for (width, configs), of in product(defaults.items(), set(KERNELS.values())):
+        prepare(args, width, configs, of)  # which all candidates have in common
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(prepare, args, width, replace(configs, **{kernel: config}), of)
+            for width, configs in defaults.items()
+            for kernel, of in KERNELS.items()
+            for config in grid(kernel, width, itemsize)
+        ]
+        done, left = wait(jobs, seconds)
+        pool.shutdown(wait=False, cancel_futures=True)
+    log(f"compiled {len(done)} tiles by {args.workers} processes, {len(left)} were left")
+    for error in {str(job.exception()) for job in done if job.exception()}:
+        log(f"a tile that did not compile: {error}")
+
+
+def sweep(
+    works: list[Work], configs: Configs, kernel: str, candidates: list[Config], until: float,
+    runs: int,
+) -> Any:  # fmt: skip
     """The configs with the best of ``kernel``, its seconds before and after, how many were tried;
     none begins after ``until`` (``time.monotonic``)."""
 
@@ -137,19 +194,20 @@ def sweep(works: list[Work], configs: Configs, kernel: str, until: float, runs: 
         given = replace(configs, **{kernel: config})
         return sum(work.seconds(given, KERNELS[kernel], runs) for work in works)
 
-    best = getattr(configs, kernel)
-    known = {best: seconds(best)}
-    before = known[best]
-    improved = True
-    while improved:
-        improved = False
-        for config in list(changes(best)):
+    before = getattr(configs, kernel)
+    known = {before: seconds(before)}
+
+    def try_all(some: list[Config]) -> Config:
+        for config in some:
             if config not in known and time.monotonic() < until:
                 known[config] = seconds(config)
-        fastest = min(known, key=known.__getitem__)
-        if known[fastest] < known[best] * (1 - WORTH):
-            best, improved = fastest, True
-    return replace(configs, **{kernel: best}), before, known[best], len(known)
+        return min(known, key=known.__getitem__)
+
+    best = try_all(candidates)
+    best = try_all([replace(best, masked_stages=1)])
+    for config in sorted(known, key=known.__getitem__)[:5]:
+        log(kernel, list(astuple(config)), f"{1e3 * known[config]:.2f} ms")
+    return replace(configs, **{kernel: best}), known[before], known[best], len(known)
 
 
 def works_of(args: Namespace, width: int) -> list[Work]:
@@ -160,6 +218,12 @@ def works_of(args: Namespace, width: int) -> list[Work]:
     where = getattr(torch, args.dtype), "cuda" if cuda else "cpu"
     cases = [Case(mask, tokens, width, *where, *sizes) for mask in args.masks]
     return [Work(case, case.inputs()) for case in cases]
+
+
+def default_configs(work: Work) -> Configs:
+    """Those that are used today."""
+    q, _, v, _ = work.inputs
+    return flash_plan.device_configs(q, v, SimpleNamespace(has_documents=False))
 
 
 def key_of(work: Work) -> flash_plan.TileKey:
@@ -181,21 +245,25 @@ def main(bench: Benchmark, args: Namespace) -> str:
         import_module("kernel_device")
     os.environ.pop(flash_plan.TILES_VARIABLE, None)
     bench.dtype, runs = args.dtype, 1 if args.quick else 5
+    itemsize = getattr(torch, args.dtype).itemsize
     bench.add(
         f"Tiles [queries, keys, warps, stages, stages where masked] of {', '.join(args.masks)} at "
         f"{args.tokens:,} tokens, {args.group} query heads a KV head; ms of forward or backward."
     )
     header = ["kernel", "tile before", "ms", "tile found", "ms", "tried"]
     rows, found = [], []
-    for width in args.widths:
-        works = works_of(args, width)
-        q, _, v, _ = works[0].inputs
-        configs = flash_plan.device_configs(q, v, SimpleNamespace(has_documents=False))
-        share = 60 * args.minutes / len(KERNELS)
-        for kernel in KERNELS:
+    begin, share = time.monotonic(), 60 * args.minutes / len(args.widths)
+    works_by_width = {width: works_of(args, width) for width in args.widths}
+    defaults = {width: default_configs(works[0]) for width, works in works_by_width.items()}
+    if not flash_plan.INTERPRETED:
+        compile_all(args, defaults, itemsize, 60 * args.minutes / 2)
+    for i, (width, works) in enumerate(works_by_width.items()):
+        configs = defaults[width]
+        for k, kernel in enumerate(KERNELS):
             was = getattr(configs, kernel)
-            until = time.monotonic() + share
-            configs, before, after, tried = sweep(works, configs, kernel, until, runs)
+            candidates = [was] if flash_plan.INTERPRETED else grid(kernel, width, itemsize)
+            until = begin + share * (i + (k + 1) / len(KERNELS))
+            configs, before, after, tried = sweep(works, configs, kernel, candidates, until, runs)
             tiles = [str(list(astuple(c))) for c in (was, getattr(configs, kernel))]
             times = [f"{1e3 * t:.2f}" for t in (before, after)]
             rows.append(

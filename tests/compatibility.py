@@ -6,6 +6,8 @@
     python tests/compatibility.py --all-strategies        # each strategy, and auto
     python tests/compatibility.py --inner inductor --limit 600 \\
         --out docs/compatibility_inductor.md              # compiled blocks
+    python tests/compatibility.py --device cuda --ranks 2 \\
+        --out docs/compatibility_gpu.md                   # ranks that share a GPU, over gloo
     python tests/compatibility.py --settings              # of what the table has: 1 to 4 ranks, ..
 
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three
@@ -53,6 +55,13 @@ COMPILED_TITLE = """# Compatibility under `inner="{inner}"`
 Written by `tests/compatibility.py --inner {inner} --out THIS`: as the [table of \
 families](compatibility.md), but what computes the blocks is compiled by {inner}, under the plan \
 `auto` alone.
+
+"""
+
+GPU_TITLE = """# Compatibility on a GPU
+
+Written by `tests/compatibility.py --device cuda --out THIS`: as the [table of \
+families](compatibility.md), but on {ranks} rank(s) that share one {gpu} and talk over gloo.
 
 """
 
@@ -105,12 +114,17 @@ class Result:
 
 
 def try_family(
-    pool: RankPool, name: str, plans: Sequence[str], timeout_s: float, inner: str = "eager"
+    pool: RankPool,
+    name: str,
+    plans: Sequence[str],
+    timeout_s: float,
+    inner: str = "eager",
+    device: str = "cpu",
 ) -> Result:
     """The row of ``name``; that of a crash where ranks raise, die or do not come back."""
     row = FAMILIES[name]
     try:
-        found = pool.run(examine, row, list(plans), inner, timeout_s=timeout_s)[0]
+        found = pool.run(examine, row, list(plans), inner, device, timeout_s=timeout_s)[0]
     except RankFailure as e:
         problem = f"**crash**: {crash(e)}"
         found = {"exact": problem, "blocks": "", "layers": "", "programs": "", "notes": ""}
@@ -172,9 +186,17 @@ def read(document: Path) -> dict[str, Result]:
     return {r.family: r for r in rows if r is not None}
 
 
-def write(document: Path, rows: Iterable[Result], inner: str = "eager") -> None:
-    """All of ``rows``, in the order of the table of families, with how many are exact under the
-    compiler ``inner``."""
+def title_of(inner: str, device: str, num_ranks: int) -> str:
+    """What a document says of how its rows came to be."""
+    if device == "cuda":
+        import torch
+
+        return GPU_TITLE.format(ranks=num_ranks, gpu=torch.cuda.get_device_name())
+    return TITLE if inner == "eager" else COMPILED_TITLE.format(inner=inner)
+
+
+def write(document: Path, rows: Iterable[Result], title: str = TITLE) -> None:
+    """All of ``rows``, in the order of the table of families, with how many are exact."""
     by_name = {r.family: r for r in rows}
     ordered = [by_name[name] for name in FAMILIES if name in by_name]
     tried = [r for r in ordered if not r.exact.startswith("**not tried")]
@@ -187,7 +209,6 @@ def write(document: Path, rows: Iterable[Result], inner: str = "eager") -> None:
     )
     names = [f.name for f in fields(Result)]
     table = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    title = TITLE if inner == "eager" else COMPILED_TITLE.format(inner=inner)
     text = title + HEAD + summary + "\n".join([*table, *(r.line() for r in ordered)]) + "\n"
     document.write_text(text)
 
@@ -205,6 +226,8 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for one family (90)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all ranks")
+    parser.add_argument("--ranks", type=int, default=NUM_RANKS, help=f"({NUM_RANKS})")
     parser.add_argument("--out", type=Path, default=DOCUMENT, help="the document")
     return parser
 
@@ -216,19 +239,19 @@ def main() -> int:
     start, rows = time.monotonic(), read(args.out)
     plans = PLANS if args.all_strategies else ("auto",)
     failed = 0
-    with RankPool(NUM_RANKS) as pool:
+    with RankPool(args.ranks) as pool:
         for name in args.only or FAMILIES:
             if name in rows and not args.again:
                 continue
             if time.monotonic() - start > args.seconds:
                 break
             began = time.monotonic()
-            row = try_family(pool, name, plans, args.limit, args.inner)
+            row = try_family(pool, name, plans, args.limit, args.inner, args.device)
             settings = rows[name].settings if name in rows else ""
             rows[name] = replace(row, settings=settings)  # of a command of its own
             failed += rows[name].exact.startswith("**")
             print(f"{time.monotonic() - began:5.1f} s {rows[name].line()}", flush=True)
-            write(args.out, rows.values(), args.inner)
+            write(args.out, rows.values(), title_of(args.inner, args.device, args.ranks))
     return 1 if failed else 0
 
 

@@ -18,8 +18,9 @@ from paradyse.types import ATTENTION_STRATEGIES
 NOTE_CHARS = 200
 
 
-def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
-    """On every rank: train the model of ``row`` at its lengths; what a ``Result`` says of it."""
+def examine(row: Row, plans: Sequence[str], inner: str, device: str = "cpu") -> dict[str, Any]:
+    """On every rank: train the model of ``row`` at its lengths on the ``device``, which ranks
+    share; what a ``Result`` says of it."""
     import transformers
 
     from paradyse.runtime.registry import captures_of
@@ -28,8 +29,9 @@ def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
     # Models warn of their own settings, and what they do in eager mode is no matter here.
     warnings.simplefilter("ignore")
     try:
-        reference, model = make(row), make(row)
-        batches = [batch_of(row, reference, n) for n in row.lengths]
+        reference, model = make(row).to(device), make(row).to(device)
+        made = [batch_of(row, reference, n) for n in row.lengths]
+        batches = [{k: v.to(device) for k, v in batch.items()} for batch in made]
         wanted = [run_step(reference, reference, batch, loss_of) for batch in batches]
     except Exception as e:  # whatever transformers makes of a row of the table
         problem = f"**not tried**: {type(e).__name__}: {short(str(e))}"
@@ -64,7 +66,7 @@ def examine(row: Row, plans: Sequence[str], inner: str) -> dict[str, Any]:
         captures = [*captures_of(compiled), *captures_of(compiled, whole=True)]
         programs.append(str(sum(max(1, len(c.graphs)) for c in captures)))
     if not single:
-        own = make(row)
+        own = make(row).to(device)
         chosen = torch.compile(own, backend="paradyse", options={**options, "plan": "auto"})
         for at in range(len(row.lengths)):
             compare("auto", chosen, own, at)

@@ -46,6 +46,10 @@ PRELOAD = [
 ]
 """Imported once, in the process that ranks are forked from."""
 
+START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+"""From a server that is forked, a rank starts in milliseconds, and without pytest's threads and
+state; but what is imported asks how many GPUs there are, after which a fork cannot use CUDA."""
+
 START_S = 120.0
 """How long imports and joining the group may take; not part of a call's own time."""
 GRACE_S = 5.0
@@ -164,9 +168,9 @@ class RankPool:
         self._processes, self._pipes, self._folder = [], [], None
 
     def _start(self) -> None:
-        # forkserver: a rank starts in milliseconds, and without pytest's threads and state.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = multiprocessing.get_context(START_METHOD)
+        if START_METHOD == "forkserver":
+            context.set_forkserver_preload(PRELOAD)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(self.nproc):
             mine, theirs = context.Pipe()

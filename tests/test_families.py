@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_run import loss_of
+from family_run import examine, loss_of
 from family_table import FAMILIES
 from harness import RankPool
 from models import TOLERANCE, run_step, worst
@@ -67,3 +67,15 @@ def test_double_precision(
     plans = PLANS if nproc > 1 else ("colossal_z",)
     for found in ranks(nproc).run(train, name, bool(sharded), plans, timeout_s=300):
         assert {k: e for k, e in found.items() if not e <= ROWS[name]} == {}
+
+
+ON_A_GPU = ("llama", "gpt2", "bert", "t5", "mistral", "gemma2", "gpt-oss", "mixtral", "mamba2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_ranks_that_share_a_gpu(name: str, ranks: Callable[[int], RankPool]) -> None:
+    """Over gloo, which takes tensors of a GPU through the host: NCCL has one rank a device."""
+    given = FAMILIES[name], list(PLANS), "eager", "cuda"
+    for found in ranks(2).run(examine, *given, timeout_s=300):
+        assert found["exact"] == "all strategies"

@@ -229,7 +229,7 @@ class Pending:
         self._works, self._result, self._context = works, result, (what, axis, block_id)
         self._finish: Callable[[Any], Any] | None = None
         self._keep = keep  # send buffers must outlive the transfer
-        self._on_gloo = axis.group is None or waits_on_host(axis)
+        self._on_gloo = waits_on_host(axis)
         self._watched = block_id != AGREEMENT  # which nothing may interrupt
 
     def wait(self) -> Any:
@@ -320,9 +320,9 @@ def _start(
 
 
 def waits_on_host(axis: Axis) -> bool:
-    """Whether a message over ``axis`` is over when its ``wait`` is, as on gloo; on NCCL the host
-    goes on, and the device waits."""
-    return backend_of(axis.group) == "gloo"
+    """Whether a message over ``axis`` is over when its ``wait`` is, as on gloo, or where one rank
+    sends none; on NCCL the host goes on, and the device waits."""
+    return axis.size == 1 or backend_of(axis.group) == "gloo"
 
 
 def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:

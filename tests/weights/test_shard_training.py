@@ -104,6 +104,14 @@ def test_weights_on_the_host_of_one_rank(pool1: RankPool) -> None:
     assert max(losses) < 2e-7 and max(norms) < 2e-7 and weights < 2e-6
 
 
+@pytest.mark.parametrize("kind", ["foreach", "offload"])
+def test_one_process_that_joined_no_group(kind: str) -> None:
+    """As a script that is run by itself: there is no process group to ask for anything."""
+    assert not torch.distributed.is_initialized()
+    losses, norms, weights = train_both(kind, "llama_odd")
+    assert max(losses) < 2e-7 and max(norms) < 2e-7 and weights < 2e-6
+
+
 def _bytes(tensors: Any) -> int:
     return sum(_held(x).numel() * _held(x).element_size() for x in tensors)
 
