@@ -204,6 +204,8 @@ def flex(case: Case) -> Contender:
     cuda, attend, visible = case.device == "cuda", flex_attention, case.visibility()
     if cuda:
         torch._dynamo.reset()  # a case is a compilation of its own
+        # as it is timed, backward runs again and again on what forward kept
+        torch._functorch.config.donated_buffer = False
         attend = torch.compile(flex_attention, dynamic=False)
 
     @cache

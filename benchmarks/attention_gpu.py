@@ -40,6 +40,7 @@ from torch.nn.attention import activate_flash_attention_impl, list_flash_attenti
 from paradyse.kernels import selection
 from paradyse.kernels.selection import (
     BACKWARD,
+    CUDNN,
     FORWARD,
     KERNELS,
     OWN_FLASH,
@@ -151,7 +152,8 @@ def add_goals(bench: Benchmark, case: Case, times: Times) -> None:
 
 
 def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
-    """The fastest kernel of ``selection`` forward and backward."""
+    """The fastest kernel of ``selection`` forward and backward, and half of what the first of a
+    length cost in both where that is a plan of cuDNN's."""
     rows = []
     device = torch.device(case.device)
     where = {"capability": capability_of(device) if device.type == "cuda" else "cpu"}
@@ -159,7 +161,11 @@ def table_rows(case: Case, times: Times) -> list[dict[str, Any]]:
     where |= {"dtype": str(case.dtype).removeprefix("torch."), "width": case.width}
     for d in (FORWARD, BACKWARD):
         if seconds := {n: times[n][d] for n in KERNELS if n in times and times[n][d] < math.inf}:
-            found = {"kernel": min(seconds, key=seconds.__getitem__), "tokens": case.tokens}
+            found: dict[str, Any] = {"kernel": min(seconds, key=seconds.__getitem__)}
+            found |= {"tokens": case.tokens, "pairs": case.batch * case.heads * case.tokens**2}
+            if found["kernel"] == CUDNN:  # ours are compiled once for all lengths
+                steady = sum(times[CUDNN][of] for of in (FORWARD, BACKWARD))
+                found["setup_s"] = max(0.0, times[CUDNN][FIRST] - steady) / 2
             rows.append({**where, "direction": d, **found, "seconds": seconds})
     return rows
 

@@ -19,7 +19,6 @@ after every run.
 """
 
 import sys
-import textwrap
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from typing import Any
 import torch
 from contenders import BACKENDS, Contender, compiled, llama
 from runner import Benchmark, alone, benchmark, check_equal, log, median, take_turns
+
+from paradyse.runtime.runs import FUSE_AFTER, FUSED_TOKENS
 
 OPTIONS: dict[str, Any] = {"lengths": (32768, 131072), "steps": 5, "rounds": 2}
 OPTIONS |= {"checkpoint_from": 32768, "seconds": 600.0}
@@ -44,6 +45,8 @@ MOST_KERNELS = 20
 
 WARM_UP = 2
 """Steps of each run that are not timed: they compile."""
+STEADY = FUSE_AFTER + 2
+"""As many of a sequence so short that blocks run together once their plan is used often."""
 
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 """Of a gradient's projection, relative to its norm: bfloat16 rounds every activation to 2^-9."""
@@ -72,7 +75,8 @@ def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | No
         if seq_len >= args.checkpoint_from:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         contender = compiled(model, backend)
-        losses = [contender.loss(seq_len) for _ in range(WARM_UP)]
+        warm_up = STEADY if seq_len <= FUSED_TOKENS else WARM_UP
+        losses = [contender.loss(seq_len) for _ in range(warm_up)]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         seconds, end = [contender.time_s(seq_len)], time.monotonic() + args.seconds
@@ -95,7 +99,8 @@ def profiled(contender: Contender, seq_len: int) -> list[tuple[str, int, float]]
     """``Run.kernels`` of one step: kernels on a GPU, operators on a CPU."""
     with torch.profiler.profile() as found:
         contender.loss(seq_len)
-    events = found.key_averages()
+    # ranges that were marked on the host are on the device's line too
+    events = [e for e in found.key_averages() if not e.is_user_annotation]
     on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
     if on_device:
         rows = [(e.key, e.count, e.self_device_time_total / 1e3) for e in on_device]
@@ -108,7 +113,7 @@ def show_kernels(bench: Benchmark, what: str, run: Run) -> None:
     """A table of the kernels of ``run``."""
     total = sum(ms for *_, ms in run.kernels)
     rows = [
-        [textwrap.shorten(name.replace("|", "/"), 70), str(n), f"{ms:.2f}", f"{ms / total:.1%}"]
+        [name.replace("|", "/")[:70], str(n), f"{ms:.2f}", f"{ms / total:.1%}"]
         for name, n, ms in run.kernels[:MOST_KERNELS]
     ]
     title = f"### {what}: {total:.1f} ms in {sum(n for _, n, _ in run.kernels):,} calls"

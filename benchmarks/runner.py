@@ -64,10 +64,17 @@ def log(*words: object) -> None:
 
 
 def alone(function: Callable[..., T], *given: Any, **env: str) -> T:
-    """``function(*given)`` in a fresh process, with ``env`` added to its environment."""
+    """``function(*given)`` in a fresh process, with ``env`` added to its environment. It does not
+    outlive a call that is cut off."""
     spawn = multiprocessing.get_context("spawn")
     with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as pool:
-        return pool.submit(function, *given).result()
+        result = pool.submit(function, *given)
+        try:
+            return result.result()
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def run_target(rank: Rank, target: str, args: argparse.Namespace) -> Any:

@@ -240,7 +240,7 @@ def launch_backward(given: Backward, visibility: Visibility, spec: AttentionSpec
     grad_out, q, k, v, out, lse = given
     b, h, n, d = q.shape
     kv_heads, num_keys, dv_width = k.shape[1], k.shape[2], v.shape[-1]
-    configs = device_configs(q, v, visibility)
+    configs = device_configs(q, v, visibility, spec.bias is not None)
     split = _split(b, h, kv_heads, num_keys, configs.keys.block_n, q.device)
     sums = q.dtype if split == 1 else torch.float32
     dq = empty_like_heads(q)

@@ -24,10 +24,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python on the CPU (TRITON_INTERPRET=1 before triton is imported)."""
 
 TILES_VARIABLE = "PARADYSE_TILES"
-"""Environment variable: the path of a table of tile sizes, in place of the package's own."""
+"""Environment variable: the path of a table of tile sizes, which goes before the package's own."""
 
 MEASURED_TILES = Path(__file__).parent / "tiles.json"
-"""The table that comes with the package; there is none until a device was measured."""
+"""The table that comes with the package."""
 
 LOG2_E = 1.4426950408889634
 MAX_WIDTH = 256
@@ -86,6 +86,37 @@ _INTERPRETED_CONFIGS = Configs(_F(32, 16, 1, 1), _F(16, 32, 1, 1), _F(32, 16, 1,
 def padded_width(width: int) -> int:
     """The power of two, at least 16, that a tile of ``width`` has."""
     return max(16, triton.next_power_of_2(width))
+
+
+ALIGNED = 16
+"""Elements: Triton copies tiles asynchronously where sequences, heads and rows begin at multiples
+of so many."""
+
+
+def aligned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What one launch reads, in memory that all of its tiles are copied from asynchronously where
+    it has to be: tensors of 16 bits and of unlike widths are copied if they lie otherwise.
+
+    Else two products have constant addresses in shared memory of unlike forms, and the ptxas of
+    Triton 3.6 computes those of one from a register that nothing wrote (seen on an H100;
+    ``tests/kernels/unwritten.py`` finds it in the code).
+
+    Args:
+        tensors: [B, H, S, D], of one dtype, with adjacent elements along the last dim.
+    """
+    if len({padded_width(x.shape[3]) for x in tensors}) == 1 or tensors[0].itemsize != 2:
+        return list(tensors)
+    return [x if _is_aligned(x) else _aligned_copy(x) for x in tensors]
+
+
+def _is_aligned(x: Tensor) -> bool:
+    return all(n % ALIGNED == 0 for n in (*x.stride()[:3], x.data_ptr()))
+
+
+def _aligned_copy(x: Tensor) -> Tensor:
+    b, h, s, d = x.shape
+    whole = x.new_empty((b, s, h, triton.cdiv(d, ALIGNED) * ALIGNED)).transpose(1, 2)
+    return whole[..., :d].copy_(x)
 
 
 SUM_REGISTERS = 128
@@ -153,7 +184,7 @@ def _own_tiles() -> Mapping[TileKey, Configs]:
 
 def _measured_tiles() -> Mapping[TileKey, Configs]:
     asked = os.environ.get(TILES_VARIABLE)
-    return load_tiles(Path(asked)) if asked else _own_tiles()
+    return {**_own_tiles(), **load_tiles(Path(asked))} if asked else _own_tiles()
 
 
 def configs_for(
@@ -177,7 +208,9 @@ def configs_for(
     major, _ = capability
     generation = 9 if major in (9, 10) else 8 if capability in ((8, 0), (8, 7)) else 86
     key = generation, itemsize, max(64, padded_width(width))
-    configs = _measured_tiles().get((capability, *key[1:])) or _CONFIGS[key]
+    by_position = not (has_documents or has_bias)  # as those of which tables are measured
+    measured = _measured_tiles().get((capability, *key[1:])) if by_position else None
+    configs = measured or _CONFIGS[key]
     if has_documents and key in _DOCUMENT_FORWARD:
         return replace(configs, forward=_DOCUMENT_FORWARD[key])
     if has_bias and key in _BIAS_FORWARD:

@@ -22,7 +22,7 @@ from paradyse.kernels.attention_core import Backward, Grads, adjacent
 from paradyse.kernels.attention_mask import AttentionSpec, Runs, run_positions
 from paradyse.kernels.flash_backward import launch_backward
 from paradyse.kernels.flash_forward import launch_forward
-from paradyse.kernels.flash_plan import refusal
+from paradyse.kernels.flash_plan import aligned, refusal
 from paradyse.kernels.flash_tiles import (
     Keys,
     Queries,
@@ -100,12 +100,15 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """``attention.attention_forward`` of a call that ``supports`` allows."""
-    visibility = _visibility(q, q_runs, kv_runs, spec)
-    return launch_forward(adjacent(q), adjacent(k), adjacent(v), visibility, spec)
+    q, k, v = aligned([adjacent(q), adjacent(k), adjacent(v)])
+    return launch_forward(q, k, v, _visibility(q, q_runs, kv_runs, spec), spec)
 
 
 def backward(given: Backward, q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Grads:
     """``attention.attention_backward`` of a call that ``supports`` allows; every run gives the same
     gradients.
     """
-    return launch_backward(given.readable(), _visibility(given.q, q_runs, kv_runs, spec), spec)
+    grad, q, k, v, out, lse = given.readable()
+    grad, q, k, v = aligned([grad, q, k, v])
+    given = Backward(grad, q, k, v, out, lse)
+    return launch_backward(given, _visibility(q, q_runs, kv_runs, spec), spec)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from paradyse.kernels.selection import (
     WINDOW,
     capability_of,
     choose,
+    settled,
 )
 from paradyse.torch_private import (
     cudnn_attention,
@@ -132,6 +134,12 @@ def window_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None
 # Kernels
 
 
+@cache
+def _seed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for a seed of dropout where there is none; nobody writes to it."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def _flash_window_forward(
     q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -147,12 +155,11 @@ def _flash_window_backward(given: Backward, left: int, right: int, scale: float)
     *tensors, lse = given
     parts = [x.transpose(1, 2) for x in tensors]
     q, k = parts[1:3]
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    unread = _seed((2,), torch.uint64, q.device), _seed((), torch.uint64, q.device)
     lengths: Any = (None, None, q.shape[1], k.shape[1])
     window = {"window_size_left": left, "window_size_right": right}
     dq, dk, dv = flash_window_backward(
-        *parts, lse, *lengths, 0.0, False, seed, offset, scale=scale, **window
+        *parts, lse, *lengths, 0.0, False, *unread, scale=scale, **window
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -172,10 +179,9 @@ def _flash_forward(
 
 def _flash_backward(given: Backward, causal: bool, scale: float) -> Grads:
     _, q, k, *_ = given
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    unread = _seed((2,), torch.uint64, q.device), _seed((), torch.uint64, q.device)
     lengths: Any = (None, None, q.shape[2], k.shape[2])
-    dq, dk, dv = flash_attention_backward(*given, *lengths, 0.0, causal, seed, offset, scale=scale)
+    dq, dk, dv = flash_attention_backward(*given, *lengths, 0.0, causal, *unread, scale=scale)
     return dq, dk, dv
 
 
@@ -189,10 +195,10 @@ def _cudnn_forward(
 def _cudnn_backward(given: Backward, causal: bool, scale: float) -> Grads:
     *others, lse = given
     q, k = given.q, given.k
-    seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+    unread = (_seed((), torch.int64, q.device),) * 2
     lengths: Any = (None, None, None, q.shape[2], k.shape[2])
     dq, dk, dv = cudnn_attention_backward(
-        *others, lse[..., None], seed, offset, *lengths, 0.0, causal, scale=scale
+        *others, lse[..., None], *unread, *lengths, 0.0, causal, scale=scale
     )
     return dq, dk, dv
 
@@ -235,7 +241,10 @@ def selected_tile(
     if tile is None:
         return None
     mask = {DIAGONAL: CAUSAL, FULL_TILE: FULL, MASKED: WINDOW}[tile.kind]
-    kernel = choose(capability_of(q.device), q.dtype, q.shape[3], mask, direction).kernel
+    choice = choose(capability_of(q.device), q.dtype, q.shape[3], mask, direction)
+    rows, keys = tile.r1 - tile.r0, tile.k1 - tile.k0
+    shape = direction, mask, q.dtype, q.shape[0], q.shape[1], k.shape[1], q.shape[3], rows, keys
+    kernel = settled(choice, shape, q.shape[0] * q.shape[1] * rows * keys)
     return (tile, kernel) if kernel in FORWARD_KERNELS else None
 
 

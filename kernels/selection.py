@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,11 +49,54 @@ Key = tuple[str, str, int, str, str]
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A row of a table."""
+
+    kernel: str
+    """The fastest."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By kernel."""
+    pairs: float = 0.0
+    """Queries times keys, of all heads and sequences, that took so long; 0: not said."""
+    setup_s: float = 0.0
+    """What the first call of a shape costs beyond others: cuDNN makes a plan for each."""
+
+
+@dataclass(frozen=True)
 class Choice:
     """A kernel, and where the choice comes from."""
 
     kernel: str
     why: str
+    measured: Measured | None = None
+    """The row that says so."""
+
+
+_LOST: dict[Hashable, float] = {}
+"""Of a shape, the seconds that were lost so far to its fastest kernel, which was not set up."""
+_MOST_SHAPES = 4096
+"""That are remembered."""
+
+
+def settled(choice: Choice, shape: Hashable, pairs: float) -> str:
+    """The kernel for one more call, of a ``shape`` with so many ``pairs``: that of ``choice`` once
+    the next best has lost as much time to it as its setup costs, so that both together are at most
+    twice the least there could be (Karlin et al., Competitive snoopy caching, 1988: to rent skis
+    until the rent has reached their price). Lengths that come once are not set up for.
+    """
+    row = choice.measured
+    others = [k for k in row.seconds if k != row.kernel] if row else []
+    if row is None or not (row.setup_s and row.pairs and others):
+        return choice.kernel
+    next_best = min(others, key=row.seconds.__getitem__)
+    lost = _LOST.pop(shape, 0.0)
+    settle = lost >= row.setup_s
+    if not settle:
+        lost += (row.seconds[next_best] - row.seconds[row.kernel]) * pairs / row.pairs
+    _LOST[shape] = lost  # the latest at the end
+    if len(_LOST) > _MOST_SHAPES:
+        del _LOST[next(iter(_LOST))]
+    return row.kernel if settle else next_best
 
 
 def flash_in_use() -> str:
@@ -61,9 +104,9 @@ def flash_in_use() -> str:
     return current_flash_attention_impl() or OWN_FLASH
 
 
-def load_table(path: Path, flash: str | None = None) -> Mapping[Key, str]:
-    """Key -> kernel of the table in the file ``path``; where ``flash`` is given, of its rows alone
-    that were measured with this implementation of flash attention.
+def load_table(path: Path, flash: str | None = None) -> Mapping[Key, Measured]:
+    """The table in the file ``path``; where ``flash`` is given, those of its rows alone that were
+    measured with this implementation of flash attention.
 
     Raises:
         ValueError: the file is not such a table, or names a kernel that does not exist.
@@ -71,7 +114,12 @@ def load_table(path: Path, flash: str | None = None) -> Mapping[Key, str]:
     try:
         rows = json.loads(path.read_text())["rows"]
         table = {
-            (r["capability"], r["dtype"], int(r["width"]), r["mask"], r["direction"]): r["kernel"]
+            (r["capability"], r["dtype"], int(r["width"]), r["mask"], r["direction"]): Measured(
+                r["kernel"],
+                dict(r.get("seconds", {})),
+                float(r.get("pairs", 0)),
+                float(r.get("setup_s", 0)),
+            )
             for r in rows
             if flash in (None, r.get("flash", OWN_FLASH))
         }
@@ -80,7 +128,8 @@ def load_table(path: Path, flash: str | None = None) -> Mapping[Key, str]:
             f"{path}: cannot read this as a table of kernels ({type(e).__name__}: {e}); "
             "`python benchmarks/attention_gpu.py --write-table PATH` writes one"
         ) from e
-    for key, kernel in table.items():
+    for key, row in table.items():
+        kernel = row.kernel
         if kernel not in KERNELS or key[3] not in MASKS or key[4] not in DIRECTIONS:
             raise ValueError(
                 f"{path}: {kernel!r} for {key}; legal kernels: {', '.join(KERNELS)}; masks: "
@@ -90,7 +139,7 @@ def load_table(path: Path, flash: str | None = None) -> Mapping[Key, str]:
 
 
 @lru_cache(maxsize=8)
-def _override(value: str, flash: str) -> str | Mapping[Key, str]:
+def _override(value: str, flash: str) -> str | Mapping[Key, Measured]:
     """What ``VARIABLE`` says: one kernel, or a table, of which the rows of ``flash``."""
     if value in KERNELS:
         return value
@@ -104,7 +153,7 @@ def _override(value: str, flash: str) -> str | Mapping[Key, str]:
 
 
 @lru_cache(maxsize=8)
-def _measured(flash: str) -> Mapping[Key, str]:
+def _measured(flash: str) -> Mapping[Key, Measured]:
     return load_table(MEASURED, flash) if MEASURED.is_file() else {}
 
 
@@ -130,10 +179,11 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
     key = (capability, str(dtype).removeprefix("torch."), width, mask, direction)
     value, flash = os.environ.get(VARIABLE, ""), flash_in_use()
     asked = _override(value, flash) if value else _measured(flash)
+    row = None
     if isinstance(asked, str):
         kernel, why = asked, f"{VARIABLE}={asked}"
-    elif key in asked:
-        kernel, why = asked[key], f"measured, {Path(value) if value else 'own table'}"
+    elif row := asked.get(key):
+        kernel, why = row.kernel, f"measured, {Path(value) if value else 'own table'}"
     else:
         kernel = TRITON if mask == WINDOW else ATEN_FLASH
         why = "not measured for this device, dtype and width"
@@ -142,7 +192,21 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
         can_not = f"{key[1]} of width {width} on compute capability {capability}"
         can_not = "windows" if no_window else can_not
         return Choice(TRITON, f"{kernel} ({why}) cannot do {can_not}")
-    return Choice(kernel, f"{why}; {flash} is active" if flash != OWN_FLASH else why)
+    return Choice(kernel, f"{why}; {flash} is active" if flash != OWN_FLASH else why, row)
+
+
+def flash_of_short(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether plain attention of sequences so short that the host's time counts is to be PyTorch's
+    flash attention, whatever is faster on long ones: compiled code calls it by itself. Not where
+    ``VARIABLE`` names one kernel.
+
+    Args:
+        device: a CUDA device.
+        dtype, width: of q, k and v.
+    """
+    where = capability_of(device), dtype, width
+    able = all(supported(ATEN_FLASH, *where, d) for d in DIRECTIONS)
+    return able and os.environ.get(VARIABLE, "") not in (TRITON, CUDNN)
 
 
 def capability_of(device: torch.device) -> str:

@@ -162,7 +162,10 @@ class _Memory:
         if name == "fill_" and not isinstance(args[0], fx.Node):
             return self._emit(node, aten.full_like.default, old, args[0])
         if name in ("copy_", "fill_"):
-            value = args[0]
+            value, number = args[0], _number(args[0])
+            if isinstance(number, int) or (number is not None and like.is_floating_point()):
+                # it lies on the host, wherever ``old`` does
+                return self._emit(node, aten.full_like.default, old, number)
         else:
             packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
             overload = schema_of(node.target).overload_name or "default"
@@ -172,6 +175,8 @@ class _Memory:
                     f"operator {node.target} writes to its input and has no functional form here"
                 )
             value = self._emit(node, functional, old, *args, **kwargs)
+        if value.meta["val"].device != like.device:
+            value = self._emit(node, aten.to.device, value, like.device, like.dtype)
         if value.meta["val"].dtype != like.dtype:
             value = self._emit(node, aten.to.dtype, value, like.dtype)
         if value.meta["val"].shape != like.shape:
@@ -213,6 +218,13 @@ _SAME_ELEMENTS = {
     aten.lift_fresh.default,
 }
 """Views that show every element, in the same order."""
+
+
+def _number(node: fx.Node) -> Any:
+    """The number that ``node``, a tensor without dims, was written as; None where it was not."""
+    while node.target is aten.detach.default:
+        node = node.args[0]
+    return node.args[1] if node.target is aten.full.default and not node.args[0] else None
 
 
 def _has_gradient(node: fx.Node) -> bool:

@@ -85,7 +85,7 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         run = _Interpreter(gm, numbers)
         traced = make_fx(lambda *args: run.run(*args), pre_dispatch=True)(*fakes)
     _check_constants(traced, gm)
-    _write_numbers(traced)
+    write_numbers(traced)
     for node in traced.graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -136,8 +136,8 @@ def _check_constants(traced: fx.GraphModule, gm: fx.GraphModule) -> None:
             )
 
 
-def _write_numbers(traced: fx.GraphModule) -> None:
-    """Write tensors of one number as such.
+def write_numbers(traced: fx.GraphModule) -> None:
+    """Write tensors of one number as such, in the graph ``traced``.
 
     before: c = lift_fresh_copy(_tensor_constant0)
     after:  c = full([], 1.0)

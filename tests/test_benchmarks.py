@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import random
+import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
@@ -116,6 +120,33 @@ def test_contenders_take_turns_and_what_warms_up_is_not_kept(benchmark: Any) -> 
 def test_a_fresh_process_has_the_environment_that_it_was_given(benchmark: Any) -> None:
     assert benchmark("runner").alone(os.getenv, "PARADYSE_TEST", PARADYSE_TEST="x") == "x"
     assert "PARADYSE_TEST" not in os.environ
+
+
+def test_a_fresh_process_does_not_outlive_a_call_that_is_cut_off(
+    benchmark: Any, tmp_path: Path
+) -> None:
+    def cut_off(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, cut_off)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            benchmark("runner").alone(time.sleep, 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begin < 30 and not multiprocessing.active_children()
+
+
+def test_tiles_that_are_tried_fit_registers_and_shared_memory(benchmark: Any) -> None:
+    sweep = benchmark("tile_sweep")
+    for kernel, width in itertools.product(sweep.KERNELS, (64, 128)):
+        found = sweep.grid(kernel, width, 2)
+        assert 10 < len(found) < 60 and len(set(found)) == len(found)
+    held = {c.block_n for c in sweep.grid("keys", 128, 2)}
+    assert held <= {64, 128}  # with 256 keys of both sums no thread has registers
 
 
 def test_a_contender_that_is_wrong_is_not_timed(benchmark: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.lower import Dims
+from paradyse.kernels.selection import flash_of_short
 from paradyse.strategies.base import (
     NUM_COMMON,
     LoweredPiece,
@@ -24,7 +25,7 @@ from paradyse.strategies.base import (
     StepContext,
     common_dims,
 )
-from paradyse.torch_private import cpu_flash
+from paradyse.torch_private import cpu_flash, flash_attention
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,28 @@ def _sources(member: Member, step: StepContext) -> list[fx.Node | None]:
 
 def attend(op: Any, *args: Any) -> Any:
     """The results of ``op``, an operator of attention, for ``args``: an ``Apply``. Where it is one
-    call of PyTorch's kernel for CPUs, that stands in the graph by itself, as our own operators cost
+    call of PyTorch's flash attention, that stands in the graph by itself, as our own operators cost
     the host several times as much as the kernel of a short sequence."""
     if op is not ATTENTION:
         return op(*args)
     call = AttentionCall(*args)
     q, k, v = call.qkv
-    on_cpu = q.device.type == "cpu" and cpu_flash is not None
     # Whatever else the operator may be asked for, the kernel does not know.
     plain = AttentionCall(q, k, v, right=call.right, scale=call.scale)
     unread = replace(call, head_ids=None, info=None)  # by plain attention on one rank
-    if not on_cpu or unread != plain or call.right > 0 or q.shape[-1] != v.shape[-1]:
+    if unread != plain or call.right > 0 or q.shape[-1] != v.shape[-1]:
+        return op(*args)
+    causal = call.right == 0
+    if q.device.type == "cuda" and flash_of_short(q.device, q.dtype, q.shape[-1]):
+        q, k, v = map(_adjacent, (q, k, v))
+        return flash_attention(q, k, v, 0.0, causal, False, scale=call.scale)[:2]
+    if q.device.type != "cpu" or cpu_flash is None:
         return op(*args)
     group = q.shape[1] // k.shape[1]
     if group > 1 and k.shape[1] < torch.get_num_threads():  # it divides its work by key heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return cpu_flash(q, k, v, 0.0, call.right == 0, scale=call.scale)
+    return cpu_flash(*map(_adjacent, (q, k, v)), 0.0, causal, scale=call.scale)
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

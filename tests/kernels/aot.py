@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from unwritten import unwritten
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming
@@ -154,19 +155,25 @@ TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 """Products of tiles in PTX: of sm_80, of sm_90 by groups of warps, of sm_100."""
 
 
-def compiled(launch: Launch, arch: int) -> dict[str, Any]:
-    """What ``launch`` takes of a device of compute capability ``arch``: registers, bytes spilled
-    and bytes of shared memory; and how often each of ``TENSOR_CORES`` is in its code.
-    """
+def kernel_of(launch: Launch, arch: int) -> Any:
+    """``launch`` compiled for compute capability ``arch``, as Triton has it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     attrs = {path: [["tt.divisibility", 16]] for path in launch.aligned}
     source = ASTSource(launch.kernel, launch.signature, launch.constants, attrs)
-    kernel = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options)
-    )
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(launch.options))
+
+
+def compiled(launch: Launch, arch: int) -> dict[str, Any]:
+    """What ``launch`` takes of a device of compute capability ``arch``: registers, bytes spilled
+    and bytes of shared memory; how often each of ``TENSOR_CORES`` is in its code; and instructions
+    that read what was not written.
+    """
+    kernel = kernel_of(launch, arch)
     counts = {name: kernel.asm["ptx"].count(name) for name in TENSOR_CORES}
     used = {name: n for name, n in counts.items() if n}
-    return {**_usage(kernel.asm["cubin"]), "shared": kernel.metadata.shared, "products": used}
+    cubin = kernel.asm["cubin"]
+    found = {"shared": kernel.metadata.shared, "products": used, "unwritten": unwritten(cubin)}
+    return _usage(cubin) | found

@@ -62,9 +62,9 @@ def exchange(width: int) -> None:
         triton_exchange.launch_receive_heads(slots, message, widths)
 
 
-def flash(width: int, **mask: Any) -> None:
+def flash(width: int, value_width: int | None = None, **mask: Any) -> None:
     """Forward and backward, with GQA."""
-    q, k, v = heads(HEADS, width), heads(KV_HEADS, width), heads(KV_HEADS, width)
+    q, k, v = heads(HEADS, width), heads(KV_HEADS, width), heads(KV_HEADS, value_width or width)
     spec = AttentionSpec(TOKENS, width**-0.5, right=0, **mask)
     positions = torch.empty(TOKENS, dtype=torch.int32, device="meta")
     visibility = describe_mask(positions, positions, spec)
@@ -96,6 +96,7 @@ def cases() -> Iterator[Case]:
     yield "exchange", lambda: exchange(128)
     for width in (64, 128):
         yield "flash causal", lambda w=width: flash(w)
+    yield "flash unlike widths", lambda: flash(64, 32)
     by_distance = torch.empty(HEADS, 2, TOKENS, device="meta")
     yield "flash bias by distance", lambda: flash(64, bias=by_distance)
     documents = torch.empty(1, TOKENS, dtype=torch.int64, device="meta")

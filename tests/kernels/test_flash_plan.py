@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from paradyse.kernels import flash_plan
 from paradyse.kernels.flash_plan import (
     Config,
     Configs,
+    aligned,
     configs_for,
     load_tiles,
     sums_of_keys,
@@ -72,3 +74,27 @@ def test_wide_heads_have_dk_and_dv_one_after_the_other() -> None:
         assert len(sums) == launches
         assert [sum(of) for of in zip(*sums, strict=True)] == [1, 1]
         assert capability[0] < 9 or config.block_n >= 64
+
+
+def rows_of(width: int, dtype: torch.dtype, extra: int = 0) -> torch.Tensor:
+    """[2, 3, 7, width], of which rows begin ``extra`` elements behind each other."""
+    torch.manual_seed(width)
+    return torch.randn(2, 7, 3, width + extra).to(dtype)[..., :width].transpose(1, 2)
+
+
+def test_unlike_widths_are_read_from_where_tiles_are_copied_asynchronously() -> None:
+    """Elsewhere ptxas of triton 3.6 gives the products wrong addresses (``unwritten``)."""
+    q, v = rows_of(64, torch.bfloat16), rows_of(20, torch.bfloat16, 3)
+    read_q, read_v = aligned([q, v])
+    assert read_q is q and read_v is not v and torch.equal(read_v, v)
+    assert all(n % 16 == 0 for n in read_v.stride()[:3]) and read_v.stride(3) == 1
+    moved = rows_of(64, torch.float16, 16)[..., 1:, :].flatten(2).unflatten(2, (6, 64))
+    assert torch.equal(aligned([moved, rows_of(16, torch.float16)])[0], moved)
+
+
+def test_others_are_read_where_they_lie() -> None:
+    for given in (
+        [rows_of(20, torch.bfloat16, 3), rows_of(24, torch.bfloat16)],  # tiles of one width
+        [rows_of(64, torch.float32, 1), rows_of(16, torch.float32, 3)],  # not by wgmma
+    ):
+        assert all(a is b for a, b in zip(aligned(given), given, strict=True))

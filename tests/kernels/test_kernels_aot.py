@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aot import SHARED_LIMIT
@@ -14,11 +15,19 @@ from aot import SHARED_LIMIT
 pytest.importorskip("triton.backends.nvidia", reason="triton was built without its CUDA compiler")
 
 
-def most_spilled() -> int:
+MEASURED = {("_keys_kernel", 90): 560}
+"""Bytes that a kernel may spill whose tile was the fastest on the device all the same: of width 128
+on an H100 (benchmarks/results/h100/tile_sweep.md)."""
+
+
+def most_spilled(row: dict[str, Any]) -> int:
     """Bytes of a thread. The tiles are chosen for triton 3.9; 3.6's ptxas spills up to 32 bytes in
     three of these kernels."""
     import triton
 
+    kernel = row["kernel"].rpartition(" ")[2]
+    if measured := MEASURED.get((kernel, row["arch"])):
+        return measured
     return 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 32
 
 
@@ -59,11 +68,13 @@ def test_kernels_compile_without_spills_and_fit_the_device(
     spilled = [
         f"{r['kernel']} (sm_{r['arch']}): {r['spilled']} bytes"
         for r in rows
-        if r["spilled"] > most_spilled()
+        if r["spilled"] > most_spilled(r)
     ]
     assert not spilled, spilled
     products = ("_forward_kernel", "_keys_kernel", "_queries_kernel")
     slow = [r["kernel"] for r in rows if r["kernel"].endswith(products) and not r["products"]]
     assert not slow, f"without tensor cores: {slow}"
+    unwritten = {r["kernel"]: r["unwritten"] for r in rows if r["unwritten"]}
+    assert not unwritten, f"read before they are written: {unwritten}"
     too_large = [r for r in rows if r["shared"] > SHARED_LIMIT[r["arch"]]]
     assert not too_large, too_large

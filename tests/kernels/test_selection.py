@@ -35,7 +35,7 @@ from paradyse.kernels.library_attention import (
     plain_tile,
     window_tile,
 )
-from paradyse.kernels.selection import choose, describe_choices, load_table
+from paradyse.kernels.selection import choose, describe_choices, load_table, settled
 
 POSITIONS: list[dict[str, Any]] = [
     {},
@@ -342,3 +342,34 @@ def test_nonsense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_table(Path(write(tmp_path / "a", {**ROW, "direction": "forward", "kernel": "best"})))
     with pytest.raises(ValueError, match="cannot read this as a table"):
         load_table(Path(write(tmp_path / "b", ROW)))
+
+
+def test_a_kernel_that_has_to_be_set_up_is_taken_once_others_lost_as_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length that comes once is not worth a plan; one that comes again and again is."""
+    seconds = {"triton": 3e-3, "aten_flash": 4e-3, "cudnn": 2e-3}
+    row = {**ROW, "direction": "forward", "kernel": "cudnn", "seconds": seconds}
+    row |= {"pairs": 100, "setup_s": 5e-3}
+    monkeypatch.setenv(selection.VARIABLE, write(tmp_path / "table.json", row))
+    monkeypatch.setattr(selection, "_LOST", {})
+    choice = choose("9.0", torch.bfloat16, 128, "causal", "forward")
+    assert choice.kernel == "cudnn"
+    taken = [settled(choice, "a", 100) for _ in range(8)]
+    assert taken == ["triton"] * 5 + ["cudnn"] * 3
+    assert settled(choice, "b", 100) == "triton"  # another shape has lost nothing
+    large = [settled(choice, "c", 400) for _ in range(3)]
+    assert large == ["triton"] * 2 + ["cudnn"]
+    monkeypatch.setattr(selection, "_MOST_SHAPES", 2)
+    for shape in ("d", "e", "f"):
+        settled(choice, shape, 1)
+    assert settled(choice, "a", 100) == "triton"  # forgotten, as it came long ago
+    monkeypatch.setenv(selection.VARIABLE, "cudnn")
+    asked = choose("9.0", torch.bfloat16, 128, "causal", "forward")
+    assert settled(asked, "g", 1) == "cudnn"  # as somebody says so
+
+
+def test_the_table_of_the_package_can_be_read() -> None:
+    table = load_table(selection.MEASURED)
+    rows = {key: row for key, row in table.items() if row.kernel == selection.CUDNN}
+    assert rows and all(row.setup_s > 0 and row.pairs > 0 for row in rows.values())

@@ -11,7 +11,8 @@ from pass_graphs import context, operators, run, trace
 from torch import Tensor
 
 from paradyse.passes.remove_mutation import remove_mutation
-from paradyse.passes.retrace import Untraceable, drop_grad_mode
+from paradyse.passes.retrace import Untraceable, drop_grad_mode, write_numbers
+from paradyse.torch_private import FakeTensorMode, make_fx
 
 aten = torch.ops.aten
 
@@ -172,3 +173,25 @@ def test_a_write_without_gradients_into_a_value_with_one_is_refused() -> None:
     drop_grad_mode(gm, context())
     with pytest.raises(Untraceable, match="shows a value with a gradient"):
         remove_mutation(gm, context())
+
+
+def test_what_is_written_from_the_host_goes_to_the_device() -> None:
+    """A number, as a decoder's shifted labels begin with, is made there; other tensors travel."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = aten.add.Tensor(x, 1)
+        aten.copy_.default(aten.select.int(y, 1, 0), torch.tensor(7))
+        aten.copy_.default(aten.select.int(y, 1, 1), torch.arange(3))
+        return aten.mul.Tensor(y, 2)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:  # a device that need not be there
+        x = torch.empty(3, 5, dtype=torch.int64, device="cuda")
+        gm = make_fx(fn, pre_dispatch=True)(x)
+    write_numbers(gm)
+    assert remove_mutation(gm, context()) >= 2
+    gm.graph.eliminate_dead_code()
+    (output,) = gm.graph.output_node().args
+    assert output.meta["val"].device.type == "cuda"
+    found = operators(gm)
+    assert found["select_scatter"] == 2 and found["to"] == 1 and found["full_like"] == 1

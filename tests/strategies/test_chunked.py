@@ -372,7 +372,10 @@ def test_on_a_gpu_heads_of_the_sequence_are_on_the_host(monkeypatch: pytest.Monk
         assert max(relative(a, b) for a, b in zip(other, grads[0], strict=True)) < 1e-4
     assert held[5] < held[3] < held[1]
     host = resolve_axis().session.of(HostMemories)[torch.device("cuda", 0)]
-    assert host.num_used == 0 and host.take().is_pinned()
+    assert host.num_used == 0
+    page = host.take()
+    assert page.is_pinned()
+    host.give([page])
 
 
 def test_a_copy_of_what_is_kept_is_refused_in_words() -> None:

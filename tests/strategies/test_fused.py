@@ -9,9 +9,10 @@ import torch
 
 import paradyse.strategies  # noqa: F401  registers the operators
 from paradyse.graph.attention_call import ATTENTION
+from paradyse.kernels import selection
 from paradyse.strategies import fused
 from paradyse.strategies.fused import attend
-from paradyse.torch_private import make_fx
+from paradyse.torch_private import FakeTensorMode, make_fx
 
 CAUSAL = (-1, 0, -1)
 PLAIN = 0.3, 0.0, 0.0
@@ -82,3 +83,24 @@ def test_without_the_kernel_in_the_build_it_stays_our_operator(
 ) -> None:
     monkeypatch.setattr(fused, "cpu_flash", None)
     assert ATTENTION in operators(*qkv(), None, None, None, None, *CAUSAL, *PLAIN)
+
+
+def targets_on_cuda(dtype: torch.dtype, width: int = 8) -> set[Any]:
+    """What ``attend`` calls for plain attention on a CUDA device that need not be there."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    none = (None, None, None, None)
+    with mode:
+        given = [torch.empty(2, n, 13, width, dtype=dtype, device="cuda") for n in (4, 2, 2)]
+        graph = make_fx(lambda q, k, v: attend(ATTENTION, q, k, v, *none, *CAUSAL, *PLAIN))(*given)
+    return {n.target for n in graph.graph.nodes if n.op == "call_function"}
+
+
+def test_on_a_gpu_it_is_its_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    monkeypatch.setattr(selection, "capability_of", lambda device: "9.0")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert flash in targets_on_cuda(dtype) and ATTENTION not in targets_on_cuda(dtype)
+    for refused in (targets_on_cuda(torch.float32), targets_on_cuda(torch.bfloat16, width=12)):
+        assert flash not in refused and ATTENTION in refused
+    monkeypatch.setenv(selection.VARIABLE, selection.TRITON)
+    assert ATTENTION in targets_on_cuda(torch.bfloat16)
