@@ -59,7 +59,7 @@ SHORTEST, STEPS_PER_DOUBLING = 32, 2
 LEAST_RUNS = 4
 """At each length, whatever they take: two for each half."""
 
-LEAST_S, MOST_OFTEN = 0.2, 8
+LEAST_S, MOST_OFTEN = 0.6, 24
 """A run has so many steps of each contender at a length that they take about LEAST_S."""
 
 

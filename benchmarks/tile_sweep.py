@@ -49,14 +49,7 @@ OPTIONS["masks"] = {"nargs": "+", "choices": MASKS, "default": ["causal", "windo
 OPTIONS["dtype"] = {"choices": ("bfloat16", "float16", "float32"), "default": "bfloat16"}
 OPTIONS |= {"workers": max(1, min(14, (os.cpu_count() or 1) - 1))}
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
-QUICK = {
-    "workers": 1,
-    "widths": (16,),
-    "tokens": 64,
-    "group": 2,
-    "minutes": 0.2,
-    "dtype": "float32",
-}
+QUICK = {"widths": (16,), "tokens": 64, "group": 2, "minutes": 0.2, "dtype": "float32"}
 
 REGISTERS = 64, 192
 """Of a thread, for sums and scores: the least and the most that a tile of the grid has."""

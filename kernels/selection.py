@@ -184,6 +184,7 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
         kernel, why = asked, f"{VARIABLE}={asked}"
     elif row := asked.get(key):
         kernel, why = row.kernel, f"measured, {Path(value) if value else 'own table'}"
+        why += ", for shapes that come back" if row.setup_s else ""
     else:
         kernel = TRITON if mask == WINDOW else ATEN_FLASH
         why = "not measured for this device, dtype and width"
