@@ -14,7 +14,7 @@ output and of every gradient is compared with attention computed in float64; one
 the memory says so. A second table has what the first forward and backward of a length took, which a
 length seen for the first time costs: plans and compilations. --without leaves
 out contenders by the names that the tables have. --write-table leaves the fastest
-kernel for each plain mask and for windows, by the longest length up to 16,384, for
+kernel for each plain mask and for windows, at each length up to 16,384, for
 ``paradyse.kernels.selection`` to choose by. With --flash FA3 (or another that is installed) it
 takes the place of ATen's flash attention; its rows stand in the table beside those of others.
 Report and table are written anew after every length.
@@ -245,7 +245,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
         f"TFLOP/s of one attention operator, medians of {args.runs} interleaved runs; forward / "
         f"backward. {args.group} query heads a KV head. Correctness was checked first."
     )
-    chosen: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    chosen: list[list[dict[str, Any]]] = []
     failed = 0
     for mask, width in product(args.masks, args.widths):
         rows, first = [], []
@@ -259,8 +259,8 @@ def main(bench: Benchmark, args: Namespace) -> str:
             failed += sum(math.isnan(of[FIRST]) for of in times.values())
             log(f"{mask}, width {width}:", *rows[-1])
             if mask in selection.MASKS and tokens <= TABLE_LENGTH:
-                chosen[width, mask] = table_rows(case, times)
-            write_table(args.write_table, chosen.values())
+                chosen.append(table_rows(case, times))
+            write_table(args.write_table, chosen)
             bench.draft(args.out, ["tokens", *times], rows, title)
         bench.table(["tokens", *times], rows, title)
         bench.table(["tokens", *times], first, "The first forward and backward of a length, ms:")

@@ -75,7 +75,7 @@ def main(bench: Benchmark, args: Namespace) -> str:
     bench.dtype = "bfloat16"
     bench.add(
         f"Attention kernels compiled by triton {triton.__version__}: registers and spilled bytes "
-        "of a thread, shared memory in KiB, products of tiles in the code. None of them has run."
+        "of a thread, shared memory in KiB, products of tiles in the code."
     )
     header = ["kernel", "registers", "spilled", "shared", "products"]
     for arch in dict.fromkeys(r["arch"] for r in rows):

@@ -66,13 +66,13 @@ def log(*words: object) -> None:
 def alone(function: Callable[..., T], *given: Any, **env: str) -> T:
     """``function(*given)`` in a fresh process, with ``env`` added to its environment. It does not
     outlive a call that is cut off."""
-    spawn = multiprocessing.get_context("spawn")
+    spawn, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()}
     with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as pool:
         result = pool.submit(function, *given)
         try:
             return result.result()
         except BaseException:
-            for process in multiprocessing.active_children():
+            for process in {*multiprocessing.active_children()} - others:
                 process.kill()
             raise
 

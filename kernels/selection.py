@@ -15,8 +15,9 @@ v, ``width`` that of the heads, of keys and of values alike.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +40,7 @@ VARIABLE = "PARADYSE_KERNELS"
 """Environment variable: a kernel's name, for all plain tiles, or the path of a table."""
 
 MEASURED = Path(__file__).parent / "selection.json"
-"""The table that comes with the package; there is none until a device was measured."""
+"""The table that comes with the package: of an H100."""
 
 LIBRARY_DTYPES = (torch.bfloat16, torch.float16)
 """What the library's kernels compute in."""
@@ -54,6 +55,8 @@ class Measured:
 
     kernel: str
     """The fastest."""
+    tokens: int = 0
+    """Of the length that it was measured at; 0: not said."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By kernel."""
     pairs: float = 0.0
@@ -80,9 +83,9 @@ _MOST_SHAPES = 4096
 
 def settled(choice: Choice, shape: Hashable, pairs: float) -> str:
     """The kernel for one more call, of a ``shape`` with so many ``pairs``: that of ``choice`` once
-    the next best has lost as much time to it as its setup costs, so that both together are at most
-    twice the least there could be (Karlin et al., Competitive snoopy caching, 1988: to rent skis
-    until the rent has reached their price). Lengths that come once are not set up for.
+    the next best has lost as much time to it as its setup costs (Karlin et al., Competitive snoopy
+    caching, 1988: to rent skis until the rent has reached their price). Lengths that come once are
+    not set up for. What is lost is that of the row, by the number of pairs.
     """
     row = choice.measured
     others = [k for k in row.seconds if k != row.kernel] if row else []
@@ -104,7 +107,11 @@ def flash_in_use() -> str:
     return current_flash_attention_impl() or OWN_FLASH
 
 
-def load_table(path: Path, flash: str | None = None) -> Mapping[Key, Measured]:
+Table = Mapping[Key, Sequence[Measured]]
+"""By ascending length."""
+
+
+def load_table(path: Path, flash: str | None = None) -> Table:
     """The table in the file ``path``; where ``flash`` is given, those of its rows alone that were
     measured with this implementation of flash attention.
 
@@ -112,34 +119,30 @@ def load_table(path: Path, flash: str | None = None) -> Mapping[Key, Measured]:
         ValueError: the file is not such a table, or names a kernel that does not exist.
     """
     try:
-        rows = json.loads(path.read_text())["rows"]
-        table = {
-            (r["capability"], r["dtype"], int(r["width"]), r["mask"], r["direction"]): Measured(
-                r["kernel"],
-                dict(r.get("seconds", {})),
-                float(r.get("pairs", 0)),
-                float(r.get("setup_s", 0)),
-            )
-            for r in rows
-            if flash in (None, r.get("flash", OWN_FLASH))
-        }
+        table: dict[Key, list[Measured]] = {}
+        for r in json.loads(path.read_text())["rows"]:
+            if flash not in (None, r.get("flash", OWN_FLASH)):
+                continue
+            key = r["capability"], r["dtype"], int(r["width"]), r["mask"], r["direction"]
+            costs = (float(r.get(name, 0)) for name in ("pairs", "setup_s"))
+            found = r["kernel"], int(r.get("tokens", 0)), dict(r.get("seconds", {}))
+            table.setdefault(key, []).append(Measured(*found, *costs))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path}: cannot read this as a table of kernels ({type(e).__name__}: {e}); "
             "`python benchmarks/attention_gpu.py --write-table PATH` writes one"
         ) from e
-    for key, row in table.items():
-        kernel = row.kernel
+    for key, kernel in ((key, row.kernel) for key, rows in table.items() for row in rows):
         if kernel not in KERNELS or key[3] not in MASKS or key[4] not in DIRECTIONS:
             raise ValueError(
                 f"{path}: {kernel!r} for {key}; legal kernels: {', '.join(KERNELS)}; masks: "
                 f"{', '.join(MASKS)}; directions: {', '.join(DIRECTIONS)}"
             )
-    return table
+    return {key: sorted(rows, key=lambda row: row.tokens) for key, rows in table.items()}
 
 
 @lru_cache(maxsize=8)
-def _override(value: str, flash: str) -> str | Mapping[Key, Measured]:
+def _override(value: str, flash: str) -> str | Table:
     """What ``VARIABLE`` says: one kernel, or a table, of which the rows of ``flash``."""
     if value in KERNELS:
         return value
@@ -153,7 +156,7 @@ def _override(value: str, flash: str) -> str | Mapping[Key, Measured]:
 
 
 @lru_cache(maxsize=8)
-def _measured(flash: str) -> Mapping[Key, Measured]:
+def _measured(flash: str) -> Table:
     return load_table(MEASURED, flash) if MEASURED.is_file() else {}
 
 
@@ -170,8 +173,11 @@ def supported(kernel: str, capability: str, dtype: torch.dtype, width: int, dire
     return width <= 128 and not unordered
 
 
-def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction: str) -> Choice:
-    """The kernel for a plain tile, or a window.
+def choose(
+    capability: str, dtype: torch.dtype, width: int, mask: str, direction: str, tokens: int = 0
+) -> Choice:
+    """The kernel for a plain tile, or a window, of so many ``tokens``, by the row whose length is
+    the nearest ratio away; 0: by that of the longest.
 
     Raises:
         ValueError: ``VARIABLE`` names neither a kernel nor a table.
@@ -182,7 +188,10 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
     row = None
     if isinstance(asked, str):
         kernel, why = asked, f"{VARIABLE}={asked}"
-    elif row := asked.get(key):
+    elif rows := asked.get(key):
+        row = rows[-1]
+        if tokens:
+            row = min(rows, key=lambda row: abs(math.log(max(row.tokens, 1) / tokens)))
         kernel, why = row.kernel, f"measured, {Path(value) if value else 'own table'}"
         why += ", for shapes that come back" if row.setup_s else ""
     else:
@@ -199,7 +208,7 @@ def choose(capability: str, dtype: torch.dtype, width: int, mask: str, direction
 def flash_of_short(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether plain attention of sequences so short that the host's time counts is to be PyTorch's
     flash attention, whatever is faster on long ones: compiled code calls it by itself. Not where
-    ``VARIABLE`` names one kernel.
+    ``VARIABLE`` names another kernel, or a table.
 
     Args:
         device: a CUDA device.
@@ -207,7 +216,7 @@ def flash_of_short(device: torch.device, dtype: torch.dtype, width: int) -> bool
     """
     where = capability_of(device), dtype, width
     able = all(supported(ATEN_FLASH, *where, d) for d in DIRECTIONS)
-    return able and os.environ.get(VARIABLE, "") not in (TRITON, CUDNN)
+    return able and os.environ.get(VARIABLE, "") in ("", ATEN_FLASH)
 
 
 def capability_of(device: torch.device) -> str:

@@ -221,10 +221,15 @@ _SAME_ELEMENTS = {
 
 
 def _number(node: fx.Node) -> Any:
-    """The number that ``node``, a tensor without dims, was written as; None where it was not."""
+    """The number that ``node``, a tensor without dims, was written as, in its dtype; None where it
+    was written otherwise."""
     while node.target is aten.detach.default:
         node = node.args[0]
-    return node.args[1] if node.target is aten.full.default and not node.args[0] else None
+    if node.target is not aten.full.default or node.args[0]:
+        return None
+    number = node.args[1]
+    known = isinstance(number, int | float)
+    return torch.tensor(number, dtype=node.meta["val"].dtype).item() if known else None
 
 
 def _has_gradient(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@
     python tests/compatibility.py --inner inductor --limit 600 \\
         --out docs/compatibility_inductor.md              # compiled blocks
     python tests/compatibility.py --device cuda --ranks 2 \\
-        --out docs/compatibility_gpu.md                   # ranks that share a GPU, over gloo
+        --out FILE                                        # ranks that share a GPU, over gloo
     python tests/compatibility.py --settings              # of what the table has: 1 to 4 ranks, ..
 
 Each family is a small model with random weights (``family_table.py``). Two ranks train it at three

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from unwritten import unwritten
+from unwritten import disassembled, unwritten
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that one block may have, by compute capability (CUDA C++ Programming
@@ -175,5 +175,9 @@ def compiled(launch: Launch, arch: int) -> dict[str, Any]:
     counts = {name: kernel.asm["ptx"].count(name) for name in TENSOR_CORES}
     used = {name: n for name, n in counts.items() if n}
     cubin = kernel.asm["cubin"]
-    found = {"shared": kernel.metadata.shared, "products": used, "unwritten": unwritten(cubin)}
+    found = {
+        "shared": kernel.metadata.shared,
+        "products": used,
+        "unwritten": unwritten(disassembled(cubin)),
+    }
     return _usage(cubin) | found

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradyse.kernels import flash_plan
+from paradyse.kernels import flash_plan, flash_runs
+from paradyse.kernels.attention_core import Backward
+from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_plan import (
     Config,
     Configs,
@@ -90,6 +92,19 @@ def test_unlike_widths_are_read_from_where_tiles_are_copied_asynchronously() -> 
     assert all(n % 16 == 0 for n in read_v.stride()[:3]) and read_v.stride(3) == 1
     moved = rows_of(64, torch.float16, 16)[..., 1:, :].flatten(2).unflatten(2, (6, 64))
     assert torch.equal(aligned([moved, rows_of(16, torch.float16)])[0], moved)
+
+
+def test_that_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[torch.Tensor] = []
+    monkeypatch.setattr(flash_runs, "_visibility", lambda *_: None)
+    monkeypatch.setattr(flash_runs, "launch_forward", lambda *given: launched.extend(given[:3]))
+    monkeypatch.setattr(flash_runs, "launch_backward", lambda given, *_: launched.extend(given[:4]))
+    q, k, v, out = (rows_of(n, torch.bfloat16, 3) for n in (64, 64, 20, 20))
+    spec, runs = AttentionSpec(7, 0.3, right=0), ((0, 7),)
+    flash_runs.forward(q, k, v, runs, runs, spec)
+    flash_runs.backward(Backward(out, q, k, v, out, out[..., 0]), runs, runs, spec)
+    assert [x.shape[3] for x in launched] == [64, 64, 20, 20, 64, 64, 20]
+    assert all(n % 16 == 0 for x in launched for n in x.stride()[:3])
 
 
 def test_others_are_read_where_they_lie() -> None:

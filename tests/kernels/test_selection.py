@@ -371,5 +371,18 @@ def test_a_kernel_that_has_to_be_set_up_is_taken_once_others_lost_as_much(
 
 def test_the_table_of_the_package_can_be_read() -> None:
     table = load_table(selection.MEASURED)
-    rows = {key: row for key, row in table.items() if row.kernel == selection.CUDNN}
-    assert rows and all(row.setup_s > 0 and row.pairs > 0 for row in rows.values())
+    rows = [row for of in table.values() for row in of if row.kernel == selection.CUDNN]
+    assert rows and all(row.setup_s > 0 and row.pairs > 0 and row.tokens for row in rows)
+
+
+def test_the_row_of_the_nearest_length_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {**ROW, "direction": "forward", "kernel": kernel, "tokens": tokens}
+        for tokens, kernel in ((16384, "triton"), (4096, "aten_flash"))
+    ]
+    monkeypatch.setenv(selection.VARIABLE, write(tmp_path / "table.json", *rows))
+    where = "9.0", torch.bfloat16, 128, "causal", "forward"
+    found = [choose(*where, tokens).kernel for tokens in (64, 8000, 9000, 10**6, 0)]
+    assert found == ["aten_flash", "aten_flash", "triton", "triton", "triton"]

@@ -19,7 +19,7 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-_WRITES_UNIFORM = ("U", "R2UR", "S2UR", "REDUX", "VOTEU", "CREDUX")
+_WRITES_UNIFORM = ("U", "R2UR", "S2UR", "LDCU", "REDUX", "VOTEU", "CREDUX")
 _WIDE = {".64": 2, ".WIDE": 2, ".128": 4}
 """Suffix of an operator -> registers that it writes."""
 
@@ -66,8 +66,8 @@ def _parsed(text: str) -> Instruction:
     )
 
 
-def _disassembled(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a kernel, and where its labels are."""
+def disassembled(cubin: bytes) -> str:
+    """The code of the kernel in ``cubin``."""
     import triton.backends.nvidia
 
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
@@ -75,8 +75,13 @@ def _disassembled(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
         f.write(cubin)
         f.flush()
         done = subprocess.run([str(tool), "-c", f.name], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _read(text: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions of code, and where its labels are."""
     code, labels = list[Instruction](), dict[str, int]()
-    for line in done.stdout.splitlines():
+    for line in text.splitlines():
         text = re.sub(r"/\*.*?\*/", "", line).strip()
         if m := _LABEL.match(text):
             labels[m[1]] = len(code)
@@ -85,10 +90,10 @@ def _disassembled(cubin: bytes) -> tuple[list[Instruction], dict[str, int]]:
     return code, labels
 
 
-def unwritten(cubin: bytes) -> list[str]:
-    """Instructions of the kernel in ``cubin`` that read a uniform register which, on some way to
+def unwritten(code_text: str) -> list[str]:
+    """Instructions of ``disassembled`` code that read a uniform register which, on some way to
     them, was not written."""
-    code, labels = _disassembled(cubin)
+    code, labels = _read(code_text)
     own = frozenset[int]().union(*(x.writes for x in code))
     written = {0: frozenset[int]()}  # before an instruction, on every way to it
     todo = [0]

@@ -175,6 +175,22 @@ def test_a_write_without_gradients_into_a_value_with_one_is_refused() -> None:
         remove_mutation(gm, context())
 
 
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [(1e6, torch.float16), (0.1, torch.float16), (2, torch.bool), (3, torch.int64)],
+)
+def test_a_number_is_written_as_its_dtype_has_it(number: float, dtype: torch.dtype) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1
+        y[1].copy_(torch.full((), number, dtype=dtype))
+        return y * 2
+
+    x = torch.randn(3, 4)
+    gm = trace(fn, x)
+    assert remove_mutation(gm, context()) == 1
+    assert torch.equal(run(gm, x), fn(x))
+
+
 def test_what_is_written_from_the_host_goes_to_the_device() -> None:
     """A number, as a decoder's shifted labels begin with, is made there; other tensors travel."""
 

@@ -102,5 +102,8 @@ def test_on_a_gpu_it_is_its_flash_attention(monkeypatch: pytest.MonkeyPatch) -> 
         assert flash in targets_on_cuda(dtype) and ATTENTION not in targets_on_cuda(dtype)
     for refused in (targets_on_cuda(torch.float32), targets_on_cuda(torch.bfloat16, width=12)):
         assert flash not in refused and ATTENTION in refused
-    monkeypatch.setenv(selection.VARIABLE, selection.TRITON)
-    assert ATTENTION in targets_on_cuda(torch.bfloat16)
+    monkeypatch.setenv(selection.VARIABLE, selection.ATEN_FLASH)
+    assert flash in targets_on_cuda(torch.bfloat16)
+    for asked in (selection.TRITON, selection.CUDNN, "table.json"):
+        monkeypatch.setenv(selection.VARIABLE, asked)
+        assert ATTENTION in targets_on_cuda(torch.bfloat16)
