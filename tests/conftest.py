@@ -15,7 +15,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import harness
 import pytest
 import torch
-from find_long import LONG, check_long
 from harness import RankPool
 
 
@@ -27,15 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
     ]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long, has_gpu = set(LONG.read_text().splitlines()), torch.cuda.is_available()
-    if not any("::" in arg for arg in config.args):
-        check_long(long, [item.nodeid for item in items])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
     for item in items:
-        if item.nodeid in long:
-            item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("gpu") and not has_gpu:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
