@@ -243,7 +243,7 @@ def selected_tile(
     mask = {DIAGONAL: CAUSAL, FULL_TILE: FULL, MASKED: WINDOW}[tile.kind]
     rows, keys = tile.r1 - tile.r0, tile.k1 - tile.k0
     choice = choose(capability_of(q.device), q.dtype, q.shape[3], mask, direction, keys)
-    shape = direction, mask, q.dtype, q.shape[0], q.shape[1], k.shape[1], q.shape[3], rows, keys
+    shape = direction, mask, q.dtype, q.device, *q.shape[:2], k.shape[1], q.shape[3], rows, keys
     kernel = settled(choice, shape, q.shape[0] * q.shape[1] * rows * keys)
     return (tile, kernel) if kernel in FORWARD_KERNELS else None
 

@@ -85,13 +85,17 @@ def settled(choice: Choice, shape: Hashable, pairs: float) -> str:
     """The kernel for one more call, of a ``shape`` with so many ``pairs``: that of ``choice`` once
     the next best has lost as much time to it as its setup costs (Karlin et al., Competitive snoopy
     caching, 1988: to rent skis until the rent has reached their price). Lengths that come once are
-    not set up for. What is lost is that of the row, by the number of pairs.
+    not set up for. What is lost is that of the row, by the number of pairs. Under deterministic
+    algorithms it is always the next best: what ran before must not change a result, and ranks that
+    compute the same have to have the same bits.
     """
     row = choice.measured
     others = [k for k in row.seconds if k != row.kernel] if row else []
     if row is None or not (row.setup_s and row.pairs and others):
         return choice.kernel
     next_best = min(others, key=row.seconds.__getitem__)
+    if torch.are_deterministic_algorithms_enabled():
+        return next_best
     lost = _LOST.pop(shape, 0.0)
     settle = lost >= row.setup_s
     if not settle:

@@ -233,7 +233,10 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = options().parse_args()
+    parser = options()
+    args = parser.parse_args()
+    if args.settings and args.device != "cpu":
+        parser.error(f"--settings are tried on CPUs alone: leave --device {args.device} out")
     if args.settings:
         return with_settings(args)
     start, rows = time.monotonic(), read(args.out)

@@ -360,6 +360,10 @@ def test_a_kernel_that_has_to_be_set_up_is_taken_once_others_lost_as_much(
     assert settled(choice, "b", 100) == "triton"  # another shape has lost nothing
     large = [settled(choice, "c", 400) for _ in range(3)]
     assert large == ["triton"] * 2 + ["cudnn"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert settled(choice, "a", 100) == "triton"  # whatever ran before
+    assert settled(choice, "a", 100) == "cudnn"
     monkeypatch.setattr(selection, "_MOST_SHAPES", 2)
     for shape in ("d", "e", "f"):
         settled(choice, shape, 1)
