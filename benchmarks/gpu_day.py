@@ -94,7 +94,11 @@ def parts(out: Path, rehearse: bool) -> Iterator[Part]:
     yield script("attention_gpu", "right", 3, "--check", "--without", "flex_attention")
     yield tests(rehearse)
     interpreted = {"TRITON_INTERPRET": "1"} if rehearse else {}
-    yield script("tile_sweep", "tiles", 8, "--write-table", tiles, **interpreted)
+    yield script("tile_sweep", "tiles", 6, "--write-table", tiles, **interpreted)
+    documents = "--masks", "documents", "--minutes", "3"
+    yield script(
+        "tile_sweep", "tiles-documents", 4, *documents, "--write-table", tiles, **interpreted
+    )
     lengths = [] if rehearse else ["--lengths", "1024", "4096", "16384", "32768"]
     plain = ["--masks", "causal", "full", "window", *lengths]
     masked = ["--masks", "documents", "padding", *lengths]
@@ -106,10 +110,11 @@ def parts(out: Path, rehearse: bool) -> Iterator[Part]:
     yield script("attention_gpu", "plain-gqa", 4, *plain, "--group", "2" if rehearse else "4")
     yield script("attention_gpu", "masked", 5, *masked)
     yield script("verified", "ranks", 6)
-    steps = ["--rounds", "1", "--profile"]
-    for tokens in (64,) if rehearse else (2048, 32768, 512, 8192, 131072):
-        at = ["--lengths", str(tokens), "--seconds", "30"]
-        yield script("one_device", f"llama-{tokens}", 5, *at, *steps)
+    steps = ["--rounds", "1", "--seconds", "30", "--profile"]
+    together = ["64"] if rehearse else ["2048", "32768", "512", "8192"]
+    yield script("one_device", "llama", 8, "--lengths", *together, "--side-by-side", *steps)
+    if not rehearse:
+        yield script("one_device", "llama-131072", 5, "--lengths", "131072", *steps)
     yield script("longest_device", "longest", 8)
     yield script("attention_gpu", "masked-gqa", 5, *masked, "--group", "2" if rehearse else "4")
 

@@ -63,8 +63,9 @@ def reach(levers: tuple[str, ...], args: Namespace) -> Reach:
     """In this process."""
     cuda = torch.cuda.is_available()
     sizes: Any = {"layers": 2, "hidden": 64} if args.quick else TINY_LLAMA
-    model = llama(**sizes, max_tokens=args.most)
-    model.to("cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
+    with torch.device("cuda" if cuda else "cpu"):  # where random weights take no time
+        model = llama(**sizes, max_tokens=args.most)
+    model.to(torch.bfloat16 if cuda else torch.float32)
     options = {"levers": list(levers), "inner": args.inner, "retry_out_of_memory": False}
     limit = args.limit
     if limit is None and not cuda:

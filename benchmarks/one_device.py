@@ -10,29 +10,38 @@ the shape of TinyLlama-1.1B (22 layers, hidden 2,048, 32 heads and 4 KV heads of
 5,632, vocabulary 32,000), bfloat16, batch 1. From --checkpoint-from tokens on with HuggingFace's
 activation checkpointing, for both.
 
-Every contender runs in a process of its own, and they take turns, --rounds times: so a peak of
-memory is one contender's, and one that runs out of memory takes nobody along; the table then says
-so. What is compared of gradients is the projection of each on a random vector. The peak is the
-allocator's (torch.cuda.max_memory_allocated). --profile adds, for each contender and length, the
-kernels that take most of the time of one more step of the first round. The report is written anew
-after every run.
+Every contender at every length is a process of its own, which compiles, warms up, and then takes
+turns with the other one, --rounds times: so a peak of memory is one contender's, and one that runs
+out of memory takes nobody along; the table then says so. Between its turns a process holds no
+memory but its weights and their gradients. --side-by-side has all compile at the same time, for
+lengths that the device has the memory for together. What is compared of gradients is the projection
+of each on a random vector. The peak is the allocator's (torch.cuda.max_memory_allocated). --profile
+adds, for each contender and length, the kernels that take most of the time of one more step. The
+report is written anew after every round.
 """
 
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from contenders import BACKENDS, Contender, compiled, llama
-from runner import Benchmark, alone, benchmark, check_equal, log, median, take_turns
+from runner import Benchmark, benchmark, check_equal, fresh_process, log, median, take_turns
 
 from paradyse.runtime.runs import FUSE_AFTER, FUSED_TOKENS
 
+T = TypeVar("T")
+
 OPTIONS: dict[str, Any] = {"lengths": (32768, 131072), "steps": 5, "rounds": 2}
 OPTIONS |= {"checkpoint_from": 32768, "seconds": 600.0}
+OPTIONS["side_by_side"] = {"action": "store_true", "help": "all compile at the same time"}
 OPTIONS["backends"] = {"nargs": "+", "choices": BACKENDS, "default": list(BACKENDS)}
 OPTIONS["profile"] = {"action": "store_true", "help": "the kernels that take most of the time"}
 QUICK: dict[str, Any] = {"lengths": (128, 192), "steps": 2, "rounds": 1, "checkpoint_from": 192}
@@ -53,10 +62,9 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one process saw."""
+class Seen:
+    """What one process saw, but for the time of its steps."""
 
-    seconds: list[float]
     peak_gib: float
     loss: float
     projections: dict[str, tuple[float, float]]
@@ -65,34 +73,100 @@ class Run:
     """Name, calls and milliseconds of those that a profiled step spent most time in."""
 
 
-def run_one(backend: str, seq_len: int, dtype: str, args: Namespace) -> Run | None:
-    """One contender in this process; None where it runs out of memory."""
-    cuda = torch.cuda.is_available()
+@dataclass(frozen=True)
+class Prepared:
+    """What a process keeps between its turns."""
+
+    contender: Contender
+    seq_len: int
+    args: Namespace
+
+
+_prepared: list[Prepared] = []
+"""In a process of a contender: the one that it is."""
+
+
+def or_none(turn: Callable[..., T], *given: Any) -> T | None:
+    """``turn(*given)``, in a process of its own; None where it runs out of memory. What is free
+    again is given back to the device."""
     try:
-        sizes: Any = {"layers": 2, "hidden": 64} if args.quick else TINY_LLAMA
-        model = llama(**sizes, max_tokens=max(seq_len, 2048))
-        model.to("cuda" if cuda else "cpu", getattr(torch, dtype)).train()
-        if seq_len >= args.checkpoint_from:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        contender = compiled(model, backend)
-        warm_up = STEADY if seq_len <= FUSED_TOKENS else WARM_UP
-        losses = [contender.loss(seq_len) for _ in range(warm_up)]
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        seconds, end = [contender.time_s(seq_len)], time.monotonic() + args.seconds
-        while len(seconds) < args.steps and time.monotonic() < end:
-            seconds.append(contender.time_s(seq_len))
-        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-        found = {}
-        for i, (name, grad) in enumerate(contender.gradients().items()):
-            torch.manual_seed(i)
-            direction = torch.randn_like(grad, dtype=torch.float32)
-            product = (grad.float() * direction).sum() / direction.norm()
-            found[name] = float(product), float(grad.float().norm())
-        kernels = profiled(contender, seq_len) if args.profile else []
-        return Run(seconds, peak, losses[-1], found, kernels)
+        return turn(*given)
     except torch.OutOfMemoryError:
+        _prepared.clear()
         return None
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def prepare(backend: str, seq_len: int, dtype: str, args: Namespace) -> bool:
+    """Compiles and warms up."""
+    cuda = torch.cuda.is_available()
+    sizes: Any = {"layers": 2, "hidden": 64} if args.quick else TINY_LLAMA
+    with torch.device("cuda" if cuda else "cpu"):  # where random weights take no time
+        model = llama(**sizes, max_tokens=max(seq_len, 2048))
+    model.to(getattr(torch, dtype)).train()
+    if seq_len >= args.checkpoint_from:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    contender = compiled(model, backend)
+    for _ in range(STEADY if seq_len <= FUSED_TOKENS else WARM_UP):
+        contender.loss(seq_len)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    _prepared.append(Prepared(contender, seq_len, args))
+    return True
+
+
+def time_steps() -> list[float]:
+    """Seconds of each step of a turn; the first one finds the allocator empty and is left out."""
+    mine = _prepared[0]
+    end = time.monotonic() + mine.args.seconds
+    mine.contender.loss(mine.seq_len)
+    seconds = [mine.contender.time_s(mine.seq_len)]
+    while len(seconds) < mine.args.steps and time.monotonic() < end:
+        seconds.append(mine.contender.time_s(mine.seq_len))
+    return seconds
+
+
+def look() -> Seen:
+    """What there is to see behind the last turn."""
+    contender, seq_len, args = (mine := _prepared[0]).contender, mine.seq_len, mine.args
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    loss, found = contender.loss(seq_len), {}
+    for i, (name, grad) in enumerate(contender.gradients().items()):
+        torch.manual_seed(i)
+        direction = torch.randn_like(grad, dtype=torch.float32)
+        product = (grad.float() * direction).sum() / direction.norm()
+        found[name] = float(product), float(grad.float().norm())
+    return Seen(peak, loss, found, profiled(contender, seq_len) if args.profile else [])
+
+
+class Resident:
+    """A contender at a length, in the process of ``pool``."""
+
+    def __init__(self, pool: ProcessPoolExecutor, *given: Any) -> None:
+        self._pool, self.seconds = pool, list[float]()
+        self.seen: Seen | None = None
+        self._ready = pool.submit(or_none, prepare, *given)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether it had the memory to compile and warm up; waits until it has."""
+        return bool(self._ready.result())
+
+    def take_turn(self, seq_len: int) -> None:
+        """Steps of ``seq_len``, the length that it is for."""
+        if not self.fits:
+            return
+        found = self._pool.submit(or_none, time_steps).result()
+        if found is None:
+            self.fits = False
+        else:
+            self.seconds += found
+
+    def look(self) -> Seen | None:
+        """What it saw; None where it ran out of memory."""
+        return self._pool.submit(or_none, look).result() if self.fits else None
 
 
 def profiled(contender: Contender, seq_len: int) -> list[tuple[str, int, float]]:
@@ -109,34 +183,56 @@ def profiled(contender: Contender, seq_len: int) -> list[tuple[str, int, float]]
     return sorted(rows, key=lambda row: -row[2])
 
 
-def show_kernels(bench: Benchmark, what: str, run: Run) -> None:
-    """A table of the kernels of ``run``."""
-    total = sum(ms for *_, ms in run.kernels)
+def show_kernels(bench: Benchmark, what: str, seen: Seen) -> None:
+    """A table of the kernels that were ``seen``."""
+    total = sum(ms for *_, ms in seen.kernels)
     rows = [
         [name.replace("|", "/")[:70], str(n), f"{ms:.2f}", f"{ms / total:.1%}"]
-        for name, n, ms in run.kernels[:MOST_KERNELS]
+        for name, n, ms in seen.kernels[:MOST_KERNELS]
     ]
-    title = f"### {what}: {total:.1f} ms in {sum(n for _, n, _ in run.kernels):,} calls"
+    title = f"### {what}: {total:.1f} ms in {sum(n for _, n, _ in seen.kernels):,} calls"
     bench.table(["kernel", "calls", "ms", "share"], rows, title)
 
 
-def compare(reference: Run, other: Run, tolerance: float) -> None:
+def compare(reference: Seen, other: Seen, tolerance: float) -> None:
     """Exits where the loss or a gradient is not inductor's."""
     check_equal({"inductor": reference.loss, "paradyse": other.loss}, tolerance)
-    for name, (product, norm) in reference.projections.items():
-        error = abs(other.projections[name][0] - product) / norm
+    for name, (projection, norm) in reference.projections.items():
+        error = abs(other.projections[name][0] - projection) / norm
         if not error <= tolerance:
             sys.exit(f"not timed: the gradients of {name} differ by {error:.1e}")
 
 
-def row_of(seq_len: int, runs: dict[str, list[Run]], checkpointing: bool) -> list[str]:
+def row_of(seq_len: int, turns: dict[str, Resident], checkpointing: bool) -> list[str]:
     """Of the table: times, their ratio, peaks."""
-    times = [median([s for r in of for s in r.seconds]) if of else 0.0 for of in runs.values()]
+    times = [median(of.seconds) if of.fits else 0.0 for of in turns.values()]
     cells = [f"{t:.3f}" if t else "out of memory" for t in times]
     ratio = f"{times[0] / times[1]:.2f}" if len(times) == 2 and all(times) else ""
-    peaks = [max((r.peak_gib for r in of), default=0.0) for of in runs.values()]
+    peaks = [of.seen.peak_gib if of.seen else 0.0 for of in turns.values()]
     what = f"{seq_len:,} tokens" + ", checkpointing" * checkpointing
     return [what, *cells, ratio, *(f"{p:.1f}" if p else "" for p in peaks)]
+
+
+def measure(
+    bench: Benchmark,
+    seq_len: int,
+    turns: dict[str, Resident],
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> list[str]:
+    """One more of the ``rows``, of the contenders at one length, which agree."""
+    args = bench.args
+    for r in range(args.rounds if any(one.fits for one in turns.values()) else 0):
+        take_turns({b: one.take_turn for b, one in turns.items()}, [seq_len], [r])
+        row = row_of(seq_len, turns, seq_len >= args.checkpoint_from)
+        log(f"round {r + 1}: {row}")
+        bench.draft(args.out, header, [*rows, row])
+    for one in turns.values():
+        one.seen = one.look()
+    seen = [turns[b].seen for b in BACKENDS if b in turns]
+    if len(seen) == 2 and seen[0] and seen[1]:
+        compare(seen[0], seen[1], TOLERANCE[bench.dtype])
+    return row_of(seq_len, turns, seq_len >= args.checkpoint_from)
 
 
 @benchmark(QUICK, **OPTIONS)
@@ -148,33 +244,30 @@ def main(bench: Benchmark, args: Namespace) -> str:
             "the CPU, one_process.py is the same comparison for CPUs"
         )
     bench.dtype = "bfloat16" if cuda else "float32"
-
-    def run(n: int, backend: str) -> Run | None:
-        found = alone(run_one, backend, n, bench.dtype, args)
-        told = found and f"{median(found.seconds):.3f} s, peak {found.peak_gib:.1f} GiB"
-        log(f"{n:,} tokens, {backend}: {told or 'out of memory'}")
-        return found
-
-    turns = {b: partial(run, backend=b) for b in args.backends}
     columns = [[f"{b}{what}" for b in args.backends] for what in (", s", " peak, GiB")]
     header = ["length", *columns[0], "ratio", *columns[1]]
     bench.add(
         "Training step of a Llama of 1.1 billion parameters on one device, batch 1, medians of "
         f"at most {args.rounds} x {args.steps} steps; ratio: {' / '.join(args.backends[:2])}."
     )
-    rows, profiles = [], []
-    for n in args.lengths:
-        runs: dict[str, list[Run]] = {b: [] for b in args.backends}
-        for r in range(args.rounds):
-            for b, found in take_turns(turns, [n], [r]).items():
-                runs[b] += [x for x in found[n] if x]
-            row = row_of(n, runs, n >= args.checkpoint_from)
-            bench.draft(args.out, header, [*rows, row])
-        if all(runs.values()) and len(runs) == 2:
-            compare(runs[BACKENDS[0]][0], runs[BACKENDS[1]][0], TOLERANCE[bench.dtype])
-        rows.append(row)
-        profiles += [(f"{n:,} tokens, {b}", x[0]) for b, x in runs.items() if x and args.profile]
+    rows, profiles = list[list[str]](), []
+    for together in [args.lengths] if args.side_by_side else [[n] for n in args.lengths]:
+        with ExitStack() as stack:
+            every: dict[int, dict[str, Resident]] = {n: {} for n in together}
+            for n, b in product(together, args.backends):
+                process = stack.enter_context(fresh_process())
+                every[n][b] = one = Resident(process, b, n, bench.dtype, args)
+                if not args.side_by_side:
+                    log(f"{n:,} tokens, {b}: {'ready' if one.fits else 'out of memory'}")
+            # which waits: all are idle when one is timed
+            fit = sum(one.fits for turns in every.values() for one in turns.values())
+            log(f"{fit} of {len(together) * len(args.backends)} fit")
+            for n, turns in every.items():
+                row = measure(bench, n, turns, header, rows)
+                rows.append(row)
+                seen = [(f"{n:,} tokens, {b}", one.seen) for b, one in turns.items()]
+                profiles += [(what, s) for what, s in seen if s and args.profile]
     bench.table(header, rows)
-    for what, run in profiles:
-        show_kernels(bench, what, run)
+    for what, s in profiles:
+        show_kernels(bench, what, s)
     return "one GPU" if cuda else "the CPU, tiny"

@@ -17,8 +17,9 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
@@ -63,18 +64,24 @@ def log(*words: object) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
-def alone(function: Callable[..., T], *given: Any, **env: str) -> T:
-    """``function(*given)`` in a fresh process, with ``env`` added to its environment. It does not
-    outlive a call that is cut off."""
+@contextmanager
+def fresh_process() -> Iterator[ProcessPoolExecutor]:
+    """One that calls functions, one after the other. It does not outlive a block that is cut off,
+    and neither does any that was started inside the block."""
     spawn, others = multiprocessing.get_context("spawn"), {*multiprocessing.active_children()}
-    with patch.dict(os.environ, env), ProcessPoolExecutor(1, spawn) as pool:
-        result = pool.submit(function, *given)
+    with ProcessPoolExecutor(1, spawn) as pool:
         try:
-            return result.result()
+            yield pool
         except BaseException:
             for process in {*multiprocessing.active_children()} - others:
                 process.kill()
             raise
+
+
+def alone(function: Callable[..., T], *given: Any, **env: str) -> T:
+    """``function(*given)`` in a fresh process, with ``env`` added to its environment."""
+    with patch.dict(os.environ, env), fresh_process() as pool:
+        return pool.submit(function, *given).result()
 
 
 def run_target(rank: Rank, target: str, args: argparse.Namespace) -> Any:

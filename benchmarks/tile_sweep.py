@@ -2,6 +2,7 @@
 
     python benchmarks/tile_sweep.py                        # bfloat16, widths 64 and 128
     python benchmarks/tile_sweep.py --widths 256 --minutes 5
+    python benchmarks/tile_sweep.py --masks documents      # which have tiles of their own
     python benchmarks/tile_sweep.py --write-table kernels/tiles.json
     TRITON_INTERPRET=1 python benchmarks/tile_sweep.py --quick   # on a CPU, to see that it runs
 
@@ -13,7 +14,7 @@ fastest, loops over partly visible tiles are tried without stages too. The time 
 --masks together; of the forward kernel its own, of the two backward kernels both together. A tile
 that does not fit the device is passed over. Results under the tiles that were found are compared
 with float64 at the end. --write-table leaves them for ``flash_plan``, written anew after every
-width; `PARADYSE_TILES` names such a table.
+width, with what the table has of others; `PARADYSE_TILES` names such a table.
 """
 
 import json
@@ -45,8 +46,8 @@ from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_plan import Config, Configs
 
 OPTIONS: dict[str, Any] = {"widths": (64, 128), "tokens": 16384, "group": 4, "minutes": 8.0}
-BY_POSITION = [mask for mask in MASKS if mask != "documents"]  # which have tiles of their own
-OPTIONS["masks"] = {"nargs": "+", "choices": BY_POSITION, "default": ["causal", "window"]}
+DOCUMENTS = "documents"
+OPTIONS["masks"] = {"nargs": "+", "choices": list(MASKS), "default": ["causal", "window"]}
 OPTIONS["dtype"] = {"choices": ("bfloat16", "float16", "float32"), "default": "bfloat16"}
 OPTIONS |= {"workers": max(1, min(14, (os.cpu_count() or 1) - 1))}
 OPTIONS["write_table"] = {"type": Path, "metavar": "PATH"}
@@ -217,14 +218,17 @@ def works_of(args: Namespace, width: int) -> list[Work]:
 def default_configs(work: Work) -> Configs:
     """Those that are used today."""
     q, _, v, _ = work.inputs
-    return flash_plan.device_configs(q, v, SimpleNamespace(has_documents=False))
+    documents = work.case.mask == DOCUMENTS
+    return flash_plan.device_configs(q, v, SimpleNamespace(has_documents=documents))
 
 
 def key_of(work: Work) -> flash_plan.TileKey:
     """Of the table that ``flash_plan`` reads."""
     cuda = work.case.device == "cuda"
     capability = torch.cuda.get_device_capability() if cuda else (0, 0)
-    return capability, work.case.dtype.itemsize, max(64, flash_plan.padded_width(work.case.width))
+    width = max(64, flash_plan.padded_width(work.case.width))
+    documents = work.case.mask == DOCUMENTS
+    return flash_plan.TileKey(capability, work.case.dtype.itemsize, width, documents)
 
 
 @benchmark(QUICK, **OPTIONS)
@@ -237,6 +241,8 @@ def main(bench: Benchmark, args: Namespace) -> str:
     if flash_plan.INTERPRETED:  # what Triton's interpreter needs of it
         sys.path.append(str(Path(__file__).parents[1] / "tests" / "kernels"))
         import_module("kernel_device")
+    if DOCUMENTS in args.masks and len(args.masks) > 1:
+        sys.exit(f"--masks {' '.join(args.masks)}: documents have tiles of their own, alone")
     os.environ.pop(flash_plan.TILES_VARIABLE, None)
     bench.dtype, runs = args.dtype, 1 if args.quick else 5
     itemsize = getattr(torch, args.dtype).itemsize
@@ -245,7 +251,9 @@ def main(bench: Benchmark, args: Namespace) -> str:
         f"{args.tokens:,} tokens, {args.group} query heads a KV head; ms of forward or backward."
     )
     header = ["kernel", "tile before", "ms", "tile found", "ms", "tried"]
-    rows, found = [], []
+    table = args.write_table
+    found = dict(flash_plan.load_tiles(table)) if table and table.exists() else {}
+    rows = []
     end = time.monotonic() + 60 * args.minutes
     works_by_width = {width: works_of(args, width) for width in args.widths}
     defaults = {width: default_configs(works[0]) for width, works in works_by_width.items()}
@@ -270,8 +278,9 @@ def main(bench: Benchmark, args: Namespace) -> str:
         with using(configs):
             for work in works:
                 check(work.case, Kernels(work.case), work.inputs)
-        found.append(flash_plan.tile_row(key_of(works[0]), configs))
-        if args.write_table:
-            args.write_table.write_text(json.dumps({"rows": found}, indent=1) + "\n")
+        found[key_of(works[0])] = configs
+        if table:
+            written = [flash_plan.tile_row(key, of) for key, of in found.items()]
+            table.write_text(json.dumps({"rows": written}, indent=1) + "\n")
     bench.table(header, rows)
     return "one GPU" if torch.cuda.is_available() else "Triton's interpreter"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -142,14 +142,22 @@ def sums_of_keys(config: Config, widths: Sequence[int]) -> list[Sums]:
     return [(False, True), (True, False)]
 
 
-TileKey = tuple[tuple[int, int], int, int]
-"""Compute capability, bytes per element, width rounded up to a power of two."""
+class TileKey(NamedTuple):
+    """What tiles were measured for."""
+
+    capability: tuple[int, int]
+    """Of the device."""
+    itemsize: int
+    """Bytes per element."""
+    width: int
+    """Rounded up to a power of two, at least 64."""
+    documents: bool = False
+    """Whether documents are compared."""
 
 
 def tile_row(key: TileKey, configs: Configs) -> dict[str, Any]:
     """The ``configs`` of a ``key`` as ``load_tiles`` reads them."""
-    where = dict(zip(("capability", "itemsize", "width"), (list(key[0]), *key[1:])))
-    return where | {name: list(astuple(config)) for name, config in vars(configs).items()}
+    return key._asdict() | {name: astuple(config) for name, config in vars(configs).items()}
 
 
 @lru_cache(maxsize=8)
@@ -161,14 +169,12 @@ def load_tiles(path: Path) -> Mapping[TileKey, Configs]:
     """
     try:
         rows = json.loads(path.read_text())["rows"]
-        return {
-            (
-                (int(r["capability"][0]), int(r["capability"][1])),
-                r["itemsize"],
-                r["width"],
-            ): Configs(*(Config(*map(int, r[name])) for name in ("forward", "keys", "queries")))
-            for r in rows
-        }
+        found = {}
+        for r in rows:
+            major, minor = map(int, r["capability"])
+            key = TileKey((major, minor), r["itemsize"], r["width"], r.get("documents", False))
+            found[key] = Configs(*(Config(*map(int, r[f.name])) for f in fields(Configs)))
+        return found
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
         raise ValueError(
             f"{path}: cannot read this as a table of tiles ({type(e).__name__}: {e}); "
@@ -208,9 +214,10 @@ def configs_for(
     major, _ = capability
     generation = 9 if major in (9, 10) else 8 if capability in ((8, 0), (8, 7)) else 86
     key = generation, itemsize, max(64, padded_width(width))
-    by_position = not (has_documents or has_bias)  # as those of which tables are measured
-    measured = _measured_tiles().get((capability, *key[1:])) if by_position else None
-    configs = measured or _CONFIGS[key]
+    measured = _measured_tiles().get(TileKey(capability, *key[1:], has_documents))
+    if measured and not has_bias:  # of which no table is measured
+        return measured
+    configs = _CONFIGS[key]
     if has_documents and key in _DOCUMENT_FORWARD:
         return replace(configs, forward=_DOCUMENT_FORWARD[key])
     if has_bias and key in _BIAS_FORWARD:

@@ -7,6 +7,8 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import networkx as nx
@@ -204,3 +206,27 @@ def test_no_two_test_files_have_one_name() -> None:
     """pytest imports them by their names alone."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def missing_names(source: str) -> list[str]:
+    """What ``source`` imports of the package, and is not there."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+            continue
+        if node.module.partition(".")[0] == "paradyse":
+            module = import_module(node.module)
+            names = [a.name for a in node.names if not hasattr(module, a.name)]
+            spec = getattr(module, "__path__", None)
+            found += [n for n in names if not (spec and find_spec(f"{node.module}.{n}"))]
+    return found
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_what_is_imported_when_it_is_needed_is_there(folder: str) -> None:
+    """Inside functions too, of tests that seldom run."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    found = {f.name: missing_names(f.read_text()) for f in files}
+    assert files and not {name for name, missing in found.items() if missing}, found
+    gone = "def f():\n    from paradyse.types import Point, no_such_name\n"
+    assert missing_names(gone) == ["no_such_name"]

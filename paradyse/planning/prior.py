@@ -63,8 +63,12 @@ def time_parts(work: Work, machine: Machine) -> TimeParts:
 def _copies_s(work: Work, machine: Machine, block_s: float) -> float:
     """Seconds beyond ``block_s`` in which copies to the host, and back, are waited for."""
     bandwidth = machine.host_bandwidth or machine.memory_bandwidth
-    shares = zip(work.copied_bytes, (FORWARD_SHARE, 1 - FORWARD_SHARE), strict=True)
-    return sum(max(0.0, num_bytes / bandwidth - share * block_s) for num_bytes, share in shares)
+    shares = FORWARD_SHARE, 1 - FORWARD_SHARE
+    passes = zip(work.copied_bytes, work.waited_bytes, shares, strict=True)
+    return sum(
+        waited / bandwidth + max(0.0, (copied - waited) / bandwidth - share * block_s)
+        for copied, waited, share in passes
+    )
 
 
 def prior_cost(

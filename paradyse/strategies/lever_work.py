@@ -79,6 +79,10 @@ def chunked(work: Work, counted: Counted) -> None:
     is kept on the host, and comes from there: queries once, keys and values for each chunk of
     queries that sees them, in backward with their gradients, which are summed in float32 and go
     back each time. What is on the host while the block runs, and no longer, is not counted there.
+
+    Copies of keys hide behind attention, all others are waited for: of a Llama of 1.1 billion
+    parameters at 32,768 tokens, two chunks, an H100 waits for 0.64 s of 0.73 s of copies, which is
+    as much as queries, outputs and what is first sent take.
     """
     most = chunk_tokens(work.workload.batch)
     tile, tiles = _in_tiles(work, counted, most), num_tiles(work, most)
@@ -86,10 +90,12 @@ def chunked(work: Work, counted: Counted) -> None:
     wide = max(4, work.itemsize) / work.itemsize
     q, kv, lse = _own_heads_bytes(work)
     visits, passes = pairs / tiles * kv, 1 + work.back + work.runs_again
-    forward = 4 * q + kv + lse + visits
+    forward = 4 * q + kv + lse
     # of queries d_out and dq both ways, what forward left, its output for what lies behind
-    backward = work.back * (7 * q + lse + (1 + 2 * wide) * visits)
-    work.copy(forward, backward + work.runs_again * forward)
+    backward = work.back * (7 * q + lse)
+    waited = forward, backward + work.runs_again * forward
+    fetched = visits, visits * (work.back * (1 + 2 * wide) + work.runs_again)
+    work.copy(waited[0] + fetched[0], waited[1] + fetched[1], waited)
     work.moved_bytes += 3 * wide * (pairs / tiles * q * passes + visits * work.back)
     work.num_ops += (pairs * PAIR_OPS + (tiles - 1) * EXCHANGE_OPS) * passes
     chunk_q, chunk_kv, _ = _own_heads_bytes(tile)

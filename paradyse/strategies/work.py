@@ -157,6 +157,8 @@ class Work:
         """Bytes held on the host from the block's forward to its backward."""
         self.copied_bytes = 0.0, 0.0
         """Bytes that go between device and host, either way: in forward, and in backward."""
+        self.waited_bytes = 0.0, 0.0
+        """Of these, what the block waits for, whatever it computes."""
         self.attended_bytes = 0.0
         """Of what is saved, attention's output and what its backward reads beside q, k and v."""
 
@@ -237,10 +239,14 @@ class Work:
         self.moved_bytes += max(0, read) * self.itemsize * passes
         self.num_ops += 2 * block.num_experts * of_experts * passes
 
-    def copy(self, forward: float, backward: float) -> None:
-        """Copy so many bytes between device and host in ``forward`` and in ``backward``."""
-        before = self.copied_bytes
+    def copy(
+        self, forward: float, backward: float, waited: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        """Copy so many bytes between device and host in ``forward`` and in ``backward``, of which
+        nothing hides those that are ``waited`` for."""
+        before, waits = self.copied_bytes, self.waited_bytes
         self.copied_bytes = before[0] + forward, before[1] + backward
+        self.waited_bytes = waits[0] + waited[0], waits[1] + waited[1]
         self.moved_bytes += forward + backward
 
     def repeat(self, forward: Work) -> None:

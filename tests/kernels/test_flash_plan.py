@@ -14,6 +14,7 @@ from paradyse.kernels.attention_mask import AttentionSpec
 from paradyse.kernels.flash_plan import (
     Config,
     Configs,
+    TileKey,
     aligned,
     configs_for,
     load_tiles,
@@ -25,7 +26,7 @@ HOPPER = (9, 0)
 FOUND = Configs(Config(256, 64, 8, 4, 2), Config(32, 64, 4, 1), Config(64, 16, 8, 2))
 
 
-def table(tmp_path: Path, *keys: flash_plan.TileKey) -> Path:
+def table(tmp_path: Path, *keys: TileKey) -> Path:
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps({"rows": [tile_row(key, FOUND) for key in keys]}))
     return path
@@ -33,8 +34,8 @@ def table(tmp_path: Path, *keys: flash_plan.TileKey) -> Path:
 
 def test_measured_tiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = configs_for(HOPPER, 2, 64, False)
-    path = table(tmp_path, (HOPPER, 2, 64))
-    assert load_tiles(path) == {(HOPPER, 2, 64): FOUND}
+    path = table(tmp_path, TileKey(HOPPER, 2, 64))
+    assert load_tiles(path) == {TileKey(HOPPER, 2, 64): FOUND}
     monkeypatch.setenv(flash_plan.TILES_VARIABLE, str(path))
     for width in (16, 40, 64):  # of which tiles are as wide
         assert configs_for(HOPPER, 2, width, False) == FOUND
@@ -42,9 +43,21 @@ def test_measured_tiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert configs_for(HOPPER, 2, 64, False) == own != FOUND
 
 
-@pytest.mark.parametrize("other", [((10, 0), 2, 64), (HOPPER, 4, 64), (HOPPER, 2, 128)])
+def test_documents_have_tiles_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        flash_plan.TILES_VARIABLE, str(table(tmp_path, TileKey(HOPPER, 2, 64, documents=True)))
+    )
+    assert configs_for(HOPPER, 2, 64, has_documents=True) == FOUND
+    assert configs_for(HOPPER, 2, 64, has_documents=False) != FOUND
+    assert configs_for(HOPPER, 2, 64, has_documents=True, has_bias=True) != FOUND
+
+
+@pytest.mark.parametrize(
+    "other",
+    [TileKey((10, 0), 2, 64), TileKey(HOPPER, 4, 64), TileKey(HOPPER, 2, 128)],
+)
 def test_tiles_of_another_device_dtype_or_width_are_not_taken(
-    other: flash_plan.TileKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: TileKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = configs_for(HOPPER, 2, 64, False)
     monkeypatch.setenv(flash_plan.TILES_VARIABLE, str(table(tmp_path, other)))

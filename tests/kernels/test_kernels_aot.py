@@ -15,9 +15,13 @@ from aot import SHARED_LIMIT
 pytest.importorskip("triton.backends.nvidia", reason="triton was built without its CUDA compiler")
 
 
-MEASURED = {("flash causal: _keys_kernel", 90, "D 128"): 560}
+MEASURED = {
+    ("flash causal: _keys_kernel", 90, "D 128"): 560,
+    ("flash window, documents, padding: _keys_kernel", 90, "D 128"): 400,
+}
 """Bytes that a kernel may spill whose tile was the fastest on the device all the same: on an H100
-(benchmarks/results/h100/tile_sweep.md). Its name, device and what its tile begins with."""
+(benchmarks/results/h100/tile_sweep.md and tile_sweep_documents.md). Its name, device and what its
+tile begins with."""
 
 
 def most_spilled(row: dict[str, Any]) -> int:

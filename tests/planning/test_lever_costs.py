@@ -198,6 +198,34 @@ def test_keys_are_fetched_for_every_chunk_of_queries_that_sees_them() -> None:
         assert num_bytes[2 * i + 1] == pytest.approx(7 + 5 * fetched)
 
 
+def test_queries_of_chunks_are_waited_for_however_long_attention_takes() -> None:
+    point, bandwidth = "ulysses_z+chunked", 1e10
+    slow = replace(FREE, attention_flops=1e3)  # beside which no copy of keys takes any time
+    found = count_work(attention(), point, LONG, sharded=True)
+    assert all(0 < w < c for w, c in zip(found.waited_bytes, found.copied_bytes, strict=True))
+    times = [
+        prior_cost(attention(), point, LONG, replace(slow, host_bandwidth=b)).time_s
+        for b in (bandwidth, 1e30)
+    ]
+    assert times[0] - times[1] == pytest.approx(sum(found.waited_bytes) / bandwidth, rel=1e-3)
+
+
+def test_two_chunks_take_longer_than_computing_attention_again() -> None:
+    """As an H100 said of a Llama of 1.1 billion parameters (``lever_work.chunked``)."""
+    rates = {"matmul_flops": 6.2e14, "attention_flops": 4.6e14, "memory_bandwidth": 2.5e12}
+    h100 = replace(FREE, **rates, host_bandwidth=5.5e10)
+    block = attention(h=2048, heads=32, kv=4)
+    ratios = []
+    for n in (2, 32):
+        work_ = work(n * CHUNK_TOKENS, b=1, p=1)
+        chunked, again = (
+            prior_cost(block, f"replicated+{v}", work_, h100).time_s
+            for v in ("chunked", "recompute")
+        )
+        ratios.append(chunked / again)
+    assert ratios[0] > 1.3 and ratios[1] < 0.95
+
+
 def test_copies_of_chunks_hide_behind_long_attention_alone() -> None:
     link = replace(FREE, host_bandwidth=2.5e10)
     beyond = []

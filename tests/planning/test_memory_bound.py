@@ -37,7 +37,7 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
     """The longest length of every strategy and of ``auto``, and bytes measured there."""
     import paradyse
     from paradyse.planning.planner import Planner
-    from paradyse.profiling.measure import _everyone
+    from paradyse.profiling.book import everyone
     from paradyse.profiling.steps import Steps
     from paradyse.runtime.registry import captures_of
 
@@ -75,7 +75,7 @@ def train_to_a_limit(path: str, sharded: bool) -> dict[str, Any]:
 
         def measured(seq_len: int, plan: str) -> int:
             steps.run(seq_len, plan)
-            return max(_everyone(planner.static_bytes + steps.memory(seq_len, plan).peak_bytes))
+            return max(everyone(planner.static_bytes + steps.memory(seq_len, plan).peak_bytes))
 
         longest = {s: planner.longest(work(1), MOST, plan) for s, plan in every.items()}
         longest[AUTO] = planner.longest(work(1), MOST)
