@@ -44,7 +44,7 @@ from paradyse.runtime.capture import (
     sizes_of,
 )
 from paradyse.runtime.describe import describe_blocks, describe_head
-from paradyse.runtime.frame import current_frames
+from paradyse.runtime.frame_maker import current_frames
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import WHOLE
 from paradyse.torch_private import tree_leaves

@@ -61,7 +61,7 @@ from paradyse.profiling.marks import (
     mark_ids,
     memory_of,
 )
-from paradyse.runtime.frame import MakeFrame
+from paradyse.runtime.frame_maker import MakeFrame
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.torch_private import at_end_of_backward, saved_tensors_hooks_are_free
 from paradyse.types import HEAD, Plan, Workload

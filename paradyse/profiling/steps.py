@@ -32,7 +32,7 @@ from paradyse.profiling.marks import (
     memory_of,
     times_of,
 )
-from paradyse.runtime.frame import frames_by
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import canonical_strategy
 from paradyse.torch_private import compiled_call_of, original_module, set_compiled_call

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -42,6 +41,7 @@ from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
+from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
 from paradyse.torch_private import unset_fake_temporarily
 from paradyse.types import Point
 from paradyse.weights.gradients import SumGradients
@@ -87,6 +87,7 @@ class Frame:
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
         self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
+        self.streams = Streams(ahead and not in_group)
         self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
@@ -120,6 +121,7 @@ class Frame:
             for step in steps:
                 self.free(program.schedule.freed[step.position])
         self._on_host.settle()
+        self.streams.in_forward = False
         out = fx.map_arg(program.output, self.result)
         # They know this frame: held here too, both would wait for Python's search for garbage.
         self.free([n for n, x in self.env.items() if isinstance(x, DeferredTensor)])
@@ -153,6 +155,9 @@ class Frame:
         variant, point = self.program.variant(step, strategy), Point.parse(strategy)
         wholes, gathered = self.unshard(step, strategy)
         self._fetch(step.position + 1)
+        self.streams.following = partial(self._stream, step.position + 1)
+        if not isinstance(variant, Streaming):  # else it does so behind its own
+            self.streams.begin_following()
         outputs: Sequence[Any]
         with self._saving(step, point, wholes) as saved:
             if point.recomputes and torch.is_grad_enabled():
@@ -254,6 +259,7 @@ class Frame:
             self.raw,
             partial(self.weights, step, wholes),
             self.sync,
+            self.streams,
         )
 
     # ---- values
@@ -356,6 +362,16 @@ class Frame:
             step = self.program.steps[position]
             nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
             self.shelf.fetch([self._shard(step, n) for n in nodes], self._booked_to(step))
+
+    def _stream(self, position: int) -> WeightStream | None:
+        """The weights of the step at ``position``, if they come group by group."""
+        if not self._is_sharded or position >= len(self.program.steps):
+            return None
+        step = self.program.steps[position]
+        variant = self.program.variant(step, self.constants.strategy(step))
+        if not isinstance(variant, Streaming):
+            return None
+        return variant.stream(self.raw, step.block_id)
 
     def _booked_to(self, step: Step) -> int:
         """The block id of ``step`` on the axis that its weights lie over."""
@@ -476,24 +492,3 @@ class Frame:
             return (rows,)
 
         return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
-
-
-MakeFrame = Callable[[Program, Sequence[Any], StepConstants], Frame]
-
-_MAKE_FRAME: ContextVar[MakeFrame] = ContextVar("make_frame", default=Frame)
-
-
-@contextmanager
-def frames_by(make: MakeFrame) -> Iterator[None]:
-    """Inside, this thread's calls of compiled models run in the frames that ``make`` gives: a
-    caller of a compiled model has no other way to hand it over."""
-    token = _MAKE_FRAME.set(make)
-    try:
-        yield
-    finally:
-        _MAKE_FRAME.reset(token)
-
-
-def current_frames() -> MakeFrame:
-    """What makes the frame of a call: ``Frame``, or as ``frames_by`` says."""
-    return _MAKE_FRAME.get()

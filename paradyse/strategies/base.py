@@ -22,6 +22,7 @@ from paradyse.graph.attention_call import Apply, apply_operator
 from paradyse.graph.factors import Factor, Names
 from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_function
 from paradyse.graph.subgraph import Labels, Piece, is_weight, structure
+from paradyse.strategies.weight_stream import Streams
 from paradyse.strategies.work import Work
 from paradyse.torch_private import disable_current_modes
 from paradyse.weights.no_sync import GradientSync
@@ -66,6 +67,8 @@ class StepContext:
     """Weights, each whole or as the rows of the rank's group."""
     sync: GradientSync
     """Whether backward sends the gradients of weights."""
+    streams: Streams
+    """Weights that come group by group."""
 
 
 FEW = 2

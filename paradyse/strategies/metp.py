@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,13 @@ from paradyse.strategies.groups.evaluate import (
 )
 from paradyse.strategies.groups.model import Unsplittable, Weight, up_weights
 from paradyse.strategies.local import KEYS_GO_ROUND, LocalPiece
-from paradyse.strategies.weight_stream import GroupTensors, sum_dtype
+from paradyse.strategies.weight_stream import (
+    GroupTensors,
+    Streaming,
+    Streams,
+    WeightStream,
+    sum_dtype,
+)
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.types import EXPERTS
 from paradyse.weights.no_sync import GradientSync
@@ -85,7 +92,9 @@ class _Call:
     common: tuple[Tensor, ...]
     masks: tuple[Tensor | None, ...]
     """Key padding and document ids, whole."""
+    block_id: int
     sync: GradientSync
+    streams: Streams
 
 
 class _Stage:
@@ -153,7 +162,7 @@ class _Stage:
         return self.lowered(call.sizes, call.common, tensors + [group[i] for i in self.at])
 
 
-class MetpVariant:
+class MetpVariant(Streaming):
     """A block computed group by group on local tokens."""
 
     def __init__(self, scope: Scope, block: Any, piece: Piece):
@@ -218,7 +227,8 @@ class MetpVariant:
         self.pre(values, env)
         whole = self.masks[:2]
         masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in whole)
-        call = _Call(values.sizes, values.common, masks, values.sync)
+        own = values.block_id, values.sync, values.streams
+        call = _Call(values.sizes, values.common, masks, *own)
         sources = [*self.local, *(w.node for w in self.weights)]
         tensors = [env[n] for n in sources]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -292,7 +302,7 @@ class MetpVariant:
         totals: list[Tensor] = []
         ys: list[Tensor] = []
         saved: list[Tensor] = []
-        taken = self._taken(call, tensors)
+        taken = self._taken(call, tensors, call.streams.begin_following)
         for index in self.used:
             group, heads = taken.take(index, needs), self.heads(index, tensors[0].device)
             attended = None
@@ -345,6 +355,7 @@ class MetpVariant:
         saved: Sequence[Tensor],
         grads_of_sums: Sequence[Tensor],
         needs: Sequence[bool],
+        nodes: Sequence[Any] = (),
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``. Each group's graph is built for its group alone, in two parts:
         the columns behind attention are gone before queries, keys and values are made again.
@@ -353,8 +364,10 @@ class MetpVariant:
             call, tensors, needs: as ``forward_groups`` had them.
             saved: attention's output and log-sum-exp of each group in turn.
             grads_of_sums: per down projection, of its sum over groups.
+            nodes: of autograd's graph, as of ``GroupTensors.gradients``.
         """
-        taken = self._taken(call, tensors)
+        before = partial(call.streams.begin_before, call.block_id)
+        taken = self._taken(call, tensors, before)
         for place, index in enumerate(self.used):
             group, heads = taken.take(index, needs), self.heads(index, tensors[0].device)
             where = [i for i, t in enumerate(group) if t.requires_grad]
@@ -385,12 +398,24 @@ class MetpVariant:
                     if at is not None and at in where:
                         taken.add(index, [at], [grad])
             taken.send(index)
-        return taken.gradients()
+        return taken.gradients(nodes)
 
-    def _taken(self, call: _Call, tensors: Sequence[Tensor]) -> GroupTensors:
-        at = int(call.common[3][1])
-        how = self.casts, call.sync.later
-        return GroupTensors(tensors, self.forms, self.used, at, *how)
+    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
+        """See ``Streaming``, with its ``raw`` and ``block_id``."""
+        forms = dict(self.uses)
+        given = [raw(w.node) if w.node in forms else None for w in self.weights]
+        pairs = zip(given, self.weights, strict=True)
+        shards = [
+            x if isinstance(x, ShardedTensor) and fits(x, forms[w.node]) else None for x, w in pairs
+        ]
+        around = [None] * len(self.local)
+        return WeightStream([*around, *shards], self.used, block_id, self.casts)
+
+    def _taken(
+        self, call: _Call, tensors: Sequence[Tensor], behind: Callable[[], None]
+    ) -> GroupTensors:
+        stream = call.streams.take(tensors, self.used, call.block_id, self.casts)
+        return GroupTensors(tensors, self.forms, stream, call.sync, behind)
 
 
 class _Stream(torch.autograd.Function):
@@ -413,8 +438,8 @@ class _Stream(torch.autograd.Function):
         variant, call, n = ctx.of
         kept = ctx.saved_tensors  # once: where the block is checkpointed each access runs it again
         tensors, saved = kept[:n], kept[n:]
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs)
+        needs, nodes = ctx.needs_input_grad[2:], [node for node, _ in ctx.next_functions]
+        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs, nodes)
 
 
 def _count(work: Work) -> None:

@@ -1,24 +1,186 @@
 """What the groups of ``metp`` compute with, one group after the other, and the gradients of it.
 
 A whole tensor lends each group its rows. Of a sharded weight rank g holds the rows of group g:
-while a group is computed the next one's are under way, and gradients travel to their owner the same
-way in backward. At most two groups' weights are here at once besides the rank's own.
+while a group is computed the next one's are under way, behind the last one those of the block that
+comes next, and gradients travel to their owner the same way in backward. At most two groups'
+weights are here at once besides the rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from paradyse.distributed import collectives
+from paradyse.distributed.collectives import Pending
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import kept_dtype, own_part
 from paradyse.weights.shard_comm import by_dtype, split_rows
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form
+
+Casts = Sequence[torch.dtype | None]
+"""The smaller dtype that groups cast each tensor to before they read it, if any."""
+
+
+class WeightStream:
+    """Those of a block's tensors that are sharded by groups, whose rows come group by group.
+
+    Args:
+        tensors: of the block.
+        groups: those with something to compute, in order.
+        block_id: what messages are booked to.
+        casts: of the tensors.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Any], groups: Sequence[int], block_id: int, casts: Casts
+    ) -> None:
+        self.groups, self.block_id = groups, block_id
+        self.shards: dict[int, ShardedTensor | CastShard] = {
+            i: t if cast is None else CastShard(t, cast)
+            for i, (t, cast) in enumerate(zip(tensors, casts, strict=True))
+            if isinstance(t, ShardedTensor)
+        }
+        """By index of the tensor."""
+        at, shards = list(self.shards), list(self.shards.values())
+        self.messages = [
+            [at[k] for k in index] for index in by_dtype(shards, [s.reduce_dtype for s in shards])
+        ]
+        """Indices of those that travel together."""
+        self._coming: dict[int, list[Pending]] = {}
+
+    def again(self) -> WeightStream:
+        """The same, of which nothing is on its way."""
+        other = copy(self)
+        other._coming = {}
+        return other
+
+    def start(self, group: int) -> None:
+        """Start on the rows of ``group``, unless they are on their way."""
+        if group in self._coming:
+            return
+        sent = []
+        for index in self.messages:
+            shards = [self.shards[i] for i in index]
+            axis = lane_of(shards[0].placement.axis, GATHERS)
+            if axis.rank == group:
+                flat = torch.cat([s.for_use.detach().reshape(-1) for s in shards])
+            else:
+                n = sum(s.placement.numel(s.shape, group) for s in shards)
+                first = shards[0]
+                flat = torch.empty(n, dtype=first.dtype, device=at_rest(first).used_on)
+            sent.append(collectives.broadcast(flat, axis, group, self.block_id))
+        self._coming[group] = sent
+
+    def rows(self, group: int, behind: Callable[[], None]) -> dict[int, Tensor]:
+        """Index of a sharded tensor -> the rows of ``group``. Starts on the next group's; where
+        there is none calls ``behind``."""
+        self.start(group)
+        at = self.groups.index(group) + 1
+        if at < len(self.groups):
+            self.start(self.groups[at])
+        else:
+            behind()
+        out: dict[int, Tensor] = {}
+        for index, pending in zip(self.messages, self._coming.pop(group), strict=True):
+            out.update(self.split(pending.wait(), index, group))
+        return out
+
+    def split(self, flat: Tensor, index: Sequence[int], group: int) -> dict[int, Tensor]:
+        """The parts of a message, by index of the tensor.
+
+        Args:
+            flat: the message.
+            index: of the tensors that travel in it.
+            group: whose rows it brings.
+        """
+        parts = split_rows(flat, [self.shards[i] for i in index], group)
+        return dict(zip(index, parts, strict=True))
+
+    def drop(self) -> None:
+        """Wait for what nobody will take."""
+        for sent in self._coming.values():
+            for pending in sent:
+                pending.wait()
+        self._coming.clear()
+
+
+def nothing_behind() -> None:
+    """No block comes next."""
+
+
+class Streaming(ABC):
+    """A variant whose sharded weights come group by group."""
+
+    @abstractmethod
+    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
+        """Them, before the block is computed.
+
+        Args:
+            raw: a weight as it is given to the graph.
+            block_id: of the block.
+        """
+
+
+class Streams:
+    """The weight streams of one call: behind its last group each starts on the first group of the
+    next one, in backward of the one before.
+
+    Args:
+        ahead: whether they do.
+    """
+
+    def __init__(self, ahead: bool) -> None:
+        self.ahead = ahead
+        self.following: Callable[[], WeightStream | None] = lambda: None
+        """In forward, the stream of the step behind the present one, if it has one."""
+        self.in_forward = True
+        self._made: dict[int, WeightStream] = {}
+        """By block id, in the order of forward."""
+        self._coming: WeightStream | None = None
+
+    def take(
+        self, tensors: Sequence[Tensor], groups: Sequence[int], block_id: int, casts: Casts
+    ) -> WeightStream:
+        """The stream of a block, which may be on its way.
+
+        Args:
+            tensors, groups, block_id, casts: as of ``WeightStream``.
+        """
+        coming, self._coming = self._coming, None
+        if coming is not None and coming.block_id != block_id:
+            coming.drop()
+            coming = None
+        stream = coming or WeightStream(tensors, groups, block_id, casts)
+        if self.in_forward and stream.shards:
+            self._made[block_id] = stream.again()
+        return stream
+
+    def begin_following(self) -> None:
+        """In forward, start on the first group of the step behind the present one."""
+        if self.ahead and self.in_forward:
+            self._begin(self.following())
+
+    def begin_before(self, block_id: int) -> None:
+        """In backward, start on the first group of the stream that was made before that of the
+        block ``block_id``."""
+        if self.ahead and block_id in self._made:
+            made = list(self._made)
+            if at := made.index(block_id):
+                self._begin(self._made[made[at - 1]].again())
+
+    def _begin(self, stream: WeightStream | None) -> None:
+        if stream is not None and stream.shards and stream.groups and self._coming is None:
+            stream.start(stream.groups[0])
+            self._coming = stream
 
 
 class GroupTensors:
@@ -27,34 +189,23 @@ class GroupTensors:
     Args:
         tensors: values of the rank's tokens and weights, whole or sharded by groups.
         forms: how a group takes each: by rows, or whole.
-        groups: those with something to compute, in order.
-        block_id: what messages are booked to.
-        casts: the smaller dtype that groups cast each tensor to before they read it, if any.
-        later: keep gradients of streamed weights on this rank, whole, instead of sending them.
+        stream: of those that are sharded.
+        sync: of the call; where it keeps gradients, those of streamed weights stay on this rank,
+            whole, instead of being sent.
+        behind: called when the last group's weights are on their way.
     """
 
     def __init__(
         self,
         tensors: Sequence[Tensor],
         forms: Sequence[Form],
-        groups: Sequence[int],
-        block_id: int,
-        casts: Sequence[torch.dtype | None],
-        later: bool = False,
+        stream: WeightStream,
+        sync: GradientSync,
+        behind: Callable[[], None] = nothing_behind,
     ):
-        self.later = later
-        self.tensors, self.forms, self.groups, self.block_id = tensors, forms, groups, block_id
-        self.shards: dict[int, ShardedTensor | CastShard] = {
-            i: t if cast is None else CastShard(t, cast)
-            for i, (t, cast) in enumerate(zip(tensors, casts, strict=True))
-            if isinstance(t, ShardedTensor)
-        }
-        at, shards = list(self.shards), list(self.shards.values())
-        self.messages = [
-            [at[k] for k in index] for index in by_dtype(shards, [s.reduce_dtype for s in shards])
-        ]
-        self._coming: dict[int, list[Any]] = {}
-        self._leaving: list[tuple[int, list[int], Any]] = []
+        self.tensors, self.forms, self.stream, self.behind = tensors, forms, stream, behind
+        self.sync, self.shards, self.groups = sync, stream.shards, stream.groups
+        self._leaving: list[tuple[int, list[int], Pending]] = []
         self._streamed: dict[int, Tensor] = {}
         """Index of a sharded weight -> the present group's gradient."""
         self._totals: list[Tensor | None] = [None] * len(tensors)
@@ -63,7 +214,7 @@ class GroupTensors:
 
     def take(self, group: int, needs: Sequence[bool]) -> list[Tensor]:
         """The part of ``group`` of every tensor, detached; those of ``needs`` require gradients."""
-        streamed = self._rows(group) if self.shards else {}
+        streamed = self.stream.rows(group, self.behind) if self.shards else {}
         out = []
         for i, (t, form, need) in enumerate(zip(self.tensors, self.forms, needs, strict=True)):
             if i in streamed:
@@ -97,9 +248,11 @@ class GroupTensors:
         """Start summing the gradients of streamed weights at the rank that holds ``group``, or keep
         them."""
         grads, self._streamed = self._streamed, {}
-        if self.later:
+        if self.sync.later:
             return self._keep(group, grads)
-        for message in self.messages:
+        if not self._leaving:
+            self.sync.finish_scatters()
+        for message in self.stream.messages:
             index = [i for i in message if i in grads]
             if not index:
                 continue
@@ -107,7 +260,7 @@ class GroupTensors:
             like = self.shards[index[0]]
             summands = torch.cat(parts).to(like.reduce_dtype)
             lane = lane_of(like.placement.axis, GRADIENTS)
-            pending = collectives.reduce_to(summands, lane, group, self.block_id)
+            pending = collectives.reduce_to(summands, lane, group, self.stream.block_id)
             self._leaving.append((group, index, pending))
 
     def _keep(self, group: int, grads: Mapping[int, Tensor]) -> None:
@@ -119,54 +272,41 @@ class GroupTensors:
             rows = _real_rows(grad, self.forms[i], group)
             like.placement.put(self._kept[i], group, rows)
 
-    def gradients(self) -> list[Tensor | None]:
-        """The gradient of each tensor, when all groups are done."""
+    def gradients(self, nodes: Sequence[Any] = ()) -> list[Tensor | None]:
+        """The gradient of each tensor, when all groups are done; those of streamed weights may be
+        on their way until backward ends.
+
+        Args:
+            nodes: of autograd's graph, that the gradients go to, one for each tensor; without
+                them nothing is on its way.
+        """
         out: list[Tensor | None] = [
             None if total is None else total.to(t.dtype)
             for total, t in zip(self._totals, self.tensors, strict=True)
         ]
         for group, index, pending in self._leaving:
-            for i, rows in self._split(pending.wait(), index, group).items():
-                like = at_rest(self.shards[i])
-                if group == like.placement.axis.rank:
-                    out[i] = like.with_rows(rows.to(like.trained_dtype))
-                elif out[i] is None and like.placement.axis.rank not in self.groups:
-                    empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
-                    out[i] = like.with_rows(empty)
+            like = [at_rest(self.shards[i]) for i in index]
+            rank = like[0].placement.axis.rank
+            if group == rank:
+                message = pending.then(partial(self._own_gradients, index, group))
+                to = [nodes[i] if nodes else None for i in index]
+                found = self.sync.arrive(message, like, to, scatter=True)
+                for i, grad in zip(index, found, strict=True):
+                    out[i] = grad
+                continue
+            self.sync.let_arrive(pending)
+            if rank not in self.groups:  # this rank's group has nothing to do
+                for i, shard in zip(index, like, strict=True):
+                    out[i] = shard.with_rows(torch.zeros_like(shard.local))
         for i, whole in self._kept.items():
             out[i] = own_part(at_rest(self.shards[i]), whole)
         return out
 
-    def _rows(self, group: int) -> dict[int, Tensor]:
-        """Index of a sharded weight -> the rows of ``group``; starts on the next group's."""
-        if group not in self._coming:
-            self._start(group)
-        at = self.groups.index(group) + 1
-        if at < len(self.groups):
-            self._start(self.groups[at])
-        out: dict[int, Tensor] = {}
-        for index, pending in zip(self.messages, self._coming.pop(group), strict=True):
-            out.update(self._split(pending.wait(), index, group))
-        return out
-
-    def _start(self, group: int) -> None:
-        sent = []
-        for index in self.messages:
-            shards = [self.shards[i] for i in index]
-            axis = lane_of(shards[0].placement.axis, GATHERS)
-            if axis.rank == group:
-                flat = torch.cat([s.for_use.detach().reshape(-1) for s in shards])
-            else:
-                n = sum(s.placement.numel(s.shape, group) for s in shards)
-                first = shards[0]
-                flat = torch.empty(n, dtype=first.dtype, device=at_rest(first).used_on)
-            sent.append(collectives.broadcast(flat, axis, group, self.block_id))
-        self._coming[group] = sent
-
-    def _split(self, flat: Tensor, index: Sequence[int], group: int) -> dict[int, Tensor]:
-        """The parts of a message, by index of the weight."""
-        parts = split_rows(flat, [self.shards[i] for i in index], group)
-        return dict(zip(index, parts, strict=True))
+    def _own_gradients(self, index: Sequence[int], group: int, flat: Tensor) -> list[Tensor]:
+        """Of the weights of a message, whose sum is ``flat``."""
+        rows = self.stream.split(flat, index, group)
+        like = [at_rest(self.shards[i]) for i in index]
+        return [s.with_rows(rows[i].to(s.trained_dtype)) for i, s in zip(index, like, strict=True)]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

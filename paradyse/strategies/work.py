@@ -190,15 +190,6 @@ class Work:
         if self.p > 1 and TokenLayout(self.p, self.workload.seq_len).chunk >= MIN_ROWS:
             self.behind.append((collective, num_bytes, messages, flops))
 
-    def _of_groups(self, collective: str, num_bytes: float, times: int, groups: int) -> None:
-        """Book a block's weights, or their gradients, that travel so many ``times``. Where they do
-        in several ``groups``, the block itself waits for one of these: that which it begins with in
-        forward, that which it ends with in backward."""
-        ahead = (groups - 1) / groups if groups > 1 else 1.0
-        messages = times * groups
-        self.send(collective, num_bytes * ahead, messages * ahead, ahead=True)
-        self.send(collective, num_bytes * (1 - ahead), messages * (1 - ahead))
-
     def surround(self) -> None:
         """Norm, rotary embedding or activation, residual; one compiled piece."""
         values = 6 * self.block.hidden + 2 * self.columns
@@ -327,12 +318,12 @@ class Work:
         whole, share = n - split, (self.p - 1) / self.p * e
         if sharded:
             groups = self.p if weights == "streamed" else 1
-            gathers = 1 + self.back
-            self._of_groups("all_gather", whole * share * gathers, gathers, groups)
+            gathers = (1 + self.back) * groups
+            self.send("all_gather", whole * share * (1 + self.back), gathers, ahead=True)
             if training:
-                self._of_groups("reduce_scatter", whole * share / e * summed, 1, groups)
-                # on their way meanwhile: the gradients of the block behind
-                held = summed if groups == 1 else max(0, summed - e)
+                self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
+                # on their way meanwhile: the gradients of the block behind, beside those of a group
+                held = summed if groups == 1 else max(0, summed - e) + summed / groups
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
             # what is streamed is fetched by the block itself

@@ -95,7 +95,7 @@ def test_groups_are_counted() -> None:
 
 SENDERS = {
     ("shard_comm", "start_gather"): GATHERS,
-    ("weight_stream", "_start"): GATHERS,
+    ("weight_stream", "start"): GATHERS,
     ("shard_comm", "start_scatter"): GRADIENTS,
     ("weight_stream", "send"): GRADIENTS,
 }

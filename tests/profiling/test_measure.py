@@ -85,7 +85,8 @@ def saved_by_hooks(call: Any, batch: dict[str, Any], weights: set[int]) -> int:
 def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str, Any]:
     """A profile, and what can be held against it, by steps of the same model unwatched."""
     import paradyse
-    from paradyse.runtime.frame import Frame, current_frames
+    from paradyse.runtime.frame import Frame
+    from paradyse.runtime.frame_maker import current_frames
 
     model = make_tiny().eval()
     if sharded:

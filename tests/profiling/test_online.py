@@ -318,7 +318,7 @@ def held(run: Run, seq_len: int) -> Any:
         WatchedFrame,
         memory_of,
     )
-    from paradyse.runtime.frame import frames_by
+    from paradyse.runtime.frame_maker import frames_by
 
     kept = run.graph.choice.feedback
     run.graph.choice.feedback = None

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import Tiny, tokens
 
-from paradyse.runtime.frame import Frame, current_frames, frames_by
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame_maker import current_frames, frames_by
 from paradyse.runtime.registry import captures_of
 
 

@@ -11,7 +11,8 @@ from harness import RankPool
 from tiny import Tiny, tokens
 
 import paradyse
-from paradyse.runtime.frame import Frame, frames_by
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.joined import JoinedGradients
 from paradyse.weights import gradients
 

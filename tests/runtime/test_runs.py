@@ -15,7 +15,8 @@ from written_out import BY_HAND, HUGGING_FACE, make
 
 from paradyse.passes.split_steps import BlockStep
 from paradyse.runtime import runs
-from paradyse.runtime.frame import Frame, frames_by
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.runtime.runs import Run
 from paradyse.types import Plan

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paradyse
 from paradyse.runtime.deferred import DeferredTensor
-from paradyse.runtime.frame import Frame, frames_by
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies import build_head, head, tiles
 from paradyse.weights.sharded_tensor import ShardedTensor

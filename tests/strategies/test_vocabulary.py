@@ -32,7 +32,8 @@ from tiny import tokens
 import paradyse
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.collectives import Started
-from paradyse.runtime.frame import Frame, frames_by
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.registry import captures_of
 from paradyse.types import HeadSpec, Plan, Workload
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, resolve_axis
-from paradyse.strategies.weight_stream import GroupTensors
+from paradyse.strategies.weight_stream import GroupTensors, WeightStream
 from paradyse.weights.gradients import AverageGradients
 from paradyse.weights.layout import GradientSum, even_layout
 from paradyse.weights.no_sync import GradientSync
@@ -63,7 +63,8 @@ def streamed(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
     weight, axis = sharded(dtype, reduce_dtype), resolve_axis()
     groups = tuple(tuple(range(a, a + n)) for ((a, n),) in weight.placement.runs)
     form, every = Rows(0, groups), list(range(axis.size))
-    tensors = GroupTensors([weight], [form], every, 0, [torch.bfloat16])
+    stream = WeightStream([weight], every, 0, [torch.bfloat16])
+    tensors = GroupTensors([weight], [form], stream, GradientSync())
     for group in every:
         tensors.take(group, [True])
         tensors.add(group, [0], [form.take(drawn(axis.rank), group)])

@@ -7,24 +7,25 @@ matmuls exists for one group at a time. Saved are the rows, in the order of expe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from paradyse.graph.subgraph import Piece, cast_of
 from paradyse.strategies.base import Scope, StepContext, Uses, gradients
 from paradyse.strategies.experts.exchange import FEWEST, num_rows_of
 from paradyse.strategies.experts.model import split_experts
 from paradyse.strategies.experts.rows import ExpertRows
-from paradyse.strategies.weight_stream import GroupTensors
+from paradyse.strategies.weight_stream import GroupTensors, Streaming, WeightStream
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import fits
 
 
-class StreamedExpertsVariant:
+class StreamedExpertsVariant(Streaming):
     """A block of experts computed group by group on local tokens."""
 
     def __init__(self, scope: Scope, block: Any, piece: Piece):
@@ -73,7 +74,7 @@ class StreamedExpertsVariant:
                 is compiled twice.
         """
         n = len(self.groups.rows)
-        taken, out = self._taken(step, tensors[n:]), None
+        taken, out = self._taken(step, tensors[n:], step.streams.begin_following), None
         for group in self.used:
             weights = taken.take(group, needs[n:])
             with torch.set_grad_enabled(any(needs)):
@@ -91,15 +92,18 @@ class StreamedExpertsVariant:
         tensors: Sequence[Tensor],
         grad: Tensor,
         needs: Sequence[bool],
+        nodes: Sequence[Any],
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``, each group computed again.
 
         Args:
             step, counts, tensors, needs: as ``forward_groups`` had them.
             grad: of what it gave.
+            nodes: of autograd's graph, that the gradients go to.
         """
         n = len(self.groups.rows)
-        taken = self._taken(step, tensors[n:])
+        before = partial(step.streams.begin_before, step.block_id)
+        taken = self._taken(step, tensors[n:], before)
         pairs = zip(tensors[:n], needs)
         of_rows: list[Any] = [torch.zeros_like(x) if need else None for x, need in pairs]
         for group in self.used:
@@ -118,7 +122,7 @@ class StreamedExpertsVariant:
                     of_rows[i][at] = g[:num]
             del y
             taken.send(group)
-        return [*of_rows, *taken.gradients()]
+        return [*of_rows, *taken.gradients(nodes[n:])]
 
     def _group(
         self,
@@ -146,9 +150,18 @@ class StreamedExpertsVariant:
         ends = numbers.cumsum(0, dtype=torch.int32)
         return self.rows(step, leaves, in_order, ends, weights), slice(start, start + num), leaves
 
-    def _taken(self, step: StepContext, weights: Sequence[Tensor]) -> GroupTensors:
+    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
+        """See ``Streaming``, with its ``raw`` and ``block_id``."""
+        pairs = [(raw(node), form) for node, form in self.groups.forms.items()]
+        shards = [x if isinstance(x, ShardedTensor) and fits(x, f) else None for x, f in pairs]
+        return WeightStream(shards, self.used, block_id, self.casts)
+
+    def _taken(
+        self, step: StepContext, weights: Sequence[Tensor], behind: Callable[[], None]
+    ) -> GroupTensors:
+        stream = step.streams.take(weights, self.used, step.block_id, self.casts)
         forms = list(self.groups.forms.values())
-        return GroupTensors(weights, forms, self.used, step.block_id, self.casts, step.sync.later)
+        return GroupTensors(weights, forms, stream, step.sync, behind)
 
 
 def _with_missing(rows: Tensor, num_missing: int) -> Tensor:
@@ -176,8 +189,8 @@ class _Stream(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         variant, *of = ctx.of
         tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs)
+        needs, nodes = ctx.needs_input_grad[3:], [node for node, _ in ctx.next_functions]
+        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs, nodes)
 
 
 def count_streamed_experts(work: Work) -> None:

@@ -1,0 +1,135 @@
+"""Weights that come group by group: on their way before a block asks for its first ones, in forward
+and in backward, and gradients that backward does not wait for block by block."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import RankPool
+from models import check, make_batch, make_model, run_step
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.lanes import Overlap
+from paradyse.strategies.weight_stream import Streams
+from paradyse.types import Plan
+from paradyse.weights.coming_gradient import ComingGradient
+from paradyse.weights.no_sync import GradientSync
+
+METP = "metp"
+PLANS = {
+    "metp": (METP,) * 4,
+    "metp again": ("metp+recompute",) * 4,
+    "mixed": ("megatron_cz", METP, METP, "ulysses_z"),
+}
+"""Of the blocks of two layers."""
+
+
+def streamed(family: str, points: tuple[str, ...]) -> dict[str, Any]:
+    """Of one step: per stream that a block takes whether it was on its way, in forward and in
+    backward; how many messages of gradients were left to arrive; gradients are compared with those
+    of one process, at first and then."""
+    import paradyse
+
+    reference, model = (make_model(family) for _ in range(2))
+    paradyse.shard(model)
+    options = {"plan": lambda workload: Plan(points), "inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 2, 11)
+    check(run_step(compiled, model, batch), run_step(reference, reference, batch), what="first")
+    taken: list[bool] = []
+    dropped, left, came = list[int](), list[int](), list[bool]()
+    take, let_arrive, arrive = Streams.take, GradientSync.let_arrive, GradientSync.arrive
+
+    def note(streams: Streams, *of: Any) -> Any:
+        coming = streams._coming
+        stream = take(streams, *of)
+        taken.append(stream is coming)
+        if coming is not None and stream is not coming:
+            dropped.append(coming.block_id)
+        return stream
+
+    def note_left(sync: GradientSync, message: Any) -> None:
+        left.append(id(message))
+        let_arrive(sync, message)
+
+    def note_arrival(sync: GradientSync, message: Any, *args: Any, **how: Any) -> Any:
+        grads = arrive(sync, message, *args, **how)
+        came.append(all(isinstance(g, ComingGradient) for g in grads))
+        return grads
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Streams, "take", note))
+        stack.enter_context(patch.object(GradientSync, "let_arrive", note_left))
+        stack.enter_context(patch.object(GradientSync, "arrive", note_arrival))
+        model.zero_grad()
+        loss = compiled(**batch).loss
+        forward = list(taken)
+        loss.backward()
+    check(run_step(compiled, model, batch), run_step(reference, reference, batch), what="then")
+    found = {"forward": forward, "backward": taken[len(forward) :], "dropped": dropped}
+    return found | {"left": len(left), "came": came}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_block_s_first_weights_are_on_their_way(plan: str, pool2: RankPool) -> None:
+    for found in pool2.run(streamed, "llama", PLANS[plan]):
+        streams = PLANS[plan].count(METP) or 4
+        assert len(found["forward"]) == streams and not found["dropped"]
+        assert all(found["forward"])
+        if plan == "metp again":  # a stream that runs again, and then the one of its backward
+            assert found["backward"] == [False, False] + [True, False] * (streams - 1)
+        else:
+            assert found["backward"] == [False] + [True] * (streams - 1)
+
+
+def test_experts_stream_ahead_too(pool2: RankPool) -> None:
+    for found in pool2.run(streamed, "mixtral", (METP,) * 4):
+        assert all(found["forward"]) and found["backward"] == [False, True, True, True]
+        assert not found["dropped"]
+
+
+def test_gradients_are_left_to_arrive(pool2: RankPool) -> None:
+    """A rank waits neither for its own group's sums nor for those that it sends."""
+    for found in pool2.run(streamed, "llama", PLANS["metp"]):
+        assert found["left"] == 4 and found["came"] and all(found["came"])
+
+
+def each_at_once() -> dict[str, Any]:
+    """``streamed`` where every message is waited for as it is sent."""
+    with patch.object(resolve_axis().session.of(Overlap), "on", False):
+        return streamed("llama", PLANS["metp"])
+
+
+def test_without_overlap_nothing_is_ahead(pool2: RankPool) -> None:
+    for found in pool2.run(each_at_once):
+        assert not any(found["forward"] + found["backward"] + found["came"])
+
+
+def test_a_stream_that_nobody_takes_is_waited_for(pool2: RankPool) -> None:
+    assert pool2.run(drop) == [True, True]
+
+
+def drop() -> bool:
+    """Whether the rows that were on their way for another block have come when a block asks."""
+    import paradyse
+    from paradyse.strategies.weight_stream import WeightStream
+
+    model = torch.nn.Linear(6, 4, bias=False)
+    weight = paradyse.shard(model).weight
+    streams, waited = Streams(ahead=True), list[Any]()
+    streams.following = lambda: WeightStream([weight], [0, 1], 1, [None])
+    wait = collectives.Pending.wait
+
+    def note(pending: collectives.Pending) -> Any:
+        waited.append(pending)
+        return wait(pending)
+
+    streams.begin_following()
+    with patch.object(collectives.Pending, "wait", note):
+        found = streams.take([weight], [0, 1], 2, [None])
+    return len(waited) == 1 and found.block_id == 2
