@@ -250,7 +250,7 @@ class GroupTensors:
         grads, self._streamed = self._streamed, {}
         if self.sync.later:
             return self._keep(group, grads)
-        if not self._leaving:
+        if group == self.groups[-1]:  # those of the block behind have had the others' time
             self.sync.finish_scatters()
         for message in self.stream.messages:
             index = [i for i in message if i in grads]

@@ -322,8 +322,8 @@ class Work:
             self.send("all_gather", whole * share * (1 + self.back), gathers, ahead=True)
             if training:
                 self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
-                # on their way meanwhile: the gradients of the block behind, beside those of a group
-                held = summed if groups == 1 else max(0, summed - e) + summed / groups
+                # on their way meanwhile: the gradients of the block behind
+                held = summed if groups == 1 else summed + max(0, summed - e)
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
             # what is streamed is fetched by the block itself
