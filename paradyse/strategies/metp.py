@@ -355,7 +355,6 @@ class MetpVariant(Streaming):
         saved: Sequence[Tensor],
         grads_of_sums: Sequence[Tensor],
         needs: Sequence[bool],
-        nodes: Sequence[Any] = (),
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``. Each group's graph is built for its group alone, in two parts:
         the columns behind attention are gone before queries, keys and values are made again.
@@ -364,7 +363,6 @@ class MetpVariant(Streaming):
             call, tensors, needs: as ``forward_groups`` had them.
             saved: attention's output and log-sum-exp of each group in turn.
             grads_of_sums: per down projection, of its sum over groups.
-            nodes: of autograd's graph, as of ``GroupTensors.gradients``.
         """
         before = partial(call.streams.begin_before, call.block_id)
         taken = self._taken(call, tensors, before)
@@ -398,7 +396,7 @@ class MetpVariant(Streaming):
                     if at is not None and at in where:
                         taken.add(index, [at], [grad])
             taken.send(index)
-        return taken.gradients(nodes)
+        return taken.gradients()
 
     def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
         """See ``Streaming``, with its ``raw`` and ``block_id``."""
@@ -415,7 +413,7 @@ class MetpVariant(Streaming):
         self, call: _Call, tensors: Sequence[Tensor], behind: Callable[[], None]
     ) -> GroupTensors:
         stream = call.streams.take(tensors, self.used, call.block_id, self.casts)
-        return GroupTensors(tensors, self.forms, stream, call.sync, behind)
+        return GroupTensors(tensors, self.forms, stream, call.sync.later, behind)
 
 
 class _Stream(torch.autograd.Function):
@@ -438,8 +436,8 @@ class _Stream(torch.autograd.Function):
         variant, call, n = ctx.of
         kept = ctx.saved_tensors  # once: where the block is checkpointed each access runs it again
         tensors, saved = kept[:n], kept[n:]
-        needs, nodes = ctx.needs_input_grad[2:], [node for node, _ in ctx.next_functions]
-        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs, nodes)
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs)
 
 
 def _count(work: Work) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, fx
 from paradyse.distributed import collectives
 from paradyse.distributed.collectives import Pending
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
-from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import kept_dtype, own_part
 from paradyse.weights.shard_comm import by_dtype, split_rows
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
@@ -190,8 +188,7 @@ class GroupTensors:
         tensors: values of the rank's tokens and weights, whole or sharded by groups.
         forms: how a group takes each: by rows, or whole.
         stream: of those that are sharded.
-        sync: of the call; where it keeps gradients, those of streamed weights stay on this rank,
-            whole, instead of being sent.
+        later: keep gradients of streamed weights on this rank, whole, instead of sending them.
         behind: called when the last group's weights are on their way.
     """
 
@@ -200,11 +197,11 @@ class GroupTensors:
         tensors: Sequence[Tensor],
         forms: Sequence[Form],
         stream: WeightStream,
-        sync: GradientSync,
+        later: bool,
         behind: Callable[[], None] = nothing_behind,
     ):
         self.tensors, self.forms, self.stream, self.behind = tensors, forms, stream, behind
-        self.sync, self.shards, self.groups = sync, stream.shards, stream.groups
+        self.later, self.shards, self.groups = later, stream.shards, stream.groups
         self._leaving: list[tuple[int, list[int], Pending]] = []
         self._streamed: dict[int, Tensor] = {}
         """Index of a sharded weight -> the present group's gradient."""
@@ -248,10 +245,8 @@ class GroupTensors:
         """Start summing the gradients of streamed weights at the rank that holds ``group``, or keep
         them."""
         grads, self._streamed = self._streamed, {}
-        if self.sync.later:
+        if self.later:
             return self._keep(group, grads)
-        if group == self.groups[-1]:  # those of the block behind have had the others' time
-            self.sync.finish_scatters()
         for message in self.stream.messages:
             index = [i for i in message if i in grads]
             if not index:
@@ -272,41 +267,24 @@ class GroupTensors:
             rows = _real_rows(grad, self.forms[i], group)
             like.placement.put(self._kept[i], group, rows)
 
-    def gradients(self, nodes: Sequence[Any] = ()) -> list[Tensor | None]:
-        """The gradient of each tensor, when all groups are done; those of streamed weights may be
-        on their way until backward ends.
-
-        Args:
-            nodes: of autograd's graph, that the gradients go to, one for each tensor; without
-                them nothing is on its way.
-        """
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of each tensor, when all groups are done. Their messages are waited for: one
+        block's at a time are here."""
         out: list[Tensor | None] = [
             None if total is None else total.to(t.dtype)
             for total, t in zip(self._totals, self.tensors, strict=True)
         ]
         for group, index, pending in self._leaving:
-            like = [at_rest(self.shards[i]) for i in index]
-            rank = like[0].placement.axis.rank
-            if group == rank:
-                message = pending.then(partial(self._own_gradients, index, group))
-                to = [nodes[i] if nodes else None for i in index]
-                found = self.sync.arrive(message, like, to, scatter=True)
-                for i, grad in zip(index, found, strict=True):
-                    out[i] = grad
-                continue
-            self.sync.let_arrive(pending)
-            if rank not in self.groups:  # this rank's group has nothing to do
-                for i, shard in zip(index, like, strict=True):
-                    out[i] = shard.with_rows(torch.zeros_like(shard.local))
+            for i, rows in self.stream.split(pending.wait(), index, group).items():
+                like = at_rest(self.shards[i])
+                if group == like.placement.axis.rank:
+                    out[i] = like.with_rows(rows.to(like.trained_dtype))
+                elif out[i] is None and like.placement.axis.rank not in self.groups:
+                    empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
+                    out[i] = like.with_rows(empty)
         for i, whole in self._kept.items():
             out[i] = own_part(at_rest(self.shards[i]), whole)
         return out
-
-    def _own_gradients(self, index: Sequence[int], group: int, flat: Tensor) -> list[Tensor]:
-        """Of the weights of a message, whose sum is ``flat``."""
-        rows = self.stream.split(flat, index, group)
-        like = [at_rest(self.shards[i]) for i in index]
-        return [s.with_rows(rows[i].to(s.trained_dtype)) for i, s in zip(index, like, strict=True)]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -321,13 +321,16 @@ class Work:
             gathers = (1 + self.back) * groups
             self.send("all_gather", whole * share * (1 + self.back), gathers, ahead=True)
             if training:
-                self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
+                # of groups, that with which a block ends is waited for
+                num_bytes, behind = whole * share / e * summed, (groups - 1) / groups or 1.0
+                self.send("reduce_scatter", num_bytes * behind, groups * behind, ahead=True)
+                self.send("reduce_scatter", num_bytes * (1 - behind), groups * (1 - behind))
                 # on their way meanwhile: the gradients of the block behind
-                held = summed if groups == 1 else summed + max(0, summed - e)
+                held = summed if groups == 1 else max(0, summed - e)
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
-            # what is streamed is fetched by the block itself
-            self.ahead_bytes += (n - own if weights == "streamed" else whole) * e
+            # of what is streamed the block itself fetches all but the first group
+            self.ahead_bytes += (n - own + own / groups if weights == "streamed" else whole) * e
         elif training and compared:
             self.moved_bytes += n * e
         elif training:

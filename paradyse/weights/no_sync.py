@@ -196,15 +196,6 @@ class GradientSync:
             self._scatters.append(message)
         return [ComingGradient(x, message, i) for i, x in enumerate(like)]
 
-    def let_arrive(self, message: Pending) -> None:
-        """Have ``message``, whose result nobody here reads, done by the end of the backward under
-        way, as one that holds copies of whole gradients."""
-        if self._ends is None:
-            message.wait()
-        else:
-            self._ends.append(message)
-            self._scatters.append(message)
-
     def finish_scatters(self) -> None:
         """Wait for the messages that hold copies of whole gradients."""
         while self._scatters:

@@ -1,9 +1,8 @@
-"""Weights that come group by group: on their way before a block asks for its first ones, in forward
-and in backward, and gradients that backward does not wait for block by block."""
+"""Weights that come group by group are on their way before a block asks for the first ones, in
+forward and in backward."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +16,6 @@ from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.lanes import Overlap
 from paradyse.strategies.weight_stream import Streams
 from paradyse.types import Plan
-from paradyse.weights.coming_gradient import ComingGradient
-from paradyse.weights.no_sync import GradientSync
 
 METP = "metp"
 PLANS = {
@@ -31,8 +28,7 @@ PLANS = {
 
 def streamed(family: str, points: tuple[str, ...]) -> dict[str, Any]:
     """Of one step: per stream that a block takes whether it was on its way, in forward and in
-    backward; how many messages of gradients were left to arrive; gradients are compared with those
-    of one process, at first and then."""
+    backward; gradients are compared with those of one process, before and behind."""
     import paradyse
 
     reference, model = (make_model(family) for _ in range(2))
@@ -42,8 +38,8 @@ def streamed(family: str, points: tuple[str, ...]) -> dict[str, Any]:
     batch = make_batch("plain", 2, 11)
     check(run_step(compiled, model, batch), run_step(reference, reference, batch), what="first")
     taken: list[bool] = []
-    dropped, left, came = list[int](), list[int](), list[bool]()
-    take, let_arrive, arrive = Streams.take, GradientSync.let_arrive, GradientSync.arrive
+    dropped: list[int] = []
+    take = Streams.take
 
     def note(streams: Streams, *of: Any) -> Any:
         coming = streams._coming
@@ -53,26 +49,12 @@ def streamed(family: str, points: tuple[str, ...]) -> dict[str, Any]:
             dropped.append(coming.block_id)
         return stream
 
-    def note_left(sync: GradientSync, message: Any) -> None:
-        left.append(id(message))
-        let_arrive(sync, message)
-
-    def note_arrival(sync: GradientSync, message: Any, *args: Any, **how: Any) -> Any:
-        grads = arrive(sync, message, *args, **how)
-        came.append(all(isinstance(g, ComingGradient) for g in grads))
-        return grads
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Streams, "take", note))
-        stack.enter_context(patch.object(GradientSync, "let_arrive", note_left))
-        stack.enter_context(patch.object(GradientSync, "arrive", note_arrival))
-        model.zero_grad()
+    with patch.object(Streams, "take", note):
         loss = compiled(**batch).loss
         forward = list(taken)
         loss.backward()
     check(run_step(compiled, model, batch), run_step(reference, reference, batch), what="then")
-    found = {"forward": forward, "backward": taken[len(forward) :], "dropped": dropped}
-    return found | {"left": len(left), "came": came}
+    return {"forward": forward, "backward": taken[len(forward) :], "dropped": dropped}
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -93,12 +75,6 @@ def test_experts_stream_ahead_too(pool2: RankPool) -> None:
         assert not found["dropped"]
 
 
-def test_gradients_are_left_to_arrive(pool2: RankPool) -> None:
-    """A rank waits neither for its own group's sums nor for those that it sends."""
-    for found in pool2.run(streamed, "llama", PLANS["metp"]):
-        assert found["left"] == 4 and found["came"] and all(found["came"])
-
-
 def each_at_once() -> dict[str, Any]:
     """``streamed`` where every message is waited for as it is sent."""
     with patch.object(resolve_axis().session.of(Overlap), "on", False):
@@ -107,7 +83,7 @@ def each_at_once() -> dict[str, Any]:
 
 def test_without_overlap_nothing_is_ahead(pool2: RankPool) -> None:
     for found in pool2.run(each_at_once):
-        assert not any(found["forward"] + found["backward"] + found["came"])
+        assert not any(found["forward"] + found["backward"])
 
 
 def test_a_stream_that_nobody_takes_is_waited_for(pool2: RankPool) -> None:

@@ -92,14 +92,12 @@ class StreamedExpertsVariant(Streaming):
         tensors: Sequence[Tensor],
         grad: Tensor,
         needs: Sequence[bool],
-        nodes: Sequence[Any],
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``, each group computed again.
 
         Args:
             step, counts, tensors, needs: as ``forward_groups`` had them.
             grad: of what it gave.
-            nodes: of autograd's graph, that the gradients go to.
         """
         n = len(self.groups.rows)
         before = partial(step.streams.begin_before, step.block_id)
@@ -122,7 +120,7 @@ class StreamedExpertsVariant(Streaming):
                     of_rows[i][at] = g[:num]
             del y
             taken.send(group)
-        return [*of_rows, *taken.gradients(nodes[n:])]
+        return [*of_rows, *taken.gradients()]
 
     def _group(
         self,
@@ -161,7 +159,7 @@ class StreamedExpertsVariant(Streaming):
     ) -> GroupTensors:
         stream = step.streams.take(weights, self.used, step.block_id, self.casts)
         forms = list(self.groups.forms.values())
-        return GroupTensors(weights, forms, stream, step.sync, behind)
+        return GroupTensors(weights, forms, stream, step.sync.later, behind)
 
 
 def _with_missing(rows: Tensor, num_missing: int) -> Tensor:
@@ -189,8 +187,8 @@ class _Stream(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         variant, *of = ctx.of
         tensors = ctx.saved_tensors
-        needs, nodes = ctx.needs_input_grad[3:], [node for node, _ in ctx.next_functions]
-        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs, nodes)
+        needs = ctx.needs_input_grad[3:]
+        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs)
 
 
 def count_streamed_experts(work: Work) -> None:
