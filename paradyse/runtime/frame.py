@@ -87,7 +87,7 @@ class Frame:
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
         self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
-        self.streams = Streams(ahead and not in_group)
+        self.streams = Streams(ahead and not in_group, self._stream)
         self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
@@ -155,7 +155,7 @@ class Frame:
         variant, point = self.program.variant(step, strategy), Point.parse(strategy)
         wholes, gathered = self.unshard(step, strategy)
         self._fetch(step.position + 1)
-        self.streams.following = partial(self._stream, step.position + 1)
+        self.streams.position = step.position
         if not isinstance(variant, Streaming):  # else it does so behind its own
             self.streams.begin_following()
         outputs: Sequence[Any]

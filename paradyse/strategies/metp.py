@@ -302,7 +302,7 @@ class MetpVariant(Streaming):
         totals: list[Tensor] = []
         ys: list[Tensor] = []
         saved: list[Tensor] = []
-        taken = self._taken(call, tensors, call.streams.begin_following)
+        taken = self._taken(call, tensors, any(needs), call.streams.begin_following)
         for index in self.used:
             group, heads = taken.take(index, needs), self.heads(index, tensors[0].device)
             attended = None
@@ -365,7 +365,7 @@ class MetpVariant(Streaming):
             grads_of_sums: per down projection, of its sum over groups.
         """
         before = partial(call.streams.begin_before, call.block_id)
-        taken = self._taken(call, tensors, before)
+        taken = self._taken(call, tensors, True, before)
         for place, index in enumerate(self.used):
             group, heads = taken.take(index, needs), self.heads(index, tensors[0].device)
             where = [i for i, t in enumerate(group) if t.requires_grad]
@@ -410,9 +410,9 @@ class MetpVariant(Streaming):
         return WeightStream([*around, *shards], self.used, block_id, self.casts)
 
     def _taken(
-        self, call: _Call, tensors: Sequence[Tensor], behind: Callable[[], None]
+        self, call: _Call, tensors: Sequence[Tensor], again: bool, behind: Callable[[], None]
     ) -> GroupTensors:
-        stream = call.streams.take(tensors, self.used, call.block_id, self.casts)
+        stream = call.streams.take(tensors, self.used, call.block_id, self.casts, again)
         return GroupTensors(tensors, self.forms, stream, call.sync.later, behind)
 
 

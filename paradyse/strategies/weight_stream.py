@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, fx
@@ -134,38 +135,46 @@ class Streams:
 
     Args:
         ahead: whether they do.
+        of_step: a method that gives the stream of the step at a position, if it has one. Whose
+            method it is, is not kept alive.
     """
 
-    def __init__(self, ahead: bool) -> None:
-        self.ahead = ahead
-        self.following: Callable[[], WeightStream | None] = lambda: None
-        """In forward, the stream of the step behind the present one, if it has one."""
-        self.in_forward = True
+    def __init__(self, ahead: bool, of_step: Callable[[int], WeightStream | None]) -> None:
+        self.ahead, self._of_step = ahead, WeakMethod(of_step)
+        self.in_forward, self.position = True, 0
+        """Of the present step, in forward."""
         self._made: dict[int, WeightStream] = {}
         """By block id, in the order of forward."""
         self._coming: WeightStream | None = None
 
     def take(
-        self, tensors: Sequence[Tensor], groups: Sequence[int], block_id: int, casts: Casts
+        self,
+        tensors: Sequence[Tensor],
+        groups: Sequence[int],
+        block_id: int,
+        casts: Casts,
+        again: bool,
     ) -> WeightStream:
         """The stream of a block, which may be on its way.
 
         Args:
             tensors, groups, block_id, casts: as of ``WeightStream``.
+            again: whether backward will ask for it.
         """
         coming, self._coming = self._coming, None
         if coming is not None and coming.block_id != block_id:
             coming.drop()
             coming = None
         stream = coming or WeightStream(tensors, groups, block_id, casts)
-        if self.in_forward and stream.shards:
+        if self.in_forward and again and stream.shards:
             self._made[block_id] = stream.again()
         return stream
 
     def begin_following(self) -> None:
         """In forward, start on the first group of the step behind the present one."""
-        if self.ahead and self.in_forward:
-            self._begin(self.following())
+        of_step = self._of_step()
+        if self.ahead and self.in_forward and of_step is not None:
+            self._begin(of_step(self.position + 1))
 
     def begin_before(self, block_id: int) -> None:
         """In backward, start on the first group of the stream that was made before that of the

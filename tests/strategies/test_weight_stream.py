@@ -3,6 +3,8 @@ forward and in backward."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ from models import check, make_batch, make_model, run_step
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.lanes import Overlap
-from paradyse.strategies.weight_stream import Streams
+from paradyse.strategies.weight_stream import Streams, WeightStream
 from paradyse.types import Plan
 
 METP = "metp"
@@ -26,23 +28,28 @@ PLANS = {
 """Of the blocks of two layers."""
 
 
-def streamed(family: str, points: tuple[str, ...]) -> dict[str, Any]:
-    """Of one step: per stream that a block takes whether it was on its way, in forward and in
-    backward; gradients are compared with those of one process, before and behind."""
+def streamed(
+    family: str, points: tuple[str, ...], change: Callable[[Any], None] = lambda model: None
+) -> dict[str, Any]:
+    """Of one step of a model as ``change`` leaves it: per stream that a block takes whether it was
+    on its way, in forward and in backward; which were on their way for nothing. Gradients are
+    compared with those of one process, before and behind."""
     import paradyse
 
     reference, model = (make_model(family) for _ in range(2))
+    for each in (reference, model):
+        change(each)
     paradyse.shard(model)
     options = {"plan": lambda workload: Plan(points), "inner": "eager"}
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
     batch = make_batch("plain", 2, 11)
     check(run_step(compiled, model, batch), run_step(reference, reference, batch), what="first")
     taken: list[bool] = []
-    dropped: list[int] = []
+    dropped, last = list[int](), list[Streams]()
     take = Streams.take
 
     def note(streams: Streams, *of: Any) -> Any:
-        coming = streams._coming
+        coming, last[:] = streams._coming, [streams]
         stream = take(streams, *of)
         taken.append(stream is coming)
         if coming is not None and stream is not coming:
@@ -54,7 +61,9 @@ def streamed(family: str, points: tuple[str, ...]) -> dict[str, Any]:
         forward = list(taken)
         loss.backward()
     check(run_step(compiled, model, batch), run_step(reference, reference, batch), what="then")
-    return {"forward": forward, "backward": taken[len(forward) :], "dropped": dropped}
+    left = last[0]._coming  # which nobody took
+    found = {"forward": forward, "backward": taken[len(forward) :], "dropped": dropped}
+    return found | {"left": left and left.block_id}
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -86,20 +95,40 @@ def test_without_overlap_nothing_is_ahead(pool2: RankPool) -> None:
         assert not any(found["forward"] + found["backward"])
 
 
-def test_a_stream_that_nobody_takes_is_waited_for(pool2: RankPool) -> None:
-    assert pool2.run(drop) == [True, True]
+def frozen() -> dict[str, Any]:
+    """``streamed`` of a model whose first layer is not trained."""
+
+    def freeze(model: Any) -> None:
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+
+    return streamed("llama", PLANS["metp"], freeze)
 
 
-def drop() -> bool:
-    """Whether the rows that were on their way for another block have come when a block asks."""
+def test_nothing_is_fetched_for_blocks_that_have_no_backward(pool2: RankPool) -> None:
+    for found in pool2.run(frozen):
+        assert all(found["forward"]) and found["backward"] == [False, True]
+        assert not found["dropped"] and found["left"] is None
+
+
+class Steps:
+    """Of a call whose second step has a stream."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def stream(self, position: int) -> WeightStream | None:
+        return WeightStream([self.weight], [0, 1], 7, [None]) if position == 1 else None
+
+
+def drop() -> tuple[bool, bool, bool]:
+    """Whether rows that were on their way for another block have come when a block asks; whether
+    the steps of a call go with it, and nothing is fetched then."""
     import paradyse
-    from paradyse.strategies.weight_stream import WeightStream
 
-    model = torch.nn.Linear(6, 4, bias=False)
-    weight = paradyse.shard(model).weight
-    streams, waited = Streams(ahead=True), list[Any]()
-    streams.following = lambda: WeightStream([weight], [0, 1], 1, [None])
-    wait = collectives.Pending.wait
+    weight = paradyse.shard(torch.nn.Linear(6, 4, bias=False)).weight
+    steps, waited = Steps(weight), list[Any]()
+    streams, wait = Streams(ahead=True, of_step=steps.stream), collectives.Pending.wait
 
     def note(pending: collectives.Pending) -> Any:
         waited.append(pending)
@@ -107,5 +136,12 @@ def drop() -> bool:
 
     streams.begin_following()
     with patch.object(collectives.Pending, "wait", note):
-        found = streams.take([weight], [0, 1], 2, [None])
-    return len(waited) == 1 and found.block_id == 2
+        found = streams.take([weight], [0, 1], 2, [None], again=True)
+    dropped, alive = len(waited) == 1 and found.block_id == 2, weakref.ref(steps)
+    del steps
+    streams.begin_following()
+    return dropped, alive() is None, streams._coming is None
+
+
+def test_a_stream_that_nobody_takes_is_waited_for(pool2: RankPool) -> None:
+    assert pool2.run(drop) == [(True, True, True)] * 2

@@ -74,7 +74,8 @@ class StreamedExpertsVariant(Streaming):
                 is compiled twice.
         """
         n = len(self.groups.rows)
-        taken, out = self._taken(step, tensors[n:], step.streams.begin_following), None
+        out, behind = None, step.streams.begin_following
+        taken = self._taken(step, tensors[n:], any(needs), behind)
         for group in self.used:
             weights = taken.take(group, needs[n:])
             with torch.set_grad_enabled(any(needs)):
@@ -101,7 +102,7 @@ class StreamedExpertsVariant(Streaming):
         """
         n = len(self.groups.rows)
         before = partial(step.streams.begin_before, step.block_id)
-        taken = self._taken(step, tensors[n:], before)
+        taken = self._taken(step, tensors[n:], True, before)
         pairs = zip(tensors[:n], needs)
         of_rows: list[Any] = [torch.zeros_like(x) if need else None for x, need in pairs]
         for group in self.used:
@@ -155,9 +156,9 @@ class StreamedExpertsVariant(Streaming):
         return WeightStream(shards, self.used, block_id, self.casts)
 
     def _taken(
-        self, step: StepContext, weights: Sequence[Tensor], behind: Callable[[], None]
+        self, step: StepContext, weights: Sequence[Tensor], again: bool, behind: Callable[[], None]
     ) -> GroupTensors:
-        stream = step.streams.take(weights, self.used, step.block_id, self.casts)
+        stream = step.streams.take(weights, self.used, step.block_id, self.casts, again)
         forms = list(self.groups.forms.values())
         return GroupTensors(weights, forms, stream, step.sync.later, behind)
 
