@@ -14,10 +14,11 @@ Every contender at every length is a process of its own, which compiles, warms u
 turns with the other one, --rounds times: so a peak of memory is one contender's, and one that runs
 out of memory takes nobody along; the table then says so. Between its turns a process holds no
 memory but its weights and their gradients. --side-by-side has all compile at the same time, for
-lengths that the device has the memory for together. What is compared of gradients is the projection
-of each on a random vector. The peak is the allocator's (torch.cuda.max_memory_allocated). --profile
-adds, for each contender and length, the kernels that take most of the time of one more step. The
-report is written anew after every round.
+lengths that the device has the memory for together: what runs out of it there may have run into
+what others held, and `auto` plans as if it were alone. What is compared of gradients is the
+projection of each on a random vector. The peak is the allocator's
+(torch.cuda.max_memory_allocated). --profile adds, for each contender and length, the kernels that
+take most of the time of one more step. The report is written anew after every round.
 """
 
 import sys
@@ -166,7 +167,9 @@ class Resident:
 
     def look(self) -> Seen | None:
         """What it saw; None where it ran out of memory."""
-        return self._pool.submit(or_none, look).result() if self.fits else None
+        seen = self._pool.submit(or_none, look).result() if self.fits else None
+        self.fits = seen is not None
+        return seen
 
 
 def profiled(contender: Contender, seq_len: int) -> list[tuple[str, int, float]]:

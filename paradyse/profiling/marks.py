@@ -247,6 +247,9 @@ class WatchedFrame(Frame):
         super().__init__(*args)
         self.watch = watch
         self.shelf = _WatchedShelf(watch, self.shelf.ahead, self.sync)
+        if not isinstance(watch.probe, Clock):
+            # the first group's weights would count for the block before; the prior counts them
+            self.streams.ahead = False
         self._ran: int | None = None
 
     def run_step(self, step: Step, strategy: str) -> None:

@@ -59,8 +59,7 @@ from paradyse.strategies.weight_stream import (
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.types import EXPERTS
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.unshard import fits
+from paradyse.weights.unshard import streams
 
 EAGER_NODES = 4
 """What surrounds the groups is compiled from more operators than this."""
@@ -259,7 +258,7 @@ class MetpVariant(Streaming):
         env: dict[fx.Node, Tensor] = {}
         for node, form in self.uses:
             x = values.raw(node)
-            if isinstance(x, ShardedTensor) and fits(x, form):
+            if streams(x, form):
                 env[node] = x
         whole = [n for n in self.nodes if n not in env]
         env.update(zip(whole, values.weights([(n, None) for n in whole]), strict=True))
@@ -401,11 +400,8 @@ class MetpVariant(Streaming):
     def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
         """See ``Streaming``, with its ``raw`` and ``block_id``."""
         forms = dict(self.uses)
-        given = [raw(w.node) if w.node in forms else None for w in self.weights]
-        pairs = zip(given, self.weights, strict=True)
-        shards = [
-            x if isinstance(x, ShardedTensor) and fits(x, forms[w.node]) else None for x, w in pairs
-        ]
+        pairs = [(raw(w.node), forms[w.node]) for w in self.weights]
+        shards = [x if streams(x, form) else None for x, form in pairs]
         around = [None] * len(self.local)
         return WeightStream([*around, *shards], self.used, block_id, self.casts)
 

@@ -56,7 +56,7 @@ class WeightStream:
         """Indices of those that travel together."""
         self._coming: dict[int, list[Pending]] = {}
 
-    def again(self) -> WeightStream:
+    def unstarted(self) -> WeightStream:
         """The same, of which nothing is on its way."""
         other = copy(self)
         other._coming = {}
@@ -131,7 +131,7 @@ class Streaming(ABC):
 
 class Streams:
     """The weight streams of one call: behind its last group each starts on the first group of the
-    next one, in backward of the one before.
+    next step, in backward of the step before.
 
     Args:
         ahead: whether they do.
@@ -143,8 +143,8 @@ class Streams:
         self.ahead, self._of_step = ahead, WeakMethod(of_step)
         self.in_forward, self.position = True, 0
         """Of the present step, in forward."""
-        self._made: dict[int, WeightStream] = {}
-        """By block id, in the order of forward."""
+        self._made: dict[int, tuple[int, WeightStream]] = {}
+        """By block id, the position of its step and its stream."""
         self._coming: WeightStream | None = None
 
     def take(
@@ -167,7 +167,7 @@ class Streams:
             coming = None
         stream = coming or WeightStream(tensors, groups, block_id, casts)
         if self.in_forward and again and stream.shards:
-            self._made[block_id] = stream.again()
+            self._made[block_id] = self.position, stream.unstarted()
         return stream
 
     def begin_following(self) -> None:
@@ -177,12 +177,12 @@ class Streams:
             self._begin(of_step(self.position + 1))
 
     def begin_before(self, block_id: int) -> None:
-        """In backward, start on the first group of the stream that was made before that of the
-        block ``block_id``."""
+        """In backward, start on the first group of the step before that of the block
+        ``block_id``."""
         if self.ahead and block_id in self._made:
-            made = list(self._made)
-            if at := made.index(block_id):
-                self._begin(self._made[made[at - 1]].again())
+            before = self._made[block_id][0] - 1
+            found = [stream for at, stream in self._made.values() if at == before]
+            self._begin(found[0].unstarted() if found else None)
 
     def _begin(self, stream: WeightStream | None) -> None:
         if stream is not None and stream.shards and stream.groups and self._coming is None:
@@ -221,6 +221,8 @@ class GroupTensors:
     def take(self, group: int, needs: Sequence[bool]) -> list[Tensor]:
         """The part of ``group`` of every tensor, detached; those of ``needs`` require gradients."""
         streamed = self.stream.rows(group, self.behind) if self.shards else {}
+        if not self.shards and group == self.groups[-1]:
+            self.behind()
         out = []
         for i, (t, form, need) in enumerate(zip(self.tensors, self.forms, needs, strict=True)):
             if i in streamed:

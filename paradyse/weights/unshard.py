@@ -288,3 +288,9 @@ def fits(shard: ShardedTensor, form: Form) -> bool:
     """Whether the rows of ``shard`` that lie here are those of the rank's group in ``form``."""
     at = shard.placement
     return form is not None and form.dim == at.dim and form.present == at.runs
+
+
+def streams(x: Any, form: Form) -> bool:
+    """Whether groups that take the weight ``x`` in ``form`` have their rows from the ranks, each
+    from that which holds them."""
+    return isinstance(x, ShardedTensor) and fits(x, form)

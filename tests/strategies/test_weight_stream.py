@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,8 @@ from models import check, make_batch, make_model, run_step
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.lanes import Overlap
+from paradyse.profiling.marks import Clock, SavedMemory, Watch, WatchedFrame
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.strategies.weight_stream import Streams, WeightStream
 from paradyse.types import Plan
 
@@ -109,6 +112,31 @@ def test_nothing_is_fetched_for_blocks_that_have_no_backward(pool2: RankPool) ->
     for found in pool2.run(frozen):
         assert all(found["forward"]) and found["backward"] == [False, True]
         assert not found["dropped"] and found["left"] is None
+
+
+def watched() -> list[bool]:
+    """Whether streams are ahead where a step's times, and where its memory is watched."""
+    import paradyse
+
+    model, found = paradyse.shard(make_model("llama")), list[bool]()
+    options = {"plan": lambda workload: Plan(PLANS["metp"]), "inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    batch, take = make_batch("plain", 2, 11), Streams.take
+
+    def note(streams: Streams, *of: Any, **how: Any) -> Any:
+        found.append(streams.ahead)
+        return take(streams, *of, **how)
+
+    for probe in (Clock(torch.device("cpu")), SavedMemory([])):
+        frames = frames_by(partial(WatchedFrame, Watch(probe)))
+        with probe, frames, patch.object(Streams, "take", note):
+            compiled(**batch).loss.backward()
+    return found
+
+
+def test_memory_is_watched_without_what_is_ahead(pool2: RankPool) -> None:
+    """It would count for the block that runs meanwhile; the plan's own count has it."""
+    assert pool2.run(watched) == [[True] * 8 + [False] * 8] * 2
 
 
 class Steps:

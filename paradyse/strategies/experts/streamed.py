@@ -21,8 +21,7 @@ from paradyse.strategies.experts.model import split_experts
 from paradyse.strategies.experts.rows import ExpertRows
 from paradyse.strategies.weight_stream import GroupTensors, Streaming, WeightStream
 from paradyse.strategies.work import PIECE_OPS, Work
-from paradyse.weights.sharded_tensor import ShardedTensor
-from paradyse.weights.unshard import fits
+from paradyse.weights.unshard import streams
 
 
 class StreamedExpertsVariant(Streaming):
@@ -53,8 +52,7 @@ class StreamedExpertsVariant(Streaming):
         found = []
         for node, form in self.groups.forms.items():
             x = step.raw(node)
-            streams = isinstance(x, ShardedTensor) and fits(x, form)
-            found.append(x if streams else step.weights([(node, None)])[0])
+            found.append(x if streams(x, form) else step.weights([(node, None)])[0])
         return found
 
     def forward_groups(
@@ -152,7 +150,7 @@ class StreamedExpertsVariant(Streaming):
     def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
         """See ``Streaming``, with its ``raw`` and ``block_id``."""
         pairs = [(raw(node), form) for node, form in self.groups.forms.items()]
-        shards = [x if isinstance(x, ShardedTensor) and fits(x, f) else None for x, f in pairs]
+        shards = [x if streams(x, form) else None for x, form in pairs]
         return WeightStream(shards, self.used, block_id, self.casts)
 
     def _taken(
