@@ -220,9 +220,7 @@ class GroupTensors:
 
     def take(self, group: int, needs: Sequence[bool]) -> list[Tensor]:
         """The part of ``group`` of every tensor, detached; those of ``needs`` require gradients."""
-        streamed = self.stream.rows(group, self.behind) if self.shards else {}
-        if not self.shards and group == self.groups[-1]:
-            self.behind()
+        streamed = self.stream.rows(group, self.behind)
         out = []
         for i, (t, form, need) in enumerate(zip(self.tensors, self.forms, needs, strict=True)):
             if i in streamed:

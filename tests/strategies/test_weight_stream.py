@@ -81,6 +81,13 @@ def test_a_block_s_first_weights_are_on_their_way(plan: str, pool2: RankPool) ->
             assert found["backward"] == [False] + [True] * (streams - 1)
 
 
+def test_groups_of_unlike_sizes_on_four_ranks(pool4: RankPool) -> None:
+    """Heads that four ranks cannot share evenly: every rank starts the same messages."""
+    found = pool4.run(streamed, "llama_odd", PLANS["metp"])
+    assert found == [found[0]] * 4 and not found[0]["dropped"]
+    assert all(found[0]["forward"]) and found[0]["backward"] == [False, True, True, True]
+
+
 def test_experts_stream_ahead_too(pool2: RankPool) -> None:
     for found in pool2.run(streamed, "mixtral", (METP,) * 4):
         assert all(found["forward"]) and found["backward"] == [False, True, True, True]
