@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -142,7 +142,8 @@ def sums_of_keys(config: Config, widths: Sequence[int]) -> list[Sums]:
     return [(False, True), (True, False)]
 
 
-class TileKey(NamedTuple):
+@dataclass(frozen=True)
+class TileKey:
     """What tiles were measured for."""
 
     capability: tuple[int, int]
@@ -157,7 +158,7 @@ class TileKey(NamedTuple):
 
 def tile_row(key: TileKey, configs: Configs) -> dict[str, Any]:
     """The ``configs`` of a ``key`` as ``load_tiles`` reads them."""
-    return key._asdict() | {name: astuple(config) for name, config in vars(configs).items()}
+    return vars(key) | {name: astuple(config) for name, config in vars(configs).items()}
 
 
 @lru_cache(maxsize=8)
