@@ -22,8 +22,8 @@ import torch
 from runner import Benchmark, benchmark
 
 from paradyse.config import parse_options
+from paradyse.offline.capture import capture_program, fake_world
 from paradyse.offline.devices import machine_of, read_cluster
-from paradyse.offline.dry_run import capture_program, fake_world
 from paradyse.planning.explain import count_names
 from paradyse.planning.planner import Planner
 from paradyse.planning.splits import Splits

@@ -6,13 +6,16 @@
 Llama of 4 layers, hidden 256, 8 heads, 4 KV heads (or, by --family, a GPT-2 or a BERT of such
 sizes, whose heads have their own keys), float32; a trace of 16 lengths from 128 to
 4,096, all of them multiples of 32 because PyTorch's contenders ask for that. What is compared is
-the time of the whole trace: the sum over the lengths of the medians. PyTorch's tensor parallel has
-its weights sharded either way; its ring and Ulysses have them whole, or with --sharded by FSDP2.
+the time of the whole trace: the sum over the lengths of the medians. ``auto`` has no profile, and
+has run --settle steps of the trace before, as it learns at the beginning of a training. PyTorch's
+tensor parallel has its weights sharded either way; its ring and Ulysses have them whole, or with
+--sharded by FSDP2.
 """
 
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 from contenders import AUTO, Contender, at_rest, llama, other_family, ours, plans_of
@@ -33,10 +36,11 @@ COUNTERPARTS |= {ULYSSES + how: "ulysses_z" for how in ("", COMPILED)}
 """Of PyTorch's, ours; the other two have none."""
 
 OPTIONS = {"layers": 4, "hidden": 256, "trace": TRACE, "runs": 5, "ranks": 2, "inner": "inductor"}
+OPTIONS |= {"settle": {"type": int, "default": 200, "help": "steps that auto learns from, before"}}
 OPTIONS |= {"only": {"nargs": "*", "default": (), "help": "names of contenders"}}
 OPTIONS |= {"family": {"choices": ("gpt2", "bert"), "help": "in place of a Llama"}}
 OPTIONS |= {"sharded": {"action": "store_true", "help": "weights 1/p on each rank"}}
-QUICK = {"layers": 2, "hidden": 64, "trace": (64, 128, 96), "inner": "eager"}
+QUICK = {"layers": 2, "hidden": 64, "trace": (64, 128, 96), "inner": "eager", "settle": 3}
 
 
 def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
@@ -61,6 +65,8 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     for name, contender in contenders.items():
         contender.check(name, reference, *args.trace)
         rank.report(f"{name} agrees with eager at all lengths")
+    for n in islice(cycle(args.trace), args.settle if AUTO in contenders else 0):
+        contenders[AUTO].time_s(n)
     steps = {name: c.time_s for name, c in contenders.items()}
     seconds = take_turns(steps, args.trace, range(-1, args.runs), rank.report)
     plans = plans_of(contenders[AUTO].run) if AUTO in contenders else {}
@@ -77,7 +83,8 @@ def main(bench: Benchmark, args: Namespace) -> None:
         f"{args.family or 'Llama'} of {args.layers} layers, hidden {args.hidden}, 8 heads, "
         f"{8 if args.family else 4} KV heads, {bench.ranks}, "
         f"weights {'1/p on each rank' if args.sharded else 'whole on every rank'}.",
-        f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank.",
+        f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank; `auto` "
+        f"has run {args.settle} steps of the trace before.",
     )
     rows = [[str(n), *(milliseconds(times[c][n]) for c in names)] for n in lengths]
     rows.append(["whole trace", *(milliseconds(total[c]) for c in names)])

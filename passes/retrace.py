@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,6 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             _check_body(node, module)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    gm = _numbers_for_items(gm, inputs)
     numbers = _number_inputs(gm, inputs)
 
     def fake(x: Any) -> Any:
@@ -184,9 +184,25 @@ class _Interpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "item" and isinstance(args[0], int | float):
+            return args[0]  # an input that is given as the number
         if self.recompute:
             get_current_meta()["recompute"] = True
         return super().call_method(target, args, kwargs)
+
+
+def users_inside(node: fx.Node) -> Iterator[fx.Node]:
+    """Who uses ``node`` of Dynamo's graph: inside a checkpointed region that is given it."""
+    for user in node.users:
+        if user.target is not _CHECKPOINT:
+            yield user
+            continue
+        body, *args = user.args
+        assert isinstance(body, fx.Node) and user.graph.owning_module is not None
+        graph = user.graph.owning_module.get_submodule(str(body.target)).graph
+        for inner, arg in zip(graph.find_nodes(op="placeholder"), args, strict=True):
+            if arg is node:
+                yield from users_inside(inner)
 
 
 def _number_inputs(gm: fx.GraphModule, inputs: list[Any]) -> Numbers:
@@ -197,24 +213,6 @@ def _number_inputs(gm: fx.GraphModule, inputs: list[Any]) -> Numbers:
         if kind is not None:
             found |= numbers_made_of(node, kind) or {}
     return found
-
-
-def _numbers_for_items(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-    """A copy of ``gm`` in which inputs given as numbers are used as such, not through
-    ``item()``.
-    """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    copy = fx.GraphModule(gm, graph)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for node, value in zip(placeholders, inputs, strict=True):
-        if isinstance(value, int | float):
-            for user in list(node.users):
-                if user.op == "call_method" and user.target == "item":
-                    user.replace_all_uses_with(node)
-                    graph.erase_node(user)
-    copy.recompile()
-    return copy
 
 
 def drop_grad_mode(gm: fx.GraphModule, ctx: Any) -> int:

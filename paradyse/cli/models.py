@@ -12,7 +12,7 @@ import json
 import logging
 import runpy
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,13 @@ def is_script(path: str) -> bool:
     return path.endswith(".py")
 
 
-def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, Any]]]:
+def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], Mapping[str, Any]]]:
     """The functions ``make_model``, which gives a module, and ``make_batch``, which gives the
     keyword arguments of one call, of the Python file at ``path``. The file is run.
 
     Raises:
-        ValueError: there is no such file, it cannot be run, or lacks one of them.
+        ValueError: there is no such file, it cannot be run, or lacks one of them; the functions
+            raise it where they fail, or give something else.
     """
     if not Path(path).is_file():
         raise ValueError(f"no file {path}; give a HuggingFace config.json, or a Python file")
@@ -131,7 +132,21 @@ def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], 
             f"{path} has no function {' and no '.join(missing)}; make_model() is to give a module "
             "and make_batch() the keyword arguments of one call"
         )
-    return found["make_model"], found["make_batch"]
+
+    def made(name: str, kind: type, what: str) -> Any:
+        try:
+            value = found[name]()
+        except Exception as e:
+            why = textwrap.shorten(f"{type(e).__name__}: {e}", 300)
+            raise ValueError(f"{path}: {name}() fails: {why}; mend it") from e
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: {name}() is to give {what}, and gives {value!r:.100}")
+        return value
+
+    return (
+        lambda: made("make_model", torch.nn.Module, "a torch.nn.Module"),
+        lambda: made("make_batch", Mapping, "a dict, the keyword arguments of one call"),
+    )
 
 
 def checked_config(path: str, layers: int | None) -> dict[str, Any]:

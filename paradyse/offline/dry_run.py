@@ -13,40 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 
-from paradyse.config import Options
-from paradyse.distributed.axis import SINGLE, Axis, TokenLayout, resolve_axis
+from paradyse.distributed.axis import Axis, TokenLayout
 from paradyse.graph.lower import dim_size
 from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.kernels.attention_mask import position_intervals
+from paradyse.offline.capture import capture_program, fake_world
 from paradyse.offline.ops import bodies
 from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
-from paradyse.passes.retrace import InputLike
 from paradyse.passes.split_steps import BlockStep, HeadStep, PieceStep, Step
 from paradyse.planning.costs import Machine
 from paradyse.planning.gathered import GatheredWork
 from paradyse.planning.gathered_work import gathered_work
-from paradyse.runtime.capture import (
-    build_program,
-    find_sizes,
-    is_model_state,
-    sizes_of,
-    trace_inputs,
-)
 from paradyse.runtime.describe import describe_blocks, describe_head
 from paradyse.runtime.frame import Frame, Wholes
 from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
-from paradyse.runtime.weight_writes import take_writes
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
 from paradyse.strategies.groups.rest_layout import rest_layouts
@@ -264,93 +253,12 @@ def _growth(program: Program, step: Step, strategy: str) -> Growth:
     return fit_growth(tokens, [*samples, sample(CHUNKS[-1])])
 
 
-@contextlib.contextmanager
-def fake_world(num_ranks: int) -> Iterator[Axis]:
-    """The sequence axis of rank 0 of ``num_ranks`` that do not exist: collectives do nothing."""
-    if num_ranks == 1:
-        yield SINGLE
-        return
-    from paradyse.torch_private import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    try:
-        yield resolve_axis()
-    finally:
-        dist.destroy_process_group()
-
-
-def capture_program(
-    model: torch.nn.Module, batch: Mapping[str, Tensor], axis: Axis, at_rest: str = ""
-) -> Program:
-    """The program of ``model`` for one rank of ``axis``.
-
-    Args:
-        at_rest: which dim tokens lie split along, as ``Plan.split`` has it.
-    Raises:
-        ValueError: the model is not one graph, or nothing in it can be split.
-    """
-    found: list[tuple[Program | None, Sequence[str]]] = []
-    options = Options(inner="aot_eager")
-
-    def capture(gm: fx.GraphModule, examples: list[Any]) -> Any:
-        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        weights = [is_model_state(n, e) for n, e in zip(placeholders, examples, strict=True)]
-        take_writes(gm, weights)  # they need no time
-        traced = trace_inputs(placeholders, examples).values
-        inputs = [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in traced]
-        how = weights, options, axis, None, None, at_rest
-        program, ctx = build_program(_on_cpu(gm), inputs, *how)
-        if program is not None:
-            program.captured_at = sizes_of(find_sizes(program), examples, axis)
-        found.append((program, ctx.notes))
-        raise _Captured
-
-    compiled = torch.compile(model, backend=capture, dynamic=True)
-    try:
-        compiled(**batch)
-    except Exception as e:
-        captured = isinstance(e.__cause__ or e, _Captured) or "_Captured" in str(e)
-        if not (found and captured):
-            raise
-    program, notes = found[0]
-    if program is None:
-        raise ValueError(f"nothing in the model's graph can be split: {'; '.join(notes)}")
-    return program
-
-
-class _Captured(Exception):
-    """Raised once the graph is known, so that nothing of it runs."""
-
-
-_META, _CPU = torch.device("meta"), torch.device("cpu")
-
-
-def _on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` for tensors that claim to be on the CPU: parts of PyTorch do not know "meta"."""
-
-    def moved(x: Any) -> Any:
-        return _CPU if x in (_META, "meta") and isinstance(x, torch.device | str) else x
-
-    for node in gm.graph.nodes:
-        if node.op.startswith("call_"):
-            node.args = map_aggregate(node.args, moved)
-            node.kwargs = map_aggregate(node.kwargs, moved)
-        if node.target is torch.histc:
-            node.target = _count
-    gm.recompile()
-    return gm
-
-
-def _count(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``torch.histc`` of integers too, which a CPU computes of floating point numbers alone, as
-    models on other devices count the tokens of each expert."""
-    counts = torch.histc(x if x.is_floating_point() else x.float(), *args, **kwargs)
-    return counts.to(x.dtype)
-
-
 def _has_gradient(node: fx.Node) -> bool:
     """Whether the value had a gradient as the model was traced; a node's fake value has none."""
     return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
+
+
+_CPU = torch.device("cpu")
 
 
 class _NoHost(HostMemory):

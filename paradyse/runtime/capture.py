@@ -19,7 +19,7 @@ from paradyse.graph.subgraph import is_tensor, is_weight, structure
 from paradyse.passes.explain_numbers import explain_numbers
 from paradyse.passes.number_inputs import numbers_made_of
 from paradyse.passes.pipeline import CaptureContext, run_passes
-from paradyse.passes.retrace import InputLike, Untraceable, retrace
+from paradyse.passes.retrace import InputLike, Untraceable, retrace, users_inside
 from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
@@ -155,7 +155,7 @@ def as_tensor_of(number: Any) -> Tensor:
 
 def _is_number(node: fx.Node, example: Any) -> bool:
     """A Python float that Dynamo passes as a scalar tensor (``dynamic=True``)."""
-    items = [u.op == "call_method" and u.target == "item" for u in node.users]
+    items = [u.op == "call_method" and u.target == "item" for u in users_inside(node)]
     return isinstance(example, Tensor) and example.ndim == 0 and bool(items) and all(items)
 
 

@@ -48,6 +48,7 @@ from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
+from paradyse.weights.vectors import gather_vectors
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -81,8 +82,8 @@ class Frame:
             with unset_fake_temporarily():  # a dry run draws a number as well
                 number = int(torch.randint(2**62, (), device="cpu"))
             self.seeds = seeds_of(number, n, program.device).unbind(0)
-        pairs = zip(program.placeholders, args, strict=True)
-        weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
+        given = zip(program.placeholders, args, strict=True)
+        weights = [a for n, a in given if is_weight(n) and isinstance(a, Tensor)]
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
@@ -93,6 +94,7 @@ class Frame:
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._joined = JoinedGradients(program, self.env, self.sync)
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
+        self._vectors: Mapping[int, Tensor] = {}  # as ``gather_vectors`` gives them
         self._remade: tuple[fx.Node | None, Any] = (None, None)
         """What the last block gave and makes again, and its node in autograd's graph."""
 
@@ -107,6 +109,10 @@ class Frame:
     def _run(self) -> Any:
         program = self.program
         self._joined.begin()
+        if self._is_sharded and not program.in_group:  # where all groups send the same
+            found = ((s, self.constants.strategy(s)) for s in program.steps if s.split)
+            asked = ((s.block_id, self._shards(s, by).values()) for s, by in found)
+            self._vectors = gather_vectors(asked, self.shelf)
         units: Sequence[Unit] = program.steps
         if self.constants.together and self.fuses and not self._is_sharded:
             units = program.runs.units(self.constants.strategies, self.sizes, self._joined.sums)
@@ -347,21 +353,23 @@ class Frame:
 
     def unshard(self, step: Step, strategy: str) -> tuple[Wholes, Gathered | None]:
         """The weights that ``step`` needs gathered under ``strategy``, and what gives them back."""
-        if not self._is_sharded:
-            return {}, None
-        nodes = self.program.gathers(step, strategy, self.env)
-        if not nodes:
-            return {}, None
-        shards = [self._shard(step, n) for n in nodes]
-        wholes, gathered = gather(shards, self._booked_to(step), step.split, self.shelf)
-        return dict(zip(nodes, wholes, strict=True)), gathered
+        shards = self._shards(step, strategy)
+        if all(id(s) in self._vectors for s in shards.values()):
+            return {n: self._vectors[id(s)] for n, s in shards.items()}, None
+        wholes, gathered = gather(shards.values(), self._booked_to(step), step.split, self.shelf)
+        return dict(zip(shards, wholes, strict=True)), gathered
 
     def _fetch(self, position: int) -> None:
         """Start on the weights that the step at ``position`` will gather."""
         if self._is_sharded and position < len(self.program.steps):
             step = self.program.steps[position]
-            nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
-            self.shelf.fetch([self._shard(step, n) for n in nodes], self._booked_to(step))
+            shards = self._shards(step, self.constants.strategy(step)).values()
+            if not all(id(s) in self._vectors for s in shards):
+                self.shelf.fetch([*shards], self._booked_to(step))
+
+    def _shards(self, step: Step, strategy: str) -> dict[fx.Node, ShardedTensor | CastShard]:
+        """The weights that ``step`` gathers under ``strategy``."""
+        return {n: self._shard(step, n) for n in self.program.gathers(step, strategy, self.env)}
 
     def _stream(self, position: int) -> WeightStream | None:
         """The weights of the step at ``position``, if they come group by group."""
@@ -369,9 +377,7 @@ class Frame:
             return None
         step = self.program.steps[position]
         variant = self.program.variant(step, self.constants.strategy(step))
-        if not isinstance(variant, Streaming):
-            return None
-        return variant.stream(self.raw, step.block_id)
+        return variant.stream(self.raw, step.block_id) if isinstance(variant, Streaming) else None
 
     def _booked_to(self, step: Step) -> int:
         """The block id of ``step`` on the axis that its weights lie over."""

@@ -59,6 +59,19 @@ def test_time_is_planned_beside_space(tmp_path: Path, capsys: Any) -> None:
         (SCRIPT, ["--gpus", "2", "--layers", "1"], "leave --lengths-from and --layers out"),
         ("x = 1", ["--gpus", "2"], "no function make_model and no make_batch; make_model()"),
         ("1 / 0", ["--gpus", "2"], "cannot be run: ZeroDivisionError"),
+        (
+            f"{SCRIPT}make_model = lambda: 1 / 0",
+            ["--gpus", "2"],
+            "make_model() fails: ZeroDivision",
+        ),
+        (f"{SCRIPT}make_model = int", ["--gpus", "2"], "to give a torch.nn.Module, and gives 0"),
+        (f"{SCRIPT}make_batch = lambda n: n", ["--gpus", "2"], "make_batch() fails: TypeError"),
+        (f"{SCRIPT}make_batch = list", ["--gpus", "2"], "to give a dict"),
+        (
+            f"{SCRIPT}make_batch = lambda: {{'y': 1}}",
+            ["--gpus", "2"],
+            "cannot be called with y: Ty",
+        ),
         (None, ["--gpus", "2"], "give a HuggingFace config.json, or a Python file"),
     ],
 )

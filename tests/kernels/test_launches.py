@@ -33,7 +33,7 @@ from paradyse.kernels.dropout import seeds_of
 from paradyse.kernels.flash_backward import launch_backward
 from paradyse.kernels.flash_forward import launch_forward
 from paradyse.kernels.flash_tiles import describe_mask
-from paradyse.offline.dry_run import fake_world
+from paradyse.offline.capture import fake_world
 from paradyse.strategies.attention.method import Context
 from paradyse.strategies.attention.operators import METHODS
 from paradyse.strategies.groups.heads import deal_heads

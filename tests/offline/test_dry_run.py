@@ -18,13 +18,12 @@ from paradyse.cli.commands.plan import levers_chart, page_of
 from paradyse.cli.models import whole_graphs
 from paradyse.offline import dry_run as dry
 from paradyse.offline import ops
+from paradyse.offline.capture import capture_program, fake_world
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import (
     DryRun,
     Sizes,
-    capture_program,
     dry_run,
-    fake_world,
     measure_step,
 )
 from paradyse.offline.outlook import MIXTURE, NO_LEVERS, Outlook, PaperCosts, look_ahead

@@ -11,6 +11,7 @@ import torch
 from pass_graphs import context, operators, run, trace
 from torch import Tensor, fx, nn
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch.utils.checkpoint import checkpoint
 
 from paradyse.passes.retrace import (
     InputLike,
@@ -19,6 +20,7 @@ from paradyse.passes.retrace import (
     make_autocast_explicit,
     retrace,
 )
+from paradyse.runtime.capture import trace_inputs
 
 CPU = torch.device("cpu")
 
@@ -63,6 +65,39 @@ def test_the_body_of_a_checkpoint_is_traced_in_place_and_marked() -> None:
     marked = {n.target for n in calls if n.meta.get("recompute")}
     assert operators(gm) == {"sin": 1, "cos": 1, "exp": 1}
     assert marked == {torch.ops.aten.sin.default, torch.ops.aten.cos.default}
+
+
+class Checkpointed(nn.Module):
+    """Whose factor Dynamo takes for an input, of which the checkpoint's body reads the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(5, 5), 0.25
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.linear(x).clamp(max=self.factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.scaled, x, use_reentrant=False)
+
+
+def test_numbers_that_the_body_of_a_checkpoint_reads_are_constants() -> None:
+    found: list[Any] = []
+
+    def backend(gm: Any, examples: list[Any]) -> Any:
+        found[:] = [gm, examples]
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = Checkpointed()
+    torch.compile(model, backend=backend, dynamic=True)(torch.ones(3, 5))
+    gm, examples = found
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = trace_inputs(placeholders, examples)
+    assert 0.25 in [inputs.values[i] for i in inputs.scalars]
+    traced = retrace(gm, list(inputs.values))
+    (clamp,) = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    assert clamp.args[2] == 0.25
 
 
 def test_constants_of_the_graph_and_of_the_program_are_kept() -> None:

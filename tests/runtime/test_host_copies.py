@@ -21,7 +21,7 @@ from paradyse.cli.models import whole_graphs
 from paradyse.config import Options
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
-from paradyse.offline.dry_run import fake_world
+from paradyse.offline.capture import fake_world
 from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.describe import describe_blocks
 from paradyse.runtime.frame import Frame

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paradyse.offline.dry_run import fake_world
+from paradyse.offline.capture import fake_world
 from paradyse.torch_private import TorchDispatchMode
 from paradyse.weights.layout import even_layout
 from paradyse.weights.shard_comm import gather_shards, scatter_gradients
