@@ -83,9 +83,10 @@ def main(bench: Benchmark, args: Namespace) -> None:
         f"{args.family or 'Llama'} of {args.layers} layers, hidden {args.hidden}, 8 heads, "
         f"{8 if args.family else 4} KV heads, {bench.ranks}, "
         f"weights {'1/p on each rank' if args.sharded else 'whole on every rank'}.",
-        f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank; `auto` "
-        f"has run {args.settle} steps of the trace before.",
+        f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank.",
     )
+    if AUTO in names:
+        bench.add(f"`auto` has run {args.settle} steps of the trace before.")
     rows = [[str(n), *(milliseconds(times[c][n]) for c in names)] for n in lengths]
     rows.append(["whole trace", *(milliseconds(total[c]) for c in names)])
     bench.table(["tokens", *names], rows)

@@ -77,11 +77,12 @@ def capture_program(
     except Exception as e:
         if not graphs:  # Dynamo gives the model's own error, or says what it cannot follow
             why = ": ".join([type(e).__name__, *str(e).strip().splitlines()[:1]])
-            raise ValueError(f"the model cannot be called with {', '.join(batch)}: {why}") from e
+            given = ", ".join(map(str, batch)) or "no arguments"
+            raise ValueError(f"the model cannot be called with {given}: {why}") from e
         captured = isinstance(e.__cause__ or e, _Captured) or "_Captured" in str(e)
         if not (found and captured):
             raise
-    program, notes = found[0]
+    program, notes = found[0] if found else (None, ["it computes no tensor"])
     if program is None:
         raise ValueError(f"nothing in the model's graph can be split: {'; '.join(notes)}")
     return program

@@ -148,7 +148,7 @@ def dry_run(
         on_host: they lie on the host, with their gradients and what the optimizer holds.
         levers: that plans may use; nothing is measured with others.
     Raises:
-        ValueError: nothing in the model's graph can be split.
+        ValueError: as ``capture_program``.
     """
     with fake_world(num_ranks) as axis:
         program = capture_program(model, batch, axis)

@@ -48,7 +48,7 @@ from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
-from paradyse.weights.vectors import gather_vectors
+from paradyse.weights.vectors import Vectors
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -73,6 +73,7 @@ class Frame:
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
         self.call = current_call(program.everyone if program.in_group else program.ranks)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
+        weights = [x for n, x in self.env.items() if is_weight(n) and isinstance(x, Tensor)]
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
         """Values in layouts other than the one that they were made in."""
@@ -82,37 +83,34 @@ class Frame:
             with unset_fake_temporarily():  # a dry run draws a number as well
                 number = int(torch.randint(2**62, (), device="cpu"))
             self.seeds = seeds_of(number, n, program.device).unbind(0)
-        given = zip(program.placeholders, args, strict=True)
-        weights = [a for n, a in given if is_weight(n) and isinstance(a, Tensor)]
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
         self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
+        self._vectors = Vectors(program.schedule.between_id)
         self.streams = Streams(ahead and not in_group, self._stream)
         self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
         self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._joined = JoinedGradients(program, self.env, self.sync)
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
-        self._vectors: Mapping[int, Tensor] = {}  # as ``gather_vectors`` gives them
         self._remade: tuple[fx.Node | None, Any] = (None, None)
         """What the last block gave and makes again, and its node in autograd's graph."""
 
     def run(self) -> Any:
         """The graph's outputs."""
         device = self.program.device.type
-        if torch.is_autocast_enabled(device):  # its casts are in the graph already
-            with torch.autocast(device, enabled=False):
-                return self._run()
-        return self._run()
+        on = torch.is_autocast_enabled(device)  # its casts are in the graph already
+        with torch.autocast(device, enabled=False) if on else nullcontext():
+            return self._run()
 
     def _run(self) -> Any:
         program = self.program
         self._joined.begin()
-        if self._is_sharded and not program.in_group:  # where all groups send the same
+        if self._is_sharded and not program.in_group and program.replicas.size == 1:
             found = ((s, self.constants.strategy(s)) for s in program.steps if s.split)
             asked = ((s.block_id, self._shards(s, by).values()) for s, by in found)
-            self._vectors = gather_vectors(asked, self.shelf)
+            self._vectors.gather(asked, self.shelf)
         units: Sequence[Unit] = program.steps
         if self.constants.together and self.fuses and not self._is_sharded:
             units = program.runs.units(self.constants.strategies, self.sizes, self._joined.sums)
@@ -354,9 +352,10 @@ class Frame:
     def unshard(self, step: Step, strategy: str) -> tuple[Wholes, Gathered | None]:
         """The weights that ``step`` needs gathered under ``strategy``, and what gives them back."""
         shards = self._shards(step, strategy)
-        if all(id(s) in self._vectors for s in shards.values()):
-            return {n: self._vectors[id(s)] for n, s in shards.items()}, None
-        wholes, gathered = gather(shards.values(), self._booked_to(step), step.split, self.shelf)
+        if not shards:
+            return {}, None
+        bring = self._vectors.take if self._vectors.have(shards.values(), step.split) else gather
+        wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
         return dict(zip(shards, wholes, strict=True)), gathered
 
     def _fetch(self, position: int) -> None:
@@ -364,12 +363,13 @@ class Frame:
         if self._is_sharded and position < len(self.program.steps):
             step = self.program.steps[position]
             shards = self._shards(step, self.constants.strategy(step)).values()
-            if not all(id(s) in self._vectors for s in shards):
+            if not self._vectors.have(shards, step.split):
                 self.shelf.fetch([*shards], self._booked_to(step))
 
     def _shards(self, step: Step, strategy: str) -> dict[fx.Node, ShardedTensor | CastShard]:
         """The weights that ``step`` gathers under ``strategy``."""
-        return {n: self._shard(step, n) for n in self.program.gathers(step, strategy, self.env)}
+        nodes = self.program.gathers(step, strategy, self.env) if self._is_sharded else ()
+        return {n: self._shard(step, n) for n in nodes}
 
     def _stream(self, position: int) -> WeightStream | None:
         """The weights of the step at ``position``, if they come group by group."""

@@ -14,7 +14,9 @@ import torch
 from harness import RankPool
 from models import TOLERANCE, make_batch, make_model, run_step, whole, worst
 
-from paradyse.weights import shard_comm, unshard
+from paradyse.types import Plan
+from paradyse.weights import shard_comm, unshard, vectors
+from paradyse.weights.unshard import Gathered
 
 
 @contextmanager
@@ -26,7 +28,7 @@ def counting() -> Iterator[Counter[str]]:
             start = getattr(module, name)
 
             def begin(*args: Any, start: Any = start, name: str = name) -> Any:
-                found[name] += 1
+                found[name] += bool(args[0])
                 found[f"tensors of {name}"] += len(args[0])
                 return start(*args)
 
@@ -77,6 +79,43 @@ def test_blocks_that_run_again_have_them_still(pool2: RankPool) -> None:
     for found, error, _ in pool2.run(train, 2, "megatron_ts", True, timeout_s=100):
         assert error[0] < TOLERANCE[torch.float64]
         assert found["start_scatter"] == 3  # of the embedding, the head, and all vectors
+
+
+def backward_in_order() -> list[str]:
+    """What backward does of weights: gathers, and blocks whose turn it is."""
+    import paradyse
+
+    torch._dynamo.reset()
+    model = paradyse.shard(make_model("llama", torch.float64, num_hidden_layers=2))
+    plan = Plan(("megatron_cz", "megatron_ts", "megatron_ts", "megatron_ts"))
+    options = {"plan": lambda workload: plan, "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    batch = make_batch("plain", 2, 12)
+    compiled(**batch).loss.backward()
+    loss, found = compiled(**batch).loss, list[str]()
+    fill, start = Gathered.fill, shard_comm.start_gather
+
+    def filled(self: Gathered) -> None:
+        found.append("passed" if isinstance(self, vectors._Passed) else "gathered")
+        fill(self)
+
+    def started(shards: Any, block_id: int) -> Any:
+        found.extend(["fetch"] * bool(shards))
+        return start(shards, block_id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gathered, "fill", filled)
+        for module in (shard_comm, unshard):
+            patch.setattr(module, "start_gather", started)
+        loss.backward()
+    return found
+
+
+def test_backward_fetches_no_earlier_than_one_step_ahead(pool2: RankPool) -> None:
+    """The first block's weights are not in memory while backward goes through all the others."""
+    head, first, embedding = ["gathered", "fetch"], ["fetch", "gathered"], ["gathered"]
+    for found in pool2.run(backward_in_order, timeout_s=100):
+        assert found == [*head, "passed", "passed", "passed", *first, *embedding]
 
 
 def twice_backward() -> tuple[float, str]:
