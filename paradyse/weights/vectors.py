@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed.collectives import traffic, travel_dtype
-from paradyse.weights.shard_comm import by_dtype
+from paradyse.weights.shard_comm import by_dtype, gather_shards
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
 from paradyse.weights.unshard import Gathered, Shelf, gather_by
 
@@ -40,7 +40,7 @@ class _Kept(Gathered):
         self.block_ids = block_ids
 
     def make(self) -> list[Tensor]:
-        out = super().make()
+        out = gather_shards(self.shards, self.block_id)
         self._book("all_gather", [*range(len(out))], [x.dtype for x in out])
         return out
 
@@ -73,6 +73,13 @@ class _Kept(Gathered):
 
 class _Passed(Gathered):
     """Of a block whose weights stay: nothing comes or goes, but backward fetches what is before."""
+
+    def __init__(self, block_id: int, summed: bool, shelf: Shelf) -> None:
+        super().__init__([], block_id, summed, shelf)
+        self.is_filled = True
+
+    def free(self) -> None:
+        """They stay."""
 
     def release(self, outputs: Sequence[Any], again: Sequence[int] | None = None) -> list[Any]:
         return super().release(outputs, ())
@@ -117,5 +124,5 @@ class Vectors:
     ) -> tuple[list[Tensor], Gathered | None]:
         """What ``unshard.gather`` gives for ``shards``, ``block_id``, ``summed`` and ``shelf``.
         There is nothing to release; backward starts on the weights of the block before."""
-        gathered = _Passed([], block_id, summed, shelf) if torch.is_grad_enabled() else None
+        gathered = _Passed(block_id, summed, shelf) if torch.is_grad_enabled() else None
         return [self._wholes[id(s)] for s in shards], gathered
