@@ -318,8 +318,7 @@ class Work:
         whole, share = n - split, (self.p - 1) / self.p * e
         if sharded:
             groups = self.p if weights == "streamed" else 1
-            # of groups, those behind another such block; others wait for the first one in backward.
-            # Vectors that come with those of other blocks count as messages of their own: the most
+            # of groups, those behind another such block; others wait for the first one in backward
             gathers = (1 + self.back) * groups
             self.send("all_gather", whole * share * (1 + self.back), gathers, ahead=True)
             if training:
