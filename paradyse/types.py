@@ -229,6 +229,9 @@ class BlockSpec:
     num_shared_weight_elements: int = 0
     """Of these in turn, elements that several ranks take, such as those of a KV head that is one of
     fewer than there are ranks: at rest they lie like elements that are not split."""
+    shares_vectors: bool = False
+    """Whatever is not split of its weights, or shared, is a vector, such as a norm's weights. Where
+    the rest lies as it is used, such vectors come with those of other blocks, in one message."""
     mask: MaskSpec | None = None
     """None for attention under a dense mask that was not recovered, and for other blocks."""
     refused_levers: Mapping[str, str] = field(default_factory=dict)

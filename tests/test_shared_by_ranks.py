@@ -68,11 +68,14 @@ def sent(family: str) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, 
     for name in ATTENTION_STRATEGIES:
         current[0] = choose(name, blocks)
         got = counted()
+        stacks: set[int] = set()
         for block, strategy in zip(blocks, current[0].strategies, strict=True):
             workload = workloads[-1].of(block)
             cost = prior_cost(block, strategy, workload, MACHINE, sharded=True)
             sums = 0
-            if family == "t5" and block.name.endswith("layers.0.attention"):
+            first = block.kind == "attention" and block.sequence not in stacks
+            if family == "t5" and first:
+                stacks.add(block.sequence)
                 sums = _sums_of_bias(block, workload)
             into = routed if block.kind == EXPERTS and name in APART else known
             into.append((block.name, strategy, got[block.name], cost.comm_bytes + sums))
@@ -81,8 +84,8 @@ def sent(family: str) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, 
 
 def _sums_of_bias(block: BlockSpec, workload: Workload) -> int:
     """What a sum of the gradient of a bias by distance sends, [heads, 2 S], of which each rank has
-    its queries' or its heads' part: once for all layers that share it, by the first. The planner
-    takes it for nothing beside the values of tokens."""
+    its queries' or its heads' part: once for all layers of a stack, which share it, by the first.
+    The planner takes it for nothing beside the values of tokens."""
     p = workload.num_ranks
     return 2 * block.num_heads * 2 * workload.seq_len * 4 * (p - 1) // p
 

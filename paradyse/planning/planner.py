@@ -291,7 +291,7 @@ class Planner:
         return tuple(p for p in points if self._allows(p.split("+") if p else (), training))
 
     def _kind(self, b: BlockSpec) -> Hashable:
-        split = b.num_split_weight_elements, b.num_shared_weight_elements
+        split = b.num_split_weight_elements, b.num_shared_weight_elements, b.shares_vectors
         weights = b.num_weight_elements, *split
         of = b.sequence, b.keys, b.over, b.switch
         measured_as = (*of, "" if self.cost_model is None else b.structure)

@@ -41,7 +41,8 @@ and the last DONE; at FREED the values that no later step reads are gone."""
 
 FETCH, FETCHED, TAKEN = "fetch", "fetched", "taken"
 """Marks of sharded weights: between FETCHED and TAKEN the next block's are on their way, in memory
-that the present block does not keep."""
+that the present block does not keep. What ``weights.vectors`` brings before the first block counts
+for none."""
 
 SEND, SENT = "send", "sent"
 """Marks of their gradients: from SENT to the next SEND those of one block are on their way."""

@@ -54,6 +54,8 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
     at_rest = rest_layouts(scope, block)
     split = {_weight_of(n.args[1]) for n in (*block.up, *block.downs)}
     split |= at_rest.keys() & {x for n in block.up for x in n.args[2:3]}  # their biases
+    gathered = [w for w in weights if w not in split or w not in at_rest]
+    alone = not program.in_group and program.replicas.size == 1
     down = block.down.args[1].meta["val"]
     heads = kv_heads = head_dim = num_experts = experts_per_token = 0
     if block.experts is not None:
@@ -85,6 +87,7 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         num_weight_elements=_elements(weights),
         num_split_weight_elements=_elements(split),
         num_shared_weight_elements=_elements(split.difference(at_rest)),
+        shares_vectors=alone and all(w.meta["val"].ndim < 2 for w in gathered),
         mask=call.mask_spec if call is not None else None,
         refused_levers=refused_levers(scope, block),
         recompute=step.recompute,

@@ -48,6 +48,7 @@ from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
+from paradyse.weights.vectors import Vectors
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -72,6 +73,7 @@ class Frame:
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
         self.call = current_call(program.everyone if program.in_group else program.ranks)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
+        weights = [x for n, x in self.env.items() if is_weight(n) and isinstance(x, Tensor)]
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
         """Values in layouts other than the one that they were made in."""
@@ -81,12 +83,11 @@ class Frame:
             with unset_fake_temporarily():  # a dry run draws a number as well
                 number = int(torch.randint(2**62, (), device="cpu"))
             self.seeds = seeds_of(number, n, program.device).unbind(0)
-        pairs = zip(program.placeholders, args, strict=True)
-        weights = [a for n, a in pairs if is_weight(n) and isinstance(a, Tensor)]
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
         self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
+        self._vectors = Vectors(program.schedule.between_id)
         self.streams = Streams(ahead and not in_group, self._stream)
         self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
@@ -99,14 +100,17 @@ class Frame:
     def run(self) -> Any:
         """The graph's outputs."""
         device = self.program.device.type
-        if torch.is_autocast_enabled(device):  # its casts are in the graph already
-            with torch.autocast(device, enabled=False):
-                return self._run()
-        return self._run()
+        on = torch.is_autocast_enabled(device)  # its casts are in the graph already
+        with torch.autocast(device, enabled=False) if on else nullcontext():
+            return self._run()
 
     def _run(self) -> Any:
         program = self.program
         self._joined.begin()
+        if self._is_sharded and not program.in_group and program.replicas.size == 1:
+            found = ((s, self.constants.strategy(s)) for s in program.steps if s.split)
+            asked = ((s.block_id, self._shards(s, by).values()) for s, by in found)
+            self._vectors.gather(asked, self.shelf)
         units: Sequence[Unit] = program.steps
         if self.constants.together and self.fuses and not self._is_sharded:
             units = program.runs.units(self.constants.strategies, self.sizes, self._joined.sums)
@@ -347,21 +351,25 @@ class Frame:
 
     def unshard(self, step: Step, strategy: str) -> tuple[Wholes, Gathered | None]:
         """The weights that ``step`` needs gathered under ``strategy``, and what gives them back."""
-        if not self._is_sharded:
+        shards = self._shards(step, strategy)
+        if not shards:
             return {}, None
-        nodes = self.program.gathers(step, strategy, self.env)
-        if not nodes:
-            return {}, None
-        shards = [self._shard(step, n) for n in nodes]
-        wholes, gathered = gather(shards, self._booked_to(step), step.split, self.shelf)
-        return dict(zip(nodes, wholes, strict=True)), gathered
+        bring = self._vectors.take if self._vectors.have(shards.values(), step.split) else gather
+        wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
+        return dict(zip(shards, wholes, strict=True)), gathered
 
     def _fetch(self, position: int) -> None:
         """Start on the weights that the step at ``position`` will gather."""
         if self._is_sharded and position < len(self.program.steps):
             step = self.program.steps[position]
-            nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
-            self.shelf.fetch([self._shard(step, n) for n in nodes], self._booked_to(step))
+            shards = self._shards(step, self.constants.strategy(step)).values()
+            if not self._vectors.have(shards, step.split):
+                self.shelf.fetch([*shards], self._booked_to(step))
+
+    def _shards(self, step: Step, strategy: str) -> dict[fx.Node, ShardedTensor | CastShard]:
+        """The weights that ``step`` gathers under ``strategy``."""
+        nodes = self.program.gathers(step, strategy, self.env) if self._is_sharded else ()
+        return {n: self._shard(step, n) for n in nodes}
 
     def _stream(self, position: int) -> WeightStream | None:
         """The weights of the step at ``position``, if they come group by group."""
@@ -369,9 +377,7 @@ class Frame:
             return None
         step = self.program.steps[position]
         variant = self.program.variant(step, self.constants.strategy(step))
-        if not isinstance(variant, Streaming):
-            return None
-        return variant.stream(self.raw, step.block_id)
+        return variant.stream(self.raw, step.block_id) if isinstance(variant, Streaming) else None
 
     def _booked_to(self, step: Step) -> int:
         """The block id of ``step`` on the axis that its weights lie over."""

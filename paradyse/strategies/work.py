@@ -182,6 +182,12 @@ class Work:
                 before = self.ahead.get(collective, (0.0, 0.0))
                 self.ahead[collective] = before[0] + num_bytes, before[1] + messages
 
+    def send_along(self, collective: str, num_bytes: float) -> None:
+        """Book ``num_bytes`` to ``collective`` that go in a message which other blocks share."""
+        if self.p > 1:
+            self.sent_bytes[collective] += num_bytes
+            self.messages[collective] += 0
+
     def send_behind(self, collective: str, num_bytes: float, messages: float, flops: float) -> None:
         """Book ``messages`` of ``num_bytes`` in all to ``collective``, under way while the block
         itself multiplies what does not need them, in so many ``flops``; few tokens are not
@@ -317,11 +323,18 @@ class Work:
         split = own if weights == "split" else 0
         whole, share = n - split, (self.p - 1) / self.p * e
         if sharded:
+            if block.shares_vectors and weights != "whole":
+                vectors = n - own
+                whole -= vectors
+                self.send_along("all_gather", vectors * share)
+                if training:
+                    self.send_along("reduce_scatter", vectors * share / e * summed)
+                self.saved_bytes += vectors * e
             groups = self.p if weights == "streamed" else 1
             # of groups, those behind another such block; others wait for the first one in backward
-            gathers = (1 + self.back) * groups
+            gathers = (1 + self.back) * groups * (whole > 0)
             self.send("all_gather", whole * share * (1 + self.back), gathers, ahead=True)
-            if training:
+            if training and whole:
                 # of groups, that with which a block ends is waited for
                 num_bytes, behind = whole * share / e * summed, (groups - 1) / groups or 1.0
                 self.send("reduce_scatter", num_bytes * behind, groups * behind, ahead=True)
@@ -331,7 +344,8 @@ class Work:
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
             # of what is streamed the block itself fetches all but the first group
-            self.ahead_bytes += (n - own + own / groups if weights == "streamed" else whole) * e
+            first = own * (groups - 1) / groups if weights == "streamed" else 0
+            self.ahead_bytes += (whole - first) * e
         elif training and compared:
             self.moved_bytes += n * e
         elif training:

@@ -8,7 +8,7 @@ fully_shard, so any compiled function can be the block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -138,6 +138,9 @@ class Gathered:
             w.untyped_storage().resize_(0)
         self.is_filled = False
 
+    def scattered(self, grads: Mapping[int, Tensor]) -> None:
+        """``grads``, by the places of their weights, have begun to be scattered."""
+
     def read_again(self) -> Shards:
         """Those whose weights backward reads."""
         return [self.shards[i] for i in self.again]
@@ -225,6 +228,7 @@ class _Gather(torch.autograd.Function):
             coming = sync.arrive(message, shards, nodes, scatter=True)
             for k, grad in zip(index, coming, strict=True):
                 out[found[k]] = grad
+        gathered.scattered(dict(zip(found, given, strict=True)))
         gathered.shelf.sent(gathered)
         return None, *out
 
@@ -247,7 +251,7 @@ def _with_rows(shards: Sequence[ShardedTensor], rows: Sequence[Tensor]) -> list[
 
 
 def gather(
-    shards: Shards, block_id: int, summed: bool, shelf: Shelf
+    shards: Collection[ShardedTensor | CastShard], block_id: int, summed: bool, shelf: Shelf
 ) -> tuple[list[Tensor], Gathered | None]:
     """Whole weights, differentiable, and what must ``release`` them where backward will come.
 
@@ -257,10 +261,14 @@ def gather(
         summed: each rank (of a group) computes a part of the gradients; else each the whole.
         shelf: of the call, where they may be on their way.
     """
-    gathered = Gathered(shards, block_id, summed, shelf)
+    return gather_by(Gathered([*shards], block_id, summed, shelf))
+
+
+def gather_by(gathered: Gathered) -> tuple[list[Tensor], Gathered | None]:
+    """What ``gather`` gives, of the weights that ``gathered`` was made for."""
     if not torch.is_grad_enabled():
         return gathered.make(), None
-    wholes = _Gather.apply(gathered, *map(at_rest, shards))
+    wholes = _Gather.apply(gathered, *map(at_rest, gathered.shards))
     return list(wholes), gathered
 
 

@@ -156,9 +156,9 @@ def messages() -> Iterator[list[Event]]:
 RING = ("megatron_cz",) * 4
 PLANS = {
     "ring": RING,
-    "mixed": ("ulysses_z", "metp", "megatron_ts", "colossal_z"),
+    "mixed": ("ulysses_z", "megatron_ts", "metp", "colossal_z"),
     "ring again": tuple(f"{s}+recompute" for s in RING),
-    "mixed again": ("ulysses_z+recompute", "metp", "megatron_ts", "colossal_z+recompute"),
+    "mixed again": ("ulysses_z+recompute", "megatron_ts", "metp", "colossal_z+recompute"),
 }
 """Of the blocks of two layers; "again": in backward they are computed again."""
 

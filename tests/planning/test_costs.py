@@ -126,6 +126,32 @@ def test_weights_that_several_ranks_take_travel_like_those_that_are_not_split() 
         assert both - own == messages * of_keys * 2 * (p - 1) // p
 
 
+@pytest.mark.parametrize("strategy", ["megatron_ts", "metp", "ulysses_z"])
+def test_vectors_of_blocks_in_one_message_travel_once(strategy: str) -> None:
+    """Gathered before forward and kept, where a gather of the block's own comes again in backward.
+    Where the matrices travel as well, the vectors go with them."""
+    p, h = 4, 256
+    matrices = mlp(h)
+    n = matrices.num_weight_elements
+    apart = replace(matrices, num_weight_elements=n + h, num_split_weight_elements=n)
+    together = replace(apart, shares_vectors=True)
+    none, each, once = (
+        prior_cost(b, strategy, work(1024, p), GPU, sharded=True)
+        for b in (replace(apart, num_weight_elements=n), apart, together)
+    )
+    vector = h * 2 * (p - 1) // p
+    assert each.comm_bytes - none.comm_bytes == 3 * vector
+    travels = 3 if strategy == "ulysses_z" else 2
+    assert once.comm_bytes - none.comm_bytes == travels * vector
+    if strategy == "ulysses_z":
+        assert once == each
+    else:
+        assert once.saved_bytes - each.saved_bytes == h * 2
+        assert once.ahead_bytes == none.ahead_bytes
+    if strategy == "megatron_ts":
+        assert each.parts.weights_s > 3 * GPU.latency_s > once.parts.weights_s == 0
+
+
 @pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
 def test_gradients_are_counted_in_the_dtype_that_they_are_added_up_in(strategy: str) -> None:
     """Gathered in bfloat16 in forward and in backward, added up in float32."""

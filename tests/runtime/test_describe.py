@@ -29,6 +29,7 @@ def test_blocks_of_a_model() -> None:
     assert attention.num_kv_heads == 4 and attention.intermediate == 0
     assert attention.num_split_weight_elements == 4 * 32 * 32 + 3 * 32  # biases of q, k and v
     assert attention.num_shared_weight_elements == 0
+    assert all(b.shares_vectors for b in blocks)  # norms, and biases of what comes down
     assert mlp.intermediate == 128 and mlp.mask is None
     assert mlp.num_weight_elements == 2 * 32 * 128 + 128 + 32 + 2 * 32
     assert describe_masks(blocks) == "causal"
