@@ -33,7 +33,8 @@ from paradyse.planning.costs import Machine
 from paradyse.planning.gathered import GatheredWork
 from paradyse.planning.gathered_work import gathered_work
 from paradyse.runtime.describe import describe_blocks, describe_head
-from paradyse.runtime.frame import Frame, Wholes
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.gathering import Wholes
 from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy

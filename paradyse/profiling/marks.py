@@ -247,10 +247,11 @@ class WatchedFrame(Frame):
     def __init__(self, watch: Watch, *args: Any) -> None:
         super().__init__(*args)
         self.watch = watch
-        self.shelf = _WatchedShelf(watch, self.shelf.ahead, self.sync)
+        gathering = self.gathering
+        gathering.shelf = _WatchedShelf(watch, gathering.shelf.ahead, self.sync)
         if not isinstance(watch.probe, Clock):
             # the first group's weights would count for the block before; the prior counts them
-            self.streams.ahead = False
+            gathering.streams.ahead = False
         self._ran: int | None = None
 
     def run_step(self, step: Step, strategy: str) -> None:

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import current_call
-from paradyse.distributed.lanes import Overlap
-from paradyse.distributed.named_blocks import NamedBlocks
 from paradyse.distributed.regions import region
 from paradyse.distributed.tokens import (
     GatherTokens,
@@ -30,6 +28,7 @@ from paradyse.kernels.dropout import seeds_of
 from paradyse.passes.split_steps import Step, input_of
 from paradyse.runtime.backward import BeginOnce, begin_backward
 from paradyse.runtime.deferred import DeferredTensor, defer
+from paradyse.runtime.gathering import Gathering, Wholes
 from paradyse.runtime.joined import JoinedGradients
 from paradyse.runtime.offload import Inputs, SavedBlock, SavedByCall
 from paradyse.runtime.program import Program, StepConstants
@@ -41,20 +40,16 @@ from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
 from paradyse.strategies.local import LocalPiece
-from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
+from paradyse.strategies.weight_stream import Streaming
 from paradyse.torch_private import unset_fake_temporarily
 from paradyse.types import Point
 from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, rows_here
-from paradyse.weights.unshard import Gathered, Shelf, gather, group_rows
-from paradyse.weights.vectors import Vectors
+from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
+from paradyse.weights.unshard import Gathered, group_rows
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
-
-Wholes = Mapping[fx.Node, Tensor]
-"""Weights that were gathered for one step."""
 
 
 class Frame:
@@ -85,15 +80,10 @@ class Frame:
             self.seeds = seeds_of(number, n, program.device).unbind(0)
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
-        ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
-        self.shelf = Shelf(ahead, self.sync, self.axis.size if in_group else 0)
-        self._vectors = Vectors(program.schedule.between_id)
-        self.streams = Streams(ahead and not in_group, self._stream)
+        self.gathering = Gathering(program, constants, self.env, self.sync)
         self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
-        self._is_sharded = any(isinstance(a, ShardedTensor) for a in args)
         self._joined = JoinedGradients(program, self.env, self.sync)
-        self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
         self._remade: tuple[fx.Node | None, Any] = (None, None)
         """What the last block gave and makes again, and its node in autograd's graph."""
 
@@ -107,13 +97,11 @@ class Frame:
     def _run(self) -> Any:
         program = self.program
         self._joined.begin()
-        if self._is_sharded and not program.in_group and program.replicas.size == 1:
-            found = ((s, self.constants.strategy(s)) for s in program.steps if s.split)
-            asked = ((s.block_id, self._shards(s, by).values()) for s, by in found)
-            self._vectors.gather(asked, self.shelf)
+        self.gathering.begin()
         units: Sequence[Unit] = program.steps
-        if self.constants.together and self.fuses and not self._is_sharded:
-            units = program.runs.units(self.constants.strategies, self.sizes, self._joined.sums)
+        if self.constants.together and self.fuses:
+            apart = self._joined.sums, self.gathering.apart
+            units = program.runs.units(self.constants.strategies, self.sizes, *apart)
         for unit in units:
             steps = unit.steps if isinstance(unit, Run) else (unit,)
             for step in steps:
@@ -125,22 +113,30 @@ class Frame:
             for step in steps:
                 self.free(program.schedule.freed[step.position])
         self._on_host.settle()
-        self.streams.in_forward = False
+        self.gathering.streams.in_forward = False
         out = fx.map_arg(program.output, self.result)
         # They know this frame: held here too, both would wait for Python's search for garbage.
         self.free([n for n, x in self.env.items() if isinstance(x, DeferredTensor)])
         return out
 
     def _run_together(self, run: Run) -> None:
-        """Compute the outputs of all steps of ``run``."""
+        """Compute the outputs of all steps of ``run``, whose weights are here."""
+        contexts, passed = [], None
         for step in run.steps:
             traffic = collectives.traffic(self.axis, step.block_id)
             traffic.strategy = self.constants.strategy(step)
+            wholes, gathered = self.gathering.unshard(step)
+            contexts.append(self.context(step, wholes))
+            passed = gathered or passed
         if self.call is not None:
             self.call.at = self.axis, run.block_id
+        self.gathering.fetch_behind(run.steps[-1])
+        self.gathering.streams.begin_following()
         self._on_host.settle()
         with self._region(run.block_id):
-            outputs = run([self.context(step, {}) for step in run.steps])
+            outputs = run(contexts)
+        if passed is not None:
+            outputs = passed.release(outputs)
         self.env.update(zip(run.outputs, outputs, strict=True))
         for step in run.steps:
             for node, piece in step.sides.items():
@@ -157,11 +153,10 @@ class Frame:
         for node, piece in step.late(strategy).items():
             self.env[node] = self._side(step, node, piece)
         variant, point = self.program.variant(step, strategy), Point.parse(strategy)
-        wholes, gathered = self.unshard(step, strategy)
-        self._fetch(step.position + 1)
-        self.streams.position = step.position
+        wholes, gathered = self.gathering.unshard(step)
+        self.gathering.fetch_behind(step)
         if not isinstance(variant, Streaming):  # else it does so behind its own
-            self.streams.begin_following()
+            self.gathering.streams.begin_following()
         outputs: Sequence[Any]
         with self._saving(step, point, wholes) as saved:
             if point.recomputes and torch.is_grad_enabled():
@@ -215,7 +210,7 @@ class Frame:
             if first:
                 mine = first.pop()
             else:
-                mine, _ = self.unshard(step, strategy)
+                mine, _ = self.gathering.unshard(step)
                 if gathered is not None:
                     gathered.fetch_before()
             with self._region(step.block_id):
@@ -263,7 +258,7 @@ class Frame:
             self.raw,
             partial(self.weights, step, wholes),
             self.sync,
-            self.streams,
+            self.gathering.streams,
         )
 
     # ---- values
@@ -349,50 +344,6 @@ class Frame:
         """The weight ``node`` as the call was given it: whole, or sharded."""
         return self.env[node]
 
-    def unshard(self, step: Step, strategy: str) -> tuple[Wholes, Gathered | None]:
-        """The weights that ``step`` needs gathered under ``strategy``, and what gives them back."""
-        shards = self._shards(step, strategy)
-        if not shards:
-            return {}, None
-        bring = self._vectors.take if self._vectors.have(shards.values(), step.split) else gather
-        wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
-        return dict(zip(shards, wholes, strict=True)), gathered
-
-    def _fetch(self, position: int) -> None:
-        """Start on the weights that the step at ``position`` will gather."""
-        if self._is_sharded and position < len(self.program.steps):
-            step = self.program.steps[position]
-            shards = self._shards(step, self.constants.strategy(step)).values()
-            if not self._vectors.have(shards, step.split):
-                self.shelf.fetch([*shards], self._booked_to(step))
-
-    def _shards(self, step: Step, strategy: str) -> dict[fx.Node, ShardedTensor | CastShard]:
-        """The weights that ``step`` gathers under ``strategy``."""
-        nodes = self.program.gathers(step, strategy, self.env) if self._is_sharded else ()
-        return {n: self._shard(step, n) for n in nodes}
-
-    def _stream(self, position: int) -> WeightStream | None:
-        """The weights of the step at ``position``, if they come group by group."""
-        if not self._is_sharded or position >= len(self.program.steps):
-            return None
-        step = self.program.steps[position]
-        variant = self.program.variant(step, self.constants.strategy(step))
-        return variant.stream(self.raw, step.block_id) if isinstance(variant, Streaming) else None
-
-    def _booked_to(self, step: Step) -> int:
-        """The block id of ``step`` on the axis that its weights lie over."""
-        if not self.program.in_group:
-            return step.block_id
-        block = collectives.traffic(self.axis, step.block_id)
-        return self.program.everyone.session.of(NamedBlocks).id(self.program.everyone, block.name)
-
-    def _shard(self, step: Step, node: fx.Node) -> ShardedTensor | CastShard:
-        """The sharded weight ``node`` as ``step`` takes it."""
-        dtype, shard = self.program.cast(step, node), self.env[node]
-        if dtype is None:
-            return shard
-        return self._casts.setdefault((node, dtype), CastShard(shard, dtype))
-
     def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
         """The weights of ``uses``, each in its form, for ``step``: what is in ``wholes`` or whole
         at rest is cut, of others it is the rows that lie here."""
@@ -419,7 +370,7 @@ class Frame:
 
         def taken(x: Any) -> Any:
             if isinstance(x, ShardedTensor):
-                return gather([x], self._booked_to(step), True, self.shelf)[0][0]
+                return self.gathering.gather(step, x)
             summed = x.requires_grad and self.axis.size > 1
             return SumGradients.apply(self.sync, [step.block_id], x)[0] if summed else x
 

@@ -102,13 +102,14 @@ class Runs:
             scope_of,
             variant,
         )
-        self._units: Recent[tuple[tuple[str, ...], frozenset[int]], Sequence[Unit]] = Recent()
+        self._units: Recent[tuple[Any, ...], Sequence[Unit]] = Recent()
 
     def units(
         self,
         strategies: tuple[str, ...],
         sizes: Mapping[str, int],
         sums: frozenset[int] = frozenset(),
+        apart: frozenset[int] = frozenset(),
     ) -> Sequence[Unit]:
         """The steps of a call, in order, those together that run as one.
 
@@ -117,17 +118,21 @@ class Runs:
             sizes: "B", "S" and, on more than one rank, "s", of the first sequence.
             sums: positions of the steps after whose backward gradients are sent. None is inside a
                 run, all of whose gradients are there at once: backward goes on meanwhile.
+            apart: positions of the steps that run by themselves, such as those that gather weights:
+                a run would hold those of all its blocks.
         """
         if self.inner == "eager" or len(strategies) < 2:
             return self.schedule.steps
         if sizes.get("B", 1) * sizes.get(SPLIT, sizes[WHOLE]) > FUSED_TOKENS:
             return self.schedule.steps
-        key = strategies, sums
+        key = strategies, sums, apart
         if key not in self._units:
             self._units[key] = self._fused(*key)
         return self._units[key]
 
-    def _fused(self, strategies: tuple[str, ...], sums: Collection[int]) -> list[Unit]:
+    def _fused(
+        self, strategies: tuple[str, ...], sums: Collection[int], apart: Collection[int]
+    ) -> list[Unit]:
         units: list[Unit] = []
         run: dict[BlockStep, Member] = {}
 
@@ -136,7 +141,7 @@ class Runs:
             run.clear()
 
         for step in self.schedule.steps:
-            member = self._member(step, strategies)
+            member = None if step.position in apart else self._member(step, strategies)
             ends = len(run) == RUN_BLOCKS or step.position in sums
             if ends or not self._goes_on(run, step, strategies):
                 end_run()

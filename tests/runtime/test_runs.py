@@ -140,7 +140,7 @@ def summed_in_parts() -> tuple[list[int], list[list[int]]]:
         with patch.object(gradients, "TOGETHER_BYTES", layer):
             check(run_step(compiled, model, batch), want)
         (program,) = programs_of(compiled)
-        ((_, sums), units) = next(iter(program.runs._units.items()))
+        ((_, sums, _), units) = next(iter(program.runs._units.items()))
         of_runs = [[s.position for s in u.steps] for u in units if isinstance(u, Run)]
         return sorted(sums), of_runs
     finally:
@@ -195,8 +195,18 @@ def test_dropout_and_values_of_the_inside_are_those_of_single_blocks(
         torch.testing.assert_close(together, single, rtol=1e-9, atol=1e-12)
 
 
-def train_on_ranks(sharded: bool) -> tuple[list[list[str]], ...]:
+def train_on_ranks() -> tuple[list[list[str]], ...]:
     """Blocks of each unit under each plan, where steps were compared with one process."""
+    plan = Plan(("megatron_ts", "megatron_cz", "ulysses_z", "megatron_ts"))
+    compiled, (used,) = trained([plan], sharded=False)
+    assert any(len(unit) > 1 for unit in used)
+    plans = "megatron_cz", "megatron_ts", "metp", "megatron_cz+recompute"
+    return *(units_of(compiled, name) for name in plans), units_of(compiled, plan)
+
+
+def trained(plans: Iterable[Plan], sharded: bool) -> tuple[Any, list[list[list[int]]]]:
+    """A compiled model of two layers, whose steps were compared with those of one process, and
+    under each of ``plans`` the blocks of each unit that was run."""
     import paradyse
 
     config = SMALL | {"num_hidden_layers": 2, "use_cache": True}
@@ -206,25 +216,30 @@ def train_on_ranks(sharded: bool) -> tuple[list[list[str]], ...]:
         reference = copy.deepcopy(model)
         if sharded:
             paradyse.shard(model)
-        plan = Plan(("megatron_ts", "megatron_cz", "ulysses_z", "megatron_ts"))
-        compiled = compiled_of(model, plan=lambda workload: plan)
-        for seq_len in (9, 14):
-            batch = make_batch("plain", 2, seq_len)
-            want = run_step(reference, reference, batch)
-            check(run_step(compiled, model, batch), want, torch.float64, f"{seq_len}")
-        (program,) = programs_of(compiled)
-        used = [u for units in program.runs._units.values() for u in units if isinstance(u, Run)]
-        assert any(run._fused is not None for run in used) is not sharded
-        plans = "megatron_cz", "megatron_ts", "metp", "megatron_cz+recompute"
-        return *(units_of(compiled, name) for name in plans), units_of(compiled, plan)
+        current: list[Plan] = []
+        compiled = compiled_of(model, plan=lambda workload: current[-1])
+        found = []
+        for plan in plans:
+            current.append(plan)
+            for seq_len in (9, 14):
+                batch = make_batch("plain", 2, seq_len)
+                want = run_step(reference, reference, batch)
+                check(run_step(compiled, model, batch), want, torch.float64, f"{plan} {seq_len}")
+            (program,) = programs_of(compiled)
+            units = list(program.runs._units.values())[-1]
+            ran = [u for u in units if isinstance(u, Run)]
+            assert all(run._fused is not None for run in ran)
+            of_unit = [u.steps if isinstance(u, Run) else [u] for u in units]
+            blocks = [[s.index for s in unit if isinstance(s, BlockStep)] for unit in of_unit]
+            found.append([index for index in blocks if index])
+        return compiled, found
     finally:
         runs.FUSE_AFTER = after
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_ranks_agree_with_one_process(pool2: RankPool, sharded: bool) -> None:
-    for found in pool2.run(train_on_ranks, sharded, timeout_s=300):
+def test_ranks_agree_with_one_process(pool2: RankPool) -> None:
+    for found in pool2.run(train_on_ranks, timeout_s=300):
         assert [[len(u) for u in units] for units in found] == [
             [4],
             [4],
@@ -232,6 +247,24 @@ def test_ranks_agree_with_one_process(pool2: RankPool, sharded: bool) -> None:
             [1, 1, 1, 1],  # levers
             [2, 2],  # where the strategy of a kind changes
         ]
+
+
+SHARDED = {
+    Plan(("megatron_ts",) * 4): [[0, 1, 2, 3]],
+    Plan(("megatron_cz", "megatron_ts", "megatron_ts", "ulysses_z")): [[0], [1, 2], [3]],
+    Plan(("megatron_ts", "megatron_ts", "metp", "metp")): [[0, 1], [2], [3]],
+    Plan(("megatron_cz",) * 4): [[0], [1], [2], [3]],
+}
+"""Blocks of each unit of sharded weights: what gathers none runs together."""
+
+
+def train_sharded() -> list[list[list[int]]]:
+    return trained(SHARDED, sharded=True)[1]
+
+
+def test_blocks_of_sharded_weights_run_together_where_they_gather_none(pool2: RankPool) -> None:
+    for found in pool2.run(train_sharded, timeout_s=300):
+        assert found == list(SHARDED.values())
 
 
 QUICK = ("sunk", "alibi")

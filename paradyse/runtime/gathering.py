@@ -1,0 +1,128 @@
+"""What the steps of one call gather of sharded weights: which, in which form, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paradyse.distributed import collectives
+from paradyse.distributed.lanes import Overlap
+from paradyse.distributed.named_blocks import NamedBlocks
+from paradyse.passes.split_steps import Step
+from paradyse.runtime.program import Program, StepConstants
+from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
+from paradyse.weights import unshard
+from paradyse.weights.no_sync import GradientSync
+from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
+from paradyse.weights.unshard import Gathered, Shelf
+from paradyse.weights.vectors import Vectors
+
+Wholes = Mapping[fx.Node, Tensor]
+"""Weights that were gathered for one step."""
+
+
+class Gathering:
+    """Of one call of ``program``.
+
+    Args:
+        constants: of the call's sizes and plan.
+        env: the values of the call; its weights are read when a step asks for them.
+        sync: how gradients of the call come together.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        constants: StepConstants,
+        env: Mapping[fx.Node, Any],
+        sync: GradientSync,
+    ) -> None:
+        self.program, self.constants, self.env = program, constants, env
+        ahead, in_group = program.everyone.session.of(Overlap).on, program.in_group
+        self.shelf = Shelf(ahead, sync, program.axis.size if in_group else 0)
+        self.streams = Streams(ahead and not in_group, self._stream)
+        """Weights that come group by group."""
+        self._is_sharded = any(isinstance(env[n], ShardedTensor) for n in program.placeholders)
+        self._vectors: Vectors | None = None
+        self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
+
+    def begin(self) -> None:
+        """The call is about to run: bring the vectors that blocks have in one message."""
+        program = self.program
+        if self._is_sharded and not program.in_group and program.replicas.size == 1:
+            self._vectors = Vectors(program.schedule.between_id)
+            asked = ((s.block_id, self._shards(s).values()) for s in program.steps if s.split)
+            self._vectors.gather(asked, self.shelf)
+
+    @property
+    def apart(self) -> frozenset[int]:
+        """Positions of the steps that gather weights of their own."""
+        steps = self.program.steps
+        return frozenset(s.position for s in steps if self._nodes(s) and not self._have_come(s))
+
+    def unshard(self, step: Step) -> tuple[Wholes, Gathered | None]:
+        """The weights that ``step`` needs gathered, and what gives them back."""
+        shards = self._shards(step)
+        if not shards:
+            return {}, None
+        bring = unshard.gather
+        if self._vectors is not None and self._vectors.have(shards.values(), step.split):
+            bring = self._vectors.take
+        wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
+        return dict(zip(shards, wholes, strict=True)), gathered
+
+    def gather(self, step: Step, shard: ShardedTensor) -> Tensor:
+        """``shard`` whole, for a part of the work of ``step``."""
+        return unshard.gather([shard], self._booked_to(step), True, self.shelf)[0][0]
+
+    def fetch_behind(self, step: Step) -> None:
+        """``step`` is about to run: start on the weights that the one behind it will gather."""
+        self.streams.position = step.position
+        behind = step.position + 1
+        if self._is_sharded and behind < len(self.program.steps):
+            following = self.program.steps[behind]
+            if not self._have_come(following):
+                self.shelf.fetch([*self._shards(following).values()], self._booked_to(following))
+
+    def _nodes(self, step: Step) -> list[fx.Node]:
+        """The weights that ``step`` needs in another form than they lie in."""
+        if not self._is_sharded:
+            return []
+        return self.program.gathers(step, self.constants.strategy(step), self.env)
+
+    def _have_come(self, step: Step) -> bool:
+        """Whether the weights that ``step`` needs came when the call began."""
+        if self._vectors is None:
+            return False
+        return self._vectors.have(self._shards(step).values(), step.split)
+
+    def _shards(self, step: Step) -> dict[fx.Node, ShardedTensor | CastShard]:
+        """What ``_nodes`` names, as ``step`` takes it."""
+        return {n: self._shard(step, n) for n in self._nodes(step)}
+
+    def _shard(self, step: Step, node: fx.Node) -> ShardedTensor | CastShard:
+        dtype, shard = self.program.cast(step, node), self.env[node]
+        if dtype is None:
+            return shard
+        return self._casts.setdefault((node, dtype), CastShard(shard, dtype))
+
+    def _stream(self, position: int) -> WeightStream | None:
+        """The weights of the step at ``position``, if they come group by group."""
+        if not self._is_sharded or position >= len(self.program.steps):
+            return None
+        step = self.program.steps[position]
+        variant = self.program.variant(step, self.constants.strategy(step))
+        if not isinstance(variant, Streaming):
+            return None
+        return variant.stream(lambda n: self.env[n], step.block_id)
+
+    def _booked_to(self, step: Step) -> int:
+        """The block id of ``step`` on the axis that its weights lie over."""
+        program = self.program
+        if not program.in_group:
+            return step.block_id
+        block = collectives.traffic(program.axis, step.block_id)
+        return program.everyone.session.of(NamedBlocks).id(program.everyone, block.name)
