@@ -12,7 +12,7 @@ tensor parallel has its weights sharded either way; its ring and Ulysses have th
 --sharded by FSDP2.
 """
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
@@ -35,8 +35,22 @@ COUNTERPARTS |= {RING + how: "megatron_cz" for how in ("", COMPILED)}
 COUNTERPARTS |= {ULYSSES + how: "ulysses_z" for how in ("", COMPILED)}
 """Of PyTorch's, ours; the other two have none."""
 
+
+def at_least_0(text: str) -> int:
+    """The number of steps in ``text``.
+
+    Raises:
+        ArgumentTypeError: it is negative.
+    """
+    if (number := int(text)) < 0:
+        raise ArgumentTypeError(f"{number} steps: there can be none (0) or more")
+    return number
+
+
 OPTIONS = {"layers": 4, "hidden": 256, "trace": TRACE, "runs": 5, "ranks": 2, "inner": "inductor"}
-OPTIONS |= {"settle": {"type": int, "default": 200, "help": "steps that auto learns from, before"}}
+OPTIONS |= {
+    "settle": {"type": at_least_0, "default": 200, "help": "steps that auto learns from, before"}
+}
 OPTIONS |= {"only": {"nargs": "*", "default": (), "help": "names of contenders"}}
 OPTIONS |= {"family": {"choices": ("gpt2", "bert"), "help": "in place of a Llama"}}
 OPTIONS |= {"sharded": {"action": "store_true", "help": "weights 1/p on each rank"}}
