@@ -18,12 +18,11 @@ from itertools import combinations, pairwise
 
 import numpy as np
 from contenders import AUTO, Switched, llama
-from runner import Benchmark, benchmark, is_noise, median, milliseconds, take_turns
+from runner import Benchmark, benchmark, is_noise, lines_of, median, milliseconds, take_turns
 
 import paradyse
-from paradyse.cli.charts import Chart, Line, Page
+from paradyse.cli.charts import Chart, Page
 from paradyse.cli.launch import Rank
-from paradyse.cli.pages import WAY_OUT, write_png
 from paradyse.types import ALONG_SEQUENCE
 
 LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -88,8 +87,7 @@ def fastest(times: Times, n: int) -> str:
 
 def page_of(title: str, times: Times, crossings: Sequence[Crossing]) -> Page:
     """The picture; crossings of the fastest strategies are marked."""
-    points = {c: tuple((n, median(of[n]), True) for n in sorted(of)) for c, of in times.items()}
-    lines = tuple(Line(c, p) for c, p in points.items())
+    lines = lines_of({c: {n: median(of[n]) for n in of} for c, of in times.items()})
     marks = tuple((c.at, c.time_s, f"{c.at:,.0f}") for c in crossings if c.front)
     return Page(title, [Chart("Time of a step", "s", lines, marks=marks)])
 
@@ -120,7 +118,4 @@ def main(bench: Benchmark, args: Namespace) -> None:
         bench.table(header, rows, "## Crossings")
     else:
         bench.add("", "No strategy overtakes another by more than the noise.")
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        drawn = write_png(args.out / "one_layer.png", page_of(title, times, crossings))
-        bench.add("", "![times](one_layer.png)" if drawn else f"No picture: {WAY_OUT}.")
+    bench.picture(page_of(title, times, crossings))

@@ -31,9 +31,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from paradyse.cli.charts import Line, Page
 from paradyse.cli.launch import Rank, RanksFailed, Setting, choose_links, run_ranks
 from paradyse.cli.links import parse_rate
 from paradyse.cli.models import whole_graphs
+from paradyse.cli.pages import WAY_OUT, write_png
 from paradyse.planning.machine import describe_device
 
 FOLDER = Path(__file__).parent
@@ -153,6 +155,12 @@ def noise_of(differences: Sequence[float], level: float = 0.95) -> float:
 def is_noise(differences: Sequence[float], level: float = 0.95) -> bool:
     """Whether the median of ``differences`` is one that chance gives."""
     return bool(abs(np.median(differences)) <= noise_of(differences, level))
+
+
+def lines_of(times: Mapping[str, Mapping[int, float]]) -> tuple[Line, ...]:
+    """Of a chart: per contender its seconds over lengths."""
+    points = {c: tuple((n, of[n], True) for n in sorted(of)) for c, of in times.items()}
+    return tuple(Line(c, p) for c, p in points.items())
 
 
 def milliseconds(seconds: float) -> str:
@@ -283,6 +291,13 @@ class Benchmark(Report):
         self.name += "_links"
         self.add(words[0].upper() + words[1:], "")
         return rate
+
+    def picture(self, page: Page) -> None:
+        """Draw ``page`` beside the report, which shows it."""
+        if self.args.out:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            drawn = write_png(self.args.out / f"{self.name}.png", page)
+            self.add("", f"![times]({self.name}.png)" if drawn else f"No picture: {WAY_OUT}.")
 
     @property
     def num_ranks(self) -> str:

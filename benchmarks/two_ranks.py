@@ -13,16 +13,17 @@ tensor parallel has its weights sharded either way; its ring and Ulysses have th
 """
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 from contenders import AUTO, Contender, at_rest, llama, other_family, ours, plans_of
 from counterparts import ContextParallel, TensorParallel
-from runner import Benchmark, benchmark, median, milliseconds, take_turns
+from runner import Benchmark, benchmark, lines_of, median, milliseconds, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 
+from paradyse.cli.charts import Chart, Page
 from paradyse.cli.launch import Rank
 from paradyse.types import ALONG_SEQUENCE
 
@@ -87,16 +88,28 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "plans": plans}
 
 
+def page_of(title: str, times: Mapping[str, Mapping[int, float]]) -> Page:
+    """The picture: strategies beside ``auto``, and PyTorch's contenders beside it."""
+    ours = {c: of for c, of in times.items() if c not in COUNTERPARTS}
+    theirs = {c: times[c] for c in (AUTO, *COUNTERPARTS) if c in times}
+    titles = {"strategies, and auto": ours, "PyTorch's own, and auto": theirs}
+    charts = [Chart(f"Time of a step: {t}", "s", lines_of(of)) for t, of in titles.items()]
+    return Page(title, charts)
+
+
 @benchmark(QUICK, **OPTIONS)
 def main(bench: Benchmark, args: Namespace) -> None:
     result = bench.on_ranks(measure)
     names, lengths = list(result["seconds"]), sorted(args.trace)
     times = {c: {n: median(of[n]) for n in lengths} for c, of in result["seconds"].items()}
     total = {c: sum(of.values()) for c, of in times.items()}
-    bench.add(
+    title = (
         f"{args.family or 'Llama'} of {args.layers} layers, hidden {args.hidden}, 8 heads, "
         f"{8 if args.family else 4} KV heads, {bench.ranks}, "
-        f"weights {'1/p on each rank' if args.sharded else 'whole on every rank'}.",
+        f"weights {'1/p on each rank' if args.sharded else 'whole on every rank'}"
+    )
+    bench.add(
+        f"{title}.",
         f"Milliseconds a step, medians of {args.runs} interleaved runs, the slower rank.",
     )
     if AUTO in names:
@@ -104,6 +117,7 @@ def main(bench: Benchmark, args: Namespace) -> None:
     rows = [[str(n), *(milliseconds(times[c][n]) for c in names)] for n in lengths]
     rows.append(["whole trace", *(milliseconds(total[c]) for c in names)])
     bench.table(["tokens", *names], rows)
+    bench.picture(page_of(title, times))
     for other, one in COUNTERPARTS.items():
         if {one, other} <= total.keys():
             bench.at_least(f"`{one}` over {other}, the trace", total[other] / total[one], 1.0)

@@ -231,6 +231,18 @@ def test_crossings_are_marked_in_the_picture(benchmark: Any, tmp_path: Path) -> 
     assert write_png(tmp_path / "a.png", page) and (tmp_path / "a.png").stat().st_size > 10_000
 
 
+def test_strategies_and_rivals_are_drawn_apart_each_beside_auto(benchmark: Any) -> None:
+    two_ranks = benchmark("two_ranks")
+    names = (two_ranks.RING, "metp", two_ranks.AUTO)
+    times = {name: {512: 2.0 + i, 128: 1.0 + i} for i, name in enumerate(names)}
+    ours, theirs = two_ranks.page_of("two ranks", times).charts
+    assert [line.name for line in ours.lines] == ["metp", two_ranks.AUTO]
+    assert [line.name for line in theirs.lines] == [two_ranks.AUTO, two_ranks.RING]
+    assert theirs.lines[1].points == ((128, 1.0, True), (512, 2.0, True))
+    without = two_ranks.page_of("no auto", {"metp": times["metp"]})
+    assert [c.title for c in without.drawn_charts()] == [ours.title]
+
+
 def test_a_slower_or_larger_step_after_a_switch_is_beyond_the_noise(benchmark: Any) -> None:
     switch_cost = benchmark("switch_cost")
 
