@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paradyse.distributed import collectives
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.named_blocks import NamedBlocks
-from paradyse.passes.split_steps import Step
+from paradyse.passes.split_steps import HeadStep, Step
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
 from paradyse.weights import unshard
@@ -54,7 +54,9 @@ class Gathering:
         program = self.program
         if self._is_sharded and not program.in_group and program.replicas.size == 1:
             self._vectors = Vectors(program.schedule.between_id)
-            asked = ((s.block_id, self._shards(s).values()) for s in program.steps if s.split)
+            # a head by rows of the vocabulary gathers its norm for itself, as plans reckon with
+            steps = (s for s in program.steps if s.split and not isinstance(s, HeadStep))
+            asked = ((s.block_id, self._shards(s).values()) for s in steps)
             self._vectors.gather(asked, self.shelf)
 
     @property
