@@ -16,12 +16,14 @@ from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
 from paradyse.weights import unshard
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
+from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.unshard import Gathered, Shelf
 from paradyse.weights.vectors import Vectors
 
 Wholes = Mapping[fx.Node, Tensor]
 """Weights that were gathered for one step."""
+Shards = Mapping[fx.Node, ShardedTensor | CastShard]
+"""Weights at rest, as one step takes them."""
 
 
 class Gathering:
@@ -62,17 +64,18 @@ class Gathering:
     @property
     def apart(self) -> frozenset[int]:
         """Positions of the steps that gather weights of their own."""
-        steps = self.program.steps
-        return frozenset(s.position for s in steps if self._nodes(s) and not self._have_come(s))
+        needed = ((s, self._shards(s)) for s in self.program.steps)
+        return frozenset(
+            s.position for s, shards in needed if shards and self._vectors_of(s, shards) is None
+        )
 
     def unshard(self, step: Step) -> tuple[Wholes, Gathered | None]:
         """The weights that ``step`` needs gathered, and what gives them back."""
         shards = self._shards(step)
         if not shards:
             return {}, None
-        bring = unshard.gather
-        if self._vectors is not None and self._vectors.have(shards.values(), step.split):
-            bring = self._vectors.take
+        vectors = self._vectors_of(step, shards)
+        bring = unshard.gather if vectors is None else vectors.take
         wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
         return dict(zip(shards, wholes, strict=True)), gathered
 
@@ -86,30 +89,31 @@ class Gathering:
         behind = step.position + 1
         if self._is_sharded and behind < len(self.program.steps):
             following = self.program.steps[behind]
-            if not self._have_come(following):
-                self.shelf.fetch([*self._shards(following).values()], self._booked_to(following))
+            shards = self._shards(following)
+            if self._vectors_of(following, shards) is None:
+                self.shelf.fetch([*shards.values()], self._booked_to(following))
 
-    def _nodes(self, step: Step) -> list[fx.Node]:
-        """The weights that ``step`` needs in another form than they lie in."""
+    def _vectors_of(self, step: Step, shards: Shards) -> Vectors | None:
+        """What came when the call began, if all ``shards``, which ``step`` needs, are there."""
+        if self._vectors is not None and self._vectors.have(shards.values(), step.split):
+            return self._vectors
+        return None
+
+    def _shards(self, step: Step) -> Shards:
+        """The weights that ``step`` needs in another form than they lie in, as it takes them."""
         if not self._is_sharded:
-            return []
-        return self.program.gathers(step, self.constants.strategy(step), self.env)
-
-    def _have_come(self, step: Step) -> bool:
-        """Whether the weights that ``step`` needs came when the call began."""
-        if self._vectors is None:
-            return False
-        return self._vectors.have(self._shards(step).values(), step.split)
-
-    def _shards(self, step: Step) -> dict[fx.Node, ShardedTensor | CastShard]:
-        """What ``_nodes`` names, as ``step`` takes it."""
-        return {n: self._shard(step, n) for n in self._nodes(step)}
+            return {}
+        nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
+        return {n: self._shard(step, n) for n in nodes}
 
     def _shard(self, step: Step, node: fx.Node) -> ShardedTensor | CastShard:
         dtype, shard = self.program.cast(step, node), self.env[node]
         if dtype is None:
             return shard
-        return self._casts.setdefault((node, dtype), CastShard(shard, dtype))
+        cast = self._casts.get((node, dtype))
+        if cast is None or at_rest(cast) is not shard:  # a weight that is averaged is another one
+            cast = self._casts[node, dtype] = CastShard(shard, dtype)
+        return cast
 
     def _stream(self, position: int) -> WeightStream | None:
         """The weights of the step at ``position``, if they come group by group."""

@@ -344,8 +344,8 @@ class Work:
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
             # of what is streamed the block itself fetches all but the first group
-            first = own * (groups - 1) / groups if weights == "streamed" else 0
-            self.ahead_bytes += (whole - first) * e
+            behind_first = own * (groups - 1) / groups if weights == "streamed" else 0
+            self.ahead_bytes += (whole - behind_first) * e
         elif training and compared:
             self.moved_bytes += n * e
         elif training:

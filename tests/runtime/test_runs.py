@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -209,7 +209,7 @@ def trained(plans: Iterable[Plan], sharded: bool) -> tuple[Any, list[list[list[i
     under each of ``plans`` the blocks of each unit that was run."""
     import paradyse
 
-    config = SMALL | {"num_hidden_layers": 2, "use_cache": True}
+    config = SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 4, "use_cache": True}
     runs.FUSE_AFTER, after = 0, runs.FUSE_AFTER
     try:
         model = make_model("llama", torch.float64, **config)
@@ -262,8 +262,11 @@ def train_sharded() -> list[list[list[int]]]:
     return trained(SHARDED, sharded=True)[1]
 
 
-def test_blocks_of_sharded_weights_run_together_where_they_gather_none(pool2: RankPool) -> None:
-    for found in pool2.run(train_sharded, timeout_s=300):
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_blocks_of_sharded_weights_run_together_where_they_gather_none(
+    nproc: int, ranks: Callable[[int], RankPool]
+) -> None:
+    for found in ranks(nproc).run(train_sharded, timeout_s=300):
         assert found == list(SHARDED.values())
 
 
