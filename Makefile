@@ -1,14 +1,15 @@
 # make demo   set up, then run the main job (ARGS="--ranks 4" and the like are passed on)
 # make test   set up, then lint, format check, types, tests: what has to pass for a change to land
-# make test-all  the same with the tests marked slow, several times as long
-# make test-oldest, make test-newest  make test with the oldest versions that are supported
+# make test-broad  the tests that make test leaves out because they take longer: what CI runs as well
+# make test-all  all tests: those of make test, of make test-broad, and those marked slow, for hours
+# make test-oldest, make test-newest  make test and test-broad with the oldest versions that are supported
 #             (constraints-oldest.txt), or the newest there are, in environments of their own
 # make compatibility  the table of families: exact, split, or whole (goes on where it ended)
 # make docs   the site of the documents, in build/site; warnings are errors
 # make pytest some of the tests, in one process (ARGS="-k masks" goes to pytest)
 # make setup  the virtual environment with the package installed in it, editable
 # PYTHON      the interpreter that makes the environment (3.11 or later); VENV where it lies
-# WORKERS     how many processes share the tests of make test (2)
+# WORKERS     how many processes share the tests (2)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,7 @@ STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints-*.txt Makefile | 
 # mypy knows nothing of package-dir: it reads the package as it is once installed, through links.
 TYPED := .mypy_cache/installed
 
-.PHONY: help setup demo test test-all test-oldest test-newest compatibility lint types docs pytest format
+.PHONY: help setup demo test test-broad test-all test-oldest test-newest compatibility lint types docs pytest format
 help:
 	@sed -n 's/^# //p' Makefile | sed '/^Named/,$$d'
 
@@ -42,8 +43,9 @@ $(STAMP):
 demo: setup
 	$(BIN)/paradyse demo $(ARGS)
 
-test: MARKED := -m "not slow"
-test test-all: setup lint types
+test: MARKED := -m "not slow and not broad"
+test-broad: MARKED := -m "broad and not slow"
+test test-broad test-all: setup lint types
 	@trap 'echo "make $@ took $$(($$(date +%s) - $(START))) s"' EXIT; \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(MARKED) $(ARGS)
 
@@ -51,7 +53,7 @@ test test-all: setup lint types
 test-oldest: GIVEN := -c constraints-oldest.txt
 test-newest: GIVEN := --upgrade
 test-oldest test-newest:
-	$(MAKE) test VENV=.venv-$(@:test-%=%) CONSTRAINTS='$(GIVEN)' ARGS='$(ARGS)'
+	$(MAKE) test test-broad VENV=.venv-$(@:test-%=%) CONSTRAINTS='$(GIVEN)' ARGS='$(ARGS)'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,7 +9,8 @@ sizes, whose heads have their own keys), float32; a trace of 16 lengths from 128
 the time of the whole trace: the sum over the lengths of the medians. ``auto`` has no profile, and
 has run --settle steps of the trace before, as it learns at the beginning of a training. PyTorch's
 tensor parallel has its weights sharded either way; its ring and Ulysses have them whole, or with
---sharded by FSDP2.
+--sharded by FSDP2. "kernels alone" is the Llama's matrix multiplications and attention, of a rank's
+share, with nothing around them: how fast a split step could be at best.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -20,6 +21,7 @@ from typing import Any
 
 from contenders import AUTO, Contender, at_rest, llama, other_family, ours, plans_of
 from counterparts import ContextParallel, TensorParallel
+from kernels_alone import KernelsAlone
 from runner import Benchmark, benchmark, lines_of, median, milliseconds, take_turns
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,6 +33,7 @@ from paradyse.types import ALONG_SEQUENCE
 TRACE = (512, 128, 1024, 192, 3072, 256, 160, 640, 1536, 384, 4096, 320, 896, 768, 2048, 1280)
 TENSOR, RING, ULYSSES = "torch tensor parallel", "torch ring", "torch ulysses"
 COMPILED = " compiled"
+KERNELS = "kernels alone"
 COUNTERPARTS = {TENSOR: "megatron_ts"}
 COUNTERPARTS |= {RING + how: "megatron_cz" for how in ("", COMPILED)}
 COUNTERPARTS |= {ULYSSES + how: "ulysses_z" for how in ("", COMPILED)}
@@ -82,7 +85,9 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
         rank.report(f"{name} agrees with eager at all lengths")
     for n in islice(cycle(args.trace), args.settle if AUTO in contenders else 0):
         contenders[AUTO].time_s(n)
-    steps = {name: c.time_s for name, c in contenders.items()}
+    steps: dict[str, Callable[[int], float]] = {n: c.time_s for n, c in contenders.items()}
+    if not args.family and (not args.only or KERNELS in args.only):
+        steps[KERNELS] = KernelsAlone(model()).time_s
     seconds = take_turns(steps, args.trace, range(-1, args.runs), rank.report)
     plans = plans_of(contenders[AUTO].run) if AUTO in contenders else {}
     return {"seconds": seconds, "plans": plans}
@@ -131,3 +136,6 @@ def main(bench: Benchmark, args: Namespace) -> None:
             best = min(rivals, key=total.__getitem__)
             what = f"`auto` over the fastest of PyTorch's ({best}), the trace"
             bench.at_least(what, total[best] / total[AUTO], 1.5 if args.link or args.like else 1.2)
+            if KERNELS in total:
+                most = total[best] / total[KERNELS]
+                bench.add(f"With the kernels alone {best} would take {most:.2f} times as long.")

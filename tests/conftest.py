@@ -26,11 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
     ]
 
 
+# Before pytest itself, which then leaves out what -m does not ask for.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        mark = item.get_closest_marker("broad")
+        case = item.name.partition("[")[2]
+        if mark and case.startswith(mark.kwargs.get("but", "]")):
+            item.own_markers.remove(mark)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

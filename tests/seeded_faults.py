@@ -1,4 +1,4 @@
-"""Faults sown into a copy of the source, one at a time: tests of ``make test`` must catch each.
+"""Faults sown into a copy of the source, one at a time: CI must catch each.
 
     python tests/seeded_faults.py [--only NAME ...] [--out docs/seeded_faults.md]
     python tests/seeded_faults.py --check      each text to replace is found exactly once

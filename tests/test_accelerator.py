@@ -94,6 +94,7 @@ def over_ranks(sharded: bool, folder: str, shape: tuple[int, int] = (1, 2)) -> d
         return loop(accelerator, model, 6, folder)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_is_prepared(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
     want = plain()

@@ -23,7 +23,8 @@ from paradyse.cli.launch import Rank
 from paradyse.cli.pages import write_png
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SHARED = ("runner", "bounded", "contenders", "counterparts", "attention_cases", "latte")
+SHARED = ("runner", "bounded", "contenders", "counterparts", "kernels_alone")
+SHARED += ("attention_cases", "latte")
 ITS_OWN = ("gpu_day",)  # test_gpu_day.py
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {*SHARED, *ITS_OWN})
 
@@ -218,6 +219,7 @@ def test_crossings_are_where_curves_meet_and_only_where_noise_lets_one_tell(benc
     assert not one_layer.crossings_of("metp", "ulysses_z", equal)
 
 
+@pytest.mark.broad
 def test_crossings_are_marked_in_the_picture(benchmark: Any, tmp_path: Path) -> None:
     one_layer = benchmark("one_layer")
     names = one_layer.ALONG_SEQUENCE

@@ -38,6 +38,7 @@ def test_blocks_and_programs_are_found(name: str, pool2: RankPool) -> None:
     assert (row.exact, row.blocks, row.programs) == ("auto", *ALWAYS[name]), row.line()
 
 
+@pytest.mark.broad
 def test_the_family_of_the_day_is_as_the_document_says(pool2: RankPool) -> None:
     name = of_the_day()
     known = read(DOCUMENT)[name]

@@ -38,6 +38,7 @@ def captures(compiled: Any) -> int:
     return paradyse.stats(compiled).captures
 
 
+@pytest.mark.broad
 def test_found_without_an_import(tmp_path: Path) -> None:
     """The entry point alone, all options at their default, from outside the checkout."""
     program = """
@@ -72,6 +73,7 @@ def train_dynamic(dynamic: bool | None) -> int:
     return captures(compiled)
 
 
+@pytest.mark.broad
 @MOSTLY_TWO
 @pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2)])
 def test_dynamic(nproc: int, dynamic: bool | None, most: int, ranks: Ranks) -> None:
@@ -90,6 +92,7 @@ def run_without_grad(training: bool) -> None:
         assert relative(got.logits, want.logits) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.broad
 @MOSTLY_TWO
 @pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_grad(nproc: int, training: bool, ranks: Ranks) -> None:
@@ -111,6 +114,7 @@ def train_in_eval_mode_then_infer() -> None:
         assert abs(out.loss.item() / want.loss - 1) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.broad
 @BOTH
 def test_eval_and_no_grad_in_turn(nproc: int, ranks: Ranks) -> None:
     ranks(nproc).run(train_in_eval_mode_then_infer, timeout_s=200)
@@ -135,6 +139,7 @@ def train_on_logits(how: str) -> None:
         check(run_step(compiled, model, batch, shifted_loss(ids), logits=True), want, what=how)
 
 
+@pytest.mark.broad
 @MOSTLY_TWO
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "left"])
 def test_loss_from_logits(nproc: int, how: str, ranks: Ranks) -> None:
@@ -162,6 +167,7 @@ def train_with_cache(family: str) -> None:
                 assert relative(y.detach(), x.detach()) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.broad
 @MOSTLY_TWO
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "mistral"))]
@@ -189,6 +195,7 @@ def train_under_autocast(family: str) -> list[tuple[float, float, float, float]]
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.broad
 @MOSTLY_TWO
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_autocast(nproc: int, family: str, ranks: Ranks) -> None:
@@ -222,6 +229,7 @@ def train_with_dropout(family: str, plans: tuple[str, ...]) -> dict[str, list[mo
     return steps
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "bert"])
 def test_dropout(family: str, pool1: RankPool, pool2: RankPool) -> None:
     plans = ("megatron_cz", "ulysses_z", "colossal_z", "megatron_ts", "metp", "dsp")
@@ -346,6 +354,7 @@ def train_unsupported(cls: type[nn.Module], on_unsupported: str) -> None:
         check(run_step(compiled, model, batch, logits=True), want)
 
 
+@pytest.mark.broad(but="NoAttention-2")
 @MOSTLY_TWO
 @pytest.mark.parametrize("cls", [NoAttention, SomeAttention])
 def test_without_rules_exact(nproc: int, cls: type[nn.Module], ranks: Ranks) -> None:

@@ -134,6 +134,7 @@ def families(*quick: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("family", [pytest.param(f, marks=m) for f, m in marks.items()])
 
 
+@pytest.mark.broad(but="falcon")
 @families(*FAMILIES)
 def test_one_rank(family: str, pool1: RankPool) -> None:
     args = (family, torch.float32, in_turn(family), inner_for(family), ("mixed 0",))
@@ -148,6 +149,7 @@ def test_sharded_over_two_ranks(family: str, pool2: RankPool) -> None:
     assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
 
 
+@pytest.mark.broad
 @families("llama_odd")
 def test_sharded_over_three_ranks(family: str, pool3: RankPool) -> None:
     """Weights that hold q, k and v apart, and fused, on ranks that divide nothing."""
@@ -174,6 +176,7 @@ def test_every_kind_of_batch(family: str, pool2: RankPool) -> None:
     assert_exact(family, pool2.run(compare_plans, *args, timeout_s=300))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc"),
     [
@@ -190,6 +193,7 @@ def test_double_precision(family: str, nproc: int, ranks: Callable[[int], RankPo
     assert_exact(family, ranks(nproc).run(compare_plans, *args, timeout_s=300), torch.float64)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "plans", [("mixed 0",), pytest.param(PLANS, marks=pytest.mark.slow)], ids=["one", "all"]
 )
@@ -204,6 +208,7 @@ def compare_apart(*args: Any) -> Any:
         return compare_plans(*args)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc"),
     [
@@ -265,6 +270,7 @@ def ask_for_refused() -> list[str]:
     return texts
 
 
+@pytest.mark.broad
 def test_refused_by_name(pool2: RankPool) -> None:
     for texts in pool2.run(ask_for_refused, timeout_s=100):
         for strategy, text in zip(("megatron_ts", "metp"), texts, strict=True):

@@ -54,6 +54,7 @@ def train(name: str, sharded: bool, plans: tuple[str, ...]) -> dict[str, float]:
 CASES = [(name, nproc, sharded) for name in ROWS for nproc in (1, 2, 3, 4) for sharded in (0, 1)]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("name", "nproc", "sharded"),
     [

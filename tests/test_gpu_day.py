@@ -93,6 +93,7 @@ def part(gpu_day: Any, code: str, name: str = "a", minutes: float = 1.0) -> Any:
     return gpu_day.Part(name, ["-c", code], minutes)
 
 
+@pytest.mark.broad
 def test_what_was_measured_stays_when_a_part_is_ended(gpu_day: Any, tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
     child += "time.sleep(60)']); "

@@ -102,6 +102,7 @@ def test_a_rank_that_dies_is_named_with_its_output(pool2: RankPool) -> None:
     assert "last words" in str(failure.value)
 
 
+@pytest.mark.broad
 def test_a_pool_keeps_its_processes_until_a_failure(pool2: RankPool) -> None:
     before = pool2.run(process_id)
     assert pool2.run(process_id) == before

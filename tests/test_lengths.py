@@ -95,6 +95,7 @@ def train(name: str) -> tuple[int, list[int]]:
     return sum(max(1, len(c.graphs)) for c in captures), counts
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name",
     ["coefficients", *(pytest.param(name, marks=pytest.mark.slow) for name in ROWS)],

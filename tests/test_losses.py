@@ -56,6 +56,7 @@ QUICK = ("policy",)
 """Those that run with every change."""
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES]
 )

@@ -90,6 +90,7 @@ def _sums_of_bias(block: BlockSpec, workload: Workload) -> int:
     return 2 * block.num_heads * 2 * workload.seq_len * 4 * (p - 1) // p
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc"),
     [

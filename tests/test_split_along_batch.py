@@ -78,6 +78,7 @@ QUICK = {("llama_odd", True): ("left",), ("bert", False): ("right",)}
 """Family, and whether weights are sharded -> kinds of batches; all else is slow."""
 
 
+@pytest.mark.broad(but="bert-False")
 @pytest.mark.parametrize(("family", "sharded"), QUICK)
 def test_exact(family: str, sharded: bool, pool2: RankPool) -> None:
     case = (family, QUICK[family, sharded], sharded, "eager")
@@ -177,6 +178,7 @@ MODELS: dict[str, Any] = {
 """Name -> the model for (batch, time, space), and its arguments for others of one time."""
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("name", "sharded", "nproc", "splits"),
     [
@@ -241,6 +243,7 @@ def all_paths(sharded: bool) -> tuple[int, dict[str, Any]]:
     return num, off
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("nproc", "sharded"),
     [(2, True), *(pytest.param(p, p == 4, marks=pytest.mark.slow) for p in (3, 4))],
@@ -302,6 +305,7 @@ def messages(sharded: bool) -> dict[str, Any]:
     return {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
 
 
+@pytest.mark.broad(but="True")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_blocks_send_nothing_but_weights_and_gradients(sharded: bool, pool2: RankPool) -> None:
     for sent in pool2.run(messages, sharded):

@@ -480,6 +480,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.broad(but="DimDynamic")
 @pytest.mark.parametrize("name", sorted({*private.PLACES, *FUNCTIONS} - {"__getattr__"}))
 def test_it_is_there_and_does_what_we_rely_on(name: str) -> None:
     assert name in CHECKS, f"{name} has no check in {Path(__file__).name}"

@@ -249,6 +249,7 @@ def accumulated(folder: str, each: bool) -> tuple[list[str], list[float]]:
         return states, over_mesh(folder, (1, 2), options, plan="megatron_cz")[0]
 
 
+@pytest.mark.broad
 def test_gradients_are_sent_once_a_step(pool2: RankPool, tmp_path: Path) -> None:
     at_once = pool2.run(accumulated, str(tmp_path / "each"), True, timeout_s=200)
     later = pool2.run(accumulated, str(tmp_path / "once"), False, timeout_s=200)

@@ -64,6 +64,7 @@ def compare(family: str, inner: str) -> list[int]:
     return counts
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_step_is_that_of_one_device_and_sends_one_message(inner: str, pool2: RankPool) -> None:
     for counts in pool2.run(compare, "llama_odd", inner, timeout_s=100):
@@ -154,6 +155,7 @@ def dropped() -> list[float]:
     return losses
 
 
+@pytest.mark.broad
 def test_dropout_is_that_of_plans_that_split(pool2: RankPool) -> None:
     for alone, split in pool2.run(dropped, timeout_s=60):
         assert alone == pytest.approx(split, rel=1e-9)
@@ -192,6 +194,7 @@ def chosen(sharded: bool, options: dict[str, Any]) -> tuple[list[str], str]:
     return [plans[16], plans[2048]], str(paradyse.explain(compiled, 1, 16))
 
 
+@pytest.mark.broad
 def test_auto_computes_short_sequences_whole_on_every_rank(pool2: RankPool) -> None:
     for (short, long), text in pool2.run(chosen, False, {}, timeout_s=100):
         assert REPLICATED in short and REPLICATED not in long
@@ -216,6 +219,7 @@ def refused(sharded: bool, plan: Any) -> str:
     return ""
 
 
+@pytest.mark.broad
 def test_what_cannot_be_computed_so_is_an_error(pool2: RankPool) -> None:
     for text in pool2.run(refused, True, REPLICATED):
         assert "weights are sharded" in text and "'auto'" in text

@@ -420,6 +420,7 @@ def text_of_plan(number: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.broad(but="{'on_unsupported': 'error'}")
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=[name_of(p[1]) for p in PLANS])
 def test_plans_that_do_not_fit_the_model(number: int, pool2: RankPool) -> None:
     for text in pool2.run(text_of_plan, number, timeout_s=20):

@@ -110,6 +110,7 @@ def trained(
     return folder, losses[0]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("nproc", "captured"), [(2, False), (2, True), (1, False)])
 def test_resumed_on_other_ranks(
     nproc: int,
@@ -172,6 +173,7 @@ def load_both_ways(folder: str, captured: bool) -> tuple[list[dict[str, Tensor]]
     return loaded, train(run, range(1, 2))
 
 
+@pytest.mark.broad
 def test_plain_torch_saves_and_loads(tmp_path: Path, pool2: RankPool, pool4: RankPool) -> None:
     """``get_state_dict`` and ``set_state_dict``: what they saved, and what we did; on other ranks,
     before and after a capture.
@@ -294,6 +296,7 @@ def save_for_transformers(family: str, folder: str) -> tuple[str, int]:
     return str(error.value), kept
 
 
+@pytest.mark.broad(but="llama_odd")
 @pytest.mark.parametrize("family", ["llama_odd", "gpt2"])
 def test_transformers_loads_what_was_saved(family: str, tmp_path: Path, pool2: RankPool) -> None:
     """Plain ``from_pretrained``, with equal logits; GPT-2 is tied."""

@@ -58,6 +58,7 @@ def go_on(folder: str) -> None:
     assert equal(contents(model, optimizer), contents(*small_run(1)))
 
 
+@pytest.mark.broad(but="1")
 @pytest.mark.parametrize("doomed", [0, 1])
 def test_a_rank_is_killed_while_it_writes(doomed: int, tmp_path: Path, pool2: RankPool) -> None:
     with pytest.raises(RankFailure, match=f"rank {doomed} of 2 died, exit code -9"):

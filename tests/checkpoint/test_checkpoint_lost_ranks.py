@@ -47,6 +47,7 @@ def lose(folder: str, doing: str, how: str) -> None:
         assert time.monotonic() - start < TIMEOUT_S + 3
 
 
+@pytest.mark.broad(but="loading-killed")
 @pytest.mark.parametrize(
     ("doing", "how"),
     [

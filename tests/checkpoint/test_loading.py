@@ -110,6 +110,7 @@ def load_and_train(family: str, folder: str) -> tuple[int, int, int]:
     return report.bytes_read, sizes[0], sizes[1]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc", "files"),
     [
@@ -238,6 +239,7 @@ def load_after_a_failed_step(folder: str) -> None:
     check(run_step(compiled, model, batch), run_step(reference, reference, batch))
 
 
+@pytest.mark.broad
 def test_load_after_a_failed_step(saved: Any, pool2: RankPool) -> None:
     pool2.run(load_after_a_failed_step, str(saved("llama")), timeout_s=100)
 
@@ -311,6 +313,7 @@ def grow(folder: str) -> tuple[int, int]:
     return ours[0], all_of_it[0]
 
 
+@pytest.mark.broad
 def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     model = make_model("llama", **BIG)
     model.save_pretrained(tmp_path)

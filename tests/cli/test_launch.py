@@ -71,6 +71,7 @@ def test_the_allocator_of_gpus_is_set_unless_the_user_has(monkeypatch: pytest.Mo
     assert new not in launch.environment(0, 2, SETTING)
 
 
+@pytest.mark.broad
 def test_results_come_in_order_and_reports_with_their_rank() -> None:
     heard: dict[int, Any] = {}
     results = run_ranks("test_launch:add_ranks", 2, {"start": 10}, SETTING, heard.__setitem__)
@@ -98,11 +99,13 @@ def test_what_this_package_refuses_is_told_without_a_traceback() -> None:
         run_ranks("test_launch:raise_value_error", 1, {}, SETTING)
 
 
+@pytest.mark.broad
 def test_a_rank_that_dies_is_named_with_its_signal() -> None:
     with pytest.raises(RanksFailed, match="rank 1 of 2 was ended by signal SIGKILL; out of memory"):
         run_ranks("test_launch:die_on_rank_one", 2, {}, SETTING)
 
 
+@pytest.mark.broad
 def test_a_hang_ends_in_time_with_the_stacks() -> None:
     setting = Setting(timeout_s=20, env=SETTING.env)  # imports take up to half of it
     with pytest.raises(RanksFailed, match=r"not finished in 20 s(?s:.*)sleep_for_ever"):

@@ -50,6 +50,7 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
         parse_rate(text)
 
 
+@pytest.mark.broad
 @needs_links
 def test_ranks_send_no_faster_than_their_links_and_leave_nothing() -> None:
     rate = 40e6

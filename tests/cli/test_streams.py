@@ -106,6 +106,7 @@ sys.exit(main.main(["doctor"]))
 """
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "number",
     [
@@ -158,6 +159,7 @@ def imported_from(rank: Rank, names: list[str]) -> list[str]:
     return [str(sys.modules[n].__file__) for n in names] + child.stdout.split()
 
 
+@pytest.mark.broad
 def test_ranks_import_nothing_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

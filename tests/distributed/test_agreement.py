@@ -30,6 +30,7 @@ def differ(what):
     compiled(ids, ids)
 
 
+@pytest.mark.broad(but="tokens")
 @pytest.mark.parametrize(
     ("what", "text"),
     [

@@ -356,6 +356,7 @@ MOSTLY_SLOW = [
 ]
 
 
+@pytest.mark.broad(but="skips_backward")
 @pytest.mark.parametrize(("name", "text", "sharded"), MOSTLY_SLOW)
 def test_two_ranks(name: str, text: str, sharded: bool, pool2: RankPool) -> None:
     check(pool2.run(differ, name, sharded, timeout_s=60), text)

@@ -90,6 +90,7 @@ def trace_plans(sharded: bool) -> dict[str, tuple[Trace, Trace]]:
     return traces
 
 
+@pytest.mark.broad(but="2-whole")
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_all_ranks_issue_the_same(

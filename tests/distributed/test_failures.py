@@ -183,6 +183,7 @@ def test_in_forward(sharded: bool, pool2: RankPool) -> None:
     assert any("mlp' (megatron_ts)" in text for _, text in first), first
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("sharded", WHOLE_OR_SHARDED)
 def test_in_backward(sharded: bool, pool2: RankPool) -> None:
     """The rank itself hears what its operator raised; the others hear of it."""
@@ -222,6 +223,7 @@ def run_out_on_all_lanes(sharded: bool) -> tuple[str, list[tuple[str, str]]]:
     return ", ".join(sorted(lanes)), heard
 
 
+@pytest.mark.broad(but="False")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_while_messages_of_weights_are_under_way(sharded: bool, pool2: RankPool) -> None:
     first, second = pool2.run(run_out_on_all_lanes, sharded)
@@ -331,6 +333,7 @@ def no_memory_for_messages(in_backward: bool) -> bool:
         return loop.is_exact()
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_memory_even_for_the_messages_under_way(in_backward: bool) -> None:
     """In backward the others wait until the caller has let go of the graph; else all give up."""
@@ -355,6 +358,7 @@ def retried(retry: bool) -> tuple[list[str], bool]:
     return plans, raised
 
 
+@pytest.mark.broad(but="False")
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_forward_is_run_again_by_the_smallest_plan(retry: bool, pool2: RankPool) -> None:
     first, second = pool2.run(retried, retry)
@@ -388,6 +392,7 @@ def after_the_last_message() -> str:
     return where
 
 
+@pytest.mark.broad
 def test_after_the_last_message_others_hear_in_backward(pool2: RankPool) -> None:
     assert pool2.run(after_the_last_message) == ["backward", "forward"]
 
@@ -404,6 +409,7 @@ def accumulate() -> bool:
     return all(relative(got[n], p.grad) < 1e-4 for n, p in loop.reference.named_parameters())
 
 
+@pytest.mark.broad
 def test_gradients_accumulate_over_a_forward_that_is_run_again(pool2: RankPool) -> None:
     assert pool2.run(accumulate) == [True, True]
 
@@ -428,6 +434,7 @@ def read_late() -> str:
     return text
 
 
+@pytest.mark.broad
 def test_in_a_late_read(pool2: RankPool) -> None:
     first, second = pool2.run(read_late)
     assert first == second

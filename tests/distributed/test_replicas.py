@@ -75,6 +75,7 @@ def compare(shape: Sequence[int], family: str, sharded: bool, dtype: torch.dtype
         check(replace(got, loss=want.loss), want, dtype, f"{seq_len} tokens")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "sharded"),
     [
@@ -95,6 +96,7 @@ def test_double_precision(pool4: RankPool) -> None:
     pool4.run(compare, (2, 2), "llama_odd", True, torch.float64, timeout_s=200)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("shape", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_one_of_the_axes_has_one_rank(shape: tuple[int, int], pool2: RankPool) -> None:
     pool2.run(compare, shape, "llama", True, torch.float32, timeout_s=100)

@@ -129,6 +129,7 @@ CASES = [
 ]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("size", "rank", "error", "in_backward", "kind"), CASES)
 def test_all_hear_of_a_failure_in_one_group(
     size: int, rank: int, error: Exception, in_backward: bool, kind: str, ranks: Any

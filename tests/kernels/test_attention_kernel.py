@@ -199,6 +199,7 @@ def test_dtypes(core: str, positions: str, dtype: torch.dtype) -> None:
         check(spec, LAYOUTS["padded at the end"](150), (2, 4, 2, 8, 8), dtype)
 
 
+@pytest.mark.broad(but="flash-full-shape0")
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 0), (3, 1, 0, 0), (1, 4, 0, 0), (3, 4, 1, 0), (1, 4, 0, 1)]
 )
@@ -213,6 +214,7 @@ def test_bias(core: str, shape: tuple[int, ...], positions: str) -> None:
             check(spec, layout(s), (3, 4, 2, 8, 8))
 
 
+@pytest.mark.broad(but="flash-ring, keys of rank 0")
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_softcap(core: str, layout: str, positions: str) -> None:
@@ -222,11 +224,8 @@ def test_softcap(core: str, layout: str, positions: str) -> None:
     for softcap, scale in ((0.5, 1.0), (30.0, 0.3)):
         for name, bias in (("", None), ("packed, padded", None), ("nothing", None), ("", added)):
             given = {**POSITIONS[positions], **data(name, b, s), "bias": bias}
-            check(
-                AttentionSpec(s, scale, softcap=softcap, **given),
-                LAYOUTS[layout](s),
-                (b, 4, 2, 8, 8),
-            )
+            spec = AttentionSpec(s, scale, softcap=softcap, **given)
+            check(spec, LAYOUTS[layout](s), (b, 4, 2, 8, 8))
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -11,6 +11,7 @@ import pytest
 from kernel_device import NATIVE
 
 
+@pytest.mark.broad
 @pytest.mark.skipif(NATIVE, reason="the kernels run natively")
 def test_kernels_in_the_interpreter() -> None:
     folder = Path(__file__).parent

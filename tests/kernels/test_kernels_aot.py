@@ -34,6 +34,7 @@ def most_spilled(row: dict[str, Any]) -> int:
     return 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 32
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "arch"),
     [

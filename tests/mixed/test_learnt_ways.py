@@ -86,6 +86,7 @@ def learn(on: bool) -> tuple[list[float], list[float], tuple[Way, ...]]:
     return predicted, taken, batches.ways
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_take_what_is_predicted_once_enough_were_seen(on: bool, pool2: RankPool) -> None:
     found = pool2.run(learn, on, timeout_s=120)

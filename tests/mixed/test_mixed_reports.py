@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from harness import RankPool
 from models import make_model
 from test_training import dataset_of, ways_for
@@ -65,6 +66,7 @@ def _trained(model: paradyse.MixedModel, batches: paradyse.MixedBatches):
         yield step
 
 
+@pytest.mark.broad
 def test_explain_and_stats_show_groups_with_their_times(pool2: RankPool) -> None:
     for explained, counted, words, taken in pool2.run(said):
         assert words == "1 x 2; 2 x 1" and taken > 0

@@ -113,10 +113,12 @@ PLANS: dict[int, list[list[Micro]]] = {
 all of them, and one whose only sequence has no target."""
 
 
+@pytest.mark.broad
 def test_two_ranks(pool2: RankPool) -> None:
     check(pool2.run(trained, "llama", LENGTHS, PLANS[2], timeout_s=120))
 
 
+@pytest.mark.broad
 def test_three_ranks(pool3: RankPool) -> None:
     check(pool3.run(trained, "llama", LENGTHS, PLANS[3][:1], timeout_s=120))
 
@@ -185,6 +187,7 @@ def failed_and_went_on() -> tuple[str, float]:
     return str(heard.value), worst(step_of(model, step.loss), alone(reference, "llama", data))[0]
 
 
+@pytest.mark.broad
 def test_what_fails_in_one_group_ends_the_step_in_all_of_them(pool3: RankPool) -> None:
     for text, error in pool3.run(failed_and_went_on, timeout_s=120):
         assert "on the last rank" in text

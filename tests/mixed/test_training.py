@@ -120,6 +120,7 @@ def check(results: list[tuple[list[tuple[float, str]], list[str]]]) -> list[str]
     return results[0][1]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("family", ["llama", "bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_two_ranks(family: str, pool2: RankPool) -> None:
     (words,) = check(pool2.run(epoch, family, BATCHES[0], 10**6))
@@ -146,6 +147,7 @@ def test_an_epoch_of_batches_with_gradients_there_before(pool2: RankPool) -> Non
     assert len(words) > 1
 
 
+@pytest.mark.broad(but="False")
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(fails: bool) -> None:
     """It fails at its second micro-batch, or the loop over its losses is left before."""

@@ -147,6 +147,7 @@ def test_nothing_of_a_dry_run_stays(llama8: DryRun) -> None:
     assert not position_intervals.cache_info().currsize
 
 
+@pytest.mark.broad
 def test_memory_grows_with_the_length_and_only_scores_grow_faster(llama8: DryRun) -> None:
     for block in llama8.blocks:
         for s in block.feasible():
@@ -189,6 +190,7 @@ def outlook_of(run: DryRun, memory: float = 2**31, **changes: Any) -> Outlook:
     )
 
 
+@pytest.mark.broad
 def test_the_mixture_is_the_fastest_and_the_longest(llama8: DryRun) -> None:
     outlook = outlook_of(llama8)
     static = [s for s in outlook.forecasts if s != MIXTURE]
@@ -212,6 +214,7 @@ def test_the_longest_length_fits_and_a_longer_one_does_not(llama8: DryRun) -> No
         assert at[0].fits and not at[1].fits
 
 
+@pytest.mark.broad
 def test_more_memory_trains_longer_and_none_trains_nothing(llama8: DryRun) -> None:
     little, much = outlook_of(llama8, 2**30), outlook_of(llama8, 2**32)
     assert all(little.longest[s] < much.longest[s] for s in little.longest)

@@ -49,6 +49,7 @@ def test_groups_of_experts_that_are_not_run_repeat_the_last(mixtral4: DryRun) ->
     assert sizes.growth.at(TOKENS)[0] == sizes.before.at(TOKENS)[0]
 
 
+@pytest.mark.broad
 def test_plans_name_their_experts(mixtral4: DryRun) -> None:
     machine = machine_of(read_cluster("a100-80gb"), 4, torch.float32)
     outlook = look_ahead(mixtral4, machine, [TOKENS], torch.float32, levers=())

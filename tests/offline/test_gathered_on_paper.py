@@ -48,6 +48,7 @@ class Chunked(Tiny):
         return x + torch.stack([c.cumsum(1) for c in x.split(16, dim=1)], 1).flatten(1, 2)
 
 
+@pytest.mark.broad
 def test_a_graph_of_one_length_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"cannot be computed at .* \(without --gpus"):
         on_paper(Chunked)

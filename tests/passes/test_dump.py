@@ -58,6 +58,7 @@ def dump_where_a_file_is(folder: str) -> tuple[str, str]:
     return str(early.value), str(late.value)
 
 
+@pytest.mark.broad
 def test_all_ranks_hear_that_dumps_cannot_be_written(tmp_path: Path, pool2: RankPool) -> None:
     (tmp_path / "file").touch()
     files = "file/dumps/00_retrace.txt", "dumps/plan_batch2_length14.txt"

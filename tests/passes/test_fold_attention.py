@@ -279,6 +279,7 @@ def train_capped(sharded: bool) -> list[str]:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("nproc", "sharded"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
 )
@@ -300,6 +301,7 @@ def train_written_out(family: str) -> str:
     return str(blocks_of(compiled)[0].mask)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("family", "mask"), [("llama", "causal"), ("bert", "full")])
 def test_models_told_to_write_it_out(family: str, mask: str, pool2: RankPool) -> None:
     assert pool2.run(train_written_out, family, timeout_s=200) == [mask, mask]
@@ -325,6 +327,7 @@ def train_padded() -> tuple[str, str]:
     return said[0], str(error.value)
 
 
+@pytest.mark.broad
 def test_what_is_computed_whole_is_said(pool2: RankPool) -> None:
     for said, explained in pool2.run(train_padded, timeout_s=200):
         assert said.startswith("computed whole on every rank: ")

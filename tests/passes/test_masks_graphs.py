@@ -143,6 +143,7 @@ FAMILIES = {"gemma3": ["causal, left 4", "causal"], "phi3": ["causal"]}
 HOWS = {"plain": "", "left": ", key padding", "packed": ", documents"}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc", "hows"),
     [
@@ -225,6 +226,7 @@ def train_with_mask(dtype: torch.dtype) -> None:
             check(run_step(compiled, model, batch), want, what=f"{seq_len} {name}")
 
 
+@pytest.mark.broad(but="dtype0-1")
 @pytest.mark.parametrize(
     ("dtype", "nproc"),
     [

@@ -123,6 +123,7 @@ EVERY_KIND = ("Llama", "Gemma3", "BERT")
 """Families asked about every kind of batch; of others each kind but padding is slow."""
 
 
+@pytest.mark.broad(but="Llama-padded left")
 @pytest.mark.parametrize(
     ("family", "how"),
     [
@@ -175,6 +176,7 @@ def test_model(family: str, how: str) -> None:
     torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.broad(but="packed")
 @pytest.mark.filterwarnings("ignore:var_to_val is deprecated:FutureWarning")
 @pytest.mark.parametrize("how", ["plain", "padded left", "packed"])
 def test_symbolic_capture_under_autocast(how: str) -> None:

@@ -41,12 +41,14 @@ def train(name: str, dtype: torch.dtype, plans: tuple[str, ...]) -> list[str]:
     return [str(b.mask) for b in attentions]
 
 
+@pytest.mark.broad(but="alibi")
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name: str, pool2: RankPool) -> None:
     mask = [BY_HAND[name][1]] * 2
     assert pool2.run(train, name, torch.float64, PLANS + LEVERS, timeout_s=200) == [mask] * 2
 
 
+@pytest.mark.broad(but="mpnet")
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_families(name: str, pool2: RankPool) -> None:
     if name == "xglm" and draws_at_layers():

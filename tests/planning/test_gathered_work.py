@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.broad(but="deberta-True-2")
 @pytest.mark.parametrize(("name", "training", "nproc"), CASES)
 def test_messages_are_as_counted(
     name: str, training: bool, nproc: int, ranks: Callable[[int], RankPool]
@@ -118,6 +119,7 @@ def warn(name: str) -> tuple[list[str], str, list[str]]:
     return said, str(report), list(report.gathered)
 
 
+@pytest.mark.broad
 def test_a_large_share_is_warned_of_once_and_explained(pool2: RankPool) -> None:
     """FNet's transforms, of which there is one a layer and no rule, are gathered: one line."""
     note = "aten.fft_fftn.default runs on gathered tensors in L['self'].fnet.encoder.layer.*"
@@ -151,6 +153,7 @@ def test_a_length_that_has_another_program_is_explained(pool2: RankPool) -> None
         assert scans and all(re.search(cost, x) for x in scans)
 
 
+@pytest.mark.broad
 def test_no_plan_of_blocks_without_gathered_operators_is_watched(pool2: RankPool) -> None:
     for said, _, gathered in pool2.run(warn, "bert", timeout_s=120):
         assert not said and not gathered

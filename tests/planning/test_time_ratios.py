@@ -153,6 +153,7 @@ def regret(seed: int, errors: Errors, error: float, follows: bool) -> float:
     return statistics.fmean(TRUE[v] for v in taken) - min(TRUE.values())
 
 
+@pytest.mark.broad(but="errors1-0.3-0.7-0.0")
 @pytest.mark.parametrize(
     ("errors", "error", "share", "more"),
     [(OF_PROFILE, 0.05, 1.0, 0.01), (OF_PRIOR, 0.3, 0.7, 0.0)],

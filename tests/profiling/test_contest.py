@@ -240,6 +240,7 @@ def measure_what_decides(path: str, seconds: int) -> dict[str, Any]:
     return {"profile": found, "losses": losses, "seen": [(p.done, p.total) for p in seen]}
 
 
+@pytest.mark.broad
 def test_a_profile_of_a_minute(pool2: RankPool, tmp_path: Path) -> None:
     results = pool2.run(measure_what_decides, str(tmp_path / "p.jsonl"), 4, timeout_s=200)
     (first, second), found = results, results[0]["profile"]

@@ -117,6 +117,7 @@ def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str,
     return {"profile": found, "clean": clean, "saved": saved}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_block_strategy_and_length(sharded: bool, pool2: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "profile.jsonl"
@@ -165,6 +166,7 @@ def measure_waits(path: str, sharded: bool) -> Profile:
         Steps.times = took  # type: ignore[method-assign]
 
 
+@pytest.mark.broad(but="False")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_one_block_waits_for_another_s_weights(
     sharded: bool, pool2: RankPool, tmp_path: Path
@@ -250,6 +252,7 @@ def measure_to_a_limit(folder: str) -> list[Profile]:
         Steps.memory = memory  # type: ignore[method-assign]
 
 
+@pytest.mark.broad
 def test_the_memory_limit_is_recorded(pool2: RankPool, tmp_path: Path) -> None:
     results = pool2.run(measure_to_a_limit, str(tmp_path), timeout_s=200)
     assert results[0] == results[1]
@@ -284,6 +287,7 @@ def test_one_rank_and_forward_alone(pool1: RankPool, tmp_path: Path) -> None:
         assert m.batch == 2 and not m.training and m.backward_s == 0
 
 
+@pytest.mark.broad
 def test_a_terminal_shows_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def slowing(steps: int, slow_from: int) -> tuple[list[str], list[int], dict[int,
         return run.taken, run.planned, run.times("ulysses_z"), run.rows(24)["megatron_cz"].source
 
 
+@pytest.mark.broad
 def test_a_slow_collective_is_planned_around(pool2: RankPool) -> None:
     """Within 50 steps of the collective's slowing, on both ranks at the same step."""
     first, second = pool2.run(slowing, 72, 20, timeout_s=200)
@@ -159,6 +160,7 @@ def watching(sharded: bool) -> list[tuple[int, int]]:
         return told
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_blocks_wait_for_each_other_s_weights_is_told_apart(
     sharded: bool, pool2: RankPool
@@ -363,6 +365,7 @@ def train_underrated(steps: int) -> dict[str, Any]:
         return seen | {"saved": saved, "peak": report.peak_bytes, "limit": limit}
 
 
+@pytest.mark.broad
 def test_a_plan_that_needs_more_than_predicted_is_left(pool2: RankPool) -> None:
     first, second = pool2.run(train_underrated, 40, timeout_s=200)
     assert first["saved"].keys() == second["saved"].keys()

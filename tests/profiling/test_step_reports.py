@@ -54,6 +54,7 @@ def watched(plan: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.broad
 def test_calls_are_told_of_in_order(pool2: RankPool) -> None:
     for seen in pool2.run(watched, by_length, timeout_s=120):
         assert [s["number"] for s in seen] == [1, 2, 3, 4, 5, 6, 7]
@@ -110,6 +111,7 @@ def of_logits() -> tuple[list[bool], list[float]]:
     return [s.trained for s in seen], [s.time_s - s.forward_s for s in seen]
 
 
+@pytest.mark.broad
 def test_a_backward_from_logits_is_seen(pool2: RankPool) -> None:
     for trained, backward_s in pool2.run(of_logits, timeout_s=120):
         assert trained == [True, True] and min(backward_s) > 0
@@ -150,6 +152,7 @@ def watched_late() -> tuple[int, int]:
     return num, len(seen) - num
 
 
+@pytest.mark.broad
 def test_every_graph_of_a_model_is_watched(pool1: RankPool) -> None:
     assert pool1.run(watched_late, timeout_s=120) == [(2, 0)]
 
@@ -167,6 +170,7 @@ def ended() -> tuple[int, int]:
     return len(first), len(second)
 
 
+@pytest.mark.broad
 def test_who_has_seen_enough_is_told_no_more(pool1: RankPool) -> None:
     assert pool1.run(ended, timeout_s=120) == [(1, 3)]
 
@@ -194,6 +198,7 @@ def odd(workload: Workload) -> Plan:
     return Plan(("metp",) * 4)
 
 
+@pytest.mark.broad
 def test_a_call_that_raises_is_not_told_of(pool2: RankPool) -> None:
     for seen, raised in pool2.run(failing, timeout_s=120):
         assert seen == [13, 13] and raised == [14]

@@ -65,6 +65,7 @@ def two_models(sharded: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.broad(but="False")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_models_of_equal_code(sharded: bool, pool2: RankPool) -> None:
     for found in pool2.run(two_models, sharded, timeout_s=100):

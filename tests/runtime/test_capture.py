@@ -88,6 +88,7 @@ def train_on_two_lengths(family: str) -> None:
         torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.broad(but="1-two streams")
 @pytest.mark.parametrize(
     ("nproc", "family"),
     [
@@ -101,6 +102,7 @@ def test_lengths_that_were_equal_at_first(nproc: int, family: str, ranks: Any) -
     ranks(nproc).run(train_on_two_lengths, family, timeout_s=200)
 
 
+@pytest.mark.broad(but="None")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_batch_as_large_as_its_length_is_long_at_first(dynamic: bool | None) -> None:
     sizes = [(5, 5), (6, 6), (5, 7), (9, 4)]
@@ -110,11 +112,13 @@ def test_a_batch_as_large_as_its_length_is_long_at_first(dynamic: bool | None) -
 LENGTHS = [(2, 7), (2, 11), (3, 5), (1, 9), (1, 1)]
 
 
+@pytest.mark.broad(but="True")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_any_length_and_batch(dynamic):
     compile_and_compare(Tiny().double(), LENGTHS, dynamic)
 
 
+@pytest.mark.broad(but="True")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_number_made_of_the_length_is_not_taken_for_a_constant(dynamic):
     compile_and_compare(LengthScaled().double(), LENGTHS, dynamic)
@@ -128,6 +132,7 @@ class Repeated(Tiny):
         return super().forward(ids.repeat(1, 2), twice, mask)
 
 
+@pytest.mark.broad(but="True")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_length_that_no_input_shows_is_not_taken_for_that_of_all_calls(dynamic):
     compiled = compile_and_compare(Repeated().double(), LENGTHS, dynamic)
@@ -192,12 +197,14 @@ def test_sequences_of_a_batch_of_two_dims_are_counted():
     assert seen == [(4, 7), (6, 5)]
 
 
+@pytest.mark.broad
 def test_an_operator_without_a_rule_runs_as_it_is():
     compiled = compile_and_compare(Mixer().double(), LENGTHS)
     notes = [n for c in captures_of(compiled) for n in c.notes]
     assert any("fft" in n and "gathered" in n for n in notes)
 
 
+@pytest.mark.broad(but="4")
 @pytest.mark.parametrize("length", [4, 8, 32, 96, 128])
 def test_lengths_equal_to_a_width_of_the_model(length):
     compile_and_compare(Tiny().double(), [(4, length), (4, length + 1), (4, 4)])
@@ -258,6 +265,7 @@ def test_explain_needs_a_graph_and_names_the_blocks():
     assert "layers.0.attention and 1 like it" in str(report) and "layers.0.mlp" in str(report)
 
 
+@pytest.mark.broad
 def test_each_kind_of_mask_is_explained() -> None:
     """Plain, padded and packed batches have graphs of their own, and so has evaluation a plan."""
     model = make_model("llama_odd")
@@ -325,6 +333,7 @@ def train_a_map() -> list[str]:
     return [n for c in captures_of(compiled, whole=True) for n in c.notes]
 
 
+@pytest.mark.broad(but="1")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_what_tracing_cannot_follow_is_computed_whole(nproc: int, ranks: Any) -> None:
     for notes in ranks(nproc).run(train_a_map, timeout_s=200):
@@ -341,6 +350,7 @@ def train_a_scan() -> None:
             assert [r.over.size for r in ctx.mixing] == [32]  # a part of the channels each
 
 
+@pytest.mark.broad
 def test_a_scan_is_shared_by_channels(pool2: RankPool) -> None:
     pool2.run(train_a_scan, timeout_s=200)
 
@@ -372,6 +382,7 @@ def train_by_length(inner: str) -> tuple[list[float], int]:
     return errors, sum(len(c.graphs) for c in captures_of(compiled))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("p", "inner"),
     [

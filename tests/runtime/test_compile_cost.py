@@ -60,6 +60,7 @@ def test_fifty_lengths(pool2: RankPool) -> None:
         assert later == 0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("deep", [5, pytest.param(24, marks=pytest.mark.slow)])
 def test_depth_and_captures_compile_nothing(deep: int, pool2: RankPool) -> None:
     """What 2 layers have compiled serves more, and another capture."""
@@ -94,6 +95,7 @@ def ask_guard_again(plan: str) -> bool:
     return guard(2, 16, True) is guard(2, 16, True)
 
 
+@pytest.mark.broad(but="ulysses_z")
 @pytest.mark.parametrize("plan", ["auto", "ulysses_z"])
 def test_guard(plan: str, pool2: RankPool) -> None:
     assert pool2.run(ask_guard_again, plan, timeout_s=200) == [True, True]

@@ -281,6 +281,7 @@ def whole_at_eleven(inner: str, sharded: bool) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("inner", "sharded"), [("eager", False), ("eager", True), ("aot_eager", False)]
 )

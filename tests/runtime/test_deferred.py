@@ -148,6 +148,7 @@ def train_on_what_is_read(names: list[str], sharded: bool) -> None:
         check(run_step(compiled, model, batch, LOSSES[name]), want, what=name)
 
 
+@pytest.mark.broad(but="1-False")
 @pytest.mark.parametrize(
     ("nproc", "sharded"),
     [(1, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 3))],
@@ -235,6 +236,7 @@ def differentiate_twice(strategy: str) -> str:
 STRATEGIES = ("megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp")
 
 
+@pytest.mark.broad(but="metp")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_double_backward_is_refused(strategy: str, ranks: Ranks) -> None:
     for text in ranks(2).run(differentiate_twice, strategy, timeout_s=200):
@@ -259,6 +261,7 @@ def whose_logits_stay() -> list[str]:
     return stayed
 
 
+@pytest.mark.broad(but="1")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_logits_go_with_the_outputs(nproc: int, ranks: Ranks) -> None:
     """With them goes what they would be made of: a frame that held them would hold the tokens of

@@ -48,6 +48,7 @@ def structures(family: str, batch: int) -> list[str]:
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt2", "gemma3", "mixtral")]
 
 
+@pytest.mark.broad(but="bert")
 @pytest.mark.parametrize("family", ["llama", "bert", *SLOW])
 def test_a_batch_of_one_has_the_same_blocks(family: str) -> None:
     """What was measured with one sequence serves several: Dynamo makes a batch of one a number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from harness import RankPool
 from models import make_batch, make_model
@@ -71,6 +72,7 @@ def gathered(sharded: bool) -> tuple[list[bool], dict[int, int], list[int]]:
     return apart, had, begun
 
 
+@pytest.mark.broad
 def test_only_what_does_not_lie_as_it_is_used_is_gathered(pool2: RankPool) -> None:
     """A norm's weights come when the call begins; matrices one block ahead of their use."""
     for apart, had, begun in pool2.run(gathered, True, timeout_s=120):

@@ -98,6 +98,7 @@ def step(program: Program, args: list[Tensor], strategy: str) -> Counter[str]:
     return traffic.found
 
 
+@pytest.mark.broad
 def test_a_step_copies_nothing_once_it_has_run(device: torch.device) -> None:
     model, batch = gpt2(device)
     with whole_graphs(), fake_world(3) as axis:

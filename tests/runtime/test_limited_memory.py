@@ -69,6 +69,7 @@ def under_a_limit() -> tuple[list[str], list[str], bool]:
     return long, short, saved_bytes(limited, model) < kept
 
 
+@pytest.mark.broad(but="1")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_limit_takes_levers_where_it_must(nproc: int, ranks: Any) -> None:
     results = ranks(nproc).run(under_a_limit, timeout_s=100)

@@ -258,6 +258,7 @@ def train(sharded: bool, inner: str) -> list[tuple[float, int, int]]:
     return found
 
 
+@pytest.mark.broad(but="1-False-eager")
 @pytest.mark.parametrize(
     ("nproc", "sharded", "inner"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
@@ -74,6 +75,7 @@ def capture_args(capture: object) -> list[object]:
     return [shards.get(i) for i in range(len(capture.placeholders))]  # type: ignore[attr-defined]
 
 
+@pytest.mark.broad
 def test_look_ahead_begins_with_the_first_call(pool2: RankPool) -> None:
     """All but the first message of forward and of backward are on their way before they are
     needed, in the first step as in later ones."""
@@ -85,6 +87,7 @@ def test_look_ahead_begins_with_the_first_call(pool2: RankPool) -> None:
             assert first.count(False) <= 2
 
 
+@pytest.mark.broad
 def test_what_lies_right_is_not_gathered(pool2: RankPool) -> None:
     whole, parts = (
         pool2.run(count_messages, plan, timeout_s=100)[0]["gathers"]

@@ -81,6 +81,7 @@ def train(sharded: bool) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_mlp_does_not_keep_what_attention_makes_again(nproc: int, ranks: Any) -> None:
     for found in ranks(nproc).run(train, False, timeout_s=100):

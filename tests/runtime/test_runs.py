@@ -102,6 +102,7 @@ def test_a_region_for_eight_blocks_after_some_calls_and_none_for_long_sequences(
     assert counts == [alone, alone - 2 * LAYERS + 2, alone]
 
 
+@pytest.mark.broad
 def test_new_lengths_compile_nothing_and_layers_share_a_run() -> None:
     from paradyse.strategies.base import VariantCache
 
@@ -119,6 +120,7 @@ def test_new_lengths_compile_nothing_and_layers_share_a_run() -> None:
     assert [len(u) for u in units_of(compiled)] == [4, 4]
 
 
+@pytest.mark.broad
 def test_no_gradients_are_sent_inside_a_run() -> None:
     compiled = compiled_of(make_model("llama", **SMALL))
     compiled(**make_batch("plain", 2, 13))
@@ -148,12 +150,14 @@ def summed_in_parts() -> tuple[list[int], list[list[int]]]:
         torch._dynamo.reset()
 
 
+@pytest.mark.broad
 def test_runs_of_a_call_end_where_its_gradients_are_sent(pool2: RankPool) -> None:
     for sums, of_runs in pool2.run(summed_in_parts, timeout_s=120):
         assert len(sums) >= LAYERS and len(of_runs) >= LAYERS - 1
         assert not {*sums} & {position for run in of_runs for position in run[1:]}
 
 
+@pytest.mark.broad
 def test_who_watches_blocks_sees_each_of_them() -> None:
     seen: list[int] = []
 
@@ -173,6 +177,7 @@ def test_who_watches_blocks_sees_each_of_them() -> None:
     assert seen == [s.position for s in program.steps]
 
 
+@pytest.mark.broad
 def test_dropout_and_values_of_the_inside_are_those_of_single_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -262,6 +267,7 @@ def train_sharded() -> list[list[list[int]]]:
     return trained(SHARDED, sharded=True)[1]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_blocks_of_sharded_weights_run_together_where_they_gather_none(
     nproc: int, ranks: Callable[[int], RankPool]
@@ -273,6 +279,7 @@ def test_blocks_of_sharded_weights_run_together_where_they_gather_none(
 QUICK = ("sunk", "alibi")
 
 
+@pytest.mark.broad(but="sunk")
 @pytest.mark.parametrize(
     "name",
     [

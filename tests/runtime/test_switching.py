@@ -57,6 +57,7 @@ def train(
     return losses, weights, keys, paradyse.stats(call).plan_switches if compiled else 0
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("steps", "sharded"),
     [
@@ -118,6 +119,7 @@ def count_bytes(sharded: bool) -> tuple[dict[str, dict[str, int]], dict[str, int
     return {s: b for s, (b, _) in static.items()}, switched, [b.name for b in blocks]
 
 
+@pytest.mark.broad(but="False")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_switch_sends_nothing(sharded: bool, pool2: RankPool) -> None:
     """Bytes of a step are the sum over blocks of what each sends under its strategy."""
@@ -152,6 +154,7 @@ def train_on_different(what: str) -> tuple[str, int]:
     return "", -1
 
 
+@pytest.mark.broad(but="labels")
 @pytest.mark.parametrize(
     ("what", "text"),
     [
@@ -193,6 +196,7 @@ def lose_a_rank(how: str) -> str:
     return "no error"
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("how", ["dies", pytest.param("stalls", marks=pytest.mark.slow)])
 def test_lost_rank(how: str) -> None:
     """The others say which collective of which block did not complete, and soon."""

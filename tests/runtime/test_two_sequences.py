@@ -102,6 +102,7 @@ IN_SIX = ["attention", "mlp"] * 2 + ["attention", "attention", "mlp"] * 2
 """Kinds of the blocks of two layers each: those of the decoder see the encoder as well."""
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "how", "sharded", "nproc"),
     [

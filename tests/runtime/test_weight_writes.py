@@ -76,6 +76,7 @@ def train(model_type: Any, sharded: bool) -> None:
     assert bool(list(captures_of(compiled, whole=True))) != is_split
 
 
+@pytest.mark.broad(but="ClampedBySteps-False")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("model_type", [Clamped, ClampedBySteps])
 def test_weights_that_a_forward_writes(model_type: Any, sharded: bool, pool2: RankPool) -> None:

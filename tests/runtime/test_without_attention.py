@@ -72,6 +72,7 @@ NOTES = {
 }
 
 
+@pytest.mark.broad(but="Fourier-2-False")
 @pytest.mark.parametrize(
     ("name", "nproc", "sharded"),
     [

@@ -217,6 +217,7 @@ def failures(cases: list[Case]) -> list[str]:
     ]
 
 
+@pytest.mark.broad(but="2-others")
 @pytest.mark.parametrize("cases", [sizes, masks, across, others], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("p", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_to_one_rank(

@@ -97,6 +97,7 @@ def compare(
     return [at for b in blocks_of(compiled) for at in b.refused_levers if "chunked" in at]
 
 
+@pytest.mark.broad(but="1-llama_odd-options0")
 @pytest.mark.parametrize(
     ("nproc", "family", "options"),
     [
@@ -135,6 +136,7 @@ def with_dropout(inner: str) -> tuple[float, str]:
     return worst(steps[1], steps[0])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("nproc", "inner"), [(2, "eager"), pytest.param(1, "inductor", marks=SLOW)]
 )
@@ -223,6 +225,7 @@ def most_elements(plan: Any) -> int:
     return watch.most
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=SLOW)])
 def test_heads_of_a_chunk_exist_and_never_those_of_the_sequence(nproc: int, ranks: Ranks) -> None:
     own = WIDE // nproc  # columns of the heads that a rank computes
@@ -322,6 +325,7 @@ def frozen(names: Sequence[str]) -> list[float]:
     return [relative(grads[n], g) for n, g in want.grads.items()]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "names", [("attn.c_proj",), pytest.param(("ln_1", "attn.c_attn"), marks=SLOW)]
 )

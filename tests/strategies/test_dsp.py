@@ -62,6 +62,7 @@ def train(
     return off, (num, blocks, [n for c in captures for n in c.notes])
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("how", "sharded", "nproc", "inner"),
     [
@@ -98,6 +99,7 @@ def one_sequence(time: int, space: int) -> tuple[dict[str, str], list[Any], str]
     return off, blocks, str(refusal.value)
 
 
+@pytest.mark.broad
 def test_a_batch_of_one(pool3: RankPool) -> None:
     """It switches to another dim where there is one; else the error says what to do."""
     for off, blocks, error in pool3.run(one_sequence, 7, 5, timeout_s=200):
@@ -183,6 +185,7 @@ def dropped(plans: tuple[str, ...], where: str, inner: str) -> tuple[list[Any], 
     return found, [b.infeasible.get(DSP, "") for b in blocks_of(compiled)]
 
 
+@pytest.mark.broad(but="3-attention-eager")
 @pytest.mark.parametrize(
     ("nproc", "where", "inner"),
     [

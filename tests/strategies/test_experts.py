@@ -95,6 +95,7 @@ OWN = ("megatron_ts", "metp")
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("p", "experts", "top", "sharded"),
     [
@@ -117,6 +118,7 @@ def test_mixtral_in_double_precision(
     assert_exact(ranks(p).run(compare, *args, timeout_s=300), F64)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("p", [1, *(pytest.param(p, marks=SLOW) for p in (2, 3, 4))])
 def test_router_losses(p: int, ranks: Callable[[int], RankPool]) -> None:
     """The load is balanced over the tokens of all ranks. Routers' choices are read beside the
@@ -163,6 +165,7 @@ def move_the_load(sharded: bool, steps: int) -> Rows:
     return rows
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("p", "sharded", "steps"),
     [(2, True, 4), *(pytest.param(p, s, 12, marks=SLOW) for p in (3, 4) for s in (False, True))],

@@ -171,6 +171,7 @@ def test_every_loss_as_with_whole_logits(
 QUICK = ["both", "single tokens", "z-loss"]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("nproc", "sharded"), [(1, False), (2, True)])
 def test_some_losses(nproc: int, sharded: bool, ranks: Ranks) -> None:
     ranks(nproc).run(train_with, QUICK, "eager", sharded, timeout_s=100)
@@ -235,6 +236,7 @@ def train_family(family: str, sharded: bool, levers: str = "tiled") -> None:
         check(run_step(compiled, model, batch), want, dtype, f"{family}, head frozen")
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc", "sharded"),
     [

@@ -147,6 +147,7 @@ def split_weights(groups: Groups) -> list[Weight]:
     return [*up_weights(groups.ups), *(d.weight for d in groups.downs)]
 
 
+@pytest.mark.broad(but="fused QKV as (3, H, D)")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_groups_sum_to_the_block(layout: str) -> None:
     import transformers
@@ -381,6 +382,7 @@ def _evaluating(plan: str) -> tuple[Any, Any]:
     return losses
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("plan", [pytest.param("megatron_ts", marks=pytest.mark.slow), "metp"])
 def test_without_gradients_and_with_frozen_weights(plan: str, pool2: RankPool) -> None:
     for got, want in pool2.run(_evaluating, plan, timeout_s=300):

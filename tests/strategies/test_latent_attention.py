@@ -108,6 +108,7 @@ def train(
     return refused, list(paradyse.explain(compiled, 2, 13).gathered)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("rotate", "query_latent", "sharded", "p", "inner"),
     [

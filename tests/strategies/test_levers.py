@@ -99,6 +99,7 @@ def compare(
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.broad(but="1-gpt2-options0")
 @pytest.mark.parametrize(
     ("nproc", "family", "options"),
     [
@@ -194,6 +195,7 @@ def count_operators(plan: str) -> list[tuple[Counter[str], Counter[str], int, in
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("nproc", "plan", "attention"),
     [
@@ -244,6 +246,7 @@ def with_dropout(
     return [worst(steps[plan, True], steps[plan, False]) for plan in plans]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("nproc", "inner", "levers", "sharded"),
     [
@@ -304,6 +307,7 @@ def gains_of_positions() -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.broad
 def test_a_tile_takes_its_rows_of_what_is_whole_on_every_rank(pool2: RankPool) -> None:
     for found in pool2.run(gains_of_positions, timeout_s=200):
         assert max(error for _, error in found) < 1e-9, found

@@ -78,6 +78,7 @@ def train(sharded: bool) -> None:
     assert graph.choice.planner.head.num_looked_up == 2 * WORDS * 32
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_sharded_tables(nproc: int, ranks: Ranks) -> None:
     ranks(nproc).run(train, True, timeout_s=100)

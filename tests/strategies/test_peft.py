@@ -69,6 +69,7 @@ def compare_plans(
     return rows, [(b.kind, dict(b.infeasible)) for b in blocks]
 
 
+@pytest.mark.broad(but="1-llama-config0-False-eager-plans0")
 @pytest.mark.parametrize(
     ("nproc", "family", "config", "sharded", "inner", "plans"),
     [

@@ -67,6 +67,7 @@ def compare(family: str, sharded: bool) -> list[tuple[int, int]]:
     return list(zip(*found, strict=True))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc", "sharded"),
     [

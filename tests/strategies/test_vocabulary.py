@@ -70,6 +70,7 @@ def test_some_losses(levers: str, sharded: bool, pool2: RankPool) -> None:
     )
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("family", "nproc", "levers", "sharded"),
     [
@@ -85,6 +86,7 @@ def test_families(family: str, nproc: int, levers: str, sharded: bool, ranks: Ra
     ranks(nproc).run(train_family, family, sharded, levers, timeout_s=300)
 
 
+@pytest.mark.broad(but="mean-2")
 @pytest.mark.parametrize("nproc", [2])
 @pytest.mark.parametrize("names", [["mean"], ["z-loss"]], ids="-".join)
 def test_no_value_has_all_tokens_and_the_vocabulary(
@@ -119,6 +121,7 @@ def largest_of_a_step(levers: str) -> tuple[int, int]:
     return sizes.largest, max(torch.Size(m.shape).numel() for m in sent)
 
 
+@pytest.mark.broad
 def test_no_table_is_in_one_place(pool2: RankPool) -> None:
     table = WORDS * 64
     for largest, message in pool2.run(largest_of_a_step, TILED, timeout_s=100):
@@ -172,6 +175,7 @@ def train_on_no_word(what: str) -> str:
     return ""
 
 
+@pytest.mark.broad(but="labels")
 @pytest.mark.parametrize("what", ["input_ids", "labels"])
 def test_what_is_no_word_raises(what: str, pool2: RankPool) -> None:
     own = "IndexError" if what == "input_ids" else "RuntimeError"
@@ -208,6 +212,7 @@ def more_bytes(levers: str) -> tuple[int, int]:
     return counted[1] - counted[0], predicted[1] - predicted[0]
 
 
+@pytest.mark.broad(but="tiled")
 @pytest.mark.parametrize("levers", ["tiled", ALONE, TILED])
 def test_bytes_are_as_predicted(levers: str, pool2: RankPool) -> None:
     for counted, predicted in pool2.run(more_bytes, levers, timeout_s=100):

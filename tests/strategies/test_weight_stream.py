@@ -69,6 +69,7 @@ def streamed(
     return found | {"left": left and left.block_id}
 
 
+@pytest.mark.broad(but="metp again")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_block_s_first_weights_are_on_their_way(plan: str, pool2: RankPool) -> None:
     for found in pool2.run(streamed, "llama", PLANS[plan]):
@@ -81,6 +82,7 @@ def test_a_block_s_first_weights_are_on_their_way(plan: str, pool2: RankPool) ->
             assert found["backward"] == [False] + [True] * (streams - 1)
 
 
+@pytest.mark.broad
 def test_groups_of_unlike_sizes_on_four_ranks(pool4: RankPool) -> None:
     """Heads that four ranks cannot share evenly: every rank starts the same messages."""
     found = pool4.run(streamed, "llama_odd", PLANS["metp"])

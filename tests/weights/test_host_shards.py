@@ -113,6 +113,7 @@ def saved_and_loaded(folder: str) -> tuple[int, int, list[float], float]:
     return choice.planner.static_bytes, int(left), losses, off
 
 
+@pytest.mark.broad
 def test_a_checkpoint_is_the_same_wherever_weights_lie(pool2: RankPool, tmp_path: Path) -> None:
     whole = sum(w.numel() * 8 for w in Tiny(layers=1).parameters())
     found = pool2.run(saved_and_loaded, str(tmp_path))

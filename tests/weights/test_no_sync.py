@@ -100,6 +100,7 @@ CASES: dict[str, tuple[list[Any], bool, dict[str, Any]]] = {
 QUICK = {"whole", "sharded"}
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )
@@ -201,6 +202,7 @@ def messages(plan: str, sharded: bool) -> tuple[dict[str, int], dict[str, int], 
     return found[0], found[1], sum(p.numel() * 8 for p in run.model.parameters())
 
 
+@pytest.mark.broad(but="megatron_cz-True-reduce_scatter")
 @pytest.mark.parametrize(
     ("plan", "sharded", "kind"),
     [
@@ -243,6 +245,7 @@ def refused(sharded: bool) -> float:
     return error
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_partial_gradients_are_not_used(sharded: bool, pool2: RankPool) -> None:
     assert max(pool2.run(refused, sharded, timeout_s=100)) < EXACT
@@ -263,6 +266,7 @@ def cleared() -> list[float]:
     return found
 
 
+@pytest.mark.broad
 def test_cleared_gradients_are_gone_and_others_stay(pool2: RankPool) -> None:
     for found in pool2.run(cleared, timeout_s=100):
         assert max(found) < EXACT
@@ -282,6 +286,7 @@ def of_two_models() -> tuple[float, bool]:
     return largest_error(run.grads(), want), stays
 
 
+@pytest.mark.broad
 def test_any_backward_over_the_ranks_sends(pool2: RankPool) -> None:
     """Weights that the last call does not use, such as a tower for images, are not forgotten."""
     for error, stays in pool2.run(of_two_models, timeout_s=100):
@@ -316,6 +321,7 @@ def on_one_rank(what: str) -> float:
     return largest_error(run.step(later=True), want)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("what", ["enters", pytest.param("clears", marks=pytest.mark.slow)])
 def test_ranks_are_inside_together(what: str, pool2: RankPool) -> None:
     assert max(pool2.run(on_one_rank, what, timeout_s=100)) < EXACT

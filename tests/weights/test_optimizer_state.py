@@ -80,6 +80,7 @@ def static_bytes_of_ranks() -> tuple[int, int, int]:
     return mine, before, planner.static_bytes
 
 
+@pytest.mark.broad
 def test_ranks_plan_with_what_their_optimizer_holds() -> None:
     for mine, before, after in run_ranks(static_bytes_of_ranks, 2):
         assert (before, after) == (4 * mine, 2 * mine)
@@ -94,6 +95,7 @@ def step_on_one_rank() -> None:
     compiled(tokens(2, 7), tokens(2, 7, seed=1))
 
 
+@pytest.mark.broad
 def test_an_optimizer_that_steps_on_one_rank_is_told_of() -> None:
     told = "optimizers have stepped: rank 0: 0, rank 1: 1. call optimizer.step"
     with pytest.raises(RankFailure, match=told):

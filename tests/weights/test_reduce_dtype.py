@@ -153,6 +153,7 @@ def reductions(
     return found, sent.get("reduce_scatter", 0) + sent.get("reduce", 0), grads
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("plan", ["metp", pytest.param("megatron_cz", marks=pytest.mark.slow)])
 def test_messages_of_a_step(plan: str, pool2: RankPool) -> None:
     """Gloo adds up what a rank has received: 16 bits travel there as they are."""
@@ -211,6 +212,7 @@ def read_outside(shape: tuple[int, int]) -> None:
         assert relative(whole(p.grad), q[1].grad) < 1e-5, name
 
 
+@pytest.mark.broad
 def test_gradients_of_a_weight_read_outside_the_graph(pool2: RankPool) -> None:
     pool2.run(read_outside, (1, 2), timeout_s=100)
 

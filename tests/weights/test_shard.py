@@ -31,6 +31,7 @@ def test_four_ranks(family: str, pool4: RankPool) -> None:
     assert_exact(family, pool4.run(compare_plans, *args, timeout_s=300))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_double_precision(nproc: int, ranks: Callable[[int], RankPool]) -> None:
     plans = PLANS if nproc > 1 else PLANS[-1:]  # one rank has nothing to choose

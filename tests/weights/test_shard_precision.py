@@ -108,6 +108,7 @@ BY_SEQUENCES = (
 )
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("nproc", "family", "kind", "inner", "plans"),
     [
@@ -209,6 +210,7 @@ def move_both(inner: str) -> list[tuple[Moved, int]]:
     return found
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_casts_are_made_before_weights_are_gathered(inner: str, pool2: RankPool) -> None:
     """Whole weights travel, and lie, in the dtype that the step computes in."""

@@ -70,6 +70,7 @@ def train_both(kind: str, family: str) -> tuple[list[float], list[float], float]
     return errors[0], errors[1], off
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "kind",
     [
@@ -99,11 +100,13 @@ def test_optimizers(kind: str, pool2: RankPool) -> None:
         assert len(losses) == (8 if kind == "accumulate" else 4)
 
 
+@pytest.mark.broad
 def test_weights_on_the_host_of_one_rank(pool1: RankPool) -> None:
     ((losses, norms, weights),) = pool1.run(train_both, "offload", "llama_odd", timeout_s=200)
     assert max(losses) < 2e-7 and max(norms) < 2e-7 and weights < 2e-6
 
 
+@pytest.mark.broad(but="offload")
 @pytest.mark.parametrize("kind", ["foreach", "offload"])
 def test_one_process_that_joined_no_group(kind: str) -> None:
     """As a script that is run by itself: there is no process group to ask for anything."""
@@ -177,6 +180,7 @@ def memory(plan: str) -> tuple[float, int, int, int]:
     return share, most, sum(steps[-2:]), between
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     ("plan", "p"),
     [

@@ -45,6 +45,7 @@ def fetched(points: tuple[str, ...]) -> tuple[list[bool], list[bool]]:
     return forward, found[len(forward) :]
 
 
+@pytest.mark.broad(but="recompute")
 @pytest.mark.parametrize("points", [(AGAIN,) * 4, MIXED], ids=["recompute", "mixed"])
 def test_weights_are_on_their_way_when_a_block_asks(
     points: tuple[str, ...], pool2: RankPool

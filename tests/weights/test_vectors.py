@@ -62,6 +62,7 @@ def train(layers: int, plan: str, checkpointing: bool = False) -> tuple[Counter[
     return found, worst(got, want), sent
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("plan", ["megatron_ts", "metp"])
 def test_layers_add_no_messages_of_vectors(plan: str, pool2: RankPool) -> None:
     one, three = (pool2.run(train, layers, plan, timeout_s=100) for layers in (1, 3))
@@ -75,6 +76,7 @@ def test_layers_add_no_messages_of_vectors(plan: str, pool2: RankPool) -> None:
         assert layers[0] == layers[1] == layers[2]  # each block answers for its own
 
 
+@pytest.mark.broad
 def test_blocks_that_run_again_have_them_still(pool2: RankPool) -> None:
     for found, error, _ in pool2.run(train, 2, "megatron_ts", True, timeout_s=100):
         assert error[0] < TOLERANCE[torch.float64]
