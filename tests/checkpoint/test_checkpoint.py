@@ -125,6 +125,7 @@ def test_resumed_on_other_ranks(
         assert max(abs(a / b - 1) for a, b in zip(got, want)) < LOSSES
 
 
+@pytest.mark.broad
 def test_resumed_without_ranks(trained: tuple[Path, list[float]]) -> None:
     """A plain model in one process, eager; the folder of the step is given."""
     folder, want = trained

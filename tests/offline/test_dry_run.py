@@ -139,6 +139,7 @@ def test_blocks_save_as_much_in_a_dry_run_as_on_two_ranks(family: str, pool2: Ra
     assert found == real
 
 
+@pytest.mark.broad
 @pytest.mark.slow
 def test_nothing_of_a_dry_run_stays(llama8: DryRun) -> None:
     from paradyse.kernels.attention_mask import position_intervals
@@ -203,6 +204,7 @@ def test_the_mixture_is_the_fastest_and_the_longest(llama8: DryRun) -> None:
     assert outlook.longest[MIXTURE] >= max(outlook.longest[s] for s in static) * 0.999
 
 
+@pytest.mark.broad
 @pytest.mark.slow
 def test_the_longest_length_fits_and_a_longer_one_does_not(llama8: DryRun) -> None:
     outlook = outlook_of(llama8)
@@ -222,6 +224,7 @@ def test_more_memory_trains_longer_and_none_trains_nothing(llama8: DryRun) -> No
     assert set(nothing.longest.values()) == {0} and not nothing.forecasts[MIXTURE]
 
 
+@pytest.mark.broad
 def test_the_host_takes_what_blocks_keep(llama8: DryRun) -> None:
     machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
 
@@ -255,6 +258,7 @@ def test_chunks_are_predicted_by_two_of_them() -> None:
     assert held - saved == pytest.approx(workspace, rel=0.06)
 
 
+@pytest.mark.broad
 @pytest.mark.slow
 def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:
     machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
@@ -270,6 +274,7 @@ def test_chunks_train_longer_than_what_runs_again(llama8: DryRun) -> None:
     assert reach is not None and any("chunked" in point for point in reach.plan.strategies)
 
 
+@pytest.mark.broad
 @pytest.mark.slow
 def test_the_page_has_a_line_for_each_strategy(llama8: DryRun) -> None:
     page = page_of("", outlook_of(llama8))
@@ -319,6 +324,7 @@ def test_what_is_made_in_tiles_grows_with_the_tile() -> None:
     assert Sizes(growth).at(1000) == (3000, 2000)
 
 
+@pytest.mark.broad
 def test_the_head_is_measured_under_its_levers(llama8: DryRun) -> None:
     head, n = llama8.head, 1 << 20
     assert head is not None and llama8.heads.keys() == set(head.points())
@@ -327,6 +333,7 @@ def test_the_head_is_measured_under_its_levers(llama8: DryRun) -> None:
     assert whole - tiled > 2 * logits  # and their gradient
 
 
+@pytest.mark.broad
 @pytest.mark.slow
 def test_the_mixture_is_told_by_lever_and_its_peak_by_parts(llama8: DryRun) -> None:
     outlook = outlook_of(llama8)

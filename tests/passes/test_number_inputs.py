@@ -109,6 +109,7 @@ def train_by_different_numbers() -> str:
     return ""
 
 
+@pytest.mark.broad
 def test_ranks_that_are_given_different_numbers_say_so(pool2: RankPool) -> None:
     for text in pool2.run(train_by_different_numbers, timeout_s=100):
         assert "disagree on the batch" in text

@@ -89,5 +89,6 @@ def train_whole() -> None:
         train(False)
 
 
+@pytest.mark.broad
 def test_tables_that_every_rank_has_are_looked_up_there(pool2: RankPool) -> None:
     pool2.run(train_whole, timeout_s=100)
