@@ -1,6 +1,7 @@
 # make demo   set up, then run the main job (ARGS="--ranks 4" and the like are passed on)
-# make test   set up, then lint, format check, types, tests: what has to pass for a change to land
-# make test-broad  the tests that make test leaves out because they take longer: what CI runs as well
+# make test   set up, then lint, format check, types, tests
+# make test-broad  the tests that make test leaves out because they take longer; what has to pass for a
+#             change to land is make test test-broad
 # make test-all  all tests: those of make test, of make test-broad, and those marked slow, for hours
 # make test-oldest, make test-newest  make test and test-broad with the oldest versions that are supported
 #             (constraints-oldest.txt), or the newest there are, in environments of their own

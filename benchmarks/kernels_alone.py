@@ -1,8 +1,9 @@
-"""What no plan that splits a step can go below, for ``two_ranks.py``: its kernels, nothing else.
+"""What the kernels of a step take that is split over ranks, and nothing else, for ``two_ranks.py``.
 
-A rank's share of the matrix multiplications and of attention, of the sizes that a ring of context
-parallel gives them, on tensors that are there already: no messages, no Python between, no
-normalization, no activations, no gradients added up.
+A rank's share of the matrix multiplications and of attention, as PyTorch's ring of context parallel
+calls them, on tensors that are there already: no messages, no Python between, no normalization, no
+activations, no gradients added up. It is no strict bound: small tiles on a diagonal, as
+``paradyse.kernels`` has them, spare up to a third of a short causal block.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from runner import seconds_of
 from torch import Tensor
 
-aten = torch.ops.aten
+from paradyse.torch_private import cpu_flash, cpu_flash_backward
 
 
 class KernelsAlone:
@@ -57,6 +58,6 @@ class KernelsAlone:
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> None:
     """Forward and backward of the CPU's flash kernels, on one block of a ring."""
     masked = 0.0, causal
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, *masked)
+    out, lse = cpu_flash(query, key, value, *masked)
     saved = query, key, value, out, lse
-    aten._scaled_dot_product_flash_attention_for_cpu_backward(out, *saved, *masked)
+    cpu_flash_backward(out, *saved, *masked)

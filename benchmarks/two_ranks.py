@@ -10,7 +10,7 @@ the time of the whole trace: the sum over the lengths of the medians. ``auto`` h
 has run --settle steps of the trace before, as it learns at the beginning of a training. PyTorch's
 tensor parallel has its weights sharded either way; its ring and Ulysses have them whole, or with
 --sharded by FSDP2. "kernels alone" is the Llama's matrix multiplications and attention, of a rank's
-share, with nothing around them: how fast a split step could be at best.
+share, with nothing around them.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -137,5 +137,5 @@ def main(bench: Benchmark, args: Namespace) -> None:
             what = f"`auto` over the fastest of PyTorch's ({best}), the trace"
             bench.at_least(what, total[best] / total[AUTO], 1.5 if args.link or args.like else 1.2)
             if KERNELS in total:
-                most = total[best] / total[KERNELS]
-                bench.add(f"With the kernels alone {best} would take {most:.2f} times as long.")
+                times_as_long = f"{total[best] / total[KERNELS]:.2f} times as long"
+                bench.add("", f"{best} takes {times_as_long} as the kernels alone.")

@@ -28,14 +28,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Before pytest itself, which then leaves out what -m does not ask for.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept: dict[str, bool] = {}
     for item in items:
         mark = item.get_closest_marker("broad")
-        case = item.name.partition("[")[2]
-        if mark and case.startswith(mark.kwargs.get("but", "]")):
-            item.own_markers.remove(mark)
+        if mark and "but" in mark.kwargs:
+            test, _, case = item.nodeid.partition("[")
+            named = case.startswith(mark.kwargs["but"])
+            kept[test] = named or kept.get(test, False)
+            if named:
+                item.own_markers.remove(mark)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not any("::" in asked for asked in config.args):  # else cases may be left out on purpose
+        if lost := [test for test, named in kept.items() if not named]:
+            raise pytest.UsageError(f"broad(but=...) names no case of {', '.join(lost)}")
 
 
 @pytest.fixture(scope="session")

@@ -165,7 +165,7 @@ def test_every_indented_block_is_of_a_kind_that_is_checked() -> None:
 
 @pytest.mark.parametrize("line", sorted({c for _, c in commands() if c.startswith("make ")}))
 def test_make_knows_its_targets(line: str) -> None:
-    """They are not run: ``make test-broad`` runs this."""
+    """They are not run: ``make test`` runs this."""
     done = subprocess.run(
         ["make", "-n", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
