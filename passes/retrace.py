@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ class InputLike:
     requires_grad: bool
     band: Any = None
     """The ``Band`` that a buffer is known to be."""
-    number: type | None = None
-    """``int`` or ``float`` where it stands for a Python number that only scales tensors."""
+    number: float | None = field(default=None, compare=False)
+    """The ``int`` or ``float`` of the captured call, where it stands for one that only scales
+    tensors."""
 
 
 def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
@@ -209,9 +210,9 @@ def _number_inputs(gm: fx.GraphModule, inputs: list[Any]) -> Numbers:
     """The numbers of ``gm`` that are made of inputs which stand for one."""
     found: Numbers = {}
     for node, given in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        kind = getattr(given, "number", None)
-        if kind is not None:
-            found |= numbers_made_of(node, kind) or {}
+        number = getattr(given, "number", None)
+        if number is not None:
+            found |= numbers_made_of(node, type(number)) or {}
     return found
 
 

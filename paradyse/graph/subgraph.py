@@ -247,13 +247,18 @@ class Labels:
         return "[" + ", ".join(self.dim(d) for d in dims) + "]"
 
 
-def structure(piece: Piece, names: Names, labels: Labels) -> str:
+def structure(piece: Piece, names: Names, labels: Labels, numbers: bool = False) -> str:
     """Text that ``piece`` and another share exactly when one compiled function serves both, with
     sizes as ``labels`` writes them.
+
+    Args:
+        numbers: whether inputs that stand for a number are written as that of the captured call,
+            as where Dynamo takes numbers for constants.
     """
-    index: dict[fx.Node, str] = {}
+    known = {n: n.meta.get("number") for n in piece.inputs} if numbers else {}
+    index = {node: repr(number) for node, number in known.items() if number is not None}
     lines = []
-    for i, node in enumerate(piece.inputs):
+    for i, node in enumerate(n for n in piece.inputs if n not in index):
         index[node] = f"i{i}"
         val = node.meta["val"]
         if is_tensor(node):

@@ -1,8 +1,9 @@
 """Plans that follow the run: what blocks really take is fed back to the planner.
 
 One training call in ``SAMPLE_EVERY`` of a plan at a scale of lengths is watched: clocks at the
-edges of every block, which then cannot run together. Where that told nothing new it is half as
-often, down to one in ``SAMPLE_AT_LEAST``, until a variant of the plan takes another time there.
+edges of every block, which then cannot run together, so that a short call takes longer. With a
+profile it is one in ``SAMPLE_PROFILED``. Where that told nothing new it is half as often, down to
+one in ``SAMPLE_AT_LEAST``, until a variant of the plan takes another time there.
 Memory does not drift as times do: it is watched once for every variant and scale, and again when a
 call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
 message, on what the slowest of them took and the fullest of them held, against what was predicted
@@ -69,9 +70,9 @@ from paradyse.weights.sharded_tensor import lies_on_host, rows_here
 
 log = logging.getLogger(__name__)
 
-SAMPLE_EVERY, SAMPLE_AT_LEAST = 4, 32
-"""One training call in so many of a plan at a scale of lengths is watched: at first, and where
-times have long been as they are."""
+SAMPLE_EVERY, SAMPLE_PROFILED, SAMPLE_AT_LEAST = 4, 16, 32
+"""One training call in so many of a plan at a scale of lengths is watched: at first without a
+profile, at first with one, and where times have long been as they are."""
 
 REFRESH_EVERY = 16
 """Training calls between two agreements."""
@@ -171,8 +172,9 @@ class Feedback:
         self._calls = 0
         self._runs: Counter[Plan] = Counter()
         self._at_scale: Counter[tuple[Plan, int]] = Counter()
+        self._sample_first = SAMPLE_PROFILED if splits.planner.cost_model else SAMPLE_EVERY
         self._sample_every: dict[tuple[Plan, int], int] = {}
-        """Plan and scale -> one call in so many is watched, if not in ``SAMPLE_EVERY``."""
+        """Plan and scale -> one call in so many is watched, if not in ``_sample_first``."""
         self._known: dict[tuple[Key, int], int] = {}
         """Key and scale -> the most tokens whose memory was watched."""
         self._records: list[_Record] = []
@@ -212,7 +214,7 @@ class Feedback:
         if self._runs[plan] > WARM_UP:
             if self._is_new(plan, workload):
                 record = self._watch_memory(program, args, workload, plan)
-            elif self._at_scale[at] % self._sample_every.get(at, SAMPLE_EVERY) == 0:
+            elif self._at_scale[at] % self._sample_every.get(at, self._sample_first) == 0:
                 clock = Clock(program.device)
                 record = _Record(program, self._calls, workload, plan, False, StepWatch(clock))
         if record is not None:
@@ -302,7 +304,7 @@ class Feedback:
         else:
             for plan, scale in {(r.plan, scale_of(r.workload)) for r in records if not r.memory}:
                 if any(agreed[TIME, key, scale] > 0 for key in self._keys(plan)):
-                    every = 2 * self._sample_every.get((plan, scale), SAMPLE_EVERY)
+                    every = 2 * self._sample_every.get((plan, scale), self._sample_first)
                     self._sample_every[plan, scale] = min(every, SAMPLE_AT_LEAST)
 
     def _snapshot(self) -> Corrections:

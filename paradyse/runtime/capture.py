@@ -120,7 +120,7 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
             scalars[i] = example.item()
 
     scales = {
-        i: InputLike((), NUMBER, _CPU, False, number=type(x))
+        i: InputLike((), NUMBER, _CPU, False, number=x)
         for i, x in scalars.items()
         if numbers_made_of(placeholders[i], type(x)) is not None
     }
@@ -274,6 +274,7 @@ def build_program(
         placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         for node, weight, given in zip(placeholders, weights, inputs, strict=True):
             node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
+            node.meta["number"] = getattr(given, "number", None)
         ctx.lengths = {} if twin is None else explain_numbers(traced, twin)
         run_passes(traced, ctx, options.dump)
     except Untraceable as e:

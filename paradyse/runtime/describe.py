@@ -68,9 +68,10 @@ def _describe(program: Program, step: BlockStep) -> BlockSpec:
         q, k = call.q.meta["val"].shape, call.k.meta["val"].shape
         heads, kv_heads, head_dim, intermediate = q[1], k[1], q[3], 0
     labels = scope.labels(WHOLE).of.items()
-    # A graph that was traced with a batch of one has no factor for it, and is of the same blocks.
+    # A graph that was traced with a batch of one has no factor for it, and is of the same blocks;
+    # so is one to which numbers such as a norm's epsilon are inputs (``dynamic=True``).
     of_one = Labels({f: ONE if letter == "B" else letter for f, letter in labels})
-    text = structure(step.piece, scope.names, of_one)
+    text = structure(step.piece, scope.names, of_one, numbers=True)
     return BlockSpec(
         name=block.label,
         kind=block.kind,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +168,33 @@ def test_what_blocks_wait_for_each_other_s_weights_is_told_apart(
 ) -> None:
     for told in pool2.run(watching, sharded, timeout_s=200):
         assert set(told) == ({(4, 4)} if sharded else set())
+
+
+def watched_calls(path: str) -> list[int]:
+    """Calls of which times were watched, of as many as two of them may be apart; the profile is of
+    a model that is compiled without ``dynamic=True``."""
+    import paradyse
+    from paradyse.profiling import online
+
+    with pytest.MonkeyPatch.context() as patch:
+        paradyse.profile(make_model("llama"), path, [24], repeats=1, options={"inner": "eager"})
+        run = Run("llama", patch, cost_model=path)
+        watched: list[int] = []
+
+        class Noted(online.Clock):
+            def __init__(self, *args: Any) -> None:
+                watched.append(len(run.taken) + 1)
+                super().__init__(*args)
+
+        patch.setattr(online, "Clock", Noted)
+        for _ in range(2 * online.SAMPLE_PROFILED):
+            run.step(24)
+        return watched
+
+
+def test_with_a_profile_few_steps_are_watched(pool2: RankPool, tmp_path: Path) -> None:
+    for watched in pool2.run(watched_calls, str(tmp_path / "profile.jsonl"), timeout_s=100):
+        assert watched == [16, 32]
 
 
 STEADY = 240

@@ -35,11 +35,13 @@ def test_blocks_of_a_model() -> None:
     assert describe_masks(blocks) == "causal"
 
 
-def structures(family: str, batch: int) -> list[str]:
+def structures(
+    family: str, batch: int, dynamic: bool | None = None, dtype: torch.dtype = torch.float32
+) -> list[str]:
     """Of the blocks of a capture of its own."""
     torch._dynamo.reset()
-    model = make_model(family)
-    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    model, options = make_model(family, dtype), {"inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options, dynamic=dynamic)
     compiled(**make_batch("plain", batch, 13))
     (capture,) = captures_of(compiled)
     return [b.structure for g in capture.graphs.values() for b in g.blocks]
@@ -54,6 +56,16 @@ def test_a_batch_of_one_has_the_same_blocks(family: str) -> None:
     """What was measured with one sequence serves several: Dynamo makes a batch of one a number."""
     of_one = structures(family, 1)
     assert of_one and of_one == structures(family, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", *SLOW])
+def test_numbers_that_are_inputs_leave_blocks_the_same(family: str, dtype: torch.dtype) -> None:
+    """A profile serves a model that is compiled with ``dynamic=True``, which makes norms'
+    epsilons inputs."""
+    constants = structures(family, 2, None, dtype)
+    assert constants and constants == structures(family, 2, True, dtype)
 
 
 def test_the_head_of_a_model() -> None:
