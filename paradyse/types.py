@@ -55,6 +55,9 @@ GROUP_LEVERS = tuple(v for v in LEVERS if v != VOCABULARY)
 """Of groups with sharded weights: tables are shared by words over the whole axis, not over a group.
 """
 
+NO_BACKWARD = ("tiled", "chunked", VOCABULARY)
+"""Levers that save memory also where there is no backward."""
+
 ON_HOST = ("chunked", "offload")
 """Levers under which something lies on the host until the block's backward."""
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from paradyse.config import AUTO
 from paradyse.distributed.session import Recent
 from paradyse.planning.forms import SHARES
-from paradyse.planning.planner import describe_workload
 from paradyse.planning.splits import Splits, off_by
+from paradyse.planning.units import describe_workload
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
 SHARDED = "weights are sharded over the ranks, and none has all of them"

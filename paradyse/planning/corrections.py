@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paradyse.planning.costs import BlockCost
-from paradyse.planning.time_ratios import Key, Ratios
+from paradyse.planning.time_ratios import MIXED, Key, Ratios
 from paradyse.types import HEAD, Point, Workload
 
 TIME = "time"
@@ -61,8 +61,9 @@ class Corrections:
     times: Ratios = field(default_factory=Ratios)
 
     def apply(self, cost: BlockCost, key: Key, workload: Workload) -> BlockCost:
-        """``cost`` as corrected. What was learned of memory was learned in training. A point with
-        levers that was not measured follows its strategy without them."""
+        """``cost`` as corrected. What was learned of memory was learned in training. What was not
+        measured beside other strategies is as it was among its like; a point with levers that was
+        not measured follows its strategy without them."""
         at, timed = scale_of(workload), _seen(key, self.times.knows)
         time_s = cost.time_s * self.times.ratio(timed, at, cost.parts)
         source = ONLINE if self.times.knows(timed) else cost.source
@@ -107,9 +108,13 @@ class Corrections:
 
 
 def _seen(key: Key, known: Callable[[Key], bool]) -> Key:
-    """``key``, or that of its strategy without levers where ``key`` is not ``known``; heads have
-    no strategy."""
-    return key if known(key) or key[0] == HEAD else (key[0], Point.parse(key[1]).strategy)
+    """``key``, or where it is not ``known`` that of the same variant among its like, or of its
+    strategy without levers; heads have no strategy."""
+    kind, variant = key
+    alike = kind, variant.removesuffix(MIXED)
+    if kind == HEAD or known(key):
+        return key
+    return alike if known(alike) else (kind, Point.parse(variant).strategy)
 
 
 def nearest(row: Mapping[int, float], at: int) -> float:

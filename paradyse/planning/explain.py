@@ -11,11 +11,11 @@ from paradyse.planning.alone import Alone
 from paradyse.planning.breakdown import Part
 from paradyse.planning.costs import BlockCost
 from paradyse.planning.gathered import GatheredWork, with_shares
-from paradyse.planning.planner import Costs, Planner, describe_workload
+from paradyse.planning.planner import Costs, Planner
 from paradyse.planning.reasons import held_on_host, over, slower, what_is_seen, why_chosen, why_not
 from paradyse.planning.splits import Splits
 from paradyse.planning.tables import Rows, Shown, rich_table, text_table
-from paradyse.planning.units import format_bytes, format_seconds
+from paradyse.planning.units import describe_workload, format_bytes, format_seconds
 from paradyse.types import (
     ATTENTION_STRATEGIES,
     BATCH,

@@ -25,34 +25,36 @@ from paradyse.planning.corrections import FLOOR, STATIC, Corrections
 from paradyse.planning.costs import NOTHING, BlockCost, CostTable, Machine, longest_length
 from paradyse.planning.forms import asked_plan
 from paradyse.planning.measured import CostModel
+from paradyse.planning.nothing_fits import why_nothing_fits
 from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices, Points
-from paradyse.planning.steady import of_one_strategy, steady
-from paradyse.planning.time_ratios import Key
-from paradyse.planning.units import format_bytes
+from paradyse.planning.steady import is_mixed, of_one_strategy, steady
+from paradyse.planning.time_ratios import MIXED, Key
+from paradyse.planning.units import describe_workload, format_bytes
 from paradyse.strategies import variant_of
-from paradyse.types import HEAD, ON_HOST, REPLICATED, BlockSpec, HeadSpec, Plan, Point, Workload
+from paradyse.types import (
+    HEAD,
+    NO_BACKWARD,
+    ON_HOST,
+    REPLICATED,
+    BlockSpec,
+    HeadSpec,
+    Plan,
+    Point,
+    Workload,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Variant = Callable[[str], str]
+_Table = Mapping[str, BlockCost]
 
-Costs = tuple[Mapping[str, BlockCost], ...]
+Costs = tuple[_Table, ...]
 """Per block the cost of every point that can compute it; each is computed when it is asked for."""
-
-NO_BACKWARD = ("tiled", "chunked", "vocabulary")
-"""Levers that save memory also where there is no backward."""
 
 MOST_PLANS, MOST_PREDICTED = 4096, 128
 """Workloads whose plans are kept, few megabytes, and whose costs as predicted, not corrected."""
-
-
-def describe_workload(w: Workload) -> str:
-    """The workload ``w`` for people."""
-    mode = "training" if w.training else "inference"
-    dtype = str(w.dtype).removeprefix("torch.")
-    return f"batch {w.batch} x {w.lengths} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
 
 
 @dataclass(eq=False)
@@ -92,6 +94,7 @@ class Planner:
         self._number = tuple(number[kind] for kind in self.kinds)
         """Per block the place of its kind in ``_of_kind``."""
         self._free = cache(self._find_free)
+        self._mixed = lru_cache(MOST_PLANS)(partial(is_mixed, self.blocks))
         self._corrections = Corrections()
         self._predicted = lru_cache(MOST_PREDICTED)(self._predict)
         self._predicted_head = lru_cache(MOST_PREDICTED)(self._predict_head)
@@ -141,6 +144,11 @@ class Planner:
         head = [(HEAD, plan.head)] * (self.head is not None)
         return (*zip(self.kinds, self.variants(plan)), *head)
 
+    def time_keys(self, plan: Plan) -> tuple[Key, ...]:
+        """The same of what blocks take: in a plan of several strategies they are known apart."""
+        mixed = MIXED * self._mixed(plan.strategies)
+        return tuple((k, v if k == HEAD else v + mixed) for k, v in self.keys(plan))
+
     def variants(self, plan: Plan) -> tuple[str, ...]:
         """The variant of each block that ``plan`` means: the Z names of an MLP are one."""
         return tuple(variant_of(b, s) for b, s in zip(self.blocks, plan.strategies))
@@ -161,18 +169,19 @@ class Planner:
     def _static(self, workload: Workload) -> int:
         return self.static_bytes + self.kept_bytes * workload.keeps_gradients
 
-    def costs(self, workload: Workload) -> Costs:
+    def costs(self, workload: Workload, mixed: bool = False) -> Costs:
         """Expected cost of every point of every block, and last of the head: predicted, and
-        corrected."""
+        corrected. With ``mixed`` that of blocks among others of other strategies."""
+        how = MIXED * mixed
 
-        def corrected(at: Hashable, variant: Variant, table: Mapping[str, BlockCost]) -> CostTable:
+        def corrected(at: Hashable, variant: Variant, table: _Table, how: str = "") -> CostTable:
             def cost(point: str) -> BlockCost:
-                return self._corrections.apply(table[point], (at, variant(point)), workload)
+                return self._corrections.apply(table[point], (at, variant(point) + how), workload)
 
             return CostTable(cost)
 
         tables = zip(self._of_kind, self._predicted(workload))
-        found = [corrected(at, partial(variant_of, block), table) for (at, block), table in tables]
+        found = [corrected(at, partial(variant_of, b), of, how) for (at, b), of in tables]
         head = (corrected(HEAD, str, table) for table in self._predicted_head(workload))
         return (*self._per_block(found), *head)
 
@@ -184,10 +193,10 @@ class Planner:
     def _per_block(self, of_kinds: Sequence[T]) -> tuple[T, ...]:
         return tuple(of_kinds[i] for i in self._number)
 
-    def _predict(self, workload: Workload) -> list[Mapping[str, BlockCost]]:
+    def _predict(self, workload: Workload) -> list[_Table]:
         machine, model = self.machine(workload.dtype), self.cost_model
 
-        def predicted(block: BlockSpec) -> Mapping[str, BlockCost]:
+        def predicted(block: BlockSpec) -> _Table:
             return CostTable(
                 lambda point: (
                     model.cost(block, point, workload.of(block))
@@ -198,7 +207,7 @@ class Planner:
 
         return [predicted(block) for _, block in self._of_kind]
 
-    def _predict_head(self, workload: Workload) -> Sequence[Mapping[str, BlockCost]]:
+    def _predict_head(self, workload: Workload) -> Sequence[_Table]:
         """Of the head under each of its points; nothing where there is no head."""
         if self.head is None:
             return ()
@@ -221,7 +230,13 @@ class Planner:
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
         choices, points = self._choices(plan, workload), self.points(plan)
-        return choices.time_s(points), choices.peak(points)
+        return self._step_s(choices, workload, points), choices.peak(points)
+
+    def _step_s(self, choices: Choices, workload: Workload, points: Points) -> float:
+        """Seconds of a step under ``points``, of ``choices`` for ``workload``."""
+        if self._mixed(points[: len(self.blocks)]):
+            choices = replace(choices, costs=self.costs(workload, mixed=True))
+        return choices.time_s(points)
 
     def for_blocks(self, blocks: Sequence[BlockSpec], head: HeadSpec | None) -> Planner:
         """The planner of the same model, all else being equal, as a program of other ``blocks`` and
@@ -387,7 +402,7 @@ class Planner:
             smallest = choices.smallest()[1]
             best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
         else:
-            best = self._steady(points, choices, limit)
+            best = self._steady(points, choices, limit, workload)
         log.info("plan for %s: %s", describe_workload(workload), best.key)
         return best
 
@@ -460,32 +475,13 @@ class Planner:
 
     def _over_the_limit(self, asked: Plan, limit: float, workload: Workload) -> tuple[str, ...]:
         choices = self._choices(asked, workload)
-        need, points = choices.smallest()
         longest = self.longest(workload, workload.seq_len, asked)
-        text = (
-            f"no plan fits for {describe_workload(workload)}: the smallest needs "
-            f"{format_bytes(need)} a rank, {format_bytes(self._static(workload))} of "
-            "them weights, gradients and optimizer state; the longest sequences that would fit "
-            f"have {longest} tokens"
-        )
-        if need <= limit:
-            raise ValueError(
-                f"{text}. With that, blocks keep {format_bytes(choices.host_bytes(points))} on the "
-                f"host, of which a rank may use {format_bytes(choices.host_limit)}; raise option "
-                "'host_memory', use more ranks, or shorter or fewer sequences"
-            )
-        if self.options.memory_limit is not None:
-            allowed = ", ".join((*self.options.splitting, *self.options.levers))
-            raise ValueError(
-                f"{text}, but option 'memory_limit' is {format_bytes(limit)}; raise it, use more "
-                "ranks or shorter or fewer sequences, or allow more strategies or levers (now: "
-                f"{allowed})"
-            )
+        text = why_nothing_fits(choices, limit, workload, longest, self.options)
         # The capacity is the machine's word, not the user's, and the prediction is no measurement.
         log.warning("%s; the device has %s. Trying it all the same.", text, format_bytes(limit))
-        return points
+        return choices.smallest()[1]
 
-    def _steady(self, fastest: Points, choices: Choices, limit: float) -> Plan:
+    def _steady(self, fastest: Points, choices: Choices, limit: float, workload: Workload) -> Plan:
         """The plan of ``fastest``, or one nearly as fast (``steady``): the previous one where it is
         legal and has a lever only where that has; they are for what does not fit without."""
         old, n = self.points(self._previous) if self._previous else None, len(self.blocks)
@@ -496,5 +492,5 @@ class Planner:
         ):
             old = None
         alike = of_one_strategy(fastest, choices.names, self.blocks, self.options.splitting)
-        share = self.options.smoothing
-        return self.plan_of(steady(fastest, old, alike, choices, limit, share))
+        share, step_s = self.options.smoothing, partial(self._step_s, choices, workload)
+        return self.plan_of(steady(fastest, old, alike, choices, limit, share, step_s))

@@ -75,6 +75,11 @@ def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, po
         return f"{over(on_host, host_limit)} on the host"
     if planner.asked_by_name(workload, i):
         return f"the plan option asks for {planner.points(plan)[i] or 'whole logits'}"
+    (with_s, _), (time_s, _) = (
+        planner.predict(p, workload) for p in (_swapped(planner, plan, i, point), plan)
+    )
+    if with_s > time_s:
+        return "not beside other strategies, by what such plans took"
     return (
         f"within {planner.options.smoothing:.0%} the previous plan is kept, or one strategy for all"
     )
@@ -84,10 +89,15 @@ def _held_with(
     planner: Planner, workload: Workload, plan: Plan, i: int, point: str
 ) -> tuple[int, float, int, float]:
     """Peak bytes of ``plan`` with ``point`` instead, and what it may need; the same on the host."""
-    points = planner.points(plan)
-    swapped = planner.plan_of((*points[:i], point, *points[i + 1 :]))
+    swapped = _swapped(planner, plan, i, point)
     peak, limit = planner.predict(swapped, workload)[1], planner.memory_limit(workload.dtype)
     return peak, limit, *held_on_host(planner, workload, swapped)
+
+
+def _swapped(planner: Planner, plan: Plan, i: int, point: str) -> Plan:
+    """``plan`` with ``point`` instead."""
+    points = planner.points(plan)
+    return planner.plan_of((*points[:i], point, *points[i + 1 :]))
 
 
 def held_on_host(planner: Planner, workload: Workload, plan: Plan) -> tuple[int, float]:

@@ -20,8 +20,9 @@ from paradyse.config import AUTO, PlanByKind, PlanOption
 from paradyse.distributed.axis import TokenLayout
 from paradyse.distributed.session import Recent
 from paradyse.planning.corrections import Corrections
-from paradyse.planning.planner import Planner, describe_workload
+from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
+from paradyse.planning.units import describe_workload
 from paradyse.types import BATCH, SPLITS, BlockSpec, HeadSpec, Plan, Workload, other_dim
 
 log = logging.getLogger(__name__)

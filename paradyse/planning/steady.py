@@ -2,16 +2,29 @@
 
 A prediction adds up what blocks take, each as if its neighbours were like it: gathered weights hide
 behind as much as the block itself computes. So a plan of several strategies has to be faster by
-more than that may be wrong, and another plan than the previous one by more than noise.
+more than that may be wrong, and another plan than the previous one by more than noise. What blocks
+take in plans of several strategies is learned apart (``time_ratios.MIXED``), as neighbours get into
+each other's way: weights on their way to one hold up what the other waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paradyse.planning.solver import Choices, Points
 from paradyse.strategies import variant_of
 from paradyse.types import BlockSpec, Point
+
+
+def is_mixed(blocks: Sequence[BlockSpec], strategies: Points) -> bool:
+    """Whether ``blocks`` under ``strategies`` do what no one strategy would have them do, but those
+    that cannot have it."""
+    plain = [Point.parse(s).strategy for s in strategies]
+    variants = [variant_of(b, s) for b, s in zip(blocks, plain, strict=True)]
+    return not any(
+        all(s in b.infeasible or variant_of(b, s) == v for b, v in zip(blocks, variants))
+        for s in dict.fromkeys(plain)
+    )
 
 
 def of_one_strategy(
@@ -47,6 +60,7 @@ def steady(
     choices: Choices,
     limit: float,
     share: float,
+    step_s: Callable[[Points], float],
 ) -> Points:
     """``fastest``, or where its time and ``share`` more allow it one of ``alike`` that fits, or the
     previous plan: this first if it is alike too.
@@ -58,10 +72,11 @@ def steady(
         choices: that were chosen from.
         limit: bytes of the device.
         share: of the blocks' time.
+        step_s: seconds of a step, the rest included.
     """
 
     def time_s(points: Points) -> float:
-        return choices.time_s(points) - choices.rest.time_s
+        return step_s(points) - choices.rest.time_s
 
     most_s = time_s(fastest) * (1 + share)
     near = [p for p in alike if time_s(p) <= most_s and choices.fits(p, limit)]

@@ -12,8 +12,9 @@ A prediction is wrong of the parts that it adds up (``TimeParts``), each weighte
 the time, and a little of the variant as such. So variants that are made of the same parts are wrong
 alike: where gathered weights hide less than was thought, ``megatron_cz`` is slower than predicted,
 ``metp``, which never ran, will be too, and ``megatron_ts``, which gathers none, will not. And most
-of what is a variant's own is that of others that do the same and more: of its strategy with levers,
-of ``metp`` that of ``megatron_cz``.
+of what is a variant's own is that of others that do the same and more: of its strategy with levers
+or beside other strategies, of ``metp`` that of ``megatron_cz``. Beside other strategies all
+variants are wrong by something more, as each adds up what it takes among its like.
 
 A ratio that changes at once, by more than ``JUMP``, is a change of that variant and not of the
 machine: what is shared is learned from the others and from before. So when a collective becomes
@@ -36,9 +37,20 @@ from paradyse.types import Point
 Key = tuple[Hashable, str]
 """A kind of block (``Planner.kinds``) and a variant of it."""
 
+MIXED = "+mixed"
+"""Ends, as a lever's name would, the variant in the key of a block in a plan of several strategies:
+times are known by it (``steady``)."""
+
 COMMON, COMMON_OF_SCALE = 0.2, 0.1
 """Standard deviations, of logarithms: of what all variants have in common, at all scales and at
 one alone."""
+
+
+MIXING = 0.1
+"""The same of what all variants beside other strategies have in common, at all scales, and at one
+alone as much again. Plans of attention by one strategy and MLPs by another, that were predicted to
+be a twentieth faster than the best strategy for all, took 4 to 13 % more than that on two ranks
+with links like NVLink."""
 
 
 class Errors(NamedTuple):
@@ -141,6 +153,11 @@ class _At(NamedTuple):
     shares: Array
     """[rows, parts]"""
 
+    @property
+    def mixed(self) -> Array:
+        """Which of the rows are of variants beside other strategies."""
+        return np.char.endswith(self.variants, MIXED)
+
 
 def _own(errors: Errors, a: _At, b: _At) -> Array:
     """Covariance of what predictions of ``a`` and of ``b`` are wrong of as the variants that they
@@ -152,11 +169,14 @@ def _own(errors: Errors, a: _At, b: _At) -> Array:
 
 
 def _shared(errors: Errors, a: _At, b: _At) -> Array:
-    """The same of what all variants have in common, or those that are made of the same parts."""
+    """The same of what all variants have in common, or those that are made of the same parts or
+    beside other strategies."""
     of_parts = (a.shares * np.array(errors.parts) ** 2) @ b.shares.T
     of_parts *= 1 + _alike(a.scales, b.scales, OWN_REACH)
     common = COMMON**2 + COMMON_OF_SCALE**2 * _alike(a.scales, b.scales, COMMON_REACH)
-    return common + of_parts
+    mixed = a.mixed[:, None] & b.mixed[None, :]
+    of_mixing = mixed * MIXING**2 * (1 + _alike(a.scales, b.scales, OWN_REACH))
+    return common + of_parts + of_mixing
 
 
 class KindRatios:

@@ -1,6 +1,8 @@
-"""Numbers with units, for people."""
+"""Numbers with units, and workloads, for people."""
 
 from __future__ import annotations
+
+from paradyse.types import Workload
 
 
 def format_bytes(n: float) -> str:
@@ -28,3 +30,10 @@ def format_count(n: int) -> str:
         if n >= 0.9995 * scale:
             return f"{n / scale:.3g} {name}"
     return str(n)
+
+
+def describe_workload(w: Workload) -> str:
+    """The workload ``w`` for people."""
+    mode = "training" if w.training else "inference"
+    dtype = str(w.dtype).removeprefix("torch.")
+    return f"batch {w.batch} x {w.lengths} tokens, {dtype}, {mode}, {w.num_ranks} ranks"

@@ -180,7 +180,7 @@ class Feedback:
         self._records: list[_Record] = []
         """Records since the last agreement."""
         self._agreement: _Agreement | None = None
-        self._keys = cache(self._find_keys)
+        self._keys, self._time_keys = cache(self._find_keys), cache(self._find_time_keys)
 
     def run(
         self,
@@ -233,10 +233,11 @@ class Feedback:
 
     def _find_keys(self, plan: Plan) -> Mapping[Key, Sequence[int]]:
         """Keys of a plan's variants, each with the places of its blocks; the head is the last."""
-        members: dict[Key, list[int]] = {}
-        for i, key in enumerate(self.splits.planner_of(plan).keys(plan)):
-            members.setdefault(key, []).append(i)
-        return members
+        return _places(self.splits.planner_of(plan).keys(plan))
+
+    def _find_time_keys(self, plan: Plan) -> Mapping[Key, Sequence[int]]:
+        """The same of what times are known by."""
+        return _places(self.splits.planner_of(plan).time_keys(plan))
 
     def _is_new(self, plan: Plan, workload: Workload) -> bool:
         """Whether memory is to be watched: once it is known that backward follows calls."""
@@ -297,13 +298,13 @@ class Feedback:
             self.splits.correct(now)
             self.forget()
             for plan, scale in [*self._sample_every]:
-                if any((TIME, key, scale) in changed for key in self._keys(plan)):
+                if any((TIME, key, scale) in changed for key in self._time_keys(plan)):
                     del self._sample_every[plan, scale]
             what = ", ".join(sorted({quantity for quantity, _, _ in changed}))
             log.info("plans are chosen anew after call %d, as measured: %s", self._calls, what)
         else:
             for plan, scale in {(r.plan, scale_of(r.workload)) for r in records if not r.memory}:
-                if any(agreed[TIME, key, scale] > 0 for key in self._keys(plan)):
+                if any(agreed[TIME, key, scale] > 0 for key in self._time_keys(plan)):
                     every = 2 * self._sample_every.get((plan, scale), self._sample_first)
                     self._sample_every[plan, scale] = min(every, SAMPLE_AT_LEAST)
 
@@ -326,7 +327,7 @@ class Feedback:
 
     def _times(self, record: _Record) -> dict[Slot, list[float]]:
         """Measured over predicted seconds of the blocks whose forward and backward were seen."""
-        keys, scale = self._keys(record.plan), scale_of(record.workload)
+        keys, scale = self._time_keys(record.plan), scale_of(record.workload)
         watch, parts = record.watch, dict[int, list[float]]()
         if watch is None:
             return {(TIME, key, scale): [] for key in keys}
@@ -358,7 +359,7 @@ class Feedback:
         for r in records:
             planner, own = self.splits.of(r.plan, r.workload)
             costs, points = planner.predicted_costs(own), planner.points(r.plan)
-            for key, (i, *_) in self._keys(r.plan).items():
+            for key, (i, *_) in self._time_keys(r.plan).items():
                 found[key, scale_of(r.workload)] = costs[i][points[i]].parts
         return found
 
@@ -407,6 +408,14 @@ def _changed(quantity: str, of: Any, at: int, now: Corrections, used: Correction
         return False
     after, before = (c.value(quantity, of, at) for c in (now, used))
     return (quantity, of) not in used.measured or abs(after - before) > MEMORY_CHANGE * before
+
+
+def _places(keys: Sequence[Key]) -> dict[Key, list[int]]:
+    """Each of ``keys`` with all its places."""
+    places: dict[Key, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    return places
 
 
 def _missing_gradients(args: Sequence[Any]) -> int:

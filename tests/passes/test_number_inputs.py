@@ -58,7 +58,7 @@ def test_scaling_is_as_with_python_numbers(name: str, dtype: torch.dtype) -> Non
         given: list[Any] = []
         for v in inputs.values:
             number = getattr(v, "number", None)
-            given.append(as_tensor_of(a if number is float else n) if number else x)
+            given.append(as_tensor_of(a if type(number) is float else n) if number else x)
         got, want = traced(*given), SCALED[name](x, a, n)
         got = got[0] if isinstance(got, tuple | list) else got
         assert got.dtype == want.dtype

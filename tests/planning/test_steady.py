@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_planner import NORM, SHORT, model, planner
 
+from paradyse.planning.corrections import Corrections, scale_of
 from paradyse.planning.costs import NOTHING, BlockCost
 from paradyse.planning.solver import Choices, Points
-from paradyse.planning.steady import of_one_strategy, steady
-from paradyse.types import ATTENTION_STRATEGIES
+from paradyse.planning.steady import is_mixed, of_one_strategy, steady
+from paradyse.planning.time_ratios import OF_PRIOR, TimeRatios
+from paradyse.types import ATTENTION_STRATEGIES, HEAD
 
 NAMES = ("megatron_ts", "megatron_cz", "metp")
 MIXED: Points = ("megatron_ts", "megatron_cz")
@@ -31,23 +35,23 @@ def choices(attention: tuple[float, ...], mlp: tuple[float, ...], saved: int = 0
 @pytest.mark.parametrize(("share", "taken"), [(0.0, MIXED), (0.04, MIXED), (0.06, CZ), (0.5, CZ)])
 def test_two_strategies_have_to_gain_more_than_the_share(share: float, taken: Points) -> None:
     of = choices((1.0, 1.1, 3.0), (1.3, 1.0, 3.0))  # mixed 2.0, cz 2.1, ts 2.3
-    assert steady(MIXED, None, [TS, CZ], of, 1e9, share) == taken
+    assert steady(MIXED, None, [TS, CZ], of, 1e9, share, of.time_s) == taken
 
 
 def test_one_that_does_not_fit_is_not_taken() -> None:
     of = choices((1.0, 1.1, 3.0), (1.3, 1.0, 3.0), saved=100)
-    assert steady(MIXED, None, [TS, CZ], of, 150, 0.1) == MIXED
-    assert steady(MIXED, None, [TS, CZ], of, 150, 0.2) == TS
+    assert steady(MIXED, None, [TS, CZ], of, 150, 0.1, of.time_s) == MIXED
+    assert steady(MIXED, None, [TS, CZ], of, 150, 0.2, of.time_s) == TS
 
 
 def test_the_previous_plan_stays_among_its_like() -> None:
     of = choices((1.0, 1.1, 3.0), (1.3, 1.0, 3.0))
-    assert steady(MIXED, TS, [TS, CZ], of, 1e9, 0.2) == TS
-    assert steady(MIXED, TS, [TS, CZ], of, 1e9, 0.1) == CZ
+    assert steady(MIXED, TS, [TS, CZ], of, 1e9, 0.2, of.time_s) == TS
+    assert steady(MIXED, TS, [TS, CZ], of, 1e9, 0.1, of.time_s) == CZ
     other: Points = ("megatron_cz", "megatron_ts")  # 2.4, a mix too
-    assert steady(MIXED, other, [TS, CZ], of, 1e9, 0.3) == CZ
-    assert steady(MIXED, other, [], of, 1e9, 0.3) == other
-    assert steady(MIXED, other, [], of, 1e9, 0.1) == MIXED
+    assert steady(MIXED, other, [TS, CZ], of, 1e9, 0.3, of.time_s) == CZ
+    assert steady(MIXED, other, [], of, 1e9, 0.3, of.time_s) == other
+    assert steady(MIXED, other, [], of, 1e9, 0.1, of.time_s) == MIXED
 
 
 def test_plans_of_one_strategy() -> None:
@@ -69,3 +73,35 @@ def test_smoothing_of_nothing_takes_the_fastest() -> None:
     assert p.predict(best, SHORT)[0] <= p.predict(alike, SHORT)[0]
     static = [calm.static(s, SHORT) for s in ATTENTION_STRATEGIES]
     assert calm.variants(alike) in [calm.variants(plan) for plan in static]
+
+
+def test_which_plans_are_mixed() -> None:
+    blocks = model(1, infeasible={"ulysses_z": NORM})
+    plans = {
+        ("megatron_ts", "megatron_ts"): False,
+        ("megatron_cz+recompute", "megatron_cz"): False,
+        ("megatron_ts", "metp"): True,
+        ("megatron_cz", "ulysses_z"): False,  # of an MLP they are one
+        ("metp", "ulysses_z"): False,  # which no attention can have here
+    }
+    assert {plan: is_mixed(blocks, plan) for plan in plans} == plans
+
+
+def test_a_mix_that_was_slower_than_predicted_is_left_and_tried_no_more() -> None:
+    """What is known of mixes says nothing of the plans of one strategy."""
+    p, at = planner(smoothing=0), replace(SHORT, seq_len=2048)
+    mixed = p.plan(at)
+    assert is_mixed(p.blocks, mixed.strategies)
+    keys = p.time_keys(mixed)
+    assert {k for k in keys if k[0] != HEAD}.isdisjoint(p.keys(mixed))
+    before = p.predict(mixed, at)[0]
+    ratios = TimeRatios(OF_PRIOR)
+    for key, parts in zip(keys, (c[s].parts for c, s in zip(p.costs(at), mixed.strategies))):
+        for _ in range(8):
+            ratios.add(key, scale_of(at), 1.5, parts)
+            ratios.add((key[0], "megatron_cz"), scale_of(at), 1.0, parts)
+    p.correct(Corrections(times=ratios.estimate()))
+    assert p.predict(mixed, at)[0] > 1.3 * before
+    after = p.plan(at)
+    assert not is_mixed(p.blocks, after.strategies)
+    assert p.predict(after, at)[0] < p.predict(mixed, at)[0]

@@ -11,7 +11,15 @@ import pytest
 
 from paradyse.planning import time_ratios
 from paradyse.planning.costs import TimeParts
-from paradyse.planning.time_ratios import OF_PRIOR, OF_PROFILE, Errors, Key, Ratios, TimeRatios
+from paradyse.planning.time_ratios import (
+    MIXED,
+    OF_PRIOR,
+    OF_PROFILE,
+    Errors,
+    Key,
+    Ratios,
+    TimeRatios,
+)
 
 KIND = "attention"
 HERE, FAR = 9, 3
@@ -34,12 +42,12 @@ PARTS = {
 def measured(rows: Sequence[tuple[str, int, float]], errors: Errors = OF_PRIOR) -> Ratios:
     times = TimeRatios(errors)
     for variant, scale, ratio in rows:
-        times.add(key(variant), scale, ratio, PARTS[variant])
+        times.add(key(variant), scale, ratio, PARTS[variant.removesuffix(MIXED)])
     return times.estimate()
 
 
 def ratio_of(times: Ratios, variant: str, scale: int = HERE) -> float:
-    return times.ratio(key(variant), scale, PARTS[variant])
+    return times.ratio(key(variant), scale, PARTS[variant.removesuffix(MIXED)])
 
 
 def test_what_was_not_measured_is_as_predicted() -> None:
@@ -91,6 +99,18 @@ def test_who_does_the_same_and_more_is_wrong_alike() -> None:
     assert own > 0.1
     for variant in ("metp", "megatron_cz+recompute"):
         assert at["megatron_ts"] + 0.7 * own < at[variant] < at["megatron_cz"]
+
+
+@pytest.mark.parametrize("errors", [OF_PRIOR, OF_PROFILE], ids=["prior", "profile"])
+def test_what_mixes_take_says_little_of_what_one_strategy_takes(errors: Errors) -> None:
+    """Where lengths before and behind are as predicted; and it says much of other mixes."""
+    rows = [(v, scale, 1.0) for v in PARTS for scale in (HERE - 1, HERE + 1)]
+    mixed = [(v + MIXED, HERE, 1.2) for v in ("megatron_ts", "megatron_cz")]
+    times = measured([*rows, *mixed] * 4, errors)
+    at = {v: ratio_of(times, v) for v in ("megatron_cz", "megatron_cz+mixed", "ulysses_z+mixed")}
+    assert at["megatron_cz"] < 1.1 < 1.13 < at["megatron_cz+mixed"] < 1.2
+    assert at["megatron_cz+mixed"] > 1.07 * at["megatron_cz"]
+    assert at["ulysses_z+mixed"] > 1.05
 
 
 def test_what_becomes_slow_at_once_is_that_variant() -> None:
