@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, axis_named
+from paradyse.distributed.held import start_held
 from paradyse.distributed.tokens import natural_order, rank_order
 
 MIN_ROWS = 64
@@ -94,6 +95,7 @@ def _gathered(
             _multiply(x.narrow(1, at, n), weight, out.narrow(1, start, n), bias)
     meanwhile()
     everyone = of.ordered(coming.wait())
+    start_held(of.axis)
     for start, n in of.others if of.apart else [(0, of.seq_len)]:
         for weight, out, bias in terms:
             _multiply(everyone.narrow(1, start, n), weight, out.narrow(1, start, n), bias)

@@ -309,11 +309,12 @@ class _WatchedShelf(Shelf):
 
     def __init__(self, watch: Watch, ahead: bool, sync: GradientSync) -> None:
         super().__init__(ahead, sync)
+        self.holds &= isinstance(watch.probe, Clock)  # what is fetched takes memory at its marks
         self._watch = watch
 
-    def fetch(self, shards: Shards, block_id: int) -> None:
+    def fetch(self, shards: Shards, block_id: int, held: bool = False) -> None:
         self._watch.mark(FETCH)
-        super().fetch(shards, block_id)
+        super().fetch(shards, block_id, held)
         self._watch.mark(FETCHED)
 
     def take(self, shards: Shards) -> Messages | None:

@@ -130,7 +130,7 @@ class Frame:
             passed = gathered or passed
         if self.call is not None:
             self.call.at = self.axis, run.block_id
-        self.gathering.fetch_behind(run.steps[-1])
+        self.gathering.fetch_behind(run.steps[-1], run.steps[0])
         self.gathering.streams.begin_following()
         self._on_host.settle()
         with self._region(run.block_id):

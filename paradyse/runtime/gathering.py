@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.distributed import collectives
+from paradyse.distributed.held import forget_held
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.named_blocks import NamedBlocks
 from paradyse.passes.split_steps import HeadStep, Step
 from paradyse.runtime.program import Program, StepConstants
+from paradyse.strategies.base import PieceVariant
 from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
 from paradyse.weights import unshard
 from paradyse.weights.no_sync import GradientSync
@@ -54,6 +56,7 @@ class Gathering:
     def begin(self) -> None:
         """The call is about to run: bring the vectors that blocks have in one message."""
         program = self.program
+        forget_held(program.axis)
         if self._is_sharded and not program.in_group and program.replicas.size == 1:
             self._vectors = Vectors(program.schedule.between_id)
             # a head by rows of the vocabulary gathers its norm for itself, as plans reckon with
@@ -77,21 +80,34 @@ class Gathering:
         vectors = self._vectors_of(step, shards)
         bring = unshard.gather if vectors is None else vectors.take
         wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
+        if gathered is not None:
+            gathered.held = self._begins_with_message(step.position - 1)
         return dict(zip(shards, wholes, strict=True)), gathered
 
     def gather(self, step: Step, shard: ShardedTensor) -> Tensor:
         """``shard`` whole, for a part of the work of ``step``."""
         return unshard.gather([shard], self._booked_to(step), True, self.shelf)[0][0]
 
-    def fetch_behind(self, step: Step) -> None:
-        """``step`` is about to run: start on the weights that the one behind it will gather."""
+    def fetch_behind(self, step: Step, first: Step | None = None) -> None:
+        """``step`` is about to run, or a run of steps from ``first`` to it: start on the weights
+        that the one behind will gather."""
         self.streams.position = step.position
         behind = step.position + 1
         if self._is_sharded and behind < len(self.program.steps):
             following = self.program.steps[behind]
             shards = self._shards(following)
             if self._vectors_of(following, shards) is None:
-                self.shelf.fetch([*shards.values()], self._booked_to(following))
+                held = self._begins_with_message((first or step).position)
+                self.shelf.fetch([*shards.values()], self._booked_to(following), held)
+
+    def _begins_with_message(self, position: int) -> bool:
+        """Whether the step at ``position`` sends a message first, for which others wait."""
+        program = self.program
+        if position < 0 or program.in_group:
+            return False
+        step = program.steps[position]
+        variant = program.variant(step, self.constants.strategy(step))
+        return isinstance(variant, PieceVariant) and variant.begins_with_message
 
     def _vectors_of(self, step: Step, shards: Shards) -> Vectors | None:
         """What came when the call began, if all ``shards``, which ``step`` needs, are there."""

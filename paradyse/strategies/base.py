@@ -296,6 +296,9 @@ class PieceVariant:
     """Weights, and the form in which it takes each."""
     lowered: LoweredPiece
     """Of ``compute``."""
+    begins_with_message: bool = False
+    """Whether its first message, in forward and in backward, is sent as it begins, and starts those
+    that were held back (``distributed/held.py``)."""
 
     def tensors(self, step: StepContext) -> list[Tensor]:
         """The piece's own tensors in ``step``."""

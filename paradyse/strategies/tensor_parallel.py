@@ -63,6 +63,7 @@ class TensorParallelVariant(PieceVariant):
         self.weights = [*groups.weights, *biases, *segments.weights]
         self.uses: Uses = [(w.node, w.form) for w in self.weights]
         self.meanwhile = self._find_meanwhile()
+        self.begins_with_message = bool(self.meanwhile)
         self.heads: Tensor | None = None
         self.needs_heads = has_dropout(groups.core)
         dims: list[Dims] = [((groups.slots.queries_per_rank,),)] * self.needs_heads

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis
-from paradyse.distributed.collectives import Pending
+from paradyse.distributed.held import Coming
 from paradyse.distributed.lanes import GRADIENTS, Overlap, lane_of
 from paradyse.distributed.replicas import average
 from paradyse.torch_private import at_end_of_backward, only_accumulates
@@ -147,10 +147,10 @@ class GradientSync:
         self.axis, self.replicas, self.block_id = axis, replicas, block_id
         self.later = False
         """Whether the backward under way keeps the gradients."""
-        self._ends: list[Pending] | None = None
+        self._ends: list[Coming] | None = None
         """Messages that the end of the backward under way waits for; None: each is waited for at
         once."""
-        self._scatters: list[Pending] = []
+        self._scatters: list[Coming] = []
         """Those of them that hold copies of whole gradients."""
         self._before_waiting: Callable[[], None] | None = None
 
@@ -177,7 +177,7 @@ class GradientSync:
         return state
 
     def arrive(
-        self, message: Pending, like: Sequence[Tensor], nodes: Sequence[Any], scatter: bool = False
+        self, message: Coming, like: Sequence[Tensor], nodes: Sequence[Any], scatter: bool = False
     ) -> list[Tensor]:
         """The gradients that ``message`` brings, as autograd may have them now: they come by the
         end of the backward under way, where nothing but ``.grad`` is to have them.

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
+from paradyse.distributed.held import Coming, hold
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
 from paradyse.weights.layout import Shard, copy_all
 
-Messages = list[tuple[list[int], collectives.Pending]]
+Messages = list[tuple[list[int], Coming]]
 """Indices of tensors, and the message that brings them."""
 
 
@@ -77,12 +78,13 @@ def _num_elements(shards: Sequence[Shard]) -> list[int]:
     return [sum(s.placement.numel(s.shape, r) for s in shards) for r in ranks]
 
 
-def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
+def start_gather(shards: Sequence[Shard], block_id: int, held: bool = False) -> Messages:
     """Start bringing the rows of ``shards`` together; ``gather_shards`` waits for them.
 
     Args:
         shards: of one axis.
         block_id: of the block that the bytes are booked to.
+        held: start behind a block's own next message.
     """
     out = []
     rows = [s.for_use for s in shards]
@@ -95,7 +97,8 @@ def start_gather(shards: Sequence[Shard], block_id: int) -> Messages:
         if short:
             flat.append(flat[0].new_zeros(short))
         mine = flat[0] if len(flat) == 1 else torch.cat(flat)
-        out.append((index, collectives.start_all_gather(mine, axis, block_id)))
+        start = partial(collectives.start_all_gather, mine, axis, block_id)
+        out.append((index, hold(start, axis) if held else start()))
     return out
 
 
@@ -143,9 +146,11 @@ def scatter_gradients(
     return out
 
 
-def start_scatter(grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int) -> Messages:
-    """Start ``scatter_gradients`` of ``grads``, ``shards`` and ``block_id``: the result of each
-    message is a list of sums."""
+def start_scatter(
+    grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int, held: bool = False
+) -> Messages:
+    """Start ``scatter_gradients`` of ``grads``, ``shards`` and ``block_id``, if ``held`` behind a
+    block's own next message: the result of each message is a list of sums."""
     out: Messages = []
     for index in by_dtype(grads, [s.reduce_dtype for s in shards]):
         group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
@@ -160,7 +165,8 @@ def start_scatter(grads: Sequence[Tensor], shards: Sequence[Shard], block_id: in
             for i, rows in zip(index, split_rows(part, group, rank), strict=True)
             for of, to in shards[i].placement.places(grads[i], rank, rows)
         )
-        message = collectives.start_reduce_scatter(sent, axis, block_id, dtype)
+        start = partial(collectives.start_reduce_scatter, sent, axis, block_id, dtype)
+        message = hold(start, axis) if held else start()
         out.append((index, message.then(partial(_own_rows, shards=group))))
     return out
 

@@ -38,6 +38,8 @@ class Shelf:
 
     def __init__(self, ahead: bool, sync: GradientSync | None = None, group_size: int = 0) -> None:
         self.ahead, self.sync, self.group_size = ahead, sync or GradientSync(), group_size
+        self.holds = ahead
+        """Whether messages may start behind a block's own (``distributed/held.py``)."""
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
         """Gathered weights in the order of forward; backward fetches the last ones first."""
@@ -69,10 +71,11 @@ class Shelf:
             if held is not None:
                 held.fetch_before()
 
-    def fetch(self, shards: Shards, block_id: int) -> None:
-        """Start gathering ``shards``, which the next step will ask for, for ``block_id``."""
+    def fetch(self, shards: Shards, block_id: int, held: bool = False) -> None:
+        """Start gathering ``shards``, which the next step will ask for, for ``block_id``; if
+        ``held``, behind the present block's own first message."""
         if self.ahead and shards and self.coming is None:
-            self.coming = (shards, start_gather(shards, block_id))
+            self.coming = (shards, start_gather(shards, block_id, held and self.holds))
 
     def take(self, shards: Shards) -> Messages | None:
         """The messages that bring ``shards``, if they were fetched; others are waited for and
@@ -97,6 +100,9 @@ class Gathered:
         self.again: Sequence[int] = range(len(shards))
         """Which of the weights backward reads."""
         self.is_filled = False
+        self.held = False
+        """Whether the block that runs backward behind this one begins with a message, which
+        gradients are not to hold up."""
 
     def make(self) -> list[Tensor]:
         """The whole tensors, for the first time."""
@@ -221,7 +227,8 @@ class _Gather(torch.autograd.Function):
             return None, *out
         sync = gathered.shelf.sync
         gathered.shelf.send()
-        for index, message in start_scatter(given, like, gathered.block_id):
+        held = gathered.held and gathered.shelf.holds
+        for index, message in start_scatter(given, like, gathered.block_id, held):
             shards = [at_rest(like[k]) for k in index]
             nodes = [ctx.next_functions[found[k]][0] for k in index]
             message.then(partial(_with_rows, shards))

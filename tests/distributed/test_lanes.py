@@ -101,6 +101,9 @@ SENDERS = {
 }
 """Module and function -> what the messages are for that it starts."""
 
+HELD = {"start_all_gather": GATHERS, "start_reduce_scatter": GRADIENTS}
+"""What is held back -> what for."""
+
 OWN = "a block's own"
 """All other messages, but those of agreements."""
 
@@ -113,6 +116,8 @@ def purpose_of(block_id: int) -> str:
     frame = sys._getframe()
     while frame is not None:
         of = Path(frame.f_code.co_filename).stem, frame.f_code.co_name
+        if of == ("held", "begin"):  # what was held back, by its sender
+            return HELD[frame.f_locals["start"].func.__name__]
         if of in SENDERS:
             return SENDERS[of]
         frame = frame.f_back

@@ -101,9 +101,9 @@ def backward_in_order() -> list[str]:
         found.append("passed" if isinstance(self, vectors._Passed) else "gathered")
         fill(self)
 
-    def started(shards: Any, block_id: int) -> Any:
+    def started(shards: Any, block_id: int, held: bool = False) -> Any:
         found.extend(["fetch"] * bool(shards))
-        return start(shards, block_id)
+        return start(shards, block_id, held)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gathered, "fill", filled)

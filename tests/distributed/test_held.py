@@ -1,0 +1,150 @@
+"""Messages that start behind a block's own: when, in which order, and where none comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from tiny import Tiny, tokens
+
+from paradyse.distributed import collectives
+from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.collectives import MACHINE, Pending, Started, traffic
+from paradyse.distributed.held import Held, forget_held, hold, start_held
+from paradyse.types import Plan
+
+
+def turns() -> list[Any]:
+    """How many messages have started, and what came, step by step."""
+    axis = resolve_axis()
+    started = axis.session.of(Started)
+    before, seen = started.count, list[Any]()
+
+    def held(number: int) -> Held:
+        x = torch.tensor([10.0 * number + axis.rank])
+        return hold(lambda: collectives.ring_exchange(x, axis, MACHINE), axis)
+
+    first, second = held(1).then(lambda x: x + 1), held(2)
+    seen.append(started.count - before)
+    start_held(axis)
+    seen.append(started.count - before)
+    second.then(lambda x: x + 2)
+    seen += [float(m.wait()) for m in (first, second)]
+    third, fourth = held(3), held(4)
+    seen += [float(fourth.wait()), started.count - before]  # out of turn: it is asked for
+    forget_held(axis)
+    start_held(axis)
+    seen += [started.count - before, float(third.wait()), float(third.wait())]
+    return seen
+
+
+def test_they_start_in_their_turn_or_when_they_are_asked_for(pool2: RankPool) -> None:
+    for rank, seen in enumerate(pool2.run(turns, timeout_s=20)):
+        came = 1 - rank
+        assert seen == [0, 2, 11 + came, 22 + came, 40 + came, 3, 3, 30 + came, 30 + came]
+
+
+def starts_once() -> tuple[int, str]:
+    axis, asked = resolve_axis(), list[int]()
+
+    def fail() -> Pending:
+        asked.append(1)
+        raise RuntimeError("no link")
+
+    held = hold(fail, axis)
+    with pytest.raises(RuntimeError, match="no link"):
+        start_held(axis)
+    with pytest.raises(AssertionError, match="failed to start"):
+        held.wait()
+    start_held(axis)
+    return len(asked), ""
+
+
+def test_one_that_failed_to_start_does_not_try_again(pool2: RankPool) -> None:
+    assert pool2.run(starts_once, timeout_s=20) == [(1, "")] * 2
+
+
+Event = tuple[str, str, str]
+"""Of one message: "start" or "wait"; its lane, "" for a block's own; the block."""
+
+
+@contextmanager
+def messages() -> Iterator[list[Event]]:
+    """Into the list: every message that starts or is waited for inside."""
+    events: list[Event] = []
+    start, wait, of = collectives._start, Pending.wait, dict[int, tuple[str, str]]()
+
+    def started(what: str, x: Any, axis: Any, block_id: int, *args: Any, **kwargs: Any) -> Any:
+        pending = start(what, x, axis, block_id, *args, **kwargs)
+        of[id(pending)] = axis.lane, traffic(axis, block_id).name
+        events.append(("start", *of[id(pending)]))
+        return pending
+
+    def waited(pending: Pending) -> Any:
+        if id(pending) in of:
+            events.append(("wait", *of.pop(id(pending))))
+        return wait(pending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_start", started)
+        patch.setattr(Pending, "wait", waited)
+        yield events
+
+
+def steps(attention: str, mlp: str) -> tuple[list[Event], list[Event]]:
+    """What forward and what backward send."""
+    import paradyse
+
+    torch.manual_seed(0)
+    model = paradyse.shard(Tiny())
+    options = {"plan": lambda workload: Plan((attention, mlp) * 2), "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    ids = tokens(2, 11)
+    compiled(ids, ids).backward()
+    model.zero_grad()  # what a gradient is added to waits for it
+    with messages() as forward:
+        loss = compiled(ids, ids)
+    with messages() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def own_before(events: list[Event], event: Event, block: str) -> list[str]:
+    """What of its own messages ``block`` has done before ``event``, which is there once."""
+    assert events.count(event) == 1, (event, events)
+    before = events[: events.index(event)]
+    return [what for what, lane, of in before if (lane, of) == ("", block)]
+
+
+ALL = ["start", "wait"] * 2
+"""A block gathers and scatters."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "own", "weights"),
+    [
+        ("megatron_ts", "megatron_cz", "layers.1.attention", "layers.1.mlp"),
+        ("megatron_cz", "megatron_ts+recompute", "layers.0.mlp", "layers.1.attention"),
+    ],
+    ids=["attention", "mlp"],
+)
+def test_weights_and_gradients_start_behind_the_first_message_of_a_block(
+    attention: str, mlp: str, own: str, weights: str, pool2: RankPool
+) -> None:
+    """They would make it come later, and it is waited for."""
+    for forward, backward in pool2.run(steps, attention, mlp, timeout_s=60):
+        assert own_before(forward, ("start", "weights", weights), own) == ["start", "wait"]
+        assert own_before(backward, ("start", "gradients", weights), own) == ["start", "wait"]
+        end = own_before([*backward, ("start", "", "end")], ("start", "", "end"), own)
+        assert len(end) >= len(ALL)
+
+
+def test_those_of_blocks_without_such_a_message_start_at_once(pool2: RankPool) -> None:
+    for forward, backward in pool2.run(steps, "megatron_cz", "megatron_cz", timeout_s=60):
+        assert not own_before(forward, ("start", "weights", "layers.1.mlp"), "layers.1.attention")
+        at = ("start", "gradients", "layers.1.mlp")
+        assert not own_before(backward, at, "layers.1.attention")
