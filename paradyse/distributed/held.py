@@ -1,8 +1,8 @@
 """Messages that are held back until a block's own first message is there.
 
-Lanes share links. Where a block begins with a message of its own, which it has to wait for, weights
-for the next block and gradients of the one before it on their way would make that come later, and
-be there long before they are needed. So they start behind it, and hide behind the block's work.
+Lanes share links. Where a block has to wait for a message of its own before most of its work,
+weights for the next block and gradients of the one before it on their way would make that come
+later, and be there long before they are needed. So they start behind it, and hide behind the work.
 """
 
 from __future__ import annotations

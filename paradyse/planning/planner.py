@@ -145,7 +145,7 @@ class Planner:
         return (*zip(self.kinds, self.variants(plan)), *head)
 
     def time_keys(self, plan: Plan) -> tuple[Key, ...]:
-        """``keys`` of ``plan`` for what blocks take: of one of several strategies they are others."""
+        """``keys`` of ``plan`` for what blocks take: those of several strategies have others."""
         mixed = MIXED * self._mixed(plan.strategies)
         return tuple((k, v if k == HEAD else v + mixed) for k, v in self.keys(plan))
 

@@ -101,7 +101,7 @@ class Gathering:
                 self.shelf.fetch([*shards.values()], self._booked_to(following), held)
 
     def _begins_with_message(self, position: int) -> bool:
-        """Whether the step at ``position`` sends a message first, for which others wait."""
+        """Whether the step at ``position`` waits for a message first, behind which others start."""
         program = self.program
         if position < 0 or program.in_group:
             return False

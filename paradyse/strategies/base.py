@@ -297,8 +297,8 @@ class PieceVariant:
     lowered: LoweredPiece
     """Of ``compute``."""
     begins_with_message: bool = False
-    """Whether its first message, in forward and in backward, is sent as it begins, and starts those
-    that were held back (``distributed/held.py``)."""
+    """Whether its first message, in forward and in backward, is waited for before most of its work,
+    and then starts those that were held back (``distributed/held.py``)."""
 
     def tensors(self, step: StepContext) -> list[Tensor]:
         """The piece's own tensors in ``step``."""

@@ -96,6 +96,8 @@ class LocalPiece(PieceVariant):
     ):
         self.scope, self.piece, self.layout, self.parts = scope, piece, layout, parts or {}
         self.strategy, self.attention, self.within = strategy, attention, within or piece
+        # it waits for queries, keys and values of all ranks before it attends
+        self.begins_with_message = attention is not None and strategy == "ulysses_z"
         whole = AttentionCall.of(attention).mask_nodes if attention is not None else []
         if strategy == APART:
             whole = []  # masks of the sequences that the rank has

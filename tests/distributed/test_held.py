@@ -129,8 +129,9 @@ ALL = ["start", "wait"] * 2
     [
         ("megatron_ts", "megatron_cz", "layers.1.attention", "layers.1.mlp"),
         ("megatron_cz", "megatron_ts+recompute", "layers.0.mlp", "layers.1.attention"),
+        ("ulysses_z", "megatron_cz", "layers.1.attention", "layers.1.mlp"),
     ],
-    ids=["attention", "mlp"],
+    ids=["megatron_ts", "recompute", "ulysses_z"],
 )
 def test_weights_and_gradients_start_behind_the_first_message_of_a_block(
     attention: str, mlp: str, own: str, weights: str, pool2: RankPool

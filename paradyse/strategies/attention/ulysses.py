@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, Runs
+from paradyse.distributed.held import start_held
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward, empty_lse
 from paradyse.kernels.attention_mask import AttentionSpec
@@ -162,6 +163,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     own = OwnHeads.of(q.shape[1], v.shape[3], at)
     spec = own.spec(at.spec, q.device)
     gathered = own.gather_all(q, k, v, at.across)
+    start_held(at.axis)
     runs = _whole(gathered)
     if own.real[0]:
         out_h, lse = with_sinks(*attention_forward(*own.heads(gathered), *runs, spec), spec)
@@ -194,6 +196,7 @@ def backward(
     lse, out_h, *gathered = saved
     own, runs = OwnHeads.of(grad_out.shape[1], grad_out.shape[3], at), _whole(gathered)
     grad_h = own.output_heads(own.gather((grad_out,)))
+    start_held(at.axis)
     d_heads, d_bias, d_sinks = own.heads(gathered), None, None
     if own.real[0]:
         given, spec = Backward(grad_h, *d_heads, out_h, lse), own.spec(at.spec, grad_out.device)
