@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 LANES = "tests/distributed/test_lanes.py::"
+HELD = "tests/distributed/test_held.py::"
 LINEARS = "tests/distributed/test_token_linears.py::"
 COMING = "tests/weights/test_coming_gradient.py::"
 WHOLE = "tests/test_whole_on_every_rank.py::"
@@ -149,5 +150,33 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "    coming = collectives.start_all_gather(x, of.axis, block_id)",
         "    coming = collectives.start_all_gather(x, of.axis, block_id)\n    coming.wait()",
         (f"{LINEARS}test_own_tokens_are_multiplied_while_messages_are_under_way",),
+    ),
+    Fault(
+        "weights on their way from the start of a block that waits for a message",
+        "paradyse/weights/unshard.py",
+        "start_gather(shards, block_id, held and self.holds)",
+        "start_gather(shards, block_id)",
+        (f"{HELD}test_weights_start_behind_the_first_message_of_a_block",),
+    ),
+    Fault(
+        "backward's next weights on their way before a block's first message",
+        "paradyse/weights/unshard.py",
+        "before.block_id, self.holds)",
+        "before.block_id)",
+        (f"{HELD}test_weights_that_backward_needs_next_start_behind_that_message_too",),
+    ),
+    Fault(
+        "what a mix takes taken for what its variants do among their like",
+        "paradyse/planning/planner.py",
+        "mixed = MIXED * self.mixes(plan)",
+        'mixed = ""',
+        ("tests/planning/test_steady.py",),
+    ),
+    Fault(
+        "numbers that are inputs tell blocks apart",
+        "paradyse/runtime/describe.py",
+        "structure(step.piece, scope.names, of_one, numbers=True)",
+        "structure(step.piece, scope.names, of_one)",
+        ("tests/runtime/test_describe.py",),
     ),
 )

@@ -1,8 +1,10 @@
-"""Messages that are held back until a block's own first message is there.
+"""Weights that are held back until a block's own first message is there.
 
 Lanes share links. Where a block has to wait for a message of its own before most of its work,
-weights for the next block and gradients of the one before it on their way would make that come
-later, and be there long before they are needed. So they start behind it, and hide behind the work.
+weights for the next block on their way would make that come later, and be there long before they
+are needed. So they start behind it, and hide behind the work. Gradients are not held back: where a
+hook on one rank alone reads one at once, that rank would wait for a message that the others start
+behind one of its own.
 """
 
 from __future__ import annotations
@@ -19,34 +21,27 @@ class Held:
 
     Args:
         start: starts it.
+        turn: what it waits in meanwhile.
     """
 
-    def __init__(self, start: Callable[[], Pending]) -> None:
+    def __init__(self, start: Callable[[], Pending], turn: list[Held]) -> None:
         self._start: Callable[[], Pending] | None = start
+        self._turn = turn
         self._pending: Pending | None = None
-        self._finish: list[Callable[[Any], Any]] = []
 
     def begin(self) -> Pending:
         """Start it, if it has not started."""
         if self._pending is None:
             start, self._start = self._start, None
+            if self in self._turn:
+                self._turn.remove(self)
             assert start is not None, "it failed to start before"
             self._pending = start()
-            for finish in self._finish:
-                self._pending.then(finish)
         return self._pending
 
     def wait(self) -> Any:
         """As of ``Pending``."""
         return self.begin().wait()
-
-    def then(self, finish: Callable[[Any], Any]) -> Held:
-        """As of ``Pending``, of ``finish``."""
-        if self._pending is None:
-            self._finish.append(finish)
-        else:
-            self._pending.then(finish)
-        return self
 
 
 Coming = Pending | Held
@@ -60,9 +55,9 @@ class _Waiting(list[Held]):
 def hold(start: Callable[[], Pending], axis: Axis) -> Held:
     """A message over ``axis``, or a lane of it, that ``start`` starts: behind the next one of a
     block on that axis."""
-    held = Held(start)
-    axis.session.of(_Waiting).append(held)
-    return held
+    waiting = axis.session.of(_Waiting)
+    waiting.append(Held(start, waiting))
+    return waiting[-1]
 
 
 def start_held(axis: Axis) -> None:
@@ -70,10 +65,11 @@ def start_held(axis: Axis) -> None:
     alike."""
     waiting = axis.session.of(_Waiting)
     while waiting:
-        waiting.pop(0).begin()
+        waiting[0].begin()
 
 
 def forget_held(axis: Axis) -> None:
-    """Start none of those that are held back on ``axis``, but where they are waited for: they are
-    of a call that has failed."""
+    """A call over ``axis``, or its backward, begins: what is still held back starts where it is
+    waited for, and no more in its turn. Of a call that has failed some ranks hold messages back
+    and others do not."""
     axis.session.of(_Waiting).clear()

@@ -94,8 +94,9 @@ def _gathered(
         for weight, out, bias in terms:
             _multiply(x.narrow(1, at, n), weight, out.narrow(1, start, n), bias)
     meanwhile()
-    everyone = of.ordered(coming.wait())
+    stacked = coming.wait()
     start_held(of.axis)
+    everyone = of.ordered(stacked)
     for start, n in of.others if of.apart else [(0, of.seq_len)]:
         for weight, out, bias in terms:
             _multiply(everyone.narrow(1, start, n), weight, out.narrow(1, start, n), bias)

@@ -252,8 +252,8 @@ def structure(piece: Piece, names: Names, labels: Labels, numbers: bool = False)
     sizes as ``labels`` writes them.
 
     Args:
-        numbers: whether inputs that stand for a number are written as that of the captured call,
-            as where Dynamo takes numbers for constants.
+        numbers: whether inputs that stand for a number are written as that of the captured call, as
+            where Dynamo takes numbers for constants: two such texts may be of one function.
     """
     known = {n: n.meta.get("number") for n in piece.inputs} if numbers else {}
     index = {node: repr(number) for node, number in known.items() if number is not None}

@@ -61,14 +61,16 @@ class Corrections:
     times: Ratios = field(default_factory=Ratios)
 
     def apply(self, cost: BlockCost, key: Key, workload: Workload) -> BlockCost:
-        """``cost`` as corrected. What was learned of memory was learned in training. What was not
-        measured beside other strategies is as it was among its like; a point with levers that was
-        not measured follows its strategy without them."""
-        at, timed = scale_of(workload), _seen(key, self.times.knows)
+        """``cost`` as corrected. What was learned of memory was learned in training. Until anything
+        was measured beside other strategies, what runs there is as it was among its like; a point
+        with levers that was not measured follows its strategy without them."""
+        kind, variant = key
+        among = key if self.times.knows_mixed(kind) else (kind, variant.removesuffix(MIXED))
+        at, timed = scale_of(workload), _seen(among, self.times.knows)
         time_s = cost.time_s * self.times.ratio(timed, at, cost.parts)
         source = ONLINE if self.times.knows(timed) else cost.source
         cost = replace(cost, time_s=time_s, source=source)
-        held = _seen(key, lambda k: (SAVED, k) in self.measured)
+        held = _seen((kind, variant.removesuffix(MIXED)), lambda k: (SAVED, k) in self.measured)
         if not workload.training or (SAVED, held) not in self.measured:
             return cost
         return replace(
@@ -108,13 +110,12 @@ class Corrections:
 
 
 def _seen(key: Key, known: Callable[[Key], bool]) -> Key:
-    """``key``, or where it is not ``known`` that of the same variant among its like, or of its
-    strategy without levers; heads have no strategy."""
+    """``key``, or that of its strategy without levers where ``key`` is not ``known``; heads have
+    no strategy."""
     kind, variant = key
-    alike = kind, variant.removesuffix(MIXED)
     if kind == HEAD or known(key):
         return key
-    return alike if known(alike) else (kind, Point.parse(variant).strategy)
+    return kind, Point.parse(variant).strategy + MIXED * variant.endswith(MIXED)
 
 
 def nearest(row: Mapping[int, float], at: int) -> float:

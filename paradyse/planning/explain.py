@@ -203,7 +203,7 @@ def explain_plan(
         planner.plan(workload) if alone is None else alone.settle(splits.plan(workload), workload)
     )
     of, own = splits.of(plan, workload)
-    costs = of.costs(own)
+    costs = of.costs(own, of.mixes(plan))
     limit = planner.memory_limit(workload.dtype)
     time_s, peak = of.predict(plan, own)
     blocks = tuple(

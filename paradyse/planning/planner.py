@@ -28,7 +28,7 @@ from paradyse.planning.measured import CostModel
 from paradyse.planning.nothing_fits import why_nothing_fits
 from paradyse.planning.prior import head_cost, made_again, prior_cost
 from paradyse.planning.solver import Choices, Points
-from paradyse.planning.steady import is_mixed, of_one_strategy, steady
+from paradyse.planning.steady import is_mixed, of_one_strategy, steady, with_levers_of_one_strategy
 from paradyse.planning.time_ratios import MIXED, Key
 from paradyse.planning.units import describe_workload, format_bytes
 from paradyse.strategies import variant_of
@@ -94,7 +94,8 @@ class Planner:
         self._number = tuple(number[kind] for kind in self.kinds)
         """Per block the place of its kind in ``_of_kind``."""
         self._free = cache(self._find_free)
-        self._mixed = lru_cache(MOST_PLANS)(partial(is_mixed, self.blocks))
+        self.mixes = lru_cache(MOST_PLANS)(lambda plan: is_mixed(self.blocks, plan.strategies))
+        """Whether a plan is of several strategies."""
         self._corrections = Corrections()
         self._predicted = lru_cache(MOST_PREDICTED)(self._predict)
         self._predicted_head = lru_cache(MOST_PREDICTED)(self._predict_head)
@@ -146,7 +147,7 @@ class Planner:
 
     def time_keys(self, plan: Plan) -> tuple[Key, ...]:
         """``keys`` of ``plan`` for what blocks take: those of several strategies have others."""
-        mixed = MIXED * self._mixed(plan.strategies)
+        mixed = MIXED * self.mixes(plan)
         return tuple((k, v if k == HEAD else v + mixed) for k, v in self.keys(plan))
 
     def variants(self, plan: Plan) -> tuple[str, ...]:
@@ -172,16 +173,15 @@ class Planner:
     def costs(self, workload: Workload, mixed: bool = False) -> Costs:
         """Expected cost of every point of every block, and last of the head: predicted, and
         corrected. With ``mixed`` that of blocks among others of other strategies."""
-        how = MIXED * mixed
 
-        def corrected(at: Hashable, variant: Variant, table: _Table, how: str = "") -> CostTable:
+        def corrected(at: Hashable, variant: Variant, table: _Table, end: str = "") -> CostTable:
             def cost(point: str) -> BlockCost:
-                return self._corrections.apply(table[point], (at, variant(point) + how), workload)
+                return self._corrections.apply(table[point], (at, variant(point) + end), workload)
 
             return CostTable(cost)
 
-        tables = zip(self._of_kind, self._predicted(workload))
-        found = [corrected(at, partial(variant_of, b), of, how) for (at, b), of in tables]
+        tables, end = zip(self._of_kind, self._predicted(workload)), MIXED * mixed
+        found = [corrected(at, partial(variant_of, b), of, end) for (at, b), of in tables]
         head = (corrected(HEAD, str, table) for table in self._predicted_head(workload))
         return (*self._per_block(found), *head)
 
@@ -234,7 +234,7 @@ class Planner:
 
     def _step_s(self, choices: Choices, workload: Workload, points: Points) -> float:
         """Seconds of a step under ``points``, of ``choices`` for ``workload``."""
-        if self._mixed(points[: len(self.blocks)]):
+        if self.mixes(self.plan_of(points)):
             choices = replace(choices, costs=self.costs(workload, mixed=True))
         return choices.time_s(points)
 
@@ -493,4 +493,7 @@ class Planner:
             old = None
         alike = of_one_strategy(fastest, choices.names, self.blocks, self.options.splitting)
         share, step_s = self.options.smoothing, partial(self._step_s, choices, workload)
+        if not alike and step_s(fastest) > choices.time_s(fastest):  # a mix, slower than predicted
+            args = choices, self.blocks, self.options.splitting, limit
+            fastest = min((fastest, *with_levers_of_one_strategy(*args)), key=step_s)
         return self.plan_of(steady(fastest, old, alike, choices, limit, share, step_s))

@@ -51,7 +51,7 @@ def why_chosen(planner: Planner, workload: Workload, plan: Plan, i: int, point: 
 def why_not(planner: Planner, workload: Workload, plan: Plan, i: int, point: str) -> str:
     """Why it does not have ``point``, of ``planner``'s choice."""
     of_head, chosen = i == len(planner.blocks), planner.points(plan)[i]
-    costs = planner.costs(workload)[i]
+    costs = planner.costs(workload, planner.mixes(plan))[i]
     variants = {p if of_head else variant_of(planner.blocks[i], p) for p in (point, chosen)}
     if len(variants) == 1:
         return f"the same variant as {chosen}"

@@ -10,6 +10,7 @@ each other's way: weights on their way to one hold up what the other waits for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paradyse.planning.solver import Choices, Points
 from paradyse.strategies import variant_of
@@ -17,8 +18,8 @@ from paradyse.types import BlockSpec, Point
 
 
 def is_mixed(blocks: Sequence[BlockSpec], strategies: Points) -> bool:
-    """Whether ``blocks`` under ``strategies`` do what no one strategy would have them do, but those
-    that cannot have it."""
+    """Whether ``blocks`` under ``strategies`` do what none of these would have them all do, but
+    those that cannot have it."""
     plain = [Point.parse(s).strategy for s in strategies]
     variants = [variant_of(b, s) for b, s in zip(blocks, plain, strict=True)]
     return not any(
@@ -51,6 +52,25 @@ def of_one_strategy(
         for s in strategies
     )
     return list(dict.fromkeys(plans))
+
+
+def with_levers_of_one_strategy(
+    choices: Choices, blocks: Sequence[BlockSpec], strategies: Sequence[str], limit: float
+) -> list[Points]:
+    """For each of ``strategies`` the fastest of ``choices`` that fits ``limit`` bytes and has it
+    for all ``blocks`` that can, with levers."""
+
+    def of(strategy: str, block: BlockSpec, points: Points) -> Points:
+        variant = variant_of(block, strategy)
+        plain = {p: variant_of(block, Point.parse(p).strategy) for p in points}
+        return tuple(p for p in points if plain[p] == variant) or points
+
+    head = choices.names[len(blocks) :]
+    found = [
+        replace(choices, names=[*(of(s, b, n) for b, n in zip(blocks, choices.names)), *head])
+        for s in strategies
+    ]
+    return [p for p in (some.fastest(limit) for some in found) if p is not None]
 
 
 def steady(

@@ -50,7 +50,7 @@ MIXING = 0.1
 """The same of what all variants beside other strategies have in common, at all scales, and at one
 alone as much again. Plans of attention by one strategy and MLPs by another, that were predicted to
 be a twentieth faster than the best strategy for all, took 4 to 13 % more than that on two ranks
-with links like NVLink."""
+with links like NVLink, all messages of weights being sent at once (``distributed/held.py``)."""
 
 
 class Errors(NamedTuple):
@@ -263,6 +263,11 @@ class Ratios:
         """Whether the variant of ``key`` was measured."""
         kind = self.of_kind.get(key[0])
         return kind is not None and key[1] in kind.variants
+
+    def knows_mixed(self, kind: Hashable) -> bool:
+        """Whether any variant of ``kind`` was measured beside other strategies."""
+        found = self.of_kind.get(kind)
+        return found is not None and any(v.endswith(MIXED) for v in found.variants)
 
     def ratio(self, key: Key, scale: int, parts: TimeParts | None = None) -> float:
         """Expected measured over predicted seconds of ``key`` at ``scale``; ``parts`` as of

@@ -28,7 +28,7 @@ from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved, storages
 from paradyse.torch_private import is_allocation, profiled_events
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.shard_comm import Messages
+from paradyse.weights.shard_comm import Gathers
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Gathered, Shards, Shelf
 
@@ -309,7 +309,7 @@ class _WatchedShelf(Shelf):
 
     def __init__(self, watch: Watch, ahead: bool, sync: GradientSync) -> None:
         super().__init__(ahead, sync)
-        self.holds &= isinstance(watch.probe, Clock)  # what is fetched takes memory at its marks
+        self.holds &= isinstance(watch.probe, Clock)  # else memory is taken at its marks
         self._watch = watch
 
     def fetch(self, shards: Shards, block_id: int, held: bool = False) -> None:
@@ -317,7 +317,7 @@ class _WatchedShelf(Shelf):
         super().fetch(shards, block_id, held)
         self._watch.mark(FETCHED)
 
-    def take(self, shards: Shards) -> Messages | None:
+    def take(self, shards: Shards) -> Gathers | None:
         self._watch.mark(TAKEN)
         return super().take(shards)
 

@@ -2,8 +2,9 @@
 
 One training call in ``SAMPLE_EVERY`` of a plan at a scale of lengths is watched: clocks at the
 edges of every block, which then cannot run together, so that a short call takes longer. With a
-profile it is one in ``SAMPLE_PROFILED``. Where that told nothing new it is half as often, down to
-one in ``SAMPLE_AT_LEAST``, until a variant of the plan takes another time there.
+profile it is one in ``SAMPLE_PROFILED``, once any time is known, as memory is not watched before.
+Where that told nothing new it is half as often, down to one in ``SAMPLE_AT_LEAST``, until a variant
+of the plan takes another time there.
 Memory does not drift as times do: it is watched once for every variant and scale, and again when a
 call is longer than those before. Every ``REFRESH_EVERY`` calls the ranks agree, in one small
 message, on what the slowest of them took and the fullest of them held, against what was predicted
@@ -208,20 +209,23 @@ class Feedback:
             self._finish_agreement()
         plan = Plan(constants.strategies, constants.head, program.ctx.at_rest)
         at = plan, scale_of(workload)
+        first = SAMPLE_EVERY if self.times.empty else self._sample_first
         self._runs[plan] += 1
         self._at_scale[at] += 1
         record = None
         if self._runs[plan] > WARM_UP:
             if self._is_new(plan, workload):
                 record = self._watch_memory(program, args, workload, plan)
-            elif self._at_scale[at] % self._sample_every.get(at, self._sample_first) == 0:
+            elif self._at_scale[at] % self._sample_every.get(at, first) == 0:
                 clock = Clock(program.device)
                 record = _Record(program, self._calls, workload, plan, False, StepWatch(clock))
         if record is not None:
             self._records.append(record)
         watch = None if record is None else record.watch
         if record is None or watch is None:
-            return make(program, args, constants).run()
+            frame = make(program, args, constants)
+            frame.gathering.shelf.holds &= record is None  # as on ranks that can watch memory
+            return frame.run()
         watch.mark(START)
         try:
             with watch.probe:

@@ -81,7 +81,7 @@ class Gathering:
         bring = unshard.gather if vectors is None else vectors.take
         wholes, gathered = bring(shards.values(), self._booked_to(step), step.split, self.shelf)
         if gathered is not None:
-            gathered.held = self._begins_with_message(step.position - 1)
+            gathered.holds = self._begins_with_message(step.position)
         return dict(zip(shards, wholes, strict=True)), gathered
 
     def gather(self, step: Step, shard: ShardedTensor) -> Tensor:
@@ -103,7 +103,7 @@ class Gathering:
     def _begins_with_message(self, position: int) -> bool:
         """Whether the step at ``position`` waits for a message first, behind which others start."""
         program = self.program
-        if position < 0 or program.in_group:
+        if program.in_group:
             return False
         step = program.steps[position]
         variant = program.variant(step, self.constants.strategy(step))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.distributed.held import Coming
+from paradyse.distributed.collectives import Pending
 from paradyse.torch_private import disabled_torch_function, make_wrapper_subclass, tree_map_only
 
 aten = torch.ops.aten
@@ -31,14 +31,14 @@ class ComingGradient(Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, like: Tensor, message: Coming, index: int) -> ComingGradient:
+    def __new__(cls, like: Tensor, message: Pending, index: int) -> ComingGradient:
         out: ComingGradient = make_wrapper_subclass(
             cls, tuple(like.shape), dtype=like.dtype, device=like.device
         )
         out._message, out._index = message, index
         return out
 
-    _message: Coming
+    _message: Pending
     _index: int
 
     def value(self) -> Tensor:

@@ -21,7 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis
-from paradyse.distributed.held import Coming
+from paradyse.distributed.collectives import Pending
+from paradyse.distributed.held import forget_held
 from paradyse.distributed.lanes import GRADIENTS, Overlap, lane_of
 from paradyse.distributed.replicas import average
 from paradyse.torch_private import at_end_of_backward, only_accumulates
@@ -147,10 +148,10 @@ class GradientSync:
         self.axis, self.replicas, self.block_id = axis, replicas, block_id
         self.later = False
         """Whether the backward under way keeps the gradients."""
-        self._ends: list[Coming] | None = None
+        self._ends: list[Pending] | None = None
         """Messages that the end of the backward under way waits for; None: each is waited for at
         once."""
-        self._scatters: list[Coming] = []
+        self._scatters: list[Pending] = []
         """Those of them that hold copies of whole gradients."""
         self._before_waiting: Callable[[], None] | None = None
 
@@ -162,6 +163,7 @@ class GradientSync:
             before_waiting: called where the end of the backward is about to wait for messages.
         """
         self._before_waiting = before_waiting
+        forget_held(self.axis)
         state, kept = gradients_are(self.axis, self.weights), self.axis.session.of(_Kept)
         self.later = state != AT_ONCE
         if not self.later:
@@ -177,7 +179,7 @@ class GradientSync:
         return state
 
     def arrive(
-        self, message: Coming, like: Sequence[Tensor], nodes: Sequence[Any], scatter: bool = False
+        self, message: Pending, like: Sequence[Tensor], nodes: Sequence[Any], scatter: bool = False
     ) -> list[Tensor]:
         """The gradients that ``message`` brings, as autograd may have them now: they come by the
         end of the backward under way, where nothing but ``.grad`` is to have them.

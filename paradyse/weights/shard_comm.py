@@ -18,8 +18,11 @@ from paradyse.distributed.held import Coming, hold
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
 from paradyse.weights.layout import Shard, copy_all
 
-Messages = list[tuple[list[int], Coming]]
+Messages = list[tuple[list[int], collectives.Pending]]
 """Indices of tensors, and the message that brings them."""
+
+Gathers = Sequence[tuple[list[int], Coming]]
+"""The same of weights, which may be held back."""
 
 
 def by_dtype(
@@ -78,7 +81,7 @@ def _num_elements(shards: Sequence[Shard]) -> list[int]:
     return [sum(s.placement.numel(s.shape, r) for s in shards) for r in ranks]
 
 
-def start_gather(shards: Sequence[Shard], block_id: int, held: bool = False) -> Messages:
+def start_gather(shards: Sequence[Shard], block_id: int, held: bool = False) -> Gathers:
     """Start bringing the rows of ``shards`` together; ``gather_shards`` waits for them.
 
     Args:
@@ -86,7 +89,7 @@ def start_gather(shards: Sequence[Shard], block_id: int, held: bool = False) -> 
         block_id: of the block that the bytes are booked to.
         held: start behind a block's own next message.
     """
-    out = []
+    out: list[tuple[list[int], Coming]] = []
     rows = [s.for_use for s in shards]
     for index in by_dtype(rows):
         group = [shards[i] for i in index]
@@ -106,7 +109,7 @@ def gather_shards(
     shards: Sequence[Shard],
     block_id: int,
     out: Sequence[Tensor] | None = None,
-    coming: Messages | None = None,
+    coming: Gathers | None = None,
 ) -> list[Tensor]:
     """The whole tensors, on every rank.
 
@@ -146,11 +149,9 @@ def scatter_gradients(
     return out
 
 
-def start_scatter(
-    grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int, held: bool = False
-) -> Messages:
-    """Start ``scatter_gradients`` of ``grads``, ``shards`` and ``block_id``, if ``held`` behind a
-    block's own next message: the result of each message is a list of sums."""
+def start_scatter(grads: Sequence[Tensor], shards: Sequence[Shard], block_id: int) -> Messages:
+    """Start ``scatter_gradients`` of ``grads``, ``shards`` and ``block_id``: the result of each
+    message is a list of sums."""
     out: Messages = []
     for index in by_dtype(grads, [s.reduce_dtype for s in shards]):
         group, totals = [shards[i] for i in index], _num_elements([shards[i] for i in index])
@@ -165,8 +166,7 @@ def start_scatter(
             for i, rows in zip(index, split_rows(part, group, rank), strict=True)
             for of, to in shards[i].placement.places(grads[i], rank, rows)
         )
-        start = partial(collectives.start_reduce_scatter, sent, axis, block_id, dtype)
-        message = hold(start, axis) if held else start()
+        message = collectives.start_reduce_scatter(sent, axis, block_id, dtype)
         out.append((index, message.then(partial(_own_rows, shards=group))))
     return out
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from paradyse.torch_private import is_traceable_wrapper_subclass
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import own_part
-from paradyse.weights.shard_comm import Messages, gather_shards, start_gather, start_scatter
+from paradyse.weights.shard_comm import Gathers, gather_shards, start_gather, start_scatter
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
 from paradyse.weights.slices import Form, Rows
 
@@ -39,11 +39,11 @@ class Shelf:
     def __init__(self, ahead: bool, sync: GradientSync | None = None, group_size: int = 0) -> None:
         self.ahead, self.sync, self.group_size = ahead, sync or GradientSync(), group_size
         self.holds = ahead
-        """Whether messages may start behind a block's own (``distributed/held.py``)."""
+        """Whether weights may start behind a block's own message (``distributed/held.py``)."""
         self.filled: Gathered | None = None
         self.made: list[Gathered] = []
         """Gathered weights in the order of forward; backward fetches the last ones first."""
-        self.coming: tuple[Shards, Messages] | None = None
+        self.coming: tuple[Shards, Gathers] | None = None
         self._unsent: Gathered | None = None
         """Weights that backward has begun to use, whose gradients have not been sent yet."""
         self._held: Gathered | None = None
@@ -77,7 +77,7 @@ class Shelf:
         if self.ahead and shards and self.coming is None:
             self.coming = (shards, start_gather(shards, block_id, held and self.holds))
 
-    def take(self, shards: Shards) -> Messages | None:
+    def take(self, shards: Shards) -> Gathers | None:
         """The messages that bring ``shards``, if they were fetched; others are waited for and
         dropped."""
         if self.coming is None:
@@ -100,9 +100,9 @@ class Gathered:
         self.again: Sequence[int] = range(len(shards))
         """Which of the weights backward reads."""
         self.is_filled = False
-        self.held = False
-        """Whether the block that runs backward behind this one begins with a message, which
-        gradients are not to hold up."""
+        self.holds = False
+        """Whether the block begins with a message, behind which weights start that backward needs
+        next."""
 
     def make(self) -> list[Tensor]:
         """The whole tensors, for the first time."""
@@ -131,7 +131,7 @@ class Gathered:
         made = self.shelf.made
         if self.shelf.may_fetch_before(self) and (at := made.index(self)):
             before = made[at - 1]
-            self.shelf.fetch(before.read_again(), before.block_id)
+            self.shelf.fetch(before.read_again(), before.block_id, self.holds)
 
     def leave(self) -> None:
         """Give the memory back after the forward of a block that gathers its weights anew when it
@@ -227,8 +227,7 @@ class _Gather(torch.autograd.Function):
             return None, *out
         sync = gathered.shelf.sync
         gathered.shelf.send()
-        held = gathered.held and gathered.shelf.holds
-        for index, message in start_scatter(given, like, gathered.block_id, held):
+        for index, message in start_scatter(given, like, gathered.block_id):
             shards = [at_rest(like[k]) for k in index]
             nodes = [ctx.next_functions[found[k]][0] for k in index]
             message.then(partial(_with_rows, shards))

@@ -194,7 +194,7 @@ def watched_calls(path: str) -> list[int]:
 
 def test_with_a_profile_few_steps_are_watched(pool2: RankPool, tmp_path: Path) -> None:
     for watched in pool2.run(watched_calls, str(tmp_path / "profile.jsonl"), timeout_s=100):
-        assert watched == [16, 32]
+        assert watched == [4, 8, 12, 16, 32]  # what the first ones took is known at the 20th
 
 
 STEADY = 240

@@ -79,7 +79,9 @@ class OwnHeads:
             tensors: all heads of the rank's s tokens, [B, H, s, D]; with queries alone, or with
                 queries, keys and values.
         """
-        return receive_tokens(self._exchange(send_heads(self.slots, tensors)))
+        came = self._exchange(send_heads(self.slots, tensors))
+        start_held(self.axis)
+        return receive_tokens(came)
 
     def scatter(self, tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, ...]:
         """The transpose of ``gather``: all heads of the rank's tokens, [B, H, s, D] each.
@@ -163,7 +165,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     own = OwnHeads.of(q.shape[1], v.shape[3], at)
     spec = own.spec(at.spec, q.device)
     gathered = own.gather_all(q, k, v, at.across)
-    start_held(at.axis)
     runs = _whole(gathered)
     if own.real[0]:
         out_h, lse = with_sinks(*attention_forward(*own.heads(gathered), *runs, spec), spec)
@@ -196,7 +197,6 @@ def backward(
     lse, out_h, *gathered = saved
     own, runs = OwnHeads.of(grad_out.shape[1], grad_out.shape[3], at), _whole(gathered)
     grad_h = own.output_heads(own.gather((grad_out,)))
-    start_held(at.axis)
     d_heads, d_bias, d_sinks = own.heads(gathered), None, None
     if own.real[0]:
         given, spec = Backward(grad_h, *d_heads, out_h, lse), own.spec(at.spec, grad_out.device)
