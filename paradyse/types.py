@@ -212,8 +212,8 @@ class BlockSpec:
     """Index among the blocks of its kind, in the order of computation."""
     structure: str
     """Blocks of equal structure cost the same, and in one graph share their compiled variants. A
-    batch of one, which Dynamo makes a graph of its own for, does not tell them apart, nor does
-    whether a number is a constant or an input (``dynamic=True``), but for its value when captured."""
+    batch of one, which Dynamo makes a graph of its own for, does not tell them apart, nor whether a
+    number is a constant or an input (``dynamic=True``); what it was when captured does."""
     infeasible: Mapping[str, str] = field(default_factory=dict)
     """Strategy -> why it cannot compute this block."""
     hidden: int = 0
