@@ -50,9 +50,9 @@ def gathered(sharded: bool) -> tuple[list[bool], dict[int, int], list[int]]:
             had[step.index] = len(wholes)
         return wholes, back
 
-    def noted(shelf: Shelf, shards: Any, block_id: int) -> None:
+    def noted(shelf: Shelf, shards: Any, block_id: int, held: bool = False) -> None:
         before = shelf.coming
-        fetch(shelf, shards, block_id)
+        fetch(shelf, shards, block_id, held)
         if shelf.coming is not before:
             begun.append(at[0])
 
