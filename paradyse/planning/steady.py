@@ -4,7 +4,7 @@ A prediction adds up what blocks take, each as if its neighbours were like it: g
 behind as much as the block itself computes. So a plan of several strategies has to be faster by
 more than that may be wrong, and another plan than the previous one by more than noise. What blocks
 take in plans of several strategies is learned apart (``time_ratios.MIXED``), as neighbours get into
-each other's way: weights on their way to one hold up what the other waits for.
+each other's way: gradients on their way from one hold up what the other waits for.
 """
 
 from __future__ import annotations

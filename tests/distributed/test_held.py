@@ -145,6 +145,22 @@ def test_weights_that_backward_needs_next_start_behind_that_message_too(pool2: R
         assert own_before(backward, at, own) == ["start", "wait"]
 
 
+@pytest.mark.parametrize(
+    ("attention", "mlp", "own", "weights"),
+    [
+        ("megatron_ts", "megatron_cz", "layers.0.attention", "layers.0.mlp"),
+        ("ulysses_z", "megatron_ts", "layers.0.mlp", "layers.1.attention"),
+    ],
+    ids=["megatron_ts", "ulysses_z"],
+)
+def test_so_they_do_on_three_ranks(
+    attention: str, mlp: str, own: str, weights: str, pool3: RankPool
+) -> None:
+    """That share neither heads nor tokens evenly."""
+    for forward, _ in pool3.run(steps, attention, mlp, timeout_s=60):
+        assert own_before(forward, ("start", "weights", weights), own) == ["start", "wait"]
+
+
 def test_those_of_blocks_without_such_a_message_start_at_once(pool2: RankPool) -> None:
     for forward, _ in pool2.run(steps, "megatron_cz", "megatron_cz", timeout_s=60):
         assert not own_before(forward, ("start", "weights", "layers.1.mlp"), "layers.1.attention")
