@@ -73,16 +73,20 @@ class HeadSlots:
         """Per rank the KV head of each slot; -1 for a missing one."""
         return tuple(tuple(h // self.group for h in q[:: self.heads_per_slot]) for q in self.q)
 
-    def head_ids(self, rank: int, device: torch.device) -> Tensor:
+    def head_ids(self, rank: int, device: torch.device, first: int = 0) -> Tensor:
         """Query head [real slots * heads per slot] int64 of each head that ``rank`` computes, on
         ``device``, the same tensor at each call; one that exists stands in for a missing one.
+
+        Args:
+            first: the number of the first of all these heads, where there are others before them.
         """
 
         def make() -> Tensor:
             ids = self.q[rank][: self.real_slots(rank) * self.heads_per_slot]
-            return torch.tensor([max(0, i) for i in ids], dtype=torch.int64, device=device)
+            numbers = [first + max(0, i) for i in ids]
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
 
-        return _HEAD_IDS.get((self, rank, device), make)
+        return _HEAD_IDS.get((self, rank, device, first), make)
 
     def spread_queries(self, x: Tensor) -> Tensor:
         """[B, s, H, D] to [B, s, p, n g D]: each rank's slots."""

@@ -21,7 +21,7 @@ DEVICE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "head numbers made on the host at each call",
         "kernels/head_slots.py",
-        "return _HEAD_IDS.get((self, rank, device), make)",
+        "return _HEAD_IDS.get((self, rank, device, first), make)",
         "return make()",
         COPIES,
     ),

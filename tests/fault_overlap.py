@@ -8,6 +8,8 @@ LANES = "tests/distributed/test_lanes.py::"
 HELD = "tests/distributed/test_held.py::"
 LINEARS = "tests/distributed/test_token_linears.py::"
 COMING = "tests/weights/test_coming_gradient.py::"
+IN_TURNS = "tests/strategies/test_attention_ranks.py::"
+ULYSSES = "paradyse/strategies/attention/ulysses.py"
 WHOLE = "tests/test_whole_on_every_rank.py::"
 
 OVERLAP_FAULTS: tuple[Fault, ...] = (
@@ -178,5 +180,34 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "structure(step.piece, scope.names, of_one, numbers=True)",
         "structure(step.piece, scope.names, of_one)",
         ("tests/runtime/test_describe.py",),
+    ),
+    Fault(
+        "ulysses: bias of the first turn's heads",
+        ULYSSES,
+        "self.slots.head_ids(self.axis.rank, device, first)",
+        "self.slots.head_ids(self.axis.rank, device)",
+        (f"{IN_TURNS}test_heads_go_in_turns[3]",),
+    ),
+    Fault(
+        "ulysses: gradient of the bias of the last turn alone",
+        ULYSSES,
+        "return sum(parts[1:], parts[0])",
+        "return parts[-1]",
+        (f"{IN_TURNS}test_heads_go_in_turns[3]",),
+    ),
+    Fault(
+        "ulysses: a turn's heads sent when they are asked for",
+        ULYSSES,
+        """        coming = start(i + 1) if i + 1 < len(turns) else []
+        if not coming:
+            start_held(own.axis)
+        yield [receive_tokens(came.pop(0)) for _ in parts[i]]
+""",
+        """        if i + 1 == len(turns):
+            start_held(own.axis)
+        yield [receive_tokens(came.pop(0)) for _ in parts[i]]
+        coming = start(min(i + 1, len(turns) - 1))
+""",
+        (f"{IN_TURNS}test_a_turns_heads_travel_while_attention_is_computed",),
     ),
 )

@@ -206,8 +206,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ulysses: bias of the first rank's heads",
         ULYSSES,
-        "self.slots.head_ids(self.axis.rank, device)",
-        "self.slots.head_ids(0, device)",
+        "self.slots.head_ids(self.axis.rank, device, first)",
+        "self.slots.head_ids(0, device, first)",
         MASKS,
     ),
     Fault("colossal: no scale", COLOSSAL, ".to(exact) * spec.scale", ".to(exact)", SIZES),

@@ -325,18 +325,22 @@ def waits_on_host(axis: Axis) -> bool:
     return axis.size == 1 or backend_of(axis.group) == "gloo"
 
 
-def _all_to_all_async(x: Tensor, axis: Axis, block_id: int, what: str, num_bytes: int) -> Pending:
+def start_exchange(
+    x: Tensor, axis: Axis, block_id: int, what: str = "all_to_all", num_bytes: int | None = None
+) -> Pending:
+    """Start ``all_to_all`` of ``x``, booked as ``what`` and so many bytes where that is another."""
+    if axis.size == 1:
+        return Pending([], x, what, axis, block_id, None)
     x = x.contiguous()
-    out = torch.empty_like(x)
-    each = [x[0].numel()] * axis.size
+    out, each = torch.empty_like(x), [x[0].numel()] * axis.size
+    num_bytes = x.nbytes - x[0].nbytes if num_bytes is None else num_bytes
     launch = partial(start_all_to_all, out.view(-1), x.view(-1), each, each, axis)
     return _start(what, x, axis, block_id, num_bytes, launch, out, "all_to_all")
 
 
 def all_to_all(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     """Send slice i of ``x`` [p, ...] to rank i; slice j of the result came from rank j."""
-    num_bytes = x.nbytes * (axis.size - 1) // axis.size
-    return _all_to_all_async(x, axis, block_id, "all_to_all", num_bytes).wait()
+    return start_exchange(x, axis, block_id).wait()
 
 
 def start_rows(x: Tensor, counts: Counts, axis: Axis, block_id: int) -> Pending:
@@ -377,11 +381,10 @@ def start_all_gather(x: Tensor, axis: Axis, block_id: int) -> Pending:
     """Start ``all_gather`` of ``x``."""
     if axis.size == 1:
         return Pending([], x.unsqueeze(0), "all_gather", axis, block_id, None)
-    num_bytes = x.nbytes * (axis.size - 1)
     if waits_on_host(axis):
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
-        return _all_to_all_async(copies, axis, block_id, "all_gather", num_bytes)
-    x = x.contiguous()
+        return start_exchange(copies, axis, block_id, "all_gather")
+    x, num_bytes = x.contiguous(), x.nbytes * (axis.size - 1)
     out = x.new_empty((axis.size, *x.shape))
     launch = partial(_ALL_GATHER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
     return _start("all_gather", x, axis, block_id, num_bytes, launch, out)
@@ -415,11 +418,9 @@ def start_reduce_scatter(
         return Pending([], x[0].to(dtype), "reduce_scatter", axis, block_id, None)
     x = x.to(travel_dtype(x.dtype, dtype, axis))
     if waits_on_host(axis):
-        num_bytes = x.nbytes * (axis.size - 1) // axis.size
-        sent = _all_to_all_async(x, axis, block_id, "reduce_scatter", num_bytes)
+        sent = start_exchange(x, axis, block_id, "reduce_scatter")
         return sent.then(partial(torch.sum, dim=0, dtype=dtype))
-    x = x.contiguous()
-    num_bytes = x.nbytes * (axis.size - 1) // axis.size
+    x, num_bytes = x.contiguous(), x.nbytes - x[0].nbytes
     out = torch.empty_like(x[0])
     launch = partial(_REDUCE_SCATTER, out.view(-1), x.view(-1), group=axis.group, async_op=True)
     return _start("reduce_scatter", x, axis, block_id, num_bytes, launch, out)
@@ -434,7 +435,7 @@ def all_reduce(x: Tensor, axis: Axis, block_id: int) -> Tensor:
     if waits_on_host(axis) and x.numel() < _SMALL_ELEMENTS:
         num_bytes = 2 * x.nbytes * (axis.size - 1) // axis.size
         copies = x.unsqueeze(0).expand(axis.size, *x.shape)
-        return _all_to_all_async(copies, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
+        return start_exchange(copies, axis, block_id, "all_reduce", num_bytes).wait().sum(0)
     out = x.clone(memory_format=torch.contiguous_format)
     return all_reduce_in_place(out, axis, {block_id: x.nbytes})
 

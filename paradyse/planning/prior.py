@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from paradyse.distributed.axis import TokenLayout
 from paradyse.planning.costs import BlockCost, Machine, TimeParts, gradient_bytes
 from paradyse.strategies import count_work, strategy_named
+from paradyse.strategies.groups.heads import deal_in_turns
 from paradyse.strategies.lever_work import count_head
 from paradyse.strategies.work import Work
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point, Workload
@@ -57,7 +58,23 @@ def time_parts(work: Work, machine: Machine) -> TimeParts:
     for name, num_bytes, messages, flops in work.behind:
         hidden_s = min(machine.link(name).time_s(num_bytes, messages), flops / machine.matmul_flops)
         exchange_s -= machine.overlap * hidden_s
+    exchange_s -= _hidden_in_turns_s(work, machine, attention_s)
     return TimeParts(compute_s, attention_s, ring_s, exchange_s, weights_s)
+
+
+def _hidden_in_turns_s(work: Work, machine: Machine, attention_s: float) -> float:
+    """What attention by turns of ``attention_s`` in all hides of its own exchange, less what the
+    messages of more turns take."""
+    block, exchange = work.block, work.exchange
+    if exchange is None or work.p == 1:
+        return 0.0
+    on_host = machine.host_bandwidth is None
+    heads = block.num_heads, block.num_kv_heads, work.p
+    _, turns = deal_in_turns(*heads, exchange.each_bytes, on_host)
+    link, share = machine.link("all_to_all"), 1 - 1 / turns
+    time_s = link.time_s(exchange.num_bytes, exchange.messages * turns)
+    more_s = time_s - link.time_s(exchange.num_bytes, exchange.messages)
+    return machine.overlap * share * min(time_s, attention_s) - more_s
 
 
 def _copies_s(work: Work, machine: Machine, block_s: float) -> float:

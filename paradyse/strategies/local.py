@@ -37,7 +37,7 @@ from paradyse.strategies.base import (
 )
 from paradyse.strategies.dropout import dropout_overrides, sequence_ids
 from paradyse.strategies.groups.evaluate import local_shape
-from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Work
+from paradyse.strategies.work import CORE_OPS, EXCHANGE_OPS, Exchange, Work
 from paradyse.types import EXPERTS
 
 _METHODS = {"megatron_cz": "ring", "ulysses_z": "ulysses", "colossal_z": "colossal"}
@@ -173,11 +173,15 @@ def _count_ring(work: Work) -> None:
 
 
 def _count_exchange(work: Work) -> None:
-    """q, k, v in one message, the output in another."""
+    """q, k, v in one message, the output in another; or several of each, one turn's after the
+    other's."""
     p, passes = work.p, 1 + work.back
     moved = work.heads_bytes(2 * work.own_heads * p) + work.keys_bytes(2 * work.own_kv * p)
     messages = 2 if work.workload.key_len is None else 3
-    work.send("all_to_all", moved * (p - 1) / p * passes, messages * passes)
+    sent = moved * (p - 1) / p * passes, messages * passes
+    work.send("all_to_all", *sent)
+    each_bytes = work.heads_bytes(work.own_heads) + work.keys_bytes(2 * work.own_kv)
+    work.exchange = Exchange(*sent, each_bytes)
     work.attend(work.own_heads, work.pairs)
     work.moved_bytes += 12 * moved * passes  # six copies, each read and written
     work.num_ops += (CORE_OPS + EXCHANGE_OPS) * passes

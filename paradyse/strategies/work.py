@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import NamedTuple
 
 from paradyse.distributed.axis import TokenLayout
 from paradyse.distributed.token_linears import MIN_ROWS
@@ -63,6 +64,16 @@ def count_chunk_pairs(mask: MaskSpec | None, num_chunks: int, length: int) -> in
     left, right, chunk = map(in_chunks, (mask.left, mask.right, mask.chunk))
     whole = replace(mask, left=left, right=right, chunk=chunk)
     return count_visible_pairs(whole, num_chunks)
+
+
+class Exchange(NamedTuple):
+    """Heads of all ranks sent to those that compute them, and back; they may go in turns."""
+
+    num_bytes: float
+    messages: float
+    """Of one turn."""
+    each_bytes: float
+    """As ``num_bytes`` of ``deal_in_turns``."""
 
 
 class Work:
@@ -149,6 +160,8 @@ class Work:
         self.behind: list[tuple[str, float, float, float]] = []
         """Of these, messages that are under way while the block's own linears are computed:
         collective, bytes, messages, operations of these linears."""
+        self.exchange: Exchange | None = None
+        """Of these, what attention sends by its own ``all_to_all``."""
         self.ahead_bytes = 0.0
         """Whole weights that are on their way while a neighbouring block computes."""
         self.saved_bytes = self.workspace_bytes = 0.0
@@ -255,6 +268,10 @@ class Work:
         for collective, messages in forward.messages.items():
             self.send(collective, forward.sent_bytes[collective], messages)
         self.behind += forward.behind
+        if self.exchange is not None and (more := forward.exchange) is not None:
+            num_bytes = self.exchange.num_bytes + more.num_bytes
+            messages = self.exchange.messages + more.messages
+            self.exchange = self.exchange._replace(num_bytes=num_bytes, messages=messages)
 
     def keep_only(self, num_bytes: float) -> None:
         """Save ``num_bytes`` instead; the rest is there again while the block runs backward."""

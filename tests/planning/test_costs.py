@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from paradyse.planning.costs import BlockCost, Link, Machine, peak_bytes
 from paradyse.planning.prior import prior_cost
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.attention.operators import attend_across_ranks
+from paradyse.strategies.groups import heads
 from paradyse.strategies.work import count_visible_pairs
 from paradyse.types import ATTENTION_STRATEGIES, EXPERTS, BlockSpec, MaskSpec, Workload
 
@@ -479,3 +481,18 @@ def test_a_ring_hides_behind_attention_and_weights_behind_the_rest() -> None:
     sharded = prior_cost(attention(), "megatron_cz", w, replace(SLOW, overlap=1.0), sharded=True)
     assert of[0.0].time_s > of[1.0].time_s >= far.time_s
     assert sharded.time_s <= of[0.0].time_s
+
+
+@pytest.mark.parametrize("s, kv, gains", [(8192, 32, True), (8192, 4, False), (64, 32, False)])
+def test_attention_in_turns_hides_its_exchange(s: int, kv: int, gains: bool) -> None:
+    block = attention(4096, 32, kv)
+
+    def time_s(overlap: float) -> float:
+        machine = replace(GPU, overlap=overlap)
+        return prior_cost(block, "ulysses_z", work(s), machine).time_s
+
+    # Weights travel behind as much with and without turns.
+    turned = time_s(0.9), time_s(0.0)
+    with patch.object(heads, "LEAST_TURN_BYTES", (1e18, 1e18)):
+        at_once = time_s(0.9), time_s(0.0)
+    assert (turned[0] < at_once[0], turned[1] > at_once[1]) == (gains, gains)

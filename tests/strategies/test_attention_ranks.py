@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis, local_positions, resolve_axis
 from paradyse.graph.attention_call import AttentionCall
+from paradyse.strategies.attention import ulysses
 from paradyse.strategies.attention.operators import METHODS, attend_across_ranks
+from paradyse.strategies.groups import heads
 
 # The project's bounds (relative norm of outputs and of each gradient).
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -230,6 +233,89 @@ def test_equal_to_one_rank(
 @pytest.mark.parametrize("cases", [sizes, masks, across, others], ids=lambda f: f.__name__)
 def test_equal_to_one_rank_on_one_rank(cases: Callable[[], Iterator[Case]]) -> None:
     assert failures(list(cases())) == []
+
+
+def failures_in_turns(cases: list[Case], turns: dict[tuple[int, int], int]) -> list[str]:
+    """As ``failures`` of Ulysses, where heads go in as many turns as there can be; and cases whose
+    heads and KV heads did not go in as many as ``turns`` says."""
+    axis, found, own = resolve_axis(), list[str](), ulysses.OwnHeads
+    of_case, in_turns = list[int](), own.in_turns
+
+    def noted(*args: Any) -> list[Any]:
+        made = in_turns(*args)
+        of_case.append(len(made))
+        return made
+
+    with (
+        patch.object(heads, "LEAST_TURN_BYTES", (1, 1)),
+        patch.object(own, "in_turns", staticmethod(noted)),
+    ):
+        for case in cases:
+            of_case.clear()
+            found.append(text := compare("ulysses", case, axis))
+            want = turns.get((case.heads, case.kv_heads))
+            if not text and want and of_case != [want] * 2:
+                found[-1] = f"turns {of_case}"
+            found[-1] = found[-1] and f"{case}: {found[-1]}"
+    return [text for text in found if text]
+
+
+def of_many_heads() -> Iterator[Case]:
+    """Heads that can go in several turns, with every argument that has heads."""
+    for h, h_kv in ((8, 8), (8, 4), (24, 12), (12, 4)):
+        for s in (5, 37):
+            yield Case(batch=2, heads=h, kv_heads=h_kv, seq_len=s, value_width=6)
+        yield Case(heads=h, kv_heads=h_kv, left=9, padding="holes", dropout_p=0.3)
+        for bias in ("heads", "distance", "dense"):
+            yield Case(batch=2, heads=h, kv_heads=h_kv, bias=bias, sinks=True)
+        yield Case(heads=h, kv_heads=h_kv, seq_len=11, keys=21, right=-1, sinks=True)
+
+
+TURNS = {
+    2: {(8, 8): 4, (8, 4): 2, (24, 12): 3, (12, 4): 2, (5, 5): 1},
+    3: {(8, 8): 1, (8, 4): 1, (24, 12): 4, (12, 4): 4, (6, 3): 1},
+}
+"""Ranks -> heads and KV heads -> turns, where no rank computes more heads than in one."""
+
+
+@pytest.mark.parametrize("p", TURNS)
+def test_heads_go_in_turns(ranks: Callable[[int], RankPool], p: int) -> None:
+    cases = [*of_many_heads(), *sizes(), *others()]
+    for rank, bad in enumerate(ranks(p).run(failures_in_turns, cases, TURNS[p])):
+        assert not bad, f"rank {rank}: {len(bad)} cases, first {bad[0]}"
+
+
+def in_order(turns: int) -> str:
+    """Of a forward and a backward in so many turns: > a message starts, < it is there, and a dot
+    where attention is computed."""
+    axis, events = resolve_axis(), list[str]()
+    start = collectives.start_exchange
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (events.append(event), call(*args))[1]
+
+    def started(*args: Any) -> collectives.Pending:
+        events.append(">")
+        return start(*args).then(noting("<", lambda came: came))
+
+    n = axis.layout(64).local_len
+    q, k, v = (torch.randn(1, turns * axis.size, n, 8, requires_grad=True) for _ in range(3))
+    call = AttentionCall(q, k, v, right=0, scale=0.3, info=torch.tensor([64, 0]))
+    with (
+        patch.object(heads, "LEAST_TURN_BYTES", (1, 1)),
+        patch.object(collectives, "start_exchange", started),
+        patch.object(ulysses, "attention_forward", noting(".", ulysses.attention_forward)),
+        patch.object(ulysses, "attention_backward", noting(".", ulysses.attention_backward)),
+    ):
+        out, _ = attend_across_ranks(call, "ulysses", axis)
+        out.sum().backward()
+    return "".join(events)
+
+
+def test_a_turns_heads_travel_while_attention_is_computed(pool2: RankPool) -> None:
+    # The next turn's heads start when this turn's are there, results when they are computed.
+    for turns, once in ((1, "><.><"), (2, "><>.><.><<"), (3, "><>.><>.><.><<<")):
+        assert pool2.run(in_order, turns) == [once * 2] * 2
 
 
 def step(op: str, s: int, b: int = 2, h: int = 4, h_kv: int = 2, d: int = 8) -> dict[str, int]:

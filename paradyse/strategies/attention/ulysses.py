@@ -1,12 +1,13 @@
 """Ulysses: an all-to-all turns the split of the sequence into a split of the heads.
 
 DeepSpeed-Ulysses (arXiv 2309.14509), for any numbers of heads and ranks: ``head_exchange`` says
-which heads go where, and packs and unpacks the messages.
+which heads go where, and packs and unpacks the messages. Where these are large, heads go in turns
+(``deal_in_turns``): those of one are on their way while attention is computed over another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, Runs
+from paradyse.distributed.collectives import Pending
 from paradyse.distributed.held import start_held
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward, empty_lse
@@ -28,7 +30,7 @@ from paradyse.kernels.head_exchange import (
 from paradyse.kernels.head_slots import HeadSlots
 from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies.attention.method import Context
-from paradyse.strategies.groups.heads import deal_heads
+from paradyse.strategies.groups.heads import deal_heads, deal_in_turns
 
 
 def _no_queries(k: Tensor, num_heads: int) -> Tensor:
@@ -41,10 +43,17 @@ def _heads(x: Tensor, width: int, real: int) -> Tensor:
     return x.unflatten(2, (-1, width))[:, :, :real].transpose(1, 2)
 
 
+def _parts(qkv: Sequence[Tensor], across: bool) -> list[list[Tensor]]:
+    """What is sent together: ``qkv``; ``across``: q alone, and k and v, which have another number
+    of tokens."""
+    q, k, v = qkv
+    return [[q], [_no_queries(k, q.shape[1]), k, v]] if across else [[q, k, v]]
+
+
 @dataclass(frozen=True)
 class OwnHeads:
     """One rank's part of the work: its slots, and the widths of the message [.., n (g D + D + Dv)]
-    of q, k, v.
+    of q, k, v; or its part of one turn.
     """
 
     slots: HeadSlots
@@ -52,6 +61,8 @@ class OwnHeads:
     block_id: int
     key_width: int
     value_width: int
+    turn: int = 0
+    turns: int = 1
 
     @staticmethod
     def of(num_heads: int, value_width: int, at: Context) -> OwnHeads:
@@ -60,6 +71,22 @@ class OwnHeads:
         """
         slots = deal_heads(num_heads, at.num_kv_heads, at.axis.size)
         return OwnHeads(slots, at.axis, at.block_id, at.key_width, value_width)
+
+    @staticmethod
+    def in_turns(out_shape: Sequence[int], itemsize: int, at: Context) -> list[OwnHeads]:
+        """Those of each turn of the call ``at``, whose output is [B, H, s, Dv] on each rank, with
+        elements of ``itemsize`` bytes."""
+        b, num_heads, s, value_width = out_shape
+        whole = OwnHeads.of(num_heads, value_width, at)
+        num_bytes = b * s * sum(whole.slots.columns(whole.widths)) * itemsize
+        heads = num_heads, at.num_kv_heads, at.axis.size
+        slots, turns = deal_in_turns(*heads, num_bytes, collectives.waits_on_host(at.axis))
+        return [replace(whole, slots=slots, turn=i, turns=turns) for i in range(turns)]
+
+    def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The heads of this turn, of ``tensors`` [B, all heads, ..]: queries, or queries, keys and
+        values."""
+        return [x.tensor_split(self.turns, 1)[self.turn] for x in tensors]
 
     @property
     def real(self) -> tuple[int, int]:
@@ -79,9 +106,14 @@ class OwnHeads:
             tensors: all heads of the rank's s tokens, [B, H, s, D]; with queries alone, or with
                 queries, keys and values.
         """
-        came = self._exchange(send_heads(self.slots, tensors))
+        came = self.start_gather(tensors).wait()
         start_held(self.axis)
         return receive_tokens(came)
+
+    def start_gather(self, tensors: Sequence[Tensor]) -> Pending:
+        """Start what ``gather`` sends of ``tensors``, for ``receive_tokens``."""
+        message = send_heads(self.slots, tensors)
+        return collectives.start_exchange(message, self.axis, self.block_id)
 
     def scatter(self, tensors: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, ...]:
         """The transpose of ``gather``: all heads of the rank's tokens, [B, H, s, D] each.
@@ -90,26 +122,24 @@ class OwnHeads:
             tensors: the rank's own heads of all tokens, [B, h, N, D].
             widths: of the heads of each.
         """
-        return receive_heads(self.slots, self._exchange(send_tokens(self.slots, tensors)), widths)
+        return self.start_scatter(tensors, widths).wait()
 
-    def gather_all(self, q: Tensor, k: Tensor, v: Tensor, across: bool) -> list[Tensor]:
-        """What ``gather`` gives of ``q``, ``k`` and ``v``; ``across``: of q alone, and of k and v,
-        which have another number of tokens."""
-        if not across:
-            return [self.gather((q, k, v))]
-        return [self.gather((q,)), self.gather((_no_queries(k, self.slots.num_heads), k, v))]
+    def start_scatter(self, tensors: Sequence[Tensor], widths: Sequence[int]) -> Pending:
+        """Start ``scatter`` of ``tensors`` of ``widths``."""
+        message = send_tokens(self.slots, tensors)
+        sent = collectives.start_exchange(message, self.axis, self.block_id)
+        return sent.then(lambda came: receive_heads(self.slots, came, widths))
 
-    def scatter_all(self, q: Tensor, k: Tensor, v: Tensor, across: bool) -> tuple[Tensor, ...]:
-        """The transpose of ``gather_all``, of ``q``, ``k`` and ``v``; ``across`` as there."""
+    def start_scatter_all(self, q: Tensor, k: Tensor, v: Tensor, across: bool) -> list[Pending]:
+        """Start ``scatter`` of ``q``, ``k`` and ``v``; ``across`` as of ``_parts``."""
         if not across:
-            return self.scatter((q, k, v), self.widths)
-        none = _no_queries(k, self.real[0])
-        _, dk, dv = self.scatter((none, k, v), (0, *self.widths[1:]))
-        return *self.scatter((q,), self.widths[:1]), dk, dv
+            return [self.start_scatter((q, k, v), self.widths)]
+        of_keys = self.start_scatter((_no_queries(k, self.real[0]), k, v), (0, *self.widths[1:]))
+        return [self.start_scatter((q,), self.widths[:1]), of_keys.then(lambda came: came[1:])]
 
     def heads(self, gathered: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of ``gathered``, [B, N, n (g D + D + Dv)] or two of such, as ``gather_all`` gave
-        them, as real heads of q, k, v, [B, h, N, D].
+        """Views of ``gathered``, [B, N, n (g D + D + Dv)] or two of such, of what ``_parts`` gives,
+        as real heads of q, k, v, [B, h, N, D].
         """
         h, h_kv = self.real
         columns = self.slots.columns(self.widths)
@@ -127,12 +157,13 @@ class OwnHeads:
         return _heads(out, self.value_width, self.real[0])
 
     def spec(self, spec: AttentionSpec, device: torch.device) -> AttentionSpec:
-        """``spec`` for the heads that this rank computes, on ``device``.
+        """``spec`` for the heads that this rank computes in this turn, on ``device``.
 
         Raises:
             ValueError: a bias of another number of heads.
         """
-        ids, num_heads = self.slots.head_ids(self.axis.rank, device), self.slots.num_heads
+        first, num_heads = self.turn * self.slots.num_heads, self.turns * self.slots.num_heads
+        ids = self.slots.head_ids(self.axis.rank, device, first)
         if spec.head_ids is not None:
             ids = spec.head_ids.to(device).index_select(0, ids)
         else:
@@ -140,11 +171,41 @@ class OwnHeads:
             spec.head_sinks(num_heads)
         return replace(spec, head_ids=ids)
 
-    def _exchange(self, message: Tensor) -> Tensor:
-        """Slice i of ``message`` [p, ..] to rank i; what they sent."""
-        if self.axis.size == 1:
-            return message
-        return collectives.all_to_all(message, self.axis, self.block_id)
+
+def _gathered(
+    turns: Sequence[OwnHeads], parts: Sequence[Sequence[Sequence[Tensor]]]
+) -> Iterator[list[Tensor]]:
+    """What ``gather`` gives of the ``parts`` of each of ``turns``, one after the other: each starts
+    when the one before is there, as two at once would come together, and late. What is given is not
+    held here meanwhile."""
+
+    def start(i: int) -> list[Pending]:
+        return [turns[i].start_gather(tensors) for tensors in parts[i]]
+
+    coming = start(0)
+    for i, own in enumerate(turns):
+        came = [message.wait() for message in coming]
+        coming = start(i + 1) if i + 1 < len(turns) else []
+        if not coming:
+            start_held(own.axis)
+        yield [receive_tokens(came.pop(0)) for _ in parts[i]]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """``parts`` of each turn as one, along ``dim``."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _joined_heads(parts: Sequence[Tensor]) -> Tensor:
+    """``parts`` [B, h, N, D] of each turn as one, laid out as ``token_major``."""
+    if len(parts) == 1:
+        return token_major(parts[0])
+    return torch.cat([x.transpose(1, 2) for x in parts], 2).transpose(1, 2)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor | None:
+    """The sum of ``parts``; None of none."""
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
@@ -162,21 +223,29 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     Raises:
         ValueError: a bias of another number of heads.
     """
-    own = OwnHeads.of(q.shape[1], v.shape[3], at)
-    spec = own.spec(at.spec, q.device)
-    gathered = own.gather_all(q, k, v, at.across)
-    runs = _whole(gathered)
-    if own.real[0]:
-        out_h, lse = with_sinks(*attention_forward(*own.heads(gathered), *runs, spec), spec)
-    else:
-        out_h = q.new_empty(q.shape[0], 0, gathered[0].shape[1], v.shape[3])
-        lse = empty_lse(out_h)
-    (out,) = own.scatter((out_h,), (v.shape[3],))
-    return out, [lse.contiguous(), token_major(out_h), *gathered]
+    turns = OwnHeads.in_turns((*q.shape[:3], v.shape[3]), q.itemsize, at)
+    outs, lses, messages = list[Tensor](), list[Tensor](), list[list[Tensor]]()
+    coming = list[Pending]()
+    parts = [_parts(own.share((q, k, v)), at.across) for own in turns]
+    for own, gathered in zip(turns, _gathered(turns, parts), strict=True):
+        if own.real[0]:
+            spec, args = own.spec(at.spec, q.device), (*own.heads(gathered), *_whole(gathered))
+            out_h, lse = with_sinks(*attention_forward(*args, spec), spec)
+            del args
+        else:
+            out_h = q.new_empty(q.shape[0], 0, gathered[0].shape[1], v.shape[3])
+            lse = empty_lse(out_h)
+        coming.append(own.start_scatter((out_h,), (v.shape[3],)))
+        outs.append(out_h)
+        lses.append(lse)
+        messages.append(gathered)
+    kept = [_joined(x, -1) for x in zip(*messages, strict=True)]
+    kept = [_joined(lses, 1).contiguous(), _joined_heads(outs), *kept]
+    return _joined_heads([message.wait()[0] for message in coming]), kept
 
 
 def _whole(gathered: Sequence[Tensor]) -> tuple[Runs, Runs]:
-    """Positions of the queries and of the keys of ``OwnHeads.gather_all``."""
+    """Positions of the queries and of the keys of what ``_parts`` gives, ``gathered``."""
     return ((0, gathered[0].shape[1]),), ((0, gathered[-1].shape[1]),)
 
 
@@ -194,20 +263,29 @@ def backward(
         dq, dk, dv, and this rank's shares of the gradients of bias and sinks; None where it
         computes no head.
     """
-    lse, out_h, *gathered = saved
-    own, runs = OwnHeads.of(grad_out.shape[1], grad_out.shape[3], at), _whole(gathered)
-    grad_h = own.output_heads(own.gather((grad_out,)))
-    d_heads, d_bias, d_sinks = own.heads(gathered), None, None
-    if own.real[0]:
-        given, spec = Backward(grad_h, *d_heads, out_h, lse), own.spec(at.spec, grad_out.device)
-        args = (given, *runs, spec)
-        d_heads = attention_backward(*args)
-        d_sinks = sink_gradient(grad_h, out_h, lse, spec) if spec.sinks is not None else None
-        d_bias = bias_gradient(*args) if bias_grad else None
-        del args, given
-    del grad_h
-    dq, dk, dv = own.scatter_all(*d_heads, at.across)
-    return dq, dk, dv, d_bias, d_sinks
+    turns = OwnHeads.in_turns(grad_out.shape, grad_out.itemsize, at)
+    shares = [x.tensor_split(len(turns), 1) for x in saved[:2]]
+    shares += [x.tensor_split(len(turns), -1) for x in saved[2:]]
+    coming, d_bias, d_sinks = list[list[Pending]](), list[Tensor](), list[Tensor]()
+    grads = _gathered(turns, [[own.share([grad_out])] for own in turns])
+    for own, (lse, out_h, *gathered) in zip(turns, zip(*shares, strict=True), strict=True):
+        grad_h, d_heads = own.output_heads(*next(grads)), own.heads(gathered)
+        if own.real[0]:
+            given = Backward(grad_h, *d_heads, out_h, lse.contiguous())
+            spec = own.spec(at.spec, grad_out.device)
+            args = (given, *_whole(gathered), spec)
+            d_heads = attention_backward(*args)
+            if spec.sinks is not None:
+                d_sinks.append(sink_gradient(grad_h, out_h, lse, spec))
+            if bias_grad:
+                d_bias.append(bias_gradient(*args))
+            del args, given
+        del grad_h
+        coming.append(own.start_scatter_all(*d_heads, at.across))
+        del d_heads
+    found = [[x for message in of for x in message.wait()] for of in coming]
+    dq, dk, dv = (_joined_heads(x) for x in zip(*found, strict=True))
+    return dq, dk, dv, _sum(d_bias), _sum(d_sinks)
 
 
 def fake_kept(q: Tensor, k: Tensor, v: Tensor, axis: Axis, across: bool) -> list[Tensor]:

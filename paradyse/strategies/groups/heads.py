@@ -26,3 +26,40 @@ def deal_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:
     most = min(num_heads // num_kv_heads, num_ranks)
     dealings = [HeadSlots(num_heads, num_kv_heads, num_ranks, r) for r in range(1, most + 1)]
     return min(dealings, key=lambda s: (s.queries_per_rank, s.slots_per_rank, s.replicas))
+
+
+MOST_TURNS = 4
+"""Of an exchange: with so many, a quarter of it is waited for with nothing to compute."""
+
+LEAST_TURN_BYTES = 2**19, 2**22
+"""Of a turn's queries, keys and values to each rank, on gloo and on NCCL: the latency of smaller
+messages is more than what hides of them. Half of it gains no more on links of 83 MB/s, and costs on
+loopback, where the processors that compute carry the messages; on NCCL it is an estimate."""
+
+
+def deal_in_turns(
+    num_heads: int, num_kv_heads: int, num_ranks: int, num_bytes: float, on_host: bool
+) -> tuple[HeadSlots, int]:
+    """Deal heads in turns, so that those of one are computed while those of another travel.
+
+    The turns are as many heads each, one share of them behind the other, and dealt alike: as many
+    as may be without a rank having more heads than ``deal_heads`` would give it.
+
+    Args:
+        num_heads, num_kv_heads, num_ranks: as of ``deal_heads``.
+        num_bytes: of all queries, keys and values that a rank sends to each.
+        on_host: whether messages go over gloo.
+    Returns:
+        the slots of one turn, and the number of turns.
+    """
+    slots = deal_heads(num_heads, num_kv_heads, num_ranks)
+    most = int(num_bytes // LEAST_TURN_BYTES[not on_host])
+    for turns in range(min(most, MOST_TURNS, num_kv_heads), 1, -1):
+        if num_kv_heads % turns == 0:
+            each = deal_heads(num_heads // turns, num_kv_heads // turns, num_ranks)
+            if (
+                each.queries_per_rank * turns == slots.queries_per_rank
+                and each.slots_per_rank * turns == slots.slots_per_rank
+            ):
+                return each, turns
+    return slots, 1
