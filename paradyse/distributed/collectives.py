@@ -328,7 +328,7 @@ def waits_on_host(axis: Axis) -> bool:
 def start_exchange(
     x: Tensor, axis: Axis, block_id: int, what: str = "all_to_all", num_bytes: int | None = None
 ) -> Pending:
-    """Start ``all_to_all`` of ``x``, booked as ``what`` and so many bytes where that is another."""
+    """Start ``all_to_all`` of ``x``, booked as ``what``; ``num_bytes``: where they are others."""
     if axis.size == 1:
         return Pending([], x, what, axis, block_id, None)
     x = x.contiguous()

@@ -9,8 +9,7 @@ windows, padding of the sequence and of the heads.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from paradyse.distributed.axis import TokenLayout
 from paradyse.distributed.token_linears import MIN_ROWS
@@ -66,7 +65,8 @@ def count_chunk_pairs(mask: MaskSpec | None, num_chunks: int, length: int) -> in
     return count_visible_pairs(whole, num_chunks)
 
 
-class Exchange(NamedTuple):
+@dataclass(frozen=True)
+class Exchange:
     """Heads of all ranks sent to those that compute them, and back; they may go in turns."""
 
     num_bytes: float
@@ -271,7 +271,7 @@ class Work:
         if self.exchange is not None and (more := forward.exchange) is not None:
             num_bytes = self.exchange.num_bytes + more.num_bytes
             messages = self.exchange.messages + more.messages
-            self.exchange = self.exchange._replace(num_bytes=num_bytes, messages=messages)
+            self.exchange = replace(self.exchange, num_bytes=num_bytes, messages=messages)
 
     def keep_only(self, num_bytes: float) -> None:
         """Save ``num_bytes`` instead; the rest is there again while the block runs backward."""

@@ -74,8 +74,8 @@ class OwnHeads:
 
     @staticmethod
     def in_turns(out_shape: Sequence[int], itemsize: int, at: Context) -> list[OwnHeads]:
-        """Those of each turn of the call ``at``, whose output is [B, H, s, Dv] on each rank, with
-        elements of ``itemsize`` bytes."""
+        """Those of each turn of the call ``at``, whose output on each rank has ``out_shape``
+        [B, H, s, Dv] and elements of ``itemsize`` bytes."""
         b, num_heads, s, value_width = out_shape
         whole = OwnHeads.of(num_heads, value_width, at)
         num_bytes = b * s * sum(whole.slots.columns(whole.widths)) * itemsize
