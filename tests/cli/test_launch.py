@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PATIENCE
 
 from paradyse.cli import launch
 from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
@@ -107,8 +108,9 @@ def test_a_rank_that_dies_is_named_with_its_signal() -> None:
 
 @pytest.mark.broad
 def test_a_hang_ends_in_time_with_the_stacks() -> None:
-    setting = Setting(timeout_s=20, env=SETTING.env)  # imports take up to half of it
-    with pytest.raises(RanksFailed, match=r"not finished in 20 s(?s:.*)sleep_for_ever"):
+    setting = Setting(timeout_s=20 * PATIENCE, env=SETTING.env)  # imports take up to half of it
+    text = rf"not finished in {setting.timeout_s:.0f} s(?s:.*)sleep_for_ever"
+    with pytest.raises(RanksFailed, match=text):
         run_ranks("test_launch:sleep_for_ever", 1, {}, setting)
 
 
