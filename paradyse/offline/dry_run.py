@@ -39,6 +39,7 @@ from paradyse.runtime.program import Program
 from paradyse.runtime.saved_memory import Saved
 from paradyse.strategies import canonical_strategy
 from paradyse.strategies.base import SPLIT, WHOLE, Uses, spec_dims
+from paradyse.strategies.groups.heads import heads_at_once
 from paradyse.strategies.groups.rest_layout import rest_layouts
 from paradyse.strategies.host_memory import HostMemories, HostMemory, Pairs, Wait, nothing
 from paradyse.strategies.tiles import cut_into
@@ -378,6 +379,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sam
         stack.callback(position_intervals.cache_clear)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(cut_into(TILES))
+        stack.enter_context(heads_at_once())
         stack.enter_context(_no_host(program.axis))
         constants = program.make_constants(sizes)
         timeline, saved = Timeline(bodies(program.axis)), Saved()

@@ -84,7 +84,7 @@ class TimeParts(NamedTuple):
     ring_s: float = 0.0
     """Messages that attention hides."""
     exchange_s: float = 0.0
-    """Messages that are waited for."""
+    """Messages that are waited for, without what the block hides of them itself."""
     weights_s: float = 0.0
     """Messages of weights and of their gradients that neighbouring blocks hide."""
 

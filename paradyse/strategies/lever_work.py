@@ -86,6 +86,7 @@ def chunked(work: Work, counted: Counted) -> None:
     """
     most = chunk_tokens(work.workload.batch)
     tile, tiles = _in_tiles(work, counted, most), num_tiles(work, most)
+    work.exchange = None  # each chunk's heads go at once
     pairs = count_chunk_pairs(work.block.mask, tiles, most * work.p)
     wide = max(4, work.itemsize) / work.itemsize
     q, kv, lse = _own_heads_bytes(work)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PATIENCE
 
 from paradyse.cli import launch
 from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
@@ -108,6 +107,8 @@ def test_a_rank_that_dies_is_named_with_its_signal() -> None:
 
 @pytest.mark.broad
 def test_a_hang_ends_in_time_with_the_stacks() -> None:
+    from harness import PATIENCE  # which the ranks, that import this file, do not find
+
     setting = Setting(timeout_s=20 * PATIENCE, env=SETTING.env)  # imports take up to half of it
     text = rf"not finished in {setting.timeout_s:.0f} s(?s:.*)sleep_for_ever"
     with pytest.raises(RanksFailed, match=text):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -491,8 +490,7 @@ def test_attention_in_turns_hides_its_exchange(s: int, kv: int, gains: bool) -> 
         machine = replace(GPU, overlap=overlap)
         return prior_cost(block, "ulysses_z", work(s), machine).time_s
 
-    # Weights travel behind as much with and without turns.
     turned = time_s(0.9), time_s(0.0)
-    with patch.object(heads, "LEAST_TURN_BYTES", (1e18, 1e18)):
+    with heads.heads_at_once():
         at_once = time_s(0.9), time_s(0.0)
     assert (turned[0] < at_once[0], turned[1] > at_once[1]) == (gains, gains)

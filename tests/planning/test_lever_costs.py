@@ -9,6 +9,7 @@ from test_costs import GPU, attention, mlp, work
 
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.strategies import STRATEGIES, count_work
+from paradyse.strategies.groups.heads import heads_at_once
 from paradyse.strategies.tiles import CHUNK_TOKENS
 from paradyse.types import HeadSpec, MaskSpec, Point
 
@@ -248,3 +249,12 @@ def test_chunks_with_offload_keep_nothing_on_the_device() -> None:
     assert both.workspace_bytes == chunked.workspace_bytes + 2 * chunked.saved_bytes
     forward = prior_cost(attention(), "ulysses_z+chunked", replace(LONG, training=False), FREE)
     assert (forward.saved_bytes, forward.host_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("lever, at_once", [("chunked", True), ("recompute", False)])
+def test_heads_of_chunks_go_at_once(lever: str, at_once: bool) -> None:
+    block, point = attention(1024, 32), f"ulysses_z+{lever}"
+    found = prior_cost(block, point, LONG, GPU).time_s
+    with heads_at_once():
+        slower = prior_cost(block, point, LONG, GPU).time_s
+    assert (found == slower) if at_once else (found < slower)

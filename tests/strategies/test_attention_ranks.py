@@ -247,7 +247,7 @@ def failures_in_turns(cases: list[Case], turns: dict[tuple[int, int], int]) -> l
         return made
 
     with (
-        patch.object(heads, "LEAST_TURN_BYTES", (1, 1)),
+        patch.object(heads, "LEAST_TURN_BYTES", {"gloo": 1}),
         patch.object(own, "in_turns", staticmethod(noted)),
     ):
         for case in cases:
@@ -302,7 +302,7 @@ def in_order(turns: int) -> str:
     q, k, v = (torch.randn(1, turns * axis.size, n, 8, requires_grad=True) for _ in range(3))
     call = AttentionCall(q, k, v, right=0, scale=0.3, info=torch.tensor([64, 0]))
     with (
-        patch.object(heads, "LEAST_TURN_BYTES", (1, 1)),
+        patch.object(heads, "LEAST_TURN_BYTES", {"gloo": 1}),
         patch.object(collectives, "start_exchange", started),
         patch.object(ulysses, "attention_forward", noting(".", ulysses.attention_forward)),
         patch.object(ulysses, "attention_backward", noting(".", ulysses.attention_backward)),

@@ -52,8 +52,8 @@ def _parts(qkv: Sequence[Tensor], across: bool) -> list[list[Tensor]]:
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """One rank's part of the work: its slots, and the widths of the message [.., n (g D + D + Dv)]
-    of q, k, v; or its part of one turn.
+    """One rank's part of the work, or of one turn of it, of whose heads alone ``slots`` then are:
+    its slots, and the widths of the message [.., n (g D + D + Dv)] of q, k, v.
     """
 
     slots: HeadSlots
@@ -73,12 +73,20 @@ class OwnHeads:
         return OwnHeads(slots, at.axis, at.block_id, at.key_width, value_width)
 
     @staticmethod
-    def in_turns(out_shape: Sequence[int], itemsize: int, at: Context) -> list[OwnHeads]:
-        """Those of each turn of the call ``at``, whose output on each rank has ``out_shape``
-        [B, H, s, Dv] and elements of ``itemsize`` bytes."""
+    def in_turns(
+        out_shape: Sequence[int], num_keys: int, itemsize: int, at: Context
+    ) -> list[OwnHeads]:
+        """Those of each turn of the call ``at``.
+
+        Args:
+            out_shape: [B, H, s, Dv], of the output on each rank.
+            num_keys: that each rank holds.
+            itemsize: bytes of an element of queries, keys and values.
+        """
         b, num_heads, s, value_width = out_shape
         whole = OwnHeads.of(num_heads, value_width, at)
-        num_bytes = b * s * sum(whole.slots.columns(whole.widths)) * itemsize
+        of_queries, *of_keys = whole.slots.columns(whole.widths)
+        num_bytes = b * (s * of_queries + num_keys * sum(of_keys)) * itemsize
         heads = num_heads, at.num_kv_heads, at.axis.size
         slots, turns = deal_in_turns(*heads, num_bytes, collectives.waits_on_host(at.axis))
         return [replace(whole, slots=slots, turn=i, turns=turns) for i in range(turns)]
@@ -175,9 +183,9 @@ class OwnHeads:
 def _gathered(
     turns: Sequence[OwnHeads], parts: Sequence[Sequence[Sequence[Tensor]]]
 ) -> Iterator[list[Tensor]]:
-    """What ``gather`` gives of the ``parts`` of each of ``turns``, one after the other: each starts
-    when the one before is there, as two at once would come together, and late. What is given is not
-    held here meanwhile."""
+    """What ``gather`` gives of the ``parts`` of each of ``turns``, one turn after the other: it
+    starts when the one before is there, as two turns at once would come together, and late. What
+    was held back starts when the last one is there. What is given is not held here meanwhile."""
 
     def start(i: int) -> list[Pending]:
         return [turns[i].start_gather(tensors) for tensors in parts[i]]
@@ -203,9 +211,9 @@ def _joined_heads(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.transpose(1, 2) for x in parts], 2).transpose(1, 2)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor | None:
-    """The sum of ``parts``; None of none."""
-    return sum(parts[1:], parts[0]) if parts else None
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """``part`` added to ``total``, which may be written to, if there is one."""
+    return part if total is None else total.add_(part)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
@@ -219,18 +227,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
         this rank's out [B, H, s, Dv]; then, of its own heads over the whole sequence of N = p s
         tokens, lse [B, h, N], out [B, h, N, Dv] and the message [B, N, n (g D + D + Dv)] that
         brought q, k, v (two, where keys are of another sequence): for backward, which so has only
-        gradients to send.
+        gradients to send. Heads come turn by turn, and so do the columns of the message.
     Raises:
         ValueError: a bias of another number of heads.
     """
-    turns = OwnHeads.in_turns((*q.shape[:3], v.shape[3]), q.itemsize, at)
+    turns = OwnHeads.in_turns((*q.shape[:3], v.shape[3]), k.shape[2], q.itemsize, at)
+    specs = [own.spec(at.spec, q.device) for own in turns]  # raises before anything is sent
     outs, lses, messages = list[Tensor](), list[Tensor](), list[list[Tensor]]()
     coming = list[Pending]()
     parts = [_parts(own.share((q, k, v)), at.across) for own in turns]
-    for own, gathered in zip(turns, _gathered(turns, parts), strict=True):
+    for own, spec, gathered in zip(turns, specs, _gathered(turns, parts), strict=True):
         if own.real[0]:
-            spec, args = own.spec(at.spec, q.device), (*own.heads(gathered), *_whole(gathered))
-            out_h, lse = with_sinks(*attention_forward(*args, spec), spec)
+            args = (*own.heads(gathered), *_whole(gathered), spec)
+            out_h, lse = with_sinks(*attention_forward(*args), spec)
             del args
         else:
             out_h = q.new_empty(q.shape[0], 0, gathered[0].shape[1], v.shape[3])
@@ -239,8 +248,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
         outs.append(out_h)
         lses.append(lse)
         messages.append(gathered)
-    kept = [_joined(x, -1) for x in zip(*messages, strict=True)]
-    kept = [_joined(lses, 1).contiguous(), _joined_heads(outs), *kept]
+    kept = [_joined(lses, 1).contiguous(), _joined_heads(outs)]
+    kept += [_joined(x, -1) for x in zip(*messages, strict=True)]
+    del outs, lses, messages, gathered, out_h, lse
     return _joined_heads([message.wait()[0] for message in coming]), kept
 
 
@@ -263,10 +273,13 @@ def backward(
         dq, dk, dv, and this rank's shares of the gradients of bias and sinks; None where it
         computes no head.
     """
-    turns = OwnHeads.in_turns(grad_out.shape, grad_out.itemsize, at)
+    num_keys, itemsize = saved[-1].shape[1] // at.axis.size, saved[1].itemsize
+    turns = OwnHeads.in_turns(grad_out.shape, num_keys, itemsize, at)
     shares = [x.tensor_split(len(turns), 1) for x in saved[:2]]
     shares += [x.tensor_split(len(turns), -1) for x in saved[2:]]
-    coming, d_bias, d_sinks = list[list[Pending]](), list[Tensor](), list[Tensor]()
+    coming = list[list[Pending]]()
+    d_bias: Tensor | None = None
+    d_sinks: Tensor | None = None
     grads = _gathered(turns, [[own.share([grad_out])] for own in turns])
     for own, (lse, out_h, *gathered) in zip(turns, zip(*shares, strict=True), strict=True):
         grad_h, d_heads = own.output_heads(*next(grads)), own.heads(gathered)
@@ -276,16 +289,17 @@ def backward(
             args = (given, *_whole(gathered), spec)
             d_heads = attention_backward(*args)
             if spec.sinks is not None:
-                d_sinks.append(sink_gradient(grad_h, out_h, lse, spec))
+                d_sinks = _added(d_sinks, sink_gradient(grad_h, out_h, lse, spec))
             if bias_grad:
-                d_bias.append(bias_gradient(*args))
+                d_bias = _added(d_bias, bias_gradient(*args))
             del args, given
         del grad_h
         coming.append(own.start_scatter_all(*d_heads, at.across))
         del d_heads
     found = [[x for message in of for x in message.wait()] for of in coming]
+    coming.clear()
     dq, dk, dv = (_joined_heads(x) for x in zip(*found, strict=True))
-    return dq, dk, dv, _sum(d_bias), _sum(d_sinks)
+    return dq, dk, dv, d_bias, d_sinks
 
 
 def fake_kept(q: Tensor, k: Tensor, v: Tensor, axis: Axis, across: bool) -> list[Tensor]:

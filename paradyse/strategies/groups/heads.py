@@ -4,6 +4,10 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from paradyse.kernels.head_slots import HeadSlots
 
 
@@ -31,10 +35,22 @@ def deal_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSlots:
 MOST_TURNS = 4
 """Of an exchange: with so many, a quarter of it is waited for with nothing to compute."""
 
-LEAST_TURN_BYTES = 2**19, 2**22
-"""Of a turn's queries, keys and values to each rank, on gloo and on NCCL: the latency of smaller
-messages is more than what hides of them. Half of it gains no more on links of 83 MB/s, and costs on
-loopback, where the processors that compute carry the messages; on NCCL it is an estimate."""
+LEAST_TURN_BYTES = {"gloo": 2**19, "nccl": 2**22}
+"""Of a turn's queries, keys and values to each rank: the latency of smaller messages is more than
+what hides of them. Half of it gains no more over gloo on links of 83 MB/s, and costs on loopback,
+where the processors that compute carry the messages; for NCCL it is an estimate."""
+
+_at_once: ContextVar[bool] = ContextVar("heads_at_once", default=False)
+
+
+@contextmanager
+def heads_at_once() -> Iterator[None]:
+    """Inside, this thread's heads go in one turn, whatever the length."""
+    token = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
 
 
 def deal_in_turns(
@@ -43,7 +59,8 @@ def deal_in_turns(
     """Deal heads in turns, so that those of one are computed while those of another travel.
 
     The turns are as many heads each, one share of them behind the other, and dealt alike: as many
-    as may be without a rank having more heads than ``deal_heads`` would give it.
+    as ``MOST_TURNS`` and ``LEAST_TURN_BYTES`` allow without a rank having more heads than
+    ``deal_heads`` would give it.
 
     Args:
         num_heads, num_kv_heads, num_ranks: as of ``deal_heads``.
@@ -53,7 +70,9 @@ def deal_in_turns(
         the slots of one turn, and the number of turns.
     """
     slots = deal_heads(num_heads, num_kv_heads, num_ranks)
-    most = int(num_bytes // LEAST_TURN_BYTES[not on_host])
+    if num_ranks == 1 or _at_once.get():
+        return slots, 1
+    most = int(num_bytes // LEAST_TURN_BYTES["gloo" if on_host else "nccl"])
     for turns in range(min(most, MOST_TURNS, num_kv_heads), 1, -1):
         if num_kv_heads % turns == 0:
             each = deal_heads(num_heads // turns, num_kv_heads // turns, num_ranks)
