@@ -23,6 +23,7 @@ from plans import PLANS, Blocks, blocks_of, choose
 
 from paradyse.distributed import token_linears
 from paradyse.runtime import runs
+from paradyse.strategies.groups import heads
 from paradyse.types import DSP
 
 Batches = Mapping[str, tuple[tuple[int, int], ...]]
@@ -227,6 +228,19 @@ def test_own_tokens_multiplied_apart(
     """As of long sequences: a rank multiplies its own tokens before the others' are there."""
     args = (family, torch.float64, in_turn(family, 2), "eager", ("megatron_ts",))
     assert_exact(family, ranks(nproc).run(compare_apart, *args, timeout_s=300), torch.float64)
+
+
+def compare_in_turns(*args: Any) -> Any:
+    with patch.object(heads, "LEAST_TURN_BYTES", {"gloo": 1}):
+        return compare_plans(*args)
+
+
+@pytest.mark.broad
+@families("gpt2", "bert")
+def test_heads_in_turns(family: str, pool2: RankPool) -> None:
+    """As of long sequences: some heads are on their way while others are computed."""
+    args = (family, torch.float32, in_turn(family, 1), inner_for(family), ("ulysses_z",), True)
+    assert_exact(family, pool2.run(compare_in_turns, *args, timeout_s=300))
 
 
 def compare_in_runs(*args: Any) -> Any:
