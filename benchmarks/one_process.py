@@ -107,7 +107,6 @@ QUICK = {n: SMALL._replace(mask=c.mask) for n, c in CASES.items()} | {"short": C
 
 def measure(case: Case, runs: int) -> list[float]:
     """The median step of each backend, in seconds."""
-    torch._dynamo.reset()  # all cases run the same code, which Dynamo compiles so many times only
     contenders = {b: case.contender(b) for b in BACKENDS}
     contenders["paradyse"].check("paradyse", contenders["inductor"], case.seq_len)
     steps = {name: c.time_s for name, c in contenders.items()}

@@ -86,12 +86,14 @@ def alone(function: Callable[..., T], *given: Any, **env: str) -> T:
         return pool.submit(function, *given).result()
 
 
+MANY_MODELS = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
+"""For Dynamo, which counts models that are compiled apart as recompilations of one function, and at
+its limit would run them eagerly."""
+
+
 def run_target(rank: Rank, target: str, args: argparse.Namespace) -> Any:
     """What runs on each rank: ``module:function``."""
-    # Dynamo counts models compiled under many plans as recompilations of one function, and at its
-    # limit would run them eagerly without a word.
-    limits = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
-    with torch._dynamo.config.patch(limits), whole_graphs():
+    with torch._dynamo.config.patch(MANY_MODELS), whole_graphs():
         return pkgutil.resolve_name(target)(rank, args)
 
 
@@ -351,7 +353,8 @@ def benchmark(
             # so that what ranks need of the system, such as links, is given back
             signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
             bench = Benchmark(name, main.__globals__["__doc__"], quick, **options)
-            return bench.finish(main(bench, bench.args))
+            with torch._dynamo.config.patch(MANY_MODELS):
+                return bench.finish(main(bench, bench.args))
 
         if main.__module__ == "__main__":
             sys.exit(command())

@@ -86,8 +86,8 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "messages of tokens hidden behind blocks too",
         "paradyse/planning/prior.py",
-        "min(parts.weights_s, unused_s)",
-        "min(parts.weights_s + parts.exchange_s, unused_s)",
+        "min(parts.weights_s, computed_s - behind_attention_s)",
+        "min(parts.weights_s + parts.exchange_s, computed_s - behind_attention_s)",
         ("tests/planning/test_costs.py::test_weights_travel_while_blocks_compute",),
     ),
     Fault(

@@ -82,7 +82,7 @@ class TimeParts(NamedTuple):
     """Linears, what surrounds them, launches."""
     attention_s: float = 0.0
     ring_s: float = 0.0
-    """Messages that attention hides."""
+    """Messages that attention hides: a ring's, and of heads in turns."""
     exchange_s: float = 0.0
     """Messages that are waited for, without what the block hides of them itself."""
     weights_s: float = 0.0

@@ -30,21 +30,19 @@ FORWARD_SHARE = 1 / 3
 
 def seconds(work: Work, machine: Machine) -> float:
     """Predicted time of ``work`` on ``machine``. A ring's messages hide behind attention, and so do
-    heads in turns; messages of weights hide behind all else that neighbouring blocks compute, which
-    is taken to be as much as this one does, and copies to the host and back behind the block."""
+    heads in turns; those of weights hide behind all else that neighbouring blocks compute, which is
+    taken to be as much as this one does, and copies to the host and back behind the block."""
     parts = time_parts(work, machine)
-    _, in_turns_s = _in_turns_s(work, machine, parts.attention_s)
     behind_attention_s = min(parts.ring_s, parts.attention_s)
     computed_s = parts.compute_s + parts.attention_s
-    unused_s = computed_s - behind_attention_s - in_turns_s
-    hidden_s = behind_attention_s + min(parts.weights_s, unused_s)
+    hidden_s = behind_attention_s + min(parts.weights_s, computed_s - behind_attention_s)
     block_s = sum(parts) - machine.overlap * hidden_s
     return block_s + _copies_s(work, machine, block_s)
 
 
 def time_parts(work: Work, machine: Machine) -> TimeParts:
     """What ``work`` on ``machine`` takes, part by part; of messages that it waits for, without what
-    its own linears hide, and its attention of heads in turns, of others whole."""
+    its own linears hide, of others whole."""
     attention_s = work.attention_flops / (machine.attention_flops or machine.matmul_flops)
     compute_s = work.flops / machine.matmul_flops + work.moved_bytes / machine.memory_bandwidth
     compute_s += work.num_ops * machine.op_overhead_s
@@ -60,19 +58,18 @@ def time_parts(work: Work, machine: Machine) -> TimeParts:
     for name, num_bytes, messages, flops in work.behind:
         hidden_s = min(machine.link(name).time_s(num_bytes, messages), flops / machine.matmul_flops)
         exchange_s -= machine.overlap * hidden_s
-    more_s, hidden_s = _in_turns_s(work, machine, attention_s)
-    exchange_s += more_s - machine.overlap * hidden_s
+    more_s, behind_s = _in_turns_s(work, machine, attention_s)
+    exchange_s, ring_s = exchange_s + more_s - behind_s, ring_s + behind_s
     return TimeParts(compute_s, attention_s, ring_s, exchange_s, weights_s)
 
 
 def _in_turns_s(work: Work, machine: Machine, attention_s: float) -> tuple[float, float]:
     """What the messages of an exchange in turns take more than those of one turn, and how much of
     them is under way while attention, of ``attention_s`` in all, is computed."""
-    block, exchange = work.block, work.exchange
-    if exchange is None:
+    if (exchange := work.exchange) is None:
         return 0.0, 0.0
-    heads, on_host = (block.num_heads, block.num_kv_heads, work.p), machine.host_bandwidth is None
-    _, turns = deal_in_turns(*heads, exchange.each_bytes, on_host)
+    on_host = machine.host_bandwidth is None
+    _, turns = deal_in_turns(work.slots, exchange.each_bytes, on_host)
     link = machine.link("all_to_all")
     time_s = link.time_s(exchange.num_bytes, exchange.messages * turns)
     at_once_s = link.time_s(exchange.num_bytes, exchange.messages)

@@ -112,7 +112,7 @@ class Work:
         n = self.computed_weights = block.num_weight_elements
         """Elements of the weights that a token is multiplied with."""
         if self.is_attention:
-            slots = deal_heads(block.num_heads, block.num_kv_heads, self.p)
+            slots = self.slots = deal_heads(block.num_heads, block.num_kv_heads, self.p)
             self.own_heads, self.own_kv = slots.queries_per_rank, slots.slots_per_rank
             """Query and KV heads of one of p groups, padding and copies included."""
             self.padded_weights = n * self.own_heads * self.p / block.num_heads

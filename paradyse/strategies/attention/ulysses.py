@@ -87,8 +87,8 @@ class OwnHeads:
         whole = OwnHeads.of(num_heads, value_width, at)
         of_queries, *of_keys = whole.slots.columns(whole.widths)
         num_bytes = b * (s * of_queries + num_keys * sum(of_keys)) * itemsize
-        heads = num_heads, at.num_kv_heads, at.axis.size
-        slots, turns = deal_in_turns(*heads, num_bytes, collectives.waits_on_host(at.axis))
+        on_host = collectives.waits_on_host(at.axis)
+        slots, turns = deal_in_turns(whole.slots, num_bytes, on_host)
         return [replace(whole, slots=slots, turn=i, turns=turns) for i in range(turns)]
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:

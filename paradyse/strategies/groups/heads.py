@@ -53,32 +53,28 @@ def heads_at_once() -> Iterator[None]:
         _at_once.reset(token)
 
 
-def deal_in_turns(
-    num_heads: int, num_kv_heads: int, num_ranks: int, num_bytes: float, on_host: bool
-) -> tuple[HeadSlots, int]:
+def deal_in_turns(slots: HeadSlots, num_bytes: float, on_host: bool) -> tuple[HeadSlots, int]:
     """Deal heads in turns, so that those of one are computed while those of another travel.
 
     The turns are as many heads each, one share of them behind the other, and dealt alike: as many
-    as ``MOST_TURNS`` and ``LEAST_TURN_BYTES`` allow without a rank having more heads than
-    ``deal_heads`` would give it.
+    as ``MOST_TURNS`` and ``LEAST_TURN_BYTES`` allow without a rank having more heads than in one.
 
     Args:
-        num_heads, num_kv_heads, num_ranks: as of ``deal_heads``.
+        slots: of ``deal_heads``, of all heads at once.
         num_bytes: of all queries, keys and values that a rank sends to each.
         on_host: whether messages go over gloo.
     Returns:
         the slots of one turn, and the number of turns.
     """
-    slots = deal_heads(num_heads, num_kv_heads, num_ranks)
-    if num_ranks == 1 or _at_once.get():
-        return slots, 1
     most = int(num_bytes // LEAST_TURN_BYTES["gloo" if on_host else "nccl"])
-    for turns in range(min(most, MOST_TURNS, num_kv_heads), 1, -1):
-        if num_kv_heads % turns == 0:
-            each = deal_heads(num_heads // turns, num_kv_heads // turns, num_ranks)
-            if (
-                each.queries_per_rank * turns == slots.queries_per_rank
-                and each.slots_per_rank * turns == slots.slots_per_rank
-            ):
-                return each, turns
+    if slots.num_ranks == 1 or _at_once.get():
+        most = 1
+    for turns in range(min(most, MOST_TURNS, slots.num_kv_heads), 1, -1):
+        if slots.num_kv_heads % turns:
+            continue
+        share = slots.num_heads // turns, slots.num_kv_heads // turns
+        each = deal_heads(*share, slots.num_ranks)
+        heads = each.queries_per_rank * turns, each.slots_per_rank * turns
+        if heads == (slots.queries_per_rank, slots.slots_per_rank):
+            return each, turns
     return slots, 1
