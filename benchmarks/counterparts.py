@@ -1,4 +1,4 @@
-"""PyTorch's own parallel training of the same HuggingFace model, for ``two_ranks.py``: tensor
+"""PyTorch's own parallel training of the same HuggingFace model, for ``peers.py``: tensor
 parallel of a Llama, the others of any that masks causally or not at all.
 
 README.md says how fair they are. The context manager ``context_parallel`` dispatches only CUDA

@@ -1,4 +1,4 @@
-"""What the kernels of a step take that is split over ranks, and nothing else, for ``two_ranks.py``.
+"""What the kernels of a step take that is split over ranks, and nothing else, for ``peers.py``.
 
 A rank's share of the matrix multiplications and of attention, as PyTorch's ring of context parallel
 calls them, on tensors that are there already: no messages, no Python between, no normalization, no

@@ -54,7 +54,7 @@ LINKS: dict[str, Any] = {
 }
 """Of benchmarks on ranks; such a report is a file of its own, named after both."""
 NAMED = ("family", "sharded", "learn", "profile_seconds")
-"""Options that are in the name of the report where they are given."""
+"""Options that are in the name of the report where given, as another number of ranks is."""
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -281,6 +281,8 @@ class Benchmark(Report):
             self.args = parser.parse_args()
         elif not self.args.out:
             self.args.out = RESULTS
+        if isinstance(options.get("ranks"), int) and self.args.ranks != options["ranks"]:
+            self.name += f"_{self.args.ranks}_ranks"
         named = {o: getattr(self.args, o, None) for o in NAMED}
         self.name += "".join(f"_{x if isinstance(x, str) else o}" for o, x in named.items() if x)
 

@@ -234,14 +234,14 @@ def test_crossings_are_marked_in_the_picture(benchmark: Any, tmp_path: Path) -> 
 
 
 def test_strategies_and_rivals_are_drawn_apart_each_beside_auto(benchmark: Any) -> None:
-    two_ranks = benchmark("two_ranks")
-    names = (two_ranks.RING, "metp", two_ranks.AUTO)
+    peers = benchmark("peers")
+    names = (peers.RING, "metp", peers.AUTO)
     times = {name: {512: 2.0 + i, 128: 1.0 + i} for i, name in enumerate(names)}
-    ours, theirs = two_ranks.page_of("two ranks", times).charts
-    assert [line.name for line in ours.lines] == ["metp", two_ranks.AUTO]
-    assert [line.name for line in theirs.lines] == [two_ranks.AUTO, two_ranks.RING]
+    ours, theirs = peers.page_of("peers", times).charts
+    assert [line.name for line in ours.lines] == ["metp", peers.AUTO]
+    assert [line.name for line in theirs.lines] == [peers.AUTO, peers.RING]
     assert theirs.lines[1].points == ((128, 1.0, True), (512, 2.0, True))
-    without = two_ranks.page_of("no auto", {"metp": times["metp"]})
+    without = peers.page_of("no auto", {"metp": times["metp"]})
     assert [c.title for c in without.drawn_charts()] == [ours.title]
 
 
