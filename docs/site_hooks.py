@@ -26,6 +26,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs asks for the text of ``page``: ``markdown`` with ``linked`` links; by ``config`` and
+    ``files`` nothing differs."""
+    return linked(markdown, ROOT / "docs")
+
+
 def linked(text: str, folder: Path) -> str:
     """``text``, a document of ``folder``, with links that hold on the site: to pages, and for files
     that are no pages their path alone."""

@@ -19,7 +19,7 @@ set -euo pipefail
 
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # one a line; a pipe into head could break
 export PYTORCH_ALLOC_CONF=expandable_segments:True # lengths that vary fragment memory otherwise
-export PARADYSE_COLLECTIVE_TIMEOUT_S=600           # a rank that waits longer fails, by name
+export PARADYSE_COLLECTIVE_TIMEOUT_S=600           # ranks that compare calls wait so long, and fail by name
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" \

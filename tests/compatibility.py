@@ -46,7 +46,8 @@ NUM_RANKS = 2
 TITLE = """# Compatibility
 
 Written by `make compatibility ARGS=--all-strategies` (`tests/compatibility.py`): a small model of
-each family, with random weights, on two ranks, against one process in eager mode.
+each family, with random weights, on two ranks, against one process in eager mode. What computes the
+blocks is `inner="eager"`; [another table](compatibility_inductor.md) has what inductor compiles.
 
 """
 

@@ -30,6 +30,9 @@ def test_links_of_the_root_hold_on_the_site() -> None:
     want = "[a](memory.md#x) [b](contributing.md) c (`examples/trainer.py`) [d](#data)"
     assert linked(text, ROOT) == want
     assert linked("[e](../docs/seeded_faults.md)", ROOT / "tests") == "[e](seeded_faults.md)"
+    page = "[f](../README.md#options) [g](memory.md) [h](index.md)"
+    want = "[f](index.md#options) [g](memory.md) [h](index.md)"
+    assert linked(page, ROOT / "docs") == want
 
 
 def test_messages_are_quoted_as_they_are() -> None:
