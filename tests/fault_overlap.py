@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 LANES = "tests/distributed/test_lanes.py::"
+FAILURES = "tests/distributed/test_failures.py::"
 HELD = "tests/distributed/test_held.py::"
 LINEARS = "tests/distributed/test_token_linears.py::"
 COMING = "tests/weights/test_coming_gradient.py::"
@@ -23,9 +24,33 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a rank that is behind takes part on the axis alone",
         "paradyse/distributed/collectives.py",
-        "x.device.type, root, axis.lane, counts)",
-        'x.device.type, root, "", counts)',
+        "x.device.type, root, axis.lane, counts",
+        'x.device.type, root, "", counts',
         (f"{LANES}test_a_rank_that_is_behind_takes_part_on_all_lanes",),
+    ),
+    Fault(
+        "who is behind takes part in what is left of the messages",
+        "paradyse/distributed/failures.py",
+        "if missing > len(latest):",
+        "if missing < 0:",
+        (f"{FAILURES}test_who_is_behind_by_more_than_is_remembered_does_not_take_part_in_some",),
+    ),
+    Fault(
+        "groups of some ranks split off the world",
+        "paradyse/distributed/control.py",
+        "with _unbound() if local else nullcontext():",
+        "with nullcontext():",
+        ("tests/distributed/test_control.py::test_a_group_of_some_ranks_is_no_split_of_the_world",),
+    ),
+    Fault(
+        "nobody listens while the host waits for a device",
+        "paradyse/distributed/host_numbers.py",
+        "            watch(axis)\n",
+        "            pass\n",
+        (
+            "tests/distributed/test_host_numbers.py::"
+            "test_who_waits_for_a_device_hears_of_a_rank_that_failed",
+        ),
     ),
     Fault(
         "hooks given gradients that are under way",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
@@ -182,7 +182,23 @@ def _even_out(store: Any, key: str, ranks: tuple[int, ...]) -> None:
 def count_groups_to(number: int) -> None:
     """Have this rank count ``number`` process groups, by further ones of its own."""
     while num_process_groups() < number:
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Inside, new groups are no splits of the world's communicator, as they are where the world was
+    given a ``device_id``: in a split all ranks of the world take part, also those outside."""
+    world = dist.group.WORLD
+    bound = getattr(world, "bound_device_id", None)
+    if world is None or bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:
@@ -205,7 +221,8 @@ def make_group(ranks: tuple[int, ...], backend: str, timeout: timedelta) -> Any:
         _even_out(store, key, ranks)
         local = len(ranks) < dist.get_world_size()
         how = {"timeout": timeout, "backend": backend, "use_local_synchronization": local}
-        return dist.new_group(list(ranks), **how)
+        with _unbound() if local else nullcontext():
+            return dist.new_group(list(ranks), **how)
 
     limit_s = collectives.timeout().total_seconds() + ANSWER_S
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paradyse.distributed.axis import Axis
+from paradyse.distributed.axis import Axis, device_of
 from paradyse.distributed.collectives import CollectiveError, Message, Started, traffic
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -143,13 +143,25 @@ def started(axes: Sequence[Axis]) -> dict[str, tuple[int, list[Message]]]:
 def catch_up(axis: Axis, told: Sequence[Mapping[str, tuple[int, list[Message]]]]) -> None:
     """Take part in the messages on ``axis`` that another rank has started and this one has not.
 
+    Where the host does not wait for messages, as on NCCL, the others may have started all of a
+    call. They go on a stream of their own: those of one axis wait for no message of another, which
+    another rank may have started before.
+
     Args:
         told: what ``started`` gives on every rank that is in the same call.
+    Raises:
+        CollectiveError: some of them nobody remembers.
     """
     count, latest = max((t[axis.name] for t in told if axis.name in t), key=lambda s: s[0])
     missing = count - axis.session.of(Started).count
-    for message in latest[len(latest) - missing :]:
-        message.take_part(axis)
+    if missing > len(latest):
+        raise CollectiveError(
+            f"it is {missing} messages behind, and the latest {len(latest)} are known"
+        )
+    device = device_of(axis.group) if missing else torch.device("cpu")
+    with torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None):
+        for message in latest[len(latest) - missing :]:
+            message.take_part(axis)
 
 
 def place_of(axis: Axis, block_id: int) -> str:

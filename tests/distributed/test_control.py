@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import PATIENCE, RankPool
 
@@ -104,6 +105,31 @@ def test_a_group_that_nobody_makes_is_given_up(pool2: RankPool) -> None:
     for text, took in pool2.run(group_that_hangs, timeout_s=20):
         assert "making the group of block 'agreement'" in text and "does not answer" in text
         assert took < 5 * PATIENCE
+
+
+def bound_while_made() -> list[Any]:
+    """The device that the world is bound to, as PyTorch sees it where a group of this rank alone
+    and one of all are made, and behind that."""
+    world, seen = dist.group.WORLD, list[Any]()
+
+    def make(ranks: Any, **how: Any) -> Any:
+        seen.append(world.bound_device_id)
+        return "a group"
+
+    world.bound_device_id = torch.device("cpu", 0)
+    try:
+        with patch.object(dist, "new_group", make):
+            for ranks in ((dist.get_rank(),), (0, 1)):
+                control.make_group(ranks, "gloo", timedelta(seconds=20))
+        return [*seen, world.bound_device_id]
+    finally:
+        world.bound_device_id = None
+
+
+def test_a_group_of_some_ranks_is_no_split_of_the_world(pool2: RankPool) -> None:
+    """In a split of NCCL's all ranks of the world take part."""
+    bound = torch.device("cpu", 0)
+    assert pool2.run(bound_while_made, timeout_s=20) == [[None, bound, bound]] * 2
 
 
 AT_THE_END = """

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import paradyse
 from paradyse.distributed import collectives
-from paradyse.distributed.collectives import CollectiveError, Message, Pending
-from paradyse.distributed.failures import RankFailedError
+from paradyse.distributed.axis import SINGLE
+from paradyse.distributed.collectives import CollectiveError, Message, Pending, Started
+from paradyse.distributed.failures import RankFailedError, catch_up
 from paradyse.distributed.lanes import GATHERS, GRADIENTS
 from paradyse.runtime import frame
 from paradyse.runtime.frame import Frame
@@ -457,3 +458,16 @@ def on_replicas() -> list[str]:
 def test_every_replica_hears_of_it_on_every_mesh(pool4: RankPool) -> None:
     for heard in pool4.run(on_replicas, timeout_s=120)[:3]:
         assert all("rank 3 ran out of memory" in text for text in heard), heard
+
+
+def test_who_is_behind_by_more_than_is_remembered_does_not_take_part_in_some() -> None:
+    """Those would meet other messages."""
+    taken = list[Message]()
+    message = Message("all_gather", (2,), torch.float32, "cpu")
+    count = SINGLE.session.of(Started).count
+    with patch.object(Message, "take_part", lambda self, axis: taken.append(self)):
+        catch_up(SINGLE, [{SINGLE.name: (count, [])}, {SINGLE.name: (count + 2, [message] * 3)}])
+        assert len(taken) == 2
+        with pytest.raises(CollectiveError, match="4 messages behind, and the latest 3 are known"):
+            catch_up(SINGLE, [{SINGLE.name: (count + 4, [message] * 3)}])
+    assert len(taken) == 2

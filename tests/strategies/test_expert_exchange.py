@@ -10,7 +10,7 @@ from harness import RankPool
 from torch import Tensor
 
 from paradyse.distributed import collectives
-from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.axis import SINGLE, resolve_axis
 from paradyse.strategies.experts.exchange import FEWEST, deal_rows, num_rows_of
 from paradyse.torch_private import FakeTensorMode
 
@@ -97,8 +97,8 @@ def ends_of(counts: list[int]) -> Tensor:
 
 
 def test_where_there_are_no_numbers_experts_share_the_rows() -> None:
-    assert num_rows_of(ends_of([3, 0, 4]), 7) == [3, 0, 4]
+    assert num_rows_of(ends_of([3, 0, 4]), 7, SINGLE) == [3, 0, 4]
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(ends_of([3, 0, 4]))
-        found = num_rows_of(fake, 7)
+        found = num_rows_of(fake, 7, SINGLE)
     assert sum(found) == 7 and max(found) - min(found) <= 1

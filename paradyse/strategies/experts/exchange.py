@@ -17,6 +17,7 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.distributed.collectives import Counts
+from paradyse.distributed.host_numbers import numbers_of
 from paradyse.torch_private import FakeTensor
 
 FEWEST = 2
@@ -24,14 +25,17 @@ FEWEST = 2
 number of them, as sizes 0 and 1 are special to compilers."""
 
 
-def num_rows_of(ends: Tensor, num_rows: int) -> list[int]:
+def num_rows_of(ends: Tensor, num_rows: int, axis: Axis) -> list[int]:
     """How many of ``num_rows`` rows each expert has, where ``ends`` [E] int32 says where theirs
     end. Of fake tensors, which have no numbers, experts share them evenly.
+
+    Args:
+        axis: whose messages ``ends`` may wait for.
     """
     if isinstance(ends, FakeTensor):
         edges = [num_rows * e // len(ends) for e in range(len(ends) + 1)]
     else:
-        edges = [0, *ends.tolist()]
+        edges = [0, *numbers_of(ends, axis)]
     return [b - a for a, b in zip(edges, edges[1:])]
 
 
@@ -43,10 +47,9 @@ def counts_of(ends: Tensor, num_rows: int, axis: Axis, block_id: int) -> list[li
         block_id: what the message is booked to.
     """
     if isinstance(ends, FakeTensor):
-        return [num_rows_of(ends, num_rows)] * axis.size
+        return [num_rows_of(ends, num_rows, axis)] * axis.size
     counts = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
-    found: list[list[int]] = collectives.all_gather(counts, axis, block_id).tolist()
-    return found
+    return numbers_of(collectives.all_gather(counts, axis, block_id), axis)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.distributed.host_numbers import on_device
 from paradyse.graph.subgraph import Piece, cast_of
 from paradyse.strategies.base import Scope, StepContext, Uses, gradients
 from paradyse.strategies.experts.exchange import FEWEST, num_rows_of
@@ -39,7 +40,7 @@ class StreamedExpertsVariant(Streaming):
     def __call__(self, step: StepContext) -> Any:
         values = self.rows.take_rows(step)
         rows = [values[n] for n in self.groups.rows]
-        counts = num_rows_of(values[self.groups.ends], len(rows[0]))
+        counts = num_rows_of(values[self.groups.ends], len(rows[0]), self.scope.axis)
         tensors = [*rows, *self._weights(step)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             result = _Stream.apply(self, step, counts, *tensors)
@@ -141,9 +142,9 @@ class StreamedExpertsVariant(Streaming):
             _with_missing(x.detach()[start : start + num], missing).requires_grad_(need)
             for x, need in zip(rows, needs, strict=True)
         ]
-        on = {"device": leaves[0].device}
-        numbers = torch.tensor(mine, **on)
-        in_order = torch.arange(most, **on).repeat_interleave(numbers, output_size=num + missing)
+        device = leaves[0].device
+        numbers, experts = on_device(mine, device), torch.arange(most, device=device)
+        in_order = experts.repeat_interleave(numbers, output_size=num + missing)
         ends = numbers.cumsum(0, dtype=torch.int32)
         return self.rows(step, leaves, in_order, ends, weights), slice(start, start + num), leaves
 

@@ -1,0 +1,54 @@
+"""A few numbers that go between host and device, such as how many rows each expert has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.distributed.collectives import WAKE_S, Watchers
+
+_NAP_S = 5e-5
+
+
+def numbers_of(x: Tensor, axis: Axis) -> list[Any]:
+    """``x.tolist()``, where what ``x`` is made of may be a message over ``axis`` that never comes,
+    as a rank has failed: while a device is not done, the host asks for that.
+
+    Raises:
+        DroppedCallError: another rank failed.
+    """
+    if not x.is_cuda:
+        found: list[Any] = x.tolist()
+        return found
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    wait_until(done.query, axis)
+    return copy.tolist()
+
+
+def wait_until(is_done: Callable[[], bool], axis: Axis) -> None:
+    """Wait until ``is_done()``; every ``WAKE_S`` whoever watches waits for ``axis`` is called.
+
+    Raises:
+        DroppedCallError: another rank failed; or what else a watcher raises.
+    """
+    asked = time.monotonic()
+    while not is_done():
+        if time.monotonic() - asked < WAKE_S:
+            time.sleep(_NAP_S)
+            continue
+        for watch in resolve_axis().session.of(Watchers):
+            watch(axis)
+        asked = time.monotonic()
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """``numbers`` int64 on ``device``, behind what it has to do: the host waits for none of it."""
+    there = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
