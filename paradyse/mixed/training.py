@@ -101,8 +101,9 @@ class MixedModel:
         for p in weights:
             p.grad = None
         kept: dict[nn.Parameter, Tensor] = {}
-        total = torch.zeros((), dtype=torch.float64)
-        watch = Stopwatch(device_of(self._axis.group))
+        device = device_of(self._axis.group)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        watch = Stopwatch(device)
         shares = [s for s in step.shares if s.calls or (self._takes_part and s.idle)]
         meshes = [self._mesh_of(share.ranks) for share in shares]
         side = SideBySide(self._axis, meshes, "a step of MixedModel")
@@ -112,7 +113,7 @@ class MixedModel:
                 watch.begin()
                 loss = self._loss(share, step.num_targets)
                 side.computed(loss)
-                total += loss.detach().double().cpu() / self._times_counted(share)
+                total += loss.detach().double().to(device) / self._times_counted(share)
                 yield loss
                 side.leave()
                 watch.end()
@@ -133,7 +134,7 @@ class MixedModel:
         for p, grad in zip(weights, before, strict=True):
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
-        step.loss = self._summed(total.to(device_of(self._axis.group))).cpu()
+        step.loss = self._summed(total).cpu()
         numbers = [share.group for share in shares]
         told = together.each(lambda: list(zip(numbers, watch.read(), strict=True)))
         self.last = step.report = with_times(step.plan, step.indices, step.lengths, told)
