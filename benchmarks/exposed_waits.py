@@ -1,14 +1,19 @@
 """What ranks wait for under each strategy, and how much of it is hidden behind blocks.
 
     python benchmarks/exposed_waits.py --like a100-nvlink     # ten minutes
+    python benchmarks/exposed_waits.py --like a100-nvlink --hidden 1024 --layers 2 --lengths 2048 \
+        --plans megatron_ts     # as wide as takes four times as much arithmetic for each byte
 
 Llama of 4 layers, hidden 256, weights sharded over two ranks, and whole on both. Every plan runs
-with messages of weights under way while blocks compute (the next block's weights, gradients), and
-with each waited for as it is sent. Steps are timed without a profiler; a step of their own has one,
-and its trace says what was waited for. On two cores the messages need the processors that compute,
-so little can hide; on GPUs they do not.
+with messages under way while blocks compute (the next block's weights, gradients; under
+``megatron_ts`` own tokens are multiplied meanwhile, under ``ulysses_z`` heads go in turns), and
+with each of these waited for as it is sent. Steps are timed without a profiler; a step of their own
+has one, and its trace says what was waited for. On two cores the messages need the processors that
+compute, so little can hide; on GPUs they do not.
 """
 
+import contextlib
+import sys
 import tempfile
 from argparse import Namespace
 from functools import partial
@@ -21,9 +26,11 @@ from contenders import Switched, at_rest, llama
 from runner import Benchmark, benchmark, median, milliseconds, take_turns
 
 from paradyse.cli.launch import Rank
+from paradyse.distributed import token_linears
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.lanes import PURPOSES, Overlap
 from paradyse.profiling.exposed_waits import exposed_waits
+from paradyse.strategies.groups.heads import heads_at_once
 from paradyse.types import ALONG_SEQUENCE
 
 KINDS = (*PURPOSES, "tokens", "other")
@@ -58,7 +65,11 @@ def measure(rank: Rank, args: Namespace) -> dict[str, Any]:
     def step(seq_len: int, contender: Switched, name: str, on: bool) -> dict[str, float]:
         keep = args.traces and rank.rank == 0 and on
         file = args.traces / f"{name.replace(', ', '_')}_{seq_len}.json.gz" if keep else None
-        with patch.object(overlap, "on", on):
+        with contextlib.ExitStack() as stack:
+            if not on:
+                stack.enter_context(patch.object(overlap, "on", False))
+                stack.enter_context(patch.object(token_linears, "MIN_ROWS", sys.maxsize))
+                stack.enter_context(heads_at_once())
             return {"step": contender.time_s(seq_len), **traced(contender, seq_len, file)}
 
     for rest in ("sharded", "whole"):

@@ -33,7 +33,7 @@ def numbers_of(x: Tensor, axis: Axis) -> list[Any]:
 
 
 def wait_until(is_done: Callable[[], bool], axis: Axis) -> None:
-    """Wait until ``is_done()``; every ``WAKE_S`` whoever watches waits for ``axis`` is called.
+    """Wait until ``is_done`` says so; those who watch waits for ``axis`` are called meanwhile.
 
     Raises:
         DroppedCallError: another rank failed; or what else a watcher raises.
