@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from test_measured import planner_on, profile_of
 from test_planner import LONG, MACHINE, SHORT, model, planner
 
 from paradyse.planning.alone import REPLICAS, Alone
 from paradyse.planning.prior import head_cost, prior_cost
 from paradyse.planning.splits import Splits, off_by
-from paradyse.types import REPLICATED, HeadSpec, Plan, Workload
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, HeadSpec, Plan, Workload
 
 HEAD = HeadSpec(1024, 32_000)
 
@@ -113,6 +114,19 @@ def test_what_a_profile_says_of_blocks_is_held_against_their_own_sequences() -> 
     plan = Plan(("megatron_cz",) * len(p.blocks))
     for others in ((), ((1, 16),), ((4, 8192),)):
         assert off_by(p, plan, replace(SHORT, others=others)) == pytest.approx(1)
+
+
+def test_a_machine_that_is_slower_throughout_changes_no_choice() -> None:
+    """What a profile says of the strategies that it has counts for this one too, and once."""
+
+    def chosen(factor: float, seq_len: int) -> bool:
+        factors = dict.fromkeys(ATTENTION_STRATEGIES, factor)
+        p = planner_on(profile_of(factors, (16, 64, 256, 1024), training=False), levers=[])
+        alone, w = Alone(Splits(p)), replace(SHORT, seq_len=seq_len, training=False)
+        return alone.settle(p.plan(w), w).alone
+
+    for seq_len in (16, 64, 1024):
+        assert chosen(1.0, seq_len) == chosen(2.0, seq_len) == (seq_len < 1024)
 
 
 def test_one_rank_has_no_such_choice() -> None:
