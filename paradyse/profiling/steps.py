@@ -81,7 +81,10 @@ class Steps:
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
         self.parameters = list(self.model.parameters())
-        self.sharded = any(isinstance(p, ShardedTensor) for p in self.parameters)
+        shards = [p for p in self.parameters if isinstance(p, ShardedTensor)]
+        self.sharded = bool(shards)
+        self.reduce_dtype = shards[0].reduce_dtype if shards else None
+        """As of ``Workload``."""
         self.device = used_on(self.parameters[0])
         self.blocks: tuple[BlockSpec, ...] = ()
         """Blocks in the order of computation."""
@@ -176,8 +179,8 @@ class Steps:
 
     def workload(self, seq_len: int) -> Workload:
         """The planner's ``Workload`` of a step of ``seq_len`` tokens."""
-        dtype = self.parameters[0].dtype
-        return Workload(self.batch, seq_len, dtype, self.training, self.axis.size)
+        how = self.parameters[0].dtype, self.training, self.axis.size
+        return Workload(self.batch, seq_len, *how, reduce_dtype=self.reduce_dtype)
 
     def free(self) -> None:
         """Let go of what a step left behind that found no memory."""
