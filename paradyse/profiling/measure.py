@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from paradyse.config import check_count, check_levers, parse_options
+from paradyse.distributed.failures import is_out_of_memory
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.attribution import caused_s
 from paradyse.planning.costs import BlockCost, Machine, peak_bytes
@@ -405,7 +406,7 @@ class _Row:
             static = static_bytes(self.steps.model, self.steps.training)
             over = static + memory.peak_bytes > self.limit
         except (MemoryError, RuntimeError) as e:
-            if not _is_out_of_memory(e):
+            if not is_out_of_memory(e):
                 raise
             over = True
         if over:
@@ -442,9 +443,3 @@ def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:
     """The memory of a measurement."""
     held = m.saved_bytes, m.workspace_bytes
     return BlockCost(0.0, *held, 0, left_bytes, ahead_bytes=m.ahead_bytes)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(t in str(error) for t in ("can't allocate memory", "not enough memory"))
