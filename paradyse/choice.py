@@ -27,10 +27,11 @@ from paradyse.planning.alone import REPLICAS, SHARDED, Alone
 from paradyse.planning.costs import Machine
 from paradyse.planning.gathered_work import ShareWatch
 from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
-from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
+from paradyse.planning.measured import CostModel, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.profile_file import Header, present_versions
 from paradyse.planning.splits import Splits, most_blocks
+from paradyse.planning.units import dtype_name
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard

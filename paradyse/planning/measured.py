@@ -29,7 +29,6 @@ from reprlib import repr as short
 from typing import Any
 
 import numpy as np
-import torch
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
@@ -483,8 +482,3 @@ def _differences(measured: Header, present: Header) -> tuple[str, ...]:
         for name in ours
         if theirs[name] != ours[name]
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``dtype`` as ``Header.dtype`` has it."""
-    return str(dtype).removeprefix("torch.")

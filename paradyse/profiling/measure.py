@@ -51,6 +51,7 @@ from paradyse.planning.profile_file import (
     present_versions,
     read_profile,
 )
+from paradyse.planning.units import dtype_name
 from paradyse.profiling.book import Book, everyone, from_first, is_first
 from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
@@ -154,7 +155,7 @@ def profile(
         versions=present_versions(),
         device=describe_device(steps.device),
         num_ranks=steps.axis.size,
-        dtype=str(steps.parameters[0].dtype).removeprefix("torch."),
+        dtype=dtype_name(steps.parameters[0].dtype),
         sharded=steps.sharded,
         inner=(options or {}).get("inner") or "inductor",
         machine=asdict(machine),

@@ -18,10 +18,11 @@ from paradyse.config import parse_options
 from paradyse.planning.costs import NOTHING, BlockCost
 from paradyse.planning.curves import Curve, fit_polynomial
 from paradyse.planning.explain import explain_plan
-from paradyse.planning.measured import CostModel, dtype_name, head_structure, load_cost_model
+from paradyse.planning.measured import CostModel, head_structure, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import gradient_sum_s, head_cost, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Header, Measurement, Profile, append
+from paradyse.planning.units import dtype_name
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, BlockSpec, HeadSpec, Plan, Workload
 
