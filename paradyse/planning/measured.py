@@ -39,6 +39,7 @@ from paradyse.planning.prior import gradient_sum_s, head_cost, head_sum_s, prior
 from paradyse.planning.profile_file import (
     AGAIN,
     MEASURED,
+    REST,
     Header,
     Measurement,
     Profile,
@@ -50,9 +51,6 @@ from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
 log = logging.getLogger(__name__)
-
-REST = "rest"
-"""Kind of the measurements of what is not in a block."""
 
 _Key = tuple[str, str, bool]
 """Structure, variant, training."""

@@ -55,7 +55,7 @@ from paradyse.planning.units import dtype_name
 from paradyse.profiling.book import Book, everyone, from_first, is_first
 from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
-from paradyse.profiling.steps import REST, MakeBatch, Part, Steps, static_bytes
+from paradyse.profiling.steps import REST_PART, MakeBatch, Part, Steps, static_bytes
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.shard import Model, check_module
 
@@ -329,7 +329,7 @@ class _Row:
 
         Points take turns, so what disturbs the machine for a while disturbs them alike.
         """
-        if not self.timed and self._missing([REST]):  # all that a kill left out
+        if not self.timed and self._missing([REST_PART]):  # all that a kill left out
             for name in self.names:
                 if not self.timed:
                     self._prepare(name)
@@ -429,7 +429,7 @@ class _Row:
 
     def _beyond_static(self, name: str, seq_len: int) -> int:
         """What a step needs, by what was measured; 0 where something is missing."""
-        rest = self.book.get(REST, seq_len)
+        rest = self.book.get(REST_PART, seq_len)
         steps = self.steps
         found = [self.book.get(self.steps.part(of, name), seq_len) for of in steps.parts]
         rows = [m for m in found if m is not None]

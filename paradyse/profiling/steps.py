@@ -17,6 +17,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.planning.measured import head_structure
 from paradyse.planning.prior import left_bytes
+from paradyse.planning.profile_file import REST
 from paradyse.profiling.marks import (
     END,
     LOSS,
@@ -55,7 +56,7 @@ MakeBatch = Callable[[int, int], Mapping[str, Any]]
 Part = tuple[str, str, str]
 """Structure, kind and variant: what is measured at each length."""
 
-REST: Part = ("", "rest", "")
+REST_PART: Part = ("", REST, "")
 """All that is in no block."""
 
 
@@ -206,7 +207,7 @@ class Steps:
     def part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
         """What is measured of ``of`` in a step under the point ``name``; None: of the rest."""
         if of is None:
-            return REST
+            return REST_PART
         if isinstance(of, HeadSpec):
             return head_structure(of), HEAD, self.head_levers(name)
         point = self.point_of(of, name)
