@@ -180,28 +180,24 @@ class PlanReport(Shown):
 
 
 def explain_plan(
-    planner: Planner,
+    alone: Alone,
     workload: Workload,
     notes: Sequence[str] = (),
     kernels: tuple[str, ...] = (),
-    alone: Alone | None = None,
     gathered: Sequence[GatheredWork] = (),
 ) -> PlanReport:
-    """The report on the plan ``planner`` makes for ``workload``.
+    """The report on the plan for ``workload``.
 
     Every rank of the axis must call it, as the machine may be measured for it.
 
     Args:
+        alone: weighs computing the whole on every rank against the plans of several.
         notes: on the graph; what runs on gathered tensors, and why.
         kernels: on a GPU, which kernel computes the attention of which mask.
-        alone: weighs computing the whole on every rank, and splits of other dims than the sequence;
-            None: these are no choice.
         gathered: what operators of ``notes`` cost at ``workload``.
     """
-    splits = Splits(planner) if alone is None else alone.splits
-    plan = (
-        planner.plan(workload) if alone is None else alone.settle(splits.plan(workload), workload)
-    )
+    splits, planner = alone.splits, alone.planner
+    plan = alone.settle(splits.plan(workload), workload)
     of, own = splits.of(plan, workload)
     costs = of.costs(own, of.mixes(plan))
     limit = planner.memory_limit(workload.dtype)
@@ -282,7 +278,7 @@ def _head_report(
 ) -> tuple[BlockReport, ...]:
     """Of the head, which has levers alone; nothing where it has none."""
     head, rows, i = planner.head, [], len(planner.blocks)
-    if head is None or len(LEVER_SETS[HEAD]) == 1:
+    if head is None:
         return ()
     for levers in LEVER_SETS[HEAD]:
         point, name = "+".join(levers), "+".join(levers) or WHOLE_LOGITS
@@ -344,12 +340,10 @@ def _static_plan(planner: Planner, workload: Workload, strategy: str) -> Plan | 
     return planner.static(strategy, workload)
 
 
-def _other_plans(
-    workload: Workload, plan: Plan, alone: Alone | None
-) -> list[tuple[str, Plan | str]]:
+def _other_plans(workload: Workload, plan: Plan, alone: Alone) -> list[tuple[str, Plan | str]]:
     """Plans that are no matter of single blocks, where there are several ranks, or why there is
     none: tokens split along other dims, by the best strategies; and every rank computes all."""
-    if alone is None or alone.planner.num_ranks == 1:
+    if alone.planner.num_ranks == 1:
         return []
     found: list[tuple[str, Plan | str]] = []
     for split in alone.splits.planners:

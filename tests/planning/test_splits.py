@@ -240,14 +240,14 @@ def test_what_a_run_has_shown_is_not_scaled_again() -> None:
 
 def test_explain_has_times_of_other_splits_as_they_are_compared() -> None:
     s = profiled(0.25, MANY)
-    report = explain_plan(s.planner, MANY, alone=Alone(s))
+    report = explain_plan(Alone(s), MANY)
     assert report.plan.split == BATCH and report.time_s == s.predict(report.plan, MANY)[0]
     rows = {r.strategy: r for r in report.static_plans}
     assert rows["split along batch"].time_s == report.time_s
     assert all(r.time_s is None or r.time_s >= report.time_s for r in rows.values())
     again = Plan(("megatron_cz+recompute", "megatron_cz") * 2, split=BATCH)
     s = profiled(0.25, MANY, plan=again, levers=["recompute"])
-    report = explain_plan(s.planner, MANY, alone=Alone(s))
+    report = explain_plan(Alone(s), MANY)
     assert report.plan == again
     plain = Plan(("megatron_cz",) * 4, split=BATCH)
     without, with_it = (format_seconds(s.predict(plan, MANY)[0]) for plan in (plain, again))
