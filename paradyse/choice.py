@@ -99,8 +99,8 @@ class Choice:
         agreement: Agreement | None,
         blocks: Sequence[BlockSpec],
         weights: Sequence[torch.nn.Parameter],
-        head: HeadSpec | None = None,
-        num_replicas: int = 1,
+        head: HeadSpec | None,
+        num_replicas: int,
     ) -> None:
         self.options, self.axis, self.agreement = options, axis, agreement
         self.blocks = tuple(blocks)
@@ -245,8 +245,8 @@ def choice_of(
     agreement: Agreement | None,
     blocks: Sequence[BlockSpec],
     weights: Sequence[torch.nn.Parameter],
-    head: HeadSpec | None = None,
-    num_replicas: int = 1,
+    head: HeadSpec | None,
+    num_replicas: int,
 ) -> Choice:
     """The ``Choice`` of all captures of one model with equal arguments.
 
