@@ -48,9 +48,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Lengths = tuple[tuple[int, int], ...]
-"""(batch, tokens) of sequences."""
-
 
 def paradyse(
     gm: fx.GraphModule,

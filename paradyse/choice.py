@@ -27,10 +27,11 @@ from paradyse.planning.alone import REPLICAS, SHARDED, Alone
 from paradyse.planning.costs import Machine
 from paradyse.planning.gathered_work import ShareWatch
 from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
-from paradyse.planning.measured import CostModel, dtype_name, load_cost_model
+from paradyse.planning.measured import CostModel, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.profile_file import Header, present_versions
 from paradyse.planning.splits import Splits, most_blocks
+from paradyse.planning.units import dtype_name
 from paradyse.profiling.online import Feedback
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
@@ -98,8 +99,8 @@ class Choice:
         agreement: Agreement | None,
         blocks: Sequence[BlockSpec],
         weights: Sequence[torch.nn.Parameter],
-        head: HeadSpec | None = None,
-        num_replicas: int = 1,
+        head: HeadSpec | None,
+        num_replicas: int,
     ) -> None:
         self.options, self.axis, self.agreement = options, axis, agreement
         self.blocks = tuple(blocks)
@@ -244,8 +245,8 @@ def choice_of(
     agreement: Agreement | None,
     blocks: Sequence[BlockSpec],
     weights: Sequence[torch.nn.Parameter],
-    head: HeadSpec | None = None,
-    num_replicas: int = 1,
+    head: HeadSpec | None,
+    num_replicas: int,
 ) -> Choice:
     """The ``Choice`` of all captures of one model with equal arguments.
 

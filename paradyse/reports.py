@@ -161,10 +161,9 @@ def explain(
     like = graph.choice.guard.workload(batch_size, seq_len, trains, others=others)
     kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
     choice, program = graph.choice, graph.program
-    planner = choice.planner
-    works = gathered_work(program, like, planner.machine(like.dtype))
+    works = gathered_work(program, like, choice.planner.machine(like.dtype))
     with graph.planning():
-        return explain_plan(planner, like, program.ctx.notes, kernels, choice.alone, works)
+        return explain_plan(choice.alone, like, program.ctx.notes, kernels, works)
 
 
 def attention_kernels(

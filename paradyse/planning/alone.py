@@ -14,7 +14,7 @@ from dataclasses import replace
 from paradyse.config import AUTO
 from paradyse.distributed.session import Recent
 from paradyse.planning.forms import SHARES
-from paradyse.planning.splits import Splits, off_by
+from paradyse.planning.splits import Splits
 from paradyse.planning.units import describe_workload
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
@@ -81,6 +81,5 @@ class Alone:
         if any("+" in s for s in plan.strategies) and not any("+" in s for s in alone.strategies):
             return False  # memory is short as it is
         (time_s, _), (alone_s, peak) = (self.splits.predict(p, workload) for p in (plan, alone))
-        alone_s *= off_by(planner, plan, workload)
         fits = peak <= planner.memory_limit(workload.dtype)
         return fits and alone_s * (1 + planner.options.smoothing) < time_s

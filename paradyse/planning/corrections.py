@@ -33,7 +33,7 @@ REST_SAVED, REST_WORKSPACE = "rest saved", "rest workspace"
 FLOOR, STATIC = "floor", "static"
 """Bytes: the most that was held beyond static when backward ends, and static itself."""
 
-RATIOS, REST, CONSTANTS = (SAVED, WORKSPACE), (REST_SAVED, REST_WORKSPACE), (FLOOR, STATIC)
+RATIOS, OF_REST, CONSTANTS = (SAVED, WORKSPACE), (REST_SAVED, REST_WORKSPACE), (FLOOR, STATIC)
 
 Rows = Mapping[tuple[str, Hashable], Mapping[int, float]]
 """(Quantity, key) -> scale -> ratio; (quantity, None) -> tokens -> bytes of the rest; (quantity,
@@ -84,7 +84,7 @@ class Corrections:
         """The same of what is in no block: ``cost`` is as predicted."""
         if not workload.training or (REST_SAVED, None) not in self.measured:
             return cost
-        saved, workspace = (int(self.value(q, None, num_tokens(workload))) for q in REST)
+        saved, workspace = (int(self.value(q, None, num_tokens(workload))) for q in OF_REST)
         return replace(
             cost,
             saved_bytes=max(cost.saved_bytes, saved),

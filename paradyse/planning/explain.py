@@ -180,32 +180,28 @@ class PlanReport(Shown):
 
 
 def explain_plan(
-    planner: Planner,
+    alone: Alone,
     workload: Workload,
     notes: Sequence[str] = (),
     kernels: tuple[str, ...] = (),
-    alone: Alone | None = None,
     gathered: Sequence[GatheredWork] = (),
 ) -> PlanReport:
-    """The report on the plan ``planner`` makes for ``workload``.
+    """The report on the plan for ``workload``.
 
     Every rank of the axis must call it, as the machine may be measured for it.
 
     Args:
+        alone: weighs computing the whole on every rank against the plans of several.
         notes: on the graph; what runs on gathered tensors, and why.
         kernels: on a GPU, which kernel computes the attention of which mask.
-        alone: weighs computing the whole on every rank, and splits of other dims than the sequence;
-            None: these are no choice.
         gathered: what operators of ``notes`` cost at ``workload``.
     """
-    splits = Splits(planner) if alone is None else alone.splits
-    plan = (
-        planner.plan(workload) if alone is None else alone.settle(splits.plan(workload), workload)
-    )
+    splits, planner = alone.splits, alone.planner
+    plan = alone.settle(splits.plan(workload), workload)
     of, own = splits.of(plan, workload)
     costs = of.costs(own, of.mixes(plan))
     limit = planner.memory_limit(workload.dtype)
-    time_s, peak = of.predict(plan, own)
+    time_s, peak = splits.predict(plan, workload)
     blocks = tuple(
         BlockReport(b.name, b.kind, what_is_seen(b, own), s, rows)
         for i, (b, s) in enumerate(zip(of.blocks, plan.strategies))
@@ -224,7 +220,7 @@ def explain_plan(
         planner.machine(workload.dtype).source or "given",
         _with_costs(notes, gathered, time_s, planner.cost_model is not None),
         planner.cost_model.notes_on(planner.blocks) if planner.cost_model is not None else (),
-        _levers(of, own, plan),
+        _levers(splits, workload, plan),
         of.held(plan, own),
         kernels,
     )
@@ -282,7 +278,7 @@ def _head_report(
 ) -> tuple[BlockReport, ...]:
     """Of the head, which has levers alone; nothing where it has none."""
     head, rows, i = planner.head, [], len(planner.blocks)
-    if head is None or len(LEVER_SETS[HEAD]) == 1:
+    if head is None:
         return ()
     for levers in LEVER_SETS[HEAD]:
         point, name = "+".join(levers), "+".join(levers) or WHOLE_LOGITS
@@ -299,9 +295,10 @@ def _head_report(
     return (BlockReport(HEAD, HEAD, "", plan.head or WHOLE_LOGITS, tuple(rows)),)
 
 
-def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]:
+def _levers(splits: Splits, workload: Workload, plan: Plan) -> tuple[str, ...]:
     """Each lever of ``plan``: where it is, and what a step would take without it."""
-    (time_s, peak), lines = planner.predict(plan, workload), list[str]()
+    (time_s, peak), lines = splits.predict(plan, workload), list[str]()
+    planner, own = splits.of(plan, workload)
     machine = planner.machine(workload.dtype)
     for lever in LEVERS:
         blocks = [lever in Point.parse(s).levers for s in plan.strategies]
@@ -309,14 +306,14 @@ def _levers(planner: Planner, workload: Workload, plan: Plan) -> tuple[str, ...]
         if not any(blocks) and not in_head:
             continue
         where = [f"{sum(blocks)} of {len(blocks)} blocks"] * any(blocks) + ["the head"] * in_head
-        less_s, more = planner.predict(_without(plan, lever), workload)
+        less_s, more = splits.predict(_without(plan, lever), workload)
         lines.append(
             f"lever {lever} in {' and '.join(where)}: without it "
             f"{format_seconds(less_s)} instead of {format_seconds(time_s)} a step, and a peak of "
             f"{format_bytes(more)} instead of {format_bytes(peak)}"
         )
     if any(Point.parse(s).uses_host for s in plan.strategies):
-        held, host = map(format_bytes, held_on_host(planner, workload, plan))
+        held, host = map(format_bytes, held_on_host(planner, own, plan))
         lines.append(f"on the host: {held} of {host}")
     if machine.host_bandwidth is None:
         lines += [
@@ -332,7 +329,7 @@ def _without(plan: Plan, lever: str) -> Plan:
     def less(text: str) -> str:
         return "+".join(part for part in text.split("+") if part != lever)
 
-    return Plan(tuple(map(less, plan.strategies)), less(plan.head))
+    return Plan(tuple(map(less, plan.strategies)), less(plan.head), plan.split)
 
 
 def _static_plan(planner: Planner, workload: Workload, strategy: str) -> Plan | str:
@@ -343,12 +340,10 @@ def _static_plan(planner: Planner, workload: Workload, strategy: str) -> Plan | 
     return planner.static(strategy, workload)
 
 
-def _other_plans(
-    workload: Workload, plan: Plan, alone: Alone | None
-) -> list[tuple[str, Plan | str]]:
+def _other_plans(workload: Workload, plan: Plan, alone: Alone) -> list[tuple[str, Plan | str]]:
     """Plans that are no matter of single blocks, where there are several ranks, or why there is
     none: tokens split along other dims, by the best strategies; and every rank computes all."""
-    if alone is None or alone.planner.num_ranks == 1:
+    if alone.planner.num_ranks == 1:
         return []
     found: list[tuple[str, Plan | str]] = []
     for split in alone.splits.planners:
@@ -365,7 +360,7 @@ def _plan_row(
     if isinstance(other, str):
         return StrategyRow(name, other)
     planner, own = splits.of(other, workload)
-    time_s, peak = planner.predict(other, own)
+    time_s, peak = splits.predict(other, workload)
     costs, limit = planner.costs(own), planner.memory_limit(own.dtype)
     chosen = [c[point] for c, point in zip(costs, other.strategies)]
     sent = sum(c.comm_bytes for c in chosen)

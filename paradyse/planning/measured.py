@@ -29,7 +29,6 @@ from reprlib import repr as short
 from typing import Any
 
 import numpy as np
-import torch
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
@@ -40,6 +39,7 @@ from paradyse.planning.prior import gradient_sum_s, head_cost, head_sum_s, prior
 from paradyse.planning.profile_file import (
     AGAIN,
     MEASURED,
+    REST,
     Header,
     Measurement,
     Profile,
@@ -51,9 +51,6 @@ from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
 log = logging.getLogger(__name__)
-
-REST = "rest"
-"""Kind of the measurements of what is not in a block."""
 
 _Key = tuple[str, str, bool]
 """Structure, variant, training."""
@@ -484,8 +481,3 @@ def _differences(measured: Header, present: Header) -> tuple[str, ...]:
         for name in ours
         if theirs[name] != ours[name]
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``dtype`` as ``Header.dtype`` has it."""
-    return str(dtype).removeprefix("torch.")

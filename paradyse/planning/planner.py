@@ -278,7 +278,7 @@ class Planner:
         which comes last."""
         return self.points(self.asked(self.form(workload), workload))[block] != AUTO
 
-    def candidates(self, block: BlockSpec, training: bool = True) -> tuple[str, ...]:
+    def candidates(self, block: BlockSpec, training: bool) -> tuple[str, ...]:
         """What "auto" may choose for ``block``: feasible, allowed, one name per variant.
 
         Args:
@@ -302,7 +302,7 @@ class Planner:
         return all(v in self.options.levers and (training or v in NO_BACKWARD) for v in levers)
 
     def _head_candidates(self, training: bool) -> tuple[str, ...]:
-        points = self.head.points() if self.head else ("",)
+        points = self._head_points()
         return tuple(p for p in points if self._allows(p.split("+") if p else (), training))
 
     def _kind(self, b: BlockSpec) -> Hashable:
@@ -397,7 +397,7 @@ class Planner:
         limit = self.memory_limit(workload.dtype)
         points = choices.fastest(limit)
         if points is None:
-            points = self._over_the_limit(asked, limit, workload)
+            points = self._over_the_limit(choices, asked, limit, workload)
         if workload in self._ran_out:
             smallest = choices.smallest()[1]
             best = self.plan_of(smallest if choices.fits(smallest, limit) else points)
@@ -473,8 +473,9 @@ class Planner:
             [*made_again(self.blocks, workload), *[0] * (self.head is not None)],
         )
 
-    def _over_the_limit(self, asked: Plan, limit: float, workload: Workload) -> tuple[str, ...]:
-        choices = self._choices(asked, workload)
+    def _over_the_limit(
+        self, choices: Choices, asked: Plan, limit: float, workload: Workload
+    ) -> Points:
         longest = self.longest(workload, workload.seq_len, asked)
         text = why_nothing_fits(choices, limit, workload, longest, self.options)
         # The capacity is the machine's word, not the user's, and the prediction is no measurement.

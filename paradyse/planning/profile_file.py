@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 """Version of the file's fields."""
 
+REST = "rest"
+"""Kind of the measurements of what is not in a block."""
+
 MEASURED, OVER_LIMIT = "measured", "over the memory limit"
 """Outcomes of a measurement."""
 
@@ -261,7 +264,7 @@ def _measurement(line: str, where: str) -> Measurement:
         found.pop(name, None)
     m = _checked(Measurement, found, where, _OUT)
     legal = {
-        "kind": (*LEVER_SETS, "rest"),
+        "kind": (*LEVER_SETS, REST),
         "outcome": (MEASURED, OVER_LIMIT),
         "strategy": _legal_points(m.kind),
     }

@@ -259,7 +259,7 @@ class Choices:
         *others, last = (max(c[s].ahead_bytes for s in n) for n, c in self._of_kinds)
         return sorted({max(others, default=last), self._most_ahead})
 
-    def _room(self, limit: float, ahead: int = 0) -> int:
+    def _room(self, limit: float, ahead: int) -> int:
         """Bytes that the blocks may hold, such that ``peak`` is at most ``limit``, with ``ahead``
         bytes fetched ahead at every moment."""
         fixed = self.communicator_bytes + self.rest.saved_bytes + ahead
@@ -277,7 +277,7 @@ class Choices:
             for of in units
         ]
         first = [units[number.index(k)] for k in range(len(places))]
-        return [self._kind(of, self._unit) for of in first], number
+        return [self._kind(of) for of in first], number
 
     @cached_property
     def _unit(self) -> float:
@@ -294,27 +294,27 @@ class Choices:
                 units.append((i,))
         return units
 
-    def _kind(self, of: Unit, unit: float) -> Kind:
+    def _kind(self, of: Unit) -> Kind:
         """The kind of the block or of the pair ``of``."""
         if len(of) == 1:
             (i,) = of
-            return kind_of([((s,), self.costs[i][s]) for s in self.names[i]], unit)
-        (a, b), (first, second) = of, (self._unbeaten(i, unit) for i in of)
+            return kind_of([((s,), self.costs[i][s]) for s in self.names[i]], self._unit)
+        (a, b), (first, second) = of, (self._unbeaten(i) for i in of)
         num_bytes = self.inputs[b]
         costs = {
             (s, t): join(self.costs[a][s], behind(self.costs[a], s, self.costs[b][t], t, num_bytes))
             for s, t in product(first, second)
         }
-        return kind_of(list(costs.items()), unit)
+        return kind_of(list(costs.items()), self._unit)
 
-    def _unbeaten(self, i: int, unit: float) -> list[str]:
+    def _unbeaten(self, i: int) -> list[str]:
         """Points of block ``i`` that a best pair may have: among those that make the next input
         again, among those that keep their input alone, and among the others, the unbeaten ones."""
-        alike: dict[Any, list[str]] = {}
+        costs, alike = self.costs[i], dict[Any, list[str]]()
         for s in self.names[i]:
             at = Point.parse(s)
             alike.setdefault((at.recomputes, at.levers in KEEPING_INPUT), []).append(s)
-        kinds = [kind_of([((s,), self.costs[i][s]) for s in of], unit) for of in alike.values()]
+        kinds = [kind_of([((s,), costs[s]) for s in of], self._unit) for of in alike.values()]
         return [s for kind in kinds for (s,) in kind.points]
 
 

@@ -22,6 +22,7 @@ from paradyse.distributed.session import Recent
 from paradyse.planning.corrections import Corrections
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
+from paradyse.planning.time_ratios import Ratios
 from paradyse.planning.units import describe_workload
 from paradyse.types import BATCH, SPLITS, BlockSpec, HeadSpec, Plan, Workload, other_dim
 
@@ -77,6 +78,8 @@ class Splits:
         self._last: str | None = None
         """``Plan.split`` of the plan before, where that was left open."""
         self._ran_out: Recent[Workload, None] = Recent()
+        self._times = Ratios()
+        """Seconds of blocks in this run over those that were predicted."""
         self._said = False
         self.describe: Callable[[str], Described | str] | None = None
         """Gives blocks and head of the program that splits another dim, or why there is none; None:
@@ -120,9 +123,20 @@ class Splits:
         return self.planners[plan.split] if plan.split else self.planner
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
-        """``Planner.predict`` of ``plan`` for ``workload``, by the planner that it is of."""
+        """``Planner.predict`` of ``plan`` for ``workload``, by the planner that it is of. What
+        neither a profile nor this run has measured is taken to be as far off as what the profile
+        has, and the rest of a step is there whatever is split."""
         planner, own = self.of(plan, workload)
-        return planner.predict(plan, own)
+        time_s, peak = planner.predict(plan, own)
+        if plan.split:
+            if not self._knows(planner):
+                time_s *= off_by(self.planner, workload)
+            time_s += self.planner.rest(workload).time_s
+        return time_s, peak
+
+    def _knows(self, planner: Planner) -> bool:
+        """Whether this run has shown what blocks of ``planner`` take."""
+        return not self._times.of_kind.keys().isdisjoint(planner.kinds)
 
     def settle(self, workload: Workload, plan: Plan) -> None:
         """Have ``plan``, another rank's choice, for ``workload``; its program is there after.
@@ -149,6 +163,7 @@ class Splits:
 
     def correct(self, corrections: Corrections) -> None:
         """``Planner.correct`` by ``corrections``, of all planners."""
+        self._times = corrections.times
         for planner in (self.planner, *self.planners.values()):
             planner.correct(corrections)
 
@@ -238,23 +253,23 @@ class Splits:
         (time_s, held), (other_s, peak) = (self.predict(p, workload) for p in (best, other))
         if workload in self._ran_out:
             return other if peak < held else best
-        times = {best.split: time_s, split: other_s * off_by(self.planner, best, workload)}
+        times = {best.split: time_s, split: other_s}
         if self._last in times:
             times[self._last] /= 1 + self.planner.options.smoothing
         fits = peak <= planner.memory_limit(own.dtype)
         return other if fits and times[split] < times[best.split] else best
 
 
-def off_by(planner: Planner, plan: Plan, workload: Workload) -> float:
-    """How many times longer the blocks of ``plan``, by ``planner``, take at ``workload`` by its
-    profile than by the prior, which is all that there is of blocks computed otherwise; 1 without a
-    profile."""
+def off_by(planner: Planner, workload: Workload) -> float:
+    """How many times longer the blocks of ``planner``, computed on the rank's own tokens, take at
+    ``workload`` by its profile than by the prior, which is all that there is of blocks of another
+    program; 1 without a profile."""
     if planner.cost_model is None:
         return 1.0
     machine, costs = planner.machine(workload.dtype), planner.predicted_costs(workload)
-    pairs = list(zip(planner.blocks, plan.strategies))
+    pairs = list(zip(planner.blocks, planner.static(OWN_TOKENS, workload).strategies))
     measured_s = sum(costs[i][s].time_s for i, (_, s) in enumerate(pairs))
-    priors = (prior_cost(b, s, workload.of(b), machine, False) for b, s in pairs)
+    priors = (prior_cost(b, s, workload.of(b), machine, planner.sharded) for b, s in pairs)
     return measured_s / sum(cost.time_s for cost in priors)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from paradyse.types import Workload
 
 
@@ -35,5 +37,10 @@ def format_count(n: int) -> str:
 def describe_workload(w: Workload) -> str:
     """The workload ``w`` for people."""
     mode = "training" if w.training else "inference"
-    dtype = str(w.dtype).removeprefix("torch.")
+    dtype = dtype_name(w.dtype)
     return f"batch {w.batch} x {w.lengths} tokens, {dtype}, {mode}, {w.num_ranks} ranks"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``dtype`` for people, as ``profile_file.Header.dtype`` has it: ``float32``."""
+    return str(dtype).removeprefix("torch.")

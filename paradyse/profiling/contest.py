@@ -23,8 +23,8 @@ import numpy as np
 
 from paradyse.planning.corrections import along
 from paradyse.planning.measured import CostModel
-from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, Measurement
-from paradyse.profiling.steps import REST, Part, Steps
+from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, REST, Measurement
+from paradyse.profiling.steps import REST_PART, Part, Steps
 from paradyse.types import HEAD, BlockSpec
 
 SETTLED = 0.003
@@ -125,7 +125,7 @@ class Contest:
             return None
         for n in self._for_a_curve():
             n = min(n, self._reach(view))
-            if self._open(n, view) and not view.has(REST, n):
+            if self._open(n, view) and not view.has(REST_PART, n):
                 turn = Turn(n, (self._best(n, view),), 0.0)
                 if seconds(turn) <= left_s:
                     return turn
@@ -137,7 +137,7 @@ class Contest:
         return [self._lengths[i] for i in dict.fromkeys((0, last, last // 2))]
 
     def _measured(self, view: _View) -> list[int]:
-        return [n for n in self._lengths if view.has(REST, n)]
+        return [n for n in self._lengths if view.has(REST_PART, n)]
 
     def _reach(self, view: _View) -> int:
         """The longest length that may be measured."""
@@ -227,6 +227,6 @@ class _View:
         """Seconds of the head and of what is in no block, as far as they were measured."""
         found: dict[str, dict[int, float]] = {}
         for ((_, kind, _), at), m in self._known.items():
-            if kind in (HEAD, REST[1]) and m.outcome == MEASURED:
+            if kind in (HEAD, REST) and m.outcome == MEASURED:
                 found.setdefault(kind, {})[at] = m.forward_s + m.backward_s
         return sum(along(row, n) for row in found.values())

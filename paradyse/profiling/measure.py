@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from paradyse.config import check_count, check_levers, parse_options
+from paradyse.distributed.failures import is_out_of_memory
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.attribution import caused_s
 from paradyse.planning.costs import BlockCost, Machine, peak_bytes
@@ -50,10 +51,11 @@ from paradyse.planning.profile_file import (
     present_versions,
     read_profile,
 )
+from paradyse.planning.units import dtype_name
 from paradyse.profiling.book import Book, everyone, from_first, is_first
 from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
-from paradyse.profiling.steps import REST, MakeBatch, Part, Steps, static_bytes
+from paradyse.profiling.steps import REST_PART, MakeBatch, Part, Steps, static_bytes
 from paradyse.types import HEAD, REPLICATED, BlockSpec, HeadSpec, Point
 from paradyse.weights.shard import Model, check_module
 
@@ -153,7 +155,7 @@ def profile(
         versions=present_versions(),
         device=describe_device(steps.device),
         num_ranks=steps.axis.size,
-        dtype=str(steps.parameters[0].dtype).removeprefix("torch."),
+        dtype=dtype_name(steps.parameters[0].dtype),
         sharded=steps.sharded,
         inner=(options or {}).get("inner") or "inductor",
         machine=asdict(machine),
@@ -327,7 +329,7 @@ class _Row:
 
         Points take turns, so what disturbs the machine for a while disturbs them alike.
         """
-        if not self.timed and self._missing([REST]):  # all that a kill left out
+        if not self.timed and self._missing([REST_PART]):  # all that a kill left out
             for name in self.names:
                 if not self.timed:
                     self._prepare(name)
@@ -405,7 +407,7 @@ class _Row:
             static = static_bytes(self.steps.model, self.steps.training)
             over = static + memory.peak_bytes > self.limit
         except (MemoryError, RuntimeError) as e:
-            if not _is_out_of_memory(e):
+            if not is_out_of_memory(e):
                 raise
             over = True
         if over:
@@ -427,7 +429,7 @@ class _Row:
 
     def _beyond_static(self, name: str, seq_len: int) -> int:
         """What a step needs, by what was measured; 0 where something is missing."""
-        rest = self.book.get(REST, seq_len)
+        rest = self.book.get(REST_PART, seq_len)
         steps = self.steps
         found = [self.book.get(self.steps.part(of, name), seq_len) for of in steps.parts]
         rows = [m for m in found if m is not None]
@@ -442,9 +444,3 @@ def _held(m: Measurement, left_bytes: int = 0) -> BlockCost:
     """The memory of a measurement."""
     held = m.saved_bytes, m.workspace_bytes
     return BlockCost(0.0, *held, 0, left_bytes, ahead_bytes=m.ahead_bytes)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(t in str(error) for t in ("can't allocate memory", "not enough memory"))

@@ -35,8 +35,8 @@ from paradyse.planning.attribution import caused_s
 from paradyse.planning.corrections import (
     CONSTANTS,
     FLOOR,
+    OF_REST,
     RATIOS,
-    REST,
     REST_SAVED,
     REST_WORKSPACE,
     SAVED,
@@ -372,7 +372,7 @@ class Feedback:
         keys, watch = self._keys(record.plan), record.watch
         scale, tokens = scale_of(record.workload), num_tokens(record.workload)
         slots: list[Slot] = [(quantity, key, scale) for quantity in RATIOS for key in keys]
-        slots += [(quantity, None, tokens) for quantity in REST]
+        slots += [(quantity, None, tokens) for quantity in OF_REST]
         slots += [(quantity, None, 0) for quantity in CONSTANTS]
         found = dict.fromkeys(slots, 0.0)
         if watch is None or not any(what == GRAD for what, _ in watch.marks):

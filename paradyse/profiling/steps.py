@@ -17,6 +17,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
 from paradyse.planning.measured import head_structure
 from paradyse.planning.prior import left_bytes
+from paradyse.planning.profile_file import REST
 from paradyse.profiling.marks import (
     END,
     LOSS,
@@ -55,7 +56,7 @@ MakeBatch = Callable[[int, int], Mapping[str, Any]]
 Part = tuple[str, str, str]
 """Structure, kind and variant: what is measured at each length."""
 
-REST: Part = ("", "rest", "")
+REST_PART: Part = ("", REST, "")
 """All that is in no block."""
 
 
@@ -81,7 +82,10 @@ class Steps:
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
         self.parameters = list(self.model.parameters())
-        self.sharded = any(isinstance(p, ShardedTensor) for p in self.parameters)
+        shards = [p for p in self.parameters if isinstance(p, ShardedTensor)]
+        self.sharded = bool(shards)
+        self.reduce_dtype = shards[0].reduce_dtype if shards else None
+        """As of ``Workload``."""
         self.device = used_on(self.parameters[0])
         self.blocks: tuple[BlockSpec, ...] = ()
         """Blocks in the order of computation."""
@@ -176,8 +180,8 @@ class Steps:
 
     def workload(self, seq_len: int) -> Workload:
         """The planner's ``Workload`` of a step of ``seq_len`` tokens."""
-        dtype = self.parameters[0].dtype
-        return Workload(self.batch, seq_len, dtype, self.training, self.axis.size)
+        how = self.parameters[0].dtype, self.training, self.axis.size
+        return Workload(self.batch, seq_len, *how, reduce_dtype=self.reduce_dtype)
 
     def free(self) -> None:
         """Let go of what a step left behind that found no memory."""
@@ -203,7 +207,7 @@ class Steps:
     def part(self, of: BlockSpec | HeadSpec | None, name: str) -> Part:
         """What is measured of ``of`` in a step under the point ``name``; None: of the rest."""
         if of is None:
-            return REST
+            return REST_PART
         if isinstance(of, HeadSpec):
             return head_structure(of), HEAD, self.head_levers(name)
         point = self.point_of(of, name)

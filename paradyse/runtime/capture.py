@@ -420,7 +420,7 @@ def build_alone(
     weights: Sequence[bool],
     options: Options,
     ranks: Axis,
-    others: Sequence[Any] | None = None,
+    others: Sequence[Any] | None,
 ) -> Program | None:
     """What computes the whole of ``like`` on each of ``ranks``; None where that has other blocks.
 

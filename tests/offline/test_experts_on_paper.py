@@ -14,8 +14,10 @@ from paradyse.config import Options
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
 from paradyse.offline.outlook import MIXTURE, look_ahead, plan_in_words
+from paradyse.planning.alone import Alone
 from paradyse.planning.explain import explain_plan
 from paradyse.planning.planner import Planner
+from paradyse.planning.splits import Splits
 from paradyse.types import ATTENTION_STRATEGIES, DSP, EXPERTS, Workload
 
 TOKENS = 4096
@@ -57,7 +59,8 @@ def test_plans_name_their_experts(mixtral4: DryRun) -> None:
     assert re.search(rf"; {EXPERTS} \w", plan_in_words(mixtral4.blocks, plan))
     known = mixtral4.static_bytes, True, None, mixtral4.head
     planner = Planner(Options(levers=()), mixtral4.blocks, 4, lambda _: machine, *known)
-    report = explain_plan(planner, Workload(1, TOKENS, torch.float32, True, 4))
+    alone = Alone(Splits(planner), "a reason")
+    report = explain_plan(alone, Workload(1, TOKENS, torch.float32, True, 4))
     assert [b.kind for b in report.blocks[:2]] == ["attention", EXPERTS]
     assert "layers.0.experts and 1 like it: " in str(report)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from test_measured import planner_on, profile_of
 from test_planner import LONG, MACHINE, SHORT, model, planner
 
 from paradyse.planning.alone import REPLICAS, Alone
 from paradyse.planning.prior import head_cost, prior_cost
-from paradyse.planning.splits import Splits, off_by
-from paradyse.types import REPLICATED, HeadSpec, Plan, Workload
+from paradyse.planning.splits import Splits
+from paradyse.types import ATTENTION_STRATEGIES, REPLICATED, HeadSpec, Plan, Workload
 
 HEAD = HeadSpec(1024, 32_000)
 
@@ -103,16 +103,17 @@ def test_what_was_chosen_may_be_asked_for() -> None:
         settled(LONG, plan=Plan((REPLICATED, "metp") * 2, REPLICATED))
 
 
-def test_what_a_profile_says_of_blocks_is_held_against_their_own_sequences() -> None:
-    """A profile that says what the prior does is off by nothing, also of an encoder's blocks."""
-    decoder, encoder = model(1), [replace(b, sequence=1) for b in model(1)]
-    across = replace(decoder[0], name="layers.0.cross_attention", keys=1, layer=1)
-    p = planner(blocks=[*encoder, *decoder, across])
-    profile = SimpleNamespace(cost=lambda b, point, w: prior_cost(b, point, w, MACHINE))
-    p.cost_model = cast(Any, profile)
-    plan = Plan(("megatron_cz",) * len(p.blocks))
-    for others in ((), ((1, 16),), ((4, 8192),)):
-        assert off_by(p, plan, replace(SHORT, others=others)) == pytest.approx(1)
+def test_a_machine_that_is_slower_throughout_changes_no_choice() -> None:
+    """What a profile says of the strategies that it has counts for this one too, and once."""
+
+    def chosen(factor: float, seq_len: int) -> bool:
+        factors = dict.fromkeys(ATTENTION_STRATEGIES, factor)
+        p = planner_on(profile_of(factors, (16, 64, 256, 1024), training=False), levers=[])
+        alone, w = Alone(Splits(p)), replace(SHORT, seq_len=seq_len, training=False)
+        return alone.settle(p.plan(w), w).alone
+
+    for seq_len in (16, 64, 1024):
+        assert chosen(1.0, seq_len) == chosen(2.0, seq_len) == (seq_len < 1024)
 
 
 def test_one_rank_has_no_such_choice() -> None:

@@ -6,11 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_planner import LONG, model, planner
+from test_planner import LONG, explained, model, planner
 
 from paradyse.planning.breakdown import break_down
 from paradyse.planning.costs import NOTHING, BlockCost
-from paradyse.planning.explain import explain_plan
 from paradyse.planning.solver import Choices
 from paradyse.types import HEAD, HeadSpec
 
@@ -60,6 +59,6 @@ def test_the_parts_are_of_the_moment_when_most_is_held() -> None:
 
 def test_explain_shows_the_parts_of_the_peak() -> None:
     p = planner(blocks=model(layers=2), head=HeadSpec(1024, 32_768), memory_limit=2**40)
-    report = explain_plan(p, LONG)
+    report = explained(p, LONG)
     assert sum(n for _, n in report.held) == report.peak_bytes
     assert "held at the peak" in str(report) and "workspace of" in str(report)

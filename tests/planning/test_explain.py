@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_planner import LONG, NORM, SHORT, model, planner
+from test_planner import LONG, NORM, SHORT, explained, model, planner
 
-from paradyse.planning.explain import PlanReport, explain_plan, short_key
+from paradyse.planning.explain import PlanReport, short_key
 from paradyse.planning.tables import text_table
 from paradyse.planning.units import format_seconds
 from paradyse.reports import Stats, attention_kernels
@@ -33,7 +33,7 @@ def why(report: PlanReport, block: int) -> dict[str, str]:
 
 def test_every_strategy_has_a_row_with_its_prediction_or_its_reason() -> None:
     p = planner(blocks=model(infeasible={"metp": NORM}), strategies=["megatron_ts", "ulysses_z"])
-    report = explain_plan(p, LONG)
+    report = explained(p, LONG)
     assert report.plan == p.plan(LONG)
     for b, s in zip(report.blocks, report.plan.strategies):
         assert b.chosen == s
@@ -51,15 +51,15 @@ def test_every_strategy_has_a_row_with_its_prediction_or_its_reason() -> None:
 
 def test_a_faster_loser_says_why_it_lost() -> None:
     fast = planner().plan(LONG).strategies[0]
-    named = explain_plan(planner("metp"), LONG)
+    named = explained(planner("metp"), LONG)
     assert why(named, 0)[fast].endswith("x the time, but the plan option asks for metp")
     need = planner("metp").predict(planner("metp").plan(LONG), LONG)[1]
-    tight = explain_plan(planner(memory_limit=need), LONG)
+    tight = explained(planner(memory_limit=need), LONG)
     needs = r"\d\.\d\dx the time, but does not fit: needs \d+\.\d [MG]iB of \d+\.\d [MG]iB"
     assert re.fullmatch(needs, why(tight, 0)[fast])
     calm = planner(smoothing=1e9, strategies=["megatron_ts", "ulysses_z"])
     calm.plan(SHORT)
-    kept = explain_plan(calm, LONG)
+    kept = explained(calm, LONG)
     assert kept.plan == calm.plan(SHORT)
     assert "previous plan is kept" in why(kept, 0)["ulysses_z"]
 
@@ -67,21 +67,21 @@ def test_a_faster_loser_says_why_it_lost() -> None:
 def test_the_head_has_a_row_for_each_set_of_levers() -> None:
     head = HeadSpec(1024, 128_256, infeasible=dict.fromkeys({*LEVERS} - {"tiled"}, "its bias"))
     free = planner(head=head, levers=["tiled"])
-    report = explain_plan(free, LONG)
+    report = explained(free, LONG)
     assert report.blocks[-1].kind == HEAD and report.blocks[-1].chosen == "whole logits"
     assert why(report, -1)["whole logits"] == "chosen"
     assert why(report, -1)["tiled"].endswith("x the time")
     tight = planner(head=head, levers=["tiled"], memory_limit=report.peak_bytes // 3)
-    texts = why(explain_plan(tight, LONG), -1)
+    texts = why(explained(tight, LONG), -1)
     assert texts["tiled"].startswith("chosen; without levers: does not fit: needs")
-    barred = explain_plan(planner(head=head, levers=[]), LONG)
+    barred = explained(planner(head=head, levers=[]), LONG)
     assert "tiled" not in why(barred, -1)
-    assert HEAD not in [b.kind for b in explain_plan(planner(), LONG).blocks]
+    assert HEAD not in [b.kind for b in explained(planner(), LONG).blocks]
 
 
 def test_plan_report_as_text() -> None:
     p = planner(blocks=model(layers=24, infeasible={"metp": NORM}))
-    report = explain_plan(p, LONG, notes=("aten.topk of layers.3.gate: no rule",))
+    report = explained(p, LONG, notes=("aten.topk of layers.3.gate: no rule",))
     text = str(report)
     assert text.startswith("plan for batch 1 x 65536 tokens, bfloat16, training, 4 ranks\n")
     assert "predicted: " in text
@@ -95,7 +95,7 @@ def test_plan_report_as_text() -> None:
 
 
 def test_one_rank_has_nothing_to_choose() -> None:
-    report = explain_plan(planner(num_ranks=1), replace(SHORT, num_ranks=1))
+    report = explained(planner(num_ranks=1), replace(SHORT, num_ranks=1))
     assert report.plan.strategies == ("replicated",) * 4
     assert "layers.0.attention and 1 like it: replicated (mask: causal)" in str(report)
     assert "replicated" in rendered(report)
@@ -140,7 +140,7 @@ def test_a_verification_is_ok_only_if_something_ran_and_all_that_ran_agree() -> 
 
 def test_rich_shows_the_same_words_and_takes_no_markup_from_them() -> None:
     reason = "needs [B, S], got [red]"
-    report = explain_plan(planner(blocks=model(infeasible={"metp": reason})), LONG)
+    report = explained(planner(blocks=model(infeasible={"metp": reason})), LONG)
     for value in (
         report,
         Stats(captures=3, plan_per_length={5: "metp"}),
@@ -166,7 +166,7 @@ def test_small_formats() -> None:
 
 def test_kernels_are_shown() -> None:
     line = "width 64, causal forward: aten_flash (not measured for this device, dtype and width)"
-    report = explain_plan(planner(), LONG, kernels=(line,))
+    report = explained(planner(), LONG, kernels=(line,))
     assert f"kernel: {line}" in str(report) and "aten_flash" in rendered(report)
     assert attention_kernels(model(), torch.bfloat16, torch.device("cpu")) == ()
 

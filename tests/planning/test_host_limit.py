@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner import LONG, MACHINE, SHORT, model, planner
+from test_planner import LONG, MACHINE, SHORT, explained, model, planner
 from test_solver import random_choices
 
 from paradyse.planning.costs import Machine
-from paradyse.planning.explain import explain_plan
 from paradyse.planning.planner import Planner
 from paradyse.types import LEVERS, Plan, Point
 
@@ -35,7 +34,7 @@ def test_one_memory_has_no_other_unless_a_plan_says_so() -> None:
     low = free.least_bytes(LONG)
     tight = planner_on(MACHINE, memory_limit=low)
     assert num_offloaded(tight.plan(LONG)) == 0
-    assert "lever offload by name alone" in str(explain_plan(tight, LONG))
+    assert "lever offload by name alone" in str(explained(tight, LONG))
     assert planner_on(HOST).least_bytes(LONG) < low
     named = planner_on(MACHINE, plan="metp+offload")
     assert set(named.plan(LONG).strategies) == {"metp+offload"}
@@ -63,7 +62,7 @@ def test_the_host_is_used_only_where_the_limit_asks_for_it() -> None:
         last = time_s
         counts.append(num_offloaded(p.plan(LONG)))
     assert counts[-1] > 0
-    text = str(explain_plan(p, LONG))
+    text = str(explained(p, LONG))
     assert "lever offload in" in text and "on the host: " in text and "of 1.0 TiB" in text
     forward = replace(LONG, training=False)
     assert num_offloaded(p.plan(forward)) == 0

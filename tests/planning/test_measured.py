@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_planner import MACHINE, SHORT, model, planner
+from test_planner import MACHINE, SHORT, explained, model, planner
 
 from paradyse.config import parse_options
 from paradyse.planning.costs import NOTHING, BlockCost
 from paradyse.planning.curves import Curve, fit_polynomial
-from paradyse.planning.explain import explain_plan
-from paradyse.planning.measured import CostModel, dtype_name, head_structure, load_cost_model
+from paradyse.planning.measured import CostModel, head_structure, load_cost_model
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import gradient_sum_s, head_cost, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Header, Measurement, Profile, append
+from paradyse.planning.units import dtype_name
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ATTENTION_STRATEGIES, HEAD, BlockSpec, HeadSpec, Plan, Workload
 
@@ -191,7 +191,7 @@ def test_the_plan_follows_the_profile_and_not_the_prior() -> None:
     factors = dict.fromkeys(ATTENTION_STRATEGIES, 1.0) | {fastest: 1e-3}
     p = planner_on(profile_of(factors))
     assert p.plan(w) == Plan((fastest,) * 4)
-    report = explain_plan(p, w)
+    report = explained(p, w)
     assert {r.source for b in report.blocks for r in b.rows} == {"forest"}
     assert report.notes == ("costs from the profile p.jsonl",)
     text = str(report)
@@ -202,7 +202,7 @@ def test_the_plan_follows_the_profile_and_not_the_prior() -> None:
 
 def test_explain_tells_what_was_not_measured() -> None:
     profile = profile_of({"metp": 1.0, "megatron_ts": 1.0}, blocks=[ATTENTION])
-    report = explain_plan(planner_on(profile), SHORT)
+    report = explained(planner_on(profile), SHORT)
     sources = {r.strategy: r.source for r in report.blocks[0].rows}
     assert sources["metp"] == sources["megatron_ts"] == "forest"
     assert sources["ulysses_z"] == "prior"
@@ -220,7 +220,7 @@ def test_explain_names_what_a_strategy_needs_that_does_not_fit() -> None:
     p = planner_on(profile, memory_limit="8GiB")
     plan = p.plan(SHORT)
     assert "metp" not in plan.strategies[::2]
-    why = {r.strategy: r.why for r in explain_plan(p, SHORT).blocks[0].rows}
+    why = {r.strategy: r.why for r in explained(p, SHORT).blocks[0].rows}
     assert re.fullmatch(
         r"0\.\d\dx the time, but does not fit: needs 16\.\d GiB of 8\.0 GiB", why["metp"]
     )

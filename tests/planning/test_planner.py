@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from paradyse.config import parse_options
+from paradyse.planning.alone import Alone
 from paradyse.planning.costs import BlockCost, Machine, longest_length
+from paradyse.planning.explain import PlanReport, explain_plan
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
+from paradyse.planning.splits import Splits
 from paradyse.planning.units import format_bytes
 from paradyse.types import ATTENTION_STRATEGIES, BlockSpec, HeadSpec, MaskSpec, Plan, Workload
 
@@ -68,6 +71,11 @@ def planner(
     parsed = parse_options({"plan": plan, "levers": levers, **options})
     blocks = model() if blocks is None else blocks
     return Planner(parsed, blocks, num_ranks, machine, static_bytes, head=head)
+
+
+def explained(p: Planner, workload: Workload, **of_graph: Any) -> PlanReport:
+    """The report on the plan of ``p``, where the whole cannot be computed on every rank."""
+    return explain_plan(Alone(Splits(p), "a reason"), workload, **of_graph)
 
 
 def no_machine(dtype: torch.dtype) -> Machine:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner import LONG, MACHINE, NORM, SHORT, model, planner
+from test_planner import LONG, MACHINE, NORM, SHORT, explained, model, planner
 
 from paradyse.planning.corrections import Corrections, scale_of
 from paradyse.planning.costs import BlockCost
-from paradyse.planning.explain import explain_plan
 from paradyse.planning.planner import Planner
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.time_ratios import OF_PRIOR, TimeRatios
@@ -131,7 +130,7 @@ def test_a_demand_holds_whatever_the_plan_says(form: Any, levers: Any) -> None:
     )
     assert not any("+" in s for s in p.plan(replace(LONG, training=False)).strategies[:1])
     assert "the model asks for gradient checkpointing" in str(
-        explain_plan(planner("auto", demanding(), levers=levers), LONG)
+        explained(planner("auto", demanding(), levers=levers), LONG)
     )
 
 
@@ -182,7 +181,7 @@ def test_explain_says_which_levers_why_and_what_they_cost() -> None:
     free = planner(blocks=blocks, levers=["recompute"])
     low, need = least(free, LONG), free.predict(free.plan(LONG), LONG)[1]
     p = planner(blocks=blocks, levers=["recompute"], memory_limit=(19 * low + need) // 20)
-    report = explain_plan(p, LONG)
+    report = explained(p, LONG)
     text = str(report)
     count = sum("+recompute" in s for s in report.plan.strategies)
     assert re.search(
@@ -193,7 +192,7 @@ def test_explain_says_which_levers_why_and_what_they_cost() -> None:
     assert "chosen; without levers: does not fit: needs" in text
     used = next(b for b in report.blocks if "+recompute" in b.chosen)
     assert f"{Point.parse(used.chosen).strategy}" in [r.strategy for r in used.rows]
-    assert "lever" not in str(explain_plan(free, LONG))
+    assert "lever" not in str(explained(free, LONG))
 
 
 def test_a_point_that_was_not_measured_follows_its_strategy() -> None:
@@ -229,7 +228,7 @@ def test_the_head_is_chosen_with_the_blocks() -> None:
     plan = tight.plan(LONG)
     assert plan.head == "tiled" and plan.key.endswith(";tiled")
     assert tight.predict(plan, LONG)[1] <= need // 3
-    assert "lever tiled in the head: without it" in str(explain_plan(tight, LONG))
+    assert "lever tiled in the head: without it" in str(explained(tight, LONG))
     with pytest.raises(ValueError, match="no plan fits"):
         planner(head=head, levers=["recompute"], memory_limit=need // 3).plan(LONG)
 

@@ -165,7 +165,7 @@ def test_the_published_heuristic_by_hand(published: Any) -> None:
 def plain_search(choices: Choices, limit: float) -> float | None:
     """The least time by the recursion alone: all undominated choices for the last blocks, one block
     after the other, without a bound and without counts."""
-    room, left = choices._room(limit), 0
+    room, left = choices._room(limit, 0), 0
     states = [(0.0, choices.rest.workspace_bytes)]
     for names, costs in zip(reversed(choices.names), reversed(choices.costs)):
         found = sorted(

@@ -4,30 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import networkx as nx
 import pytest
 import torch
+from test_measured import LENGTHS, planner_on, profile_of, rest
 from test_planner import LONG, MACHINE, SHORT, model, planner
 
-from paradyse.planning.splits import Splits, lies_along
-from paradyse.types import BATCH, BlockSpec, HeadSpec, Plan, Workload, other_dim
+from paradyse.planning.alone import Alone
+from paradyse.planning.corrections import Corrections, scale_of
+from paradyse.planning.explain import explain_plan
+from paradyse.planning.prior import prior_cost
+from paradyse.planning.profile_file import Measurement
+from paradyse.planning.splits import Splits, lies_along, off_by
+from paradyse.planning.time_ratios import OF_PROFILE, TimeRatios
+from paradyse.planning.units import format_seconds
+from paradyse.types import (
+    ATTENTION_STRATEGIES,
+    BATCH,
+    BlockSpec,
+    HeadSpec,
+    Plan,
+    Workload,
+    other_dim,
+)
 
 MANY = replace(LONG, seq_len=2048, batch=8)
 HEAD = HeadSpec(1024, 32_000)
 
 
-def along(split: str, blocks: list[BlockSpec]) -> list[BlockSpec]:
-    """Blocks of one sequence as a program has them that splits the batch."""
-    assert split == BATCH
+def along(blocks: list[BlockSpec]) -> list[BlockSpec]:
+    """Blocks of one sequence as a program has them that splits another dim of their tokens."""
     return [replace(b, over=1) if b.kind == "attention" else b for b in blocks]
 
 
 def splits(refused: str = "", **options: Any) -> Splits:
     blocks = options.setdefault("blocks", model())
     made = Splits(planner(head=HEAD, **options), refused)
-    made.describe = lambda split: (along(split, blocks), HEAD)
+    made.describe = lambda split: (along(blocks), HEAD)
+    return made
+
+
+def profiled(factor: float, at: Workload, more: Sequence[Measurement] = (), **how: Any) -> Splits:
+    """By a profile that has times the prior's times ``factor``, at lengths from that of ``at``."""
+    factors, lengths = (
+        dict.fromkeys(ATTENTION_STRATEGIES, factor),
+        [at.seq_len << i for i in range(4)],
+    )
+    profile = profile_of(factors, lengths, batch=at.batch, more=more)
+    made = Splits(planner_on(profile, **{"levers": [], **how}))
+    made.describe = lambda split: (along(model()), None)
     return made
 
 
@@ -155,6 +183,75 @@ def test_messages_that_cost_nothing_leave_the_sequence_split() -> None:
     fast = replace(MACHINE, latency_s=0.0, bandwidth_bytes=1e18)
     s = splits(machine=lambda dtype: fast)
     assert s.plan(MANY).split == "" and not s.planners
+
+
+VIDEO = replace(MANY, batch=8 * 64, seq_len=5, others=((8 * 5, 64),))
+"""Rows of time are padding on four ranks, those of space and of the batch are not."""
+
+
+@pytest.mark.parametrize("at", [MANY, VIDEO], ids=["sequences", "videos"])
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+def test_a_machine_that_is_slower_throughout_changes_no_split(factor: float, at: Workload) -> None:
+    """What no profile has measured is as far off as what it has: also one split against another."""
+    s = profiled(factor, at)
+    by_prior = splits().plan(at)
+    assert s.plan(at).split == by_prior.split == BATCH
+    assert len(s.planners) == 1 + len(at.others)
+
+
+def test_the_rest_of_a_step_is_there_whatever_is_split() -> None:
+    def predicted(more: Sequence[Measurement]) -> list[float]:
+        s = profiled(1.0, MANY, more)
+        plans = s.planner.plan(MANY), s.best_along(BATCH, MANY)
+        return [s.predict(plan, MANY)[0] for plan in plans if isinstance(plan, Plan)]
+
+    without, with_rest = predicted(()), predicted([rest(n) for n in LENGTHS])
+    assert [b - a for a, b in zip(without, with_rest, strict=True)] == pytest.approx(
+        [2.0, 2.0], 1e-3
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_a_profile_says_of_blocks_is_held_against_their_own_work(sharded: bool) -> None:
+    """A profile that says what the prior does is off by nothing: of an encoder's blocks, which have
+    sequences of their own, and of sharded weights, which are gathered."""
+    decoder, encoder = model(1), [replace(b, sequence=1) for b in model(1)]
+    across = replace(decoder[0], name="layers.0.cross_attention", keys=1, layer=1)
+    p = planner(blocks=[*encoder, *decoder, across])
+    p.sharded = sharded
+    profile = SimpleNamespace(cost=lambda b, point, w: prior_cost(b, point, w, MACHINE, sharded))
+    p.cost_model = cast(Any, profile)
+    for others in ((), ((1, 16),), ((4, 8192),)):
+        assert off_by(p, replace(SHORT, others=others)) == pytest.approx(1)
+
+
+def test_what_a_run_has_shown_is_not_scaled_again() -> None:
+    s = profiled(2.0, MANY)
+    plan = s.plan(MANY)
+    own_planner, own = s.of(plan, MANY)
+    before, times = s.predict(plan, MANY)[0], TimeRatios(OF_PROFILE)
+    costs = (c[point] for c, point in zip(own_planner.costs(own), plan.strategies))
+    for key, cost in zip(own_planner.time_keys(plan), costs):
+        for _ in range(8):
+            times.add(key, scale_of(own), 2.0, cost.parts)
+    s.correct(Corrections(times=times.estimate()))
+    assert s.predict(plan, MANY)[0] == pytest.approx(before, 0.1)
+
+
+def test_explain_has_times_of_other_splits_as_they_are_compared() -> None:
+    s = profiled(0.25, MANY)
+    report = explain_plan(Alone(s), MANY)
+    assert report.plan.split == BATCH and report.time_s == s.predict(report.plan, MANY)[0]
+    rows = {r.strategy: r for r in report.static_plans}
+    assert rows["split along batch"].time_s == report.time_s
+    assert all(r.time_s is None or r.time_s >= report.time_s for r in rows.values())
+    again = Plan(("megatron_cz+recompute", "megatron_cz") * 2, split=BATCH)
+    s = profiled(0.25, MANY, plan=again, levers=["recompute"])
+    report = explain_plan(Alone(s), MANY)
+    assert report.plan == again
+    plain = Plan(("megatron_cz",) * 4, split=BATCH)
+    without, with_it = (format_seconds(s.predict(plan, MANY)[0]) for plan in (plain, again))
+    assert f"without it {without} instead of {with_it} a step" in str(report)
 
 
 def fewest_switches(stages: Sequence[str], dims: Sequence[str]) -> int:

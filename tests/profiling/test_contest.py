@@ -22,7 +22,7 @@ from paradyse.planning.measured import CostModel
 from paradyse.planning.prior import prior_cost
 from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, Header, Measurement, Profile
 from paradyse.profiling.contest import REACH, SETTLED, Contest, Known, Turn, lost_s
-from paradyse.profiling.steps import REST, Part, Steps
+from paradyse.profiling.steps import REST_PART, Part, Steps
 from paradyse.strategies import canonical_strategy
 from paradyse.types import ALONG_SEQUENCE, BlockSpec, HeadSpec, Workload
 
@@ -87,7 +87,7 @@ class Machine(Steps):
             found = Measurement(*part, 1, turn.seq_len, True, outcome, seconds / 3, seconds / 1.5)
             self.known.setdefault((part, turn.seq_len), found)
 
-        note(REST, 1e-3)
+        note(REST_PART, 1e-3)
         for name in turn.names:
             self.seconds += timing_s(self.step_s(name, turn.seq_len))
             for b in self.blocks:

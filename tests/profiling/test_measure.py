@@ -14,7 +14,7 @@ import torch
 from harness import RankFailure, RankPool
 from tiny import Tiny, tokens
 
-from paradyse import profile
+from paradyse import profile, shard
 from paradyse.planning.costs import BlockCost, peak_bytes
 from paradyse.planning.profile_file import MEASURED, OVER_LIMIT, Measurement, Profile, read_profile
 from paradyse.profiling import measure as profiler
@@ -40,7 +40,7 @@ from paradyse.profiling.marks import (
     times_of,
 )
 from paradyse.profiling.steps import Steps
-from paradyse.types import ATTENTION_STRATEGIES, DSP
+from paradyse.types import ATTENTION_STRATEGIES, DSP, Workload
 
 EAGER = {"inner": "eager"}
 LENGTHS = (24, 40)
@@ -115,6 +115,16 @@ def measure_all(path: str, lengths: tuple[int, ...], sharded: bool) -> dict[str,
             saved[current[0]] = saved_by_hooks(compiled, batch, weights)
             saved[current[0]] -= saved_by_hooks(fewer, batch, weights)
     return {"profile": found, "clean": clean, "saved": saved}
+
+
+def summed_in_32_bits(seq_len: int) -> Workload:
+    model = shard(make_tiny().to(torch.bfloat16), reduce_dtype=torch.float32)
+    return Steps(model, EAGER, 1, True, tiny_batch).workload(seq_len)
+
+
+def test_gradients_are_priced_in_the_dtype_that_they_are_added_up_in(pool2: RankPool) -> None:
+    expected = Workload(1, 24, torch.bfloat16, True, 2, reduce_dtype=torch.float32)
+    assert pool2.run(summed_in_32_bits, 24) == [expected, expected]
 
 
 @pytest.mark.broad
