@@ -143,8 +143,10 @@ class Streams:
         self.ahead, self._of_step = ahead, WeakMethod(of_step)
         self.in_forward, self.position = True, 0
         """Of the present step, in forward."""
-        self._made: dict[int, tuple[int, WeightStream]] = {}
-        """By block id, the position of its step and its stream."""
+        self._positions: dict[int, int] = {}
+        """By block id, the position of its step, where that has a stream."""
+        self._made: dict[int, WeightStream] = {}
+        """By position."""
         self._coming: WeightStream | None = None
 
     def take(
@@ -167,7 +169,8 @@ class Streams:
             coming = None
         stream = coming or WeightStream(tensors, groups, block_id, casts)
         if self.in_forward and again and stream.shards:
-            self._made[block_id] = self.position, stream.unstarted()
+            self._positions[block_id] = self.position
+            self._made[self.position] = stream.unstarted()
         return stream
 
     def begin_following(self) -> None:
@@ -179,10 +182,9 @@ class Streams:
     def begin_before(self, block_id: int) -> None:
         """In backward, start on the first group of the step before that of the block
         ``block_id``."""
-        if self.ahead and block_id in self._made:
-            before = self._made[block_id][0] - 1
-            found = [stream for at, stream in self._made.values() if at == before]
-            self._begin(found[0].unstarted() if found else None)
+        if self.ahead and block_id in self._positions:
+            before = self._made.get(self._positions[block_id] - 1)
+            self._begin(None if before is None else before.unstarted())
 
     def _begin(self, stream: WeightStream | None) -> None:
         if stream is not None and stream.shards and stream.groups and self._coming is None:
