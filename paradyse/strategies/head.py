@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
-from paradyse.graph.subgraph import Piece, live_nodes, make_piece, run
+from paradyse.graph.subgraph import Piece, has_gradient, live_nodes, make_piece, run
 from paradyse.strategies.base import (
     SPLIT,
     WHOLE,
@@ -85,7 +85,7 @@ class TiledHead:
         """From logits to results."""
         self.dims = [self.dims_of(n) for n in self.given]
         self.output_dims = [spec_dims(scope, n, self.layout) for n in piece.outputs]
-        self.differentiable = [i for i, n in enumerate(piece.outputs) if _has_gradient(n)]
+        self.differentiable = [i for i, n in enumerate(piece.outputs) if has_gradient(n)]
         """Results that have gradients."""
         self.at_once = self._has_one_loss()
         """Whether gradients are computed with the forward."""
@@ -288,10 +288,6 @@ class TiledHead:
         """
         factors = bind_factors(self.scope, self.layout, sizes)
         return run(self.loss, values, self.scope.names, factors)
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
 def _differentiate_linear(
