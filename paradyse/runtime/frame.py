@@ -39,7 +39,7 @@ from paradyse.strategies.base import SPLIT, WHOLE, Scope, StepContext, Uses, bin
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
-from paradyse.strategies.weight_stream import Streaming
+from paradyse.strategies.streaming import Streaming
 from paradyse.torch_private import unset_fake_temporarily
 from paradyse.types import Point
 from paradyse.weights.gradients import SumGradients

@@ -8,14 +8,13 @@ weights are here at once besides the rank's own.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.collectives import Pending
@@ -112,23 +111,6 @@ class WeightStream:
         self._coming.clear()
 
 
-def nothing_behind() -> None:
-    """No block comes next."""
-
-
-class Streaming(ABC):
-    """A variant whose sharded weights come group by group."""
-
-    @abstractmethod
-    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
-        """Them, before the block is computed.
-
-        Args:
-            raw: a weight as it is given to the graph.
-            block_id: of the block.
-        """
-
-
 class Streams:
     """The weight streams of one call: behind its last group each starts on the first group of the
     next step, in backward of the step before.
@@ -209,7 +191,7 @@ class GroupTensors:
         forms: Sequence[Form],
         stream: WeightStream,
         later: bool,
-        behind: Callable[[], None] = nothing_behind,
+        behind: Callable[[], None],
     ):
         self.tensors, self.forms, self.stream, self.behind = tensors, forms, stream, behind
         self.later, self.shards, self.groups = later, stream.shards, stream.groups
