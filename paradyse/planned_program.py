@@ -125,20 +125,21 @@ class PlannedProgram:
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
+        gradients = self._gradients()
         if self.capture.agreement is not None:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
-            call = self.capture.agree(args, self._facts(sizes))
-        guard = self.choice.guard
-        shape = self._shape(sizes)
+            call = self.capture.agree(args, self._facts(sizes, gradients))
+        shape = self._shape(sizes, gradients)
+        workload = self.choice.guard.workload(*shape)
         if call is None:
-            return self._run(args, sizes, self._plan(shape))
-        call.out_of_memory = partial(self.choice.ran_out, guard.workload(*shape))
+            return self._run(args, sizes, self._plan(shape), workload)
+        call.out_of_memory = partial(self.choice.ran_out, workload)
         random_state = torch.get_rng_state() if self.program.schedule.has_dropout else None
         tried: list[Plan] = []
 
         def compute() -> Any:
             tried.append(self._plan(shape))
-            return self._run(args, sizes, tried[-1])
+            return self._run(args, sizes, tried[-1], workload)
 
         try:
             return call.forward(compute)
@@ -154,10 +155,11 @@ class PlannedProgram:
             torch.set_rng_state(random_state)
         return call.forward(compute)
 
-    def _run(self, args: Sequence[Any], sizes: dict[str, int], plan: Plan) -> Any:
+    def _run(
+        self, args: Sequence[Any], sizes: dict[str, int], plan: Plan, workload: Workload
+    ) -> Any:
         # counted before anything may raise on one rank alone: ranks run blocks together alike
         together = self.choice.uses.add(plan)
-        workload = self.choice.guard.workload(*self._shape(sizes))
         steps = self.capture.steps
         if steps is None:
             return self._compute(args, sizes, plan, workload, together)
@@ -257,14 +259,17 @@ class PlannedProgram:
                 plan = self.choice.guard(*shape)
         return plan
 
-    def _shape(self, sizes: Mapping[str, int]) -> tuple[int, int, bool, bool, Lengths]:
-        """What the guard asks of a call."""
-        keeps_gradients = self._gradients() != AT_ONCE
+    def _shape(
+        self, sizes: Mapping[str, int], gradients: str
+    ) -> tuple[int, int, bool, bool, Lengths]:
+        """What the guard asks of a call that leaves ``gradients`` so."""
+        keeps_gradients = gradients != AT_ONCE
         num_sequences = self.program.num_sequences(sizes)
         others = self.program.other_lengths(sizes)
         return num_sequences, sizes[WHOLE], torch.is_grad_enabled(), keeps_gradients, others
 
     def _gradients(self) -> str:
+        """How the present call leaves gradients (``gradients_are``)."""
         if not torch.is_grad_enabled():
             return AT_ONCE
         return gradients_are(self.axis, self.capture.weights.held())
@@ -295,7 +300,7 @@ class PlannedProgram:
         blocks = self.blocks_of(self.program_for(plan))
         write(folder, name, plan_table(blocks, plan) + "\n")
 
-    def _facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+    def _facts(self, sizes: Mapping[str, int], gradients: str) -> dict[str, Any]:
         first, dropout = self.capture.is_first, self.program.schedule.has_dropout
         profile = self.choice.cost_model
         return {
@@ -303,7 +308,7 @@ class PlannedProgram:
             "the batch size": sizes.get("B", 1),
             "the lengths of other sequences": str(self.program.other_lengths(sizes)),
             **self._program_facts,
-            NO_SYNC: self._gradients(),
+            NO_SYNC: gradients,
             OPTIMIZERS: self.choice.optimizers.count,
             RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
             PROFILE: profile.profile.checksum if first and profile else 0,

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.rules import argument
+from paradyse.graph.subgraph import has_gradient
 from paradyse.passes.retrace import Untraceable
 from paradyse.torch_private import OpOverload, schema_of
 
@@ -139,7 +140,7 @@ class _Memory:
         if chain[-1].op == "placeholder":
             raise Untraceable(f"{node.target} writes into {chain[0]}, which shows an input")
         for view, whole in zip(chain, chain[1:]):
-            if view.target is aten.detach.default and _has_gradient(whole):
+            if view.target is aten.detach.default and has_gradient(whole):
                 raise Untraceable(
                     f"{node.target} writes into {chain[0]}, which shows a value with a gradient"
                 )
@@ -230,10 +231,6 @@ def _number(node: fx.Node) -> Any:
     number = node.args[1]
     known = isinstance(number, int | float)
     return torch.tensor(number, dtype=node.meta["val"].dtype).item() if known else None
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
 def _fake_mode(args: tuple[Any, ...]) -> Any:

@@ -14,7 +14,14 @@ from torch import fx
 from paradyse.distributed import collectives
 from paradyse.graph.factors import Factor
 from paradyse.graph.rules import argument
-from paradyse.graph.subgraph import Piece, is_tensor, is_weight, live_nodes, make_piece
+from paradyse.graph.subgraph import (
+    Piece,
+    has_gradient,
+    is_tensor,
+    is_weight,
+    live_nodes,
+    make_piece,
+)
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.outline_head import Head
 from paradyse.strategies.dropout import has_dropout
@@ -360,6 +367,5 @@ def _side(piece: Piece, node: fx.Node) -> Piece:
 
 
 def _is_small(piece: Piece) -> bool:
-    metas = (n.meta.get("tensor_meta") for n in piece.inputs)
-    grads = any(getattr(m, "requires_grad", False) for m in metas)
+    grads = any(map(has_gradient, piece.inputs))
     return len(piece.nodes) <= (EAGER_NODES if grads else EAGER_INDEX_NODES)

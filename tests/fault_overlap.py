@@ -118,8 +118,8 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "ring: own share of the gradients of keys lost",
         "paradyse/strategies/attention/ring.py",
-        "_unpack(kept.add_(gradients_under_way.wait()), k_own, v_own)",
-        "_unpack(gradients_under_way.wait(), k_own, v_own)",
+        "unflatten(kept.add_(gradients_under_way.wait()), shapes)",
+        "unflatten(gradients_under_way.wait(), shapes)",
         ("tests/strategies/test_attention_ranks.py",),
     ),
     Fault(

@@ -410,7 +410,7 @@ FAULTS: tuple[Fault, ...] = (
         "emptied memory counted as held",
         "paradyse/runtime/saved_memory.py",
         "sum(storage_bytes(ref) for ref in alive)",
-        "sum(n for key, (_, n) in self.found.items() if key not in set(but))",
+        "sum(n for key, (_, n) in self.found.items() if key not in others)",
         ("tests/profiling/test_online.py::test_emptied_memory_does_not_count",),
     ),
     # gradients kept back

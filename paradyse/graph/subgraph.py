@@ -287,6 +287,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def has_gradient(node: fx.Node) -> bool:
+    """Whether ``node`` had a gradient as the model was traced; its fake value has none."""
+    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
+
+
 def device_of(inputs: Sequence[fx.Node]) -> torch.device:
     """Where a graph of ``inputs`` computes; numbers that are inputs stay on the host."""
     found = [n.meta["val"].device for n in inputs if is_tensor(n)]

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from paradyse.distributed.axis import Axis, TokenLayout
 from paradyse.graph.lower import dim_size
-from paradyse.graph.subgraph import is_tensor, is_weight
+from paradyse.graph.subgraph import has_gradient, is_tensor, is_weight
 from paradyse.kernels.attention_mask import position_intervals
 from paradyse.offline.capture import capture_program, fake_world
 from paradyse.offline.ops import bodies
@@ -224,7 +224,7 @@ def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
     variant = program.variant(step, strategy)
     used = getattr(variant, "used", ())  # groups of ``metp``
     if len(used) <= FEW_GROUPS:
-        lasting = isinstance(step, PieceStep) and not any(map(_has_gradient, step.piece.outputs))
+        lasting = isinstance(step, PieceStep) and not any(map(has_gradient, step.piece.outputs))
         return Sizes(_growth(program, step, strategy), lasting=lasting)
     try:
         variant.used = used[: FEW_GROUPS - 1]
@@ -253,11 +253,6 @@ def _growth(program: Program, step: Step, strategy: str) -> Growth:
     with contextlib.suppress(ValueError):
         return fit_growth(tokens[:-1], samples)
     return fit_growth(tokens, [*samples, sample(CHUNKS[-1])])
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    """Whether the value had a gradient as the model was traced; a node's fake value has none."""
-    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
 _CPU = torch.device("cpu")
@@ -314,7 +309,7 @@ class _Alone(Frame):
         dims = spec_dims(scope, node, SPLIT if here else WHOLE)
         like = node.meta["val"]
         x = torch.empty([dim_size(d, sizes) for d in dims], dtype=like.dtype)
-        self.given.append(x.requires_grad_(_has_gradient(node)))
+        self.given.append(x.requires_grad_(has_gradient(node)))
         return x
 
     def raw(self, node: fx.Node) -> Tensor:
@@ -324,7 +319,7 @@ class _Alone(Frame):
         layout = self._layout(node)
         rows = torch.empty(layout.shape(like.shape, self.axis.rank), dtype=like.dtype)
         self._hold(rows)
-        return ShardedTensor(rows, layout, like.shape).requires_grad_(_has_gradient(node))
+        return ShardedTensor(rows, layout, like.shape).requires_grad_(has_gradient(node))
 
     def _read_again(self, step: Step, strategy: str) -> None:
         """No step is behind this one."""
@@ -337,7 +332,7 @@ class _Alone(Frame):
         shape = list(like.shape)
         if form is not None:
             shape[form.dim] = len(form.groups[self.axis.rank])
-        w = torch.empty(shape, dtype=like.dtype).requires_grad_(_has_gradient(node))
+        w = torch.empty(shape, dtype=like.dtype).requires_grad_(has_gradient(node))
         self._hold(w)
         if form is None or not self._lies_here(node, form):
             self.gathered[node] = like.nbytes

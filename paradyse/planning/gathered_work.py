@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from paradyse.distributed.switch import rows_per_rank
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Factor, size_of
-from paradyse.graph.subgraph import is_tensor, run
+from paradyse.graph.subgraph import has_gradient, is_tensor, run
 from paradyse.passes.pipeline import gathered_notes
 from paradyse.passes.split_steps import MixingStep, Step
 from paradyse.planning.costs import Machine
@@ -205,7 +205,7 @@ class Count:
             values = [empty(n) for n in piece.inputs]
             with torch.no_grad(), _Counter() as counter:
                 run(piece, values, names, sizes)
-        again = self.back and any(map(_has_gradient, piece.nodes))
+        again = self.back and any(map(has_gradient, piece.nodes))
         found.flops = counter.flops * (1 + MATMUL_BACKWARD * again)
         found.attention_flops = counter.attention_flops * (1 + ATTENTION_BACKWARD * again)
         found.moved_bytes = counter.moved_bytes * (1 + MATMUL_BACKWARD * again)
@@ -221,7 +221,7 @@ class Count:
                 self._send(found, "all_reduce", node, num_bytes)
             else:
                 self._send(found, "all_gather", node, self._local(node) * (self.p - 1))
-        for node in filter(_has_gradient, step.piece.outputs if self.back else ()):
+        for node in filter(has_gradient, step.piece.outputs if self.back else ()):
             for reader in self._split_readers(node):
                 mine = factors_of(self.program.scope, node)
                 along = next((f for f in (reader.seq, reader.keys) if f in mine), None)
@@ -239,13 +239,13 @@ class Count:
         for node in (*switched, *step.piece.outputs):
             sizes = self._sizes_of(step, SPLIT)
             sizes[step.over] = rows_per_rank(size_of((step.over,), sizes), self.p)
-            for _ in range(1 + (self.back and _has_gradient(node))):
+            for _ in range(1 + (self.back and has_gradient(node))):
                 found.send("all_to_all", self._nbytes(node, sizes) * (self.p - 1))
         for node, at in zip(variant.inputs, variant.layouts, strict=True):
             if at == WHOLE and self._is_split(node):
                 num_bytes = self._local(node) * (self.p - 1)
                 self._send(found, "all_gather", node, num_bytes)
-                if self.back and _has_gradient(node):
+                if self.back and has_gradient(node):
                     self._send(found, "reduce_scatter", node, num_bytes)
 
     def _send(self, found: Amount, collective: str, node: fx.Node, num_bytes: int) -> None:
@@ -272,10 +272,6 @@ class Count:
     def _nbytes(self, node: fx.Node, sizes: Mapping[Factor, Any]) -> int:
         shape = [int(size_of(d, sizes)) for d in self.program.scope.names.of(node)]
         return math.prod(shape) * int(node.meta["val"].itemsize)
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
 class _Counter(TorchDispatchMode):

@@ -39,8 +39,7 @@ from paradyse.strategies.base import SPLIT, WHOLE, Scope, StepContext, Uses, bin
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.groups.evaluate import on_tokens
 from paradyse.strategies.host_memory import HostMemories
-from paradyse.strategies.local import LocalPiece
-from paradyse.strategies.weight_stream import Streaming
+from paradyse.strategies.streaming import Streaming
 from paradyse.torch_private import unset_fake_temporarily
 from paradyse.types import Point
 from paradyse.weights.gradients import SumGradients
@@ -364,8 +363,7 @@ class Frame:
 
     def _side(self, step: Step, node: fx.Node, piece: Piece) -> DeferredTensor:
         """A value inside a block or head, computed from what the step reads if it is ever read."""
-        layout = SPLIT if self.axis.size > 1 else WHOLE
-        body = LocalPiece(self.program.scope_of(step), piece, layout, "side", eager=True)
+        body = self.program.late(node, piece, step)
         context, num_inputs = self.context(step, {}), len(body.inputs)
 
         def taken(x: Any) -> Any:
@@ -380,12 +378,12 @@ class Frame:
             (value,) = body(replace(context, get=lambda n, _: values[n], weights=lambda _: weights))
             return self._gather(node, value)
 
-        values = [self.get(step, n, layout) for n in body.inputs]
+        values = [self.get(step, n, body.layout) for n in body.inputs]
         return self._deferred(node, compute, [*values, *map(self.raw, body.weight_nodes)])
 
     def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:
         """An output made from the inside of blocks, on whole values, if it is ever read."""
-        body = LocalPiece(self.program.scope, piece, WHOLE, "tail", eager=True)
+        body = self.program.late(node, piece)
         late = {n for n, x in self.env.items() if isinstance(x, DeferredTensor)}
         apart = {n for n in piece.inputs if n in self.ctx.split and n not in late}
         steps, scope_of = self.program.steps, self.program.scope_of

@@ -15,7 +15,8 @@ from paradyse.distributed.named_blocks import NamedBlocks
 from paradyse.passes.split_steps import HeadStep, Step
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import PieceVariant
-from paradyse.strategies.weight_stream import Streaming, Streams, WeightStream
+from paradyse.strategies.streaming import Streaming
+from paradyse.strategies.weight_stream import Streams, WeightStream
 from paradyse.weights import unshard
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest

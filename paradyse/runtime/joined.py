@@ -33,7 +33,7 @@ class JoinedGradients:
         self.summed: dict[fx.Node, Tensor] = {}
         """Weights for use in a part of the work: their gradients are summed over ranks."""
         self._to_sum: dict[fx.Node, Step] = {}
-        self._sums: dict[int, list[int]] = {}
+        self._sums: dict[int, list[fx.Node]] = {}
         """Position of a step -> which of ``_to_sum`` it has summed."""
         self._averaged: set[fx.Node] = set()
         self._compares = program.alone and may_be_same(program.replicas, program.device)
@@ -42,11 +42,13 @@ class JoinedGradients:
     def begin(self) -> None:
         """The call is about to run: find out which weights are summed, and where."""
         self._to_sum = self._whole_weights()
+        nodes = list(self._to_sum)
         first = [step.position for step in self._to_sum.values()]
         if first and self._compares:
-            self._sums = {min(first): list(range(len(first)))}
+            self._sums = {min(first): nodes}
         else:
-            self._sums = joined_by_use(first, [self.env[n].nbytes for n in self._to_sum])
+            found = joined_by_use(first, [self.env[n].nbytes for n in nodes])
+            self._sums = {at: [nodes[i] for i in index] for at, index in found.items()}
 
     @property
     def sums(self) -> frozenset[int]:
@@ -88,11 +90,9 @@ class JoinedGradients:
         """Have gradients summed over ranks that are all there when the backward of the step at
         ``position`` is over, or compared or averaged where all ranks compute the whole. Autograd
         runs nodes that were made later first, so that of the sum runs as soon as it can."""
-        index = self._sums.get(position)
-        if index is None:
+        nodes = self._sums.get(position)
+        if nodes is None:
             return
-        held = list(self._to_sum)
-        nodes = [held[i] for i in index]
         if self.program.alone:
             way = SameGradients if self._compares else AverageGradients
             out = way.apply(self.sync, *(self.env[n] for n in nodes))

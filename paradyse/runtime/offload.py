@@ -75,11 +75,6 @@ class SavedBlock:
         self._wait: Wait = nothing
         """For the copies that were started last."""
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether it is on the device, or on its way there or from there."""
-        return self._memory is not None
-
     def pack(self, x: Tensor) -> Tensor | Moved:
         """What autograd is to keep in place of ``x``."""
         if not self._moves(x):

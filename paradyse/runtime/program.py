@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.factors import Factor, size_of
-from paradyse.graph.subgraph import cast_of, device_of
+from paradyse.graph.subgraph import Piece, cast_of, device_of
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, MixingStep, Step
 from paradyse.runtime.known_buffers import KnownBuffers
@@ -123,6 +123,8 @@ class Program:
         self.device = device_of(self.placeholders)
         self.variants: dict[int, dict[str, Any]] = {s.position: {} for s in self.steps}
         """Position of a step -> strategy -> what computes it, as far as it was asked for."""
+        self._late: dict[fx.Node, LocalPiece] = {}
+        """What computes values that wait until they are read, as far as it was asked for."""
         self._casts: dict[tuple[int, fx.Node], torch.dtype | None] = {}
         self._constants: Recent[Any, StepConstants] = Recent()
         self._gathers: dict[tuple[int, str], tuple[list[ShardLayout], list[fx.Node]]] = {}
@@ -197,6 +199,19 @@ class Program:
                 layout = SPLIT if step.split else WHOLE
                 known[strategy] = LocalPiece(scope, step.piece, layout, "between", eager=step.eager)
         return known[strategy]
+
+    def late(self, node: fx.Node, piece: Piece, step: Step | None = None) -> LocalPiece:
+        """What computes ``node`` if it is read.
+
+        Args:
+            piece: gives it, ``Step.late`` or ``Schedule.tails``.
+            step: whose inputs it is computed from; None: from whole values.
+        """
+        if node not in self._late:
+            name, scope = ("tail", self.scope) if step is None else ("side", self.scope_of(step))
+            layout = WHOLE if step is None or self.axis.size == 1 else SPLIT
+            self._late[node] = LocalPiece(scope, piece, layout, name, eager=True)
+        return self._late[node]
 
     def gathers(self, step: Step, strategy: str, weights: Mapping[fx.Node, Any]) -> list[fx.Node]:
         """The sharded ones among ``weights`` that ``step`` under ``strategy`` takes in another form

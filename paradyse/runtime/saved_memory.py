@@ -60,5 +60,6 @@ class Saved:
         """
         for key in [k for k, (ref, _) in self.found.items() if ref.expired()]:
             del self.found[key]
-        alive = [ref for key, (ref, _) in self.found.items() if key not in set(but)]
+        others = set(but)
+        alive = [ref for key, (ref, _) in self.found.items() if key not in others]
         return sum(storage_bytes(ref) for ref in alive)

@@ -353,6 +353,38 @@ def gradients(
     return list(torch.autograd.grad(ys, inputs, grads, allow_unused=True))
 
 
+@dataclass
+class LoweredGradients:
+    """Gradients of a function of tensors: a ``LoweredPiece`` for each choice of those that need
+    them."""
+
+    scope: Scope
+    key: str
+    """Equal for functions that compute the same."""
+    fn: Callable[[dict[str, Any], Sequence[Tensor], list[Tensor], list[Tensor]], tuple[Any, ...]]
+    """Sizes by letter, ``StepContext.common``, tensors that may need gradients and others -> what
+    is differentiated, the gradients of that, and whatever is given before those asked for."""
+    dims: Sequence[Dims]
+    """Dims of all these tensors."""
+    _pieces: dict[tuple[bool, ...], LoweredPiece] = field(default_factory=dict)
+
+    def __call__(self, needs: tuple[bool, ...]) -> LoweredPiece:
+        """What computes gradients of those of the first tensors that ``needs`` names."""
+
+        def fn(sizes: dict[str, Any], common: Sequence[Tensor], given: Iterator[Tensor]) -> Any:
+            own = [next(given).detach().requires_grad_(need) for need in needs]
+            with torch.enable_grad():
+                outputs, cotangents, *results = self.fn(sizes, common, own, list(given))
+            found = gradients(outputs, cotangents, [x for x in own if x.requires_grad])
+            return [*(y.detach() for y in results), *found]
+
+        if needs not in self._pieces:
+            key = f"gradients {''.join(str(int(need)) for need in needs)}\n{self.key}"
+            piece = LoweredPiece(self.scope, key, fn, self.dims, differentiates=True)
+            self._pieces[needs] = piece
+        return self._pieces[needs]
+
+
 def common_dims(scope: Scope) -> tuple[Dims, ...]:
     """Dims of ``StepContext.common``; on one rank the two positions are the same."""
     split = SPLIT if scope.axis.size > 1 else WHOLE

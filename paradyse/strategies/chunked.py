@@ -29,11 +29,11 @@ from paradyse.strategies.attention.in_chunks import Kept, attend, attend_backwar
 from paradyse.strategies.base import (
     NUM_COMMON,
     Common,
+    LoweredGradients,
     LoweredPiece,
     Scope,
     StepContext,
     attended_by,
-    gradients,
 )
 from paradyse.strategies.host_memory import HostRows
 from paradyse.strategies.local import LocalPiece
@@ -91,14 +91,15 @@ class _Side:
         self.output_dims = self.local.output_dims()
         if attended is None:
             self.output_dims = [_token_major(d) for d in self.output_dims]
-        self.forward = self._lowered("forward", self._compute, self.dims)
-        self._gradients: dict[tuple[bool, ...], LoweredPiece] = {}
-
-    def _lowered(
-        self, what: str, fn: Any, dims: Sequence[Dims], differentiates: bool = False
-    ) -> LoweredPiece:
-        key = f"{what}\n{self.local.lowered.key}"
-        return LoweredPiece(self.local.scope, key, fn, dims, differentiates=differentiates)
+        key = self.local.lowered.key
+        self.forward = LoweredPiece(scope, f"forward\n{key}", self._compute, self.dims)
+        dims = [*self.dims, *self.output_dims]
+        self.gradients_for = LoweredGradients(
+            scope,
+            key,
+            lambda sizes, common, own, rest: (self._compute(sizes, common, iter(own)), rest),
+            dims,
+        )
 
     def _compute(
         self, sizes: dict[str, Any], common: Sequence[Tensor], given: Iterator[Tensor]
@@ -108,25 +109,6 @@ class _Side:
         own = iter([values[n] for n in self.local.order])
         results = self.local.compute(sizes, common, own)
         return [x.transpose(1, 2) for x in results] if self.attended is None else results
-
-    def gradients_for(self, needs: tuple[bool, ...]) -> LoweredPiece:
-        """What computes gradients of those of the side's tensors that ``needs`` names, from these
-        tensors and the gradients of what it gives.
-        """
-
-        def fn(
-            sizes: dict[str, Any], common: Sequence[Tensor], given: Iterator[Tensor]
-        ) -> Sequence[Any]:
-            own = [next(given).detach().requires_grad_(need) for need in needs]
-            with torch.enable_grad():
-                results = self._compute(sizes, common, iter(own))
-            return gradients(results, list(given), [x for x in own if x.requires_grad])
-
-        if needs not in self._gradients:
-            dims = [*self.dims, *self.output_dims]
-            what = f"gradients {''.join(str(int(need)) for need in needs)}"
-            self._gradients[needs] = self._lowered(what, fn, dims, differentiates=True)
-        return self._gradients[needs]
 
     def given(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Dims]]:
         """Those of the block's ``tensors`` that the side takes, with their dims."""

@@ -12,8 +12,7 @@ Where several results have gradients of their own, backward computes the logits 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +22,17 @@ from torch.nn import functional as F
 
 from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
-from paradyse.graph.subgraph import Piece, live_nodes, make_piece, run
+from paradyse.graph.subgraph import Piece, has_gradient, live_nodes, make_piece, run
 from paradyse.strategies.base import (
     SPLIT,
     WHOLE,
     Common,
+    LoweredGradients,
     LoweredPiece,
     Scope,
     StepContext,
     Uses,
     bind_factors,
-    gradients,
     piece_key,
     spec_dims,
     split_inputs,
@@ -85,7 +84,7 @@ class TiledHead:
         """From logits to results."""
         self.dims = [self.dims_of(n) for n in self.given]
         self.output_dims = [spec_dims(scope, n, self.layout) for n in piece.outputs]
-        self.differentiable = [i for i, n in enumerate(piece.outputs) if _has_gradient(n)]
+        self.differentiable = [i for i, n in enumerate(piece.outputs) if has_gradient(n)]
         """Results that have gradients."""
         self.at_once = self._has_one_loss()
         """Whether gradients are computed with the forward."""
@@ -110,8 +109,10 @@ class TiledHead:
             lambda sizes, common, own: self.run_loss(sizes, common, list(own)),
             self._loss_dims,
         )
-        self._gradients: dict[tuple[bool, ...], LoweredPiece] = {}
-        """Which inputs of ``loss`` need gradients -> what computes them."""
+        cotangents = [] if self.at_once else [self.output_dims[i] for i in self.differentiable]
+        dims = [*self._loss_dims, *cotangents]
+        self._gradients_for = LoweredGradients(scope, self._key, self._loss_again, dims)
+        """Of inputs of ``loss``; ``at_once`` behind the results."""
 
     def _has_one_loss(self) -> bool:
         if len(self.differentiable) != 1:
@@ -218,25 +219,16 @@ class TiledHead:
         asked = [n for n, need in pairs if need]
         return {n: g for n, g in zip(asked, grads, strict=True) if g is not None}
 
-    def _gradients_for(self, needs: tuple[bool, ...]) -> LoweredPiece:
-        def fn(sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]) -> Any:
-            pairs = zip(needs, islice(own, len(needs)), strict=True)
-            given = [x.detach().requires_grad_(need) for need, x in pairs]
-            with torch.enable_grad():
-                results = self.run_loss(sizes, common, given)
-                losses, cotangents = [results[i] for i in self.differentiable], list(own)
-                if self.at_once:
-                    losses = [losses[0].reshape(-1)[0]]
-                    cotangents = [torch.ones_like(losses[0])]
-            grads = gradients(losses, cotangents, [x for x in given if x.requires_grad])
-            return [*(y.detach() for y in results if self.at_once), *grads]
-
-        if needs not in self._gradients:
-            cotangents = [] if self.at_once else [self.output_dims[i] for i in self.differentiable]
-            key = f"gradients {''.join(str(int(n)) for n in needs)}\n{self._key}"
-            dims = [*self._loss_dims, *cotangents]
-            self._gradients[needs] = LoweredPiece(self.scope, key, fn, dims, differentiates=True)
-        return self._gradients[needs]
+    def _loss_again(
+        self, sizes: dict[str, Any], common: Sequence[Tensor], own: list[Tensor], rest: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """``differentiable`` results and their gradients; ``at_once`` all results follow."""
+        results = self.run_loss(sizes, common, own)
+        losses = [results[i] for i in self.differentiable]
+        if not self.at_once:
+            return losses, rest
+        loss = losses[0].reshape(-1)[0]
+        return [loss], [torch.ones_like(loss)], *results
 
     # ---- what a part of the vocabulary changes
 
@@ -288,10 +280,6 @@ class TiledHead:
         """
         factors = bind_factors(self.scope, self.layout, sizes)
         return run(self.loss, values, self.scope.names, factors)
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))
 
 
 def _differentiate_linear(

@@ -62,8 +62,6 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.page_bytes = device, PAGE_BYTES
-        self.num_made = 0
-        """Pages there are."""
         self._free: list[Tensor] = []
 
     @cached_property
@@ -71,17 +69,9 @@ class HostMemory:
         """Starts copies."""
         return SideStream(self.device) if self.device.type == "cuda" else copy_now
 
-    @property
-    def num_used(self) -> int:
-        """Pages in use."""
-        return self.num_made - len(self._free)
-
     def take(self) -> Tensor:
         """A page, uint8 [page_bytes]."""
-        if self._free:
-            return self._free.pop()
-        self.num_made += 1
-        return self.make()
+        return self._free.pop() if self._free else self.make()
 
     def make(self) -> Tensor:
         """A new page, uint8 [page_bytes]."""

@@ -9,7 +9,6 @@ and the message behind it. ``tiled`` runs both over one tile of the tokens after
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from paradyse.kernels.attention_op import replayed
 from paradyse.strategies.base import (
     NUM_COMMON,
     Common,
+    LoweredGradients,
     LoweredPiece,
     PieceVariant,
     Scope,
     StepContext,
     Strategy,
-    gradients,
 )
 from paradyse.strategies.chunked import ChunkedVariant, unchunkable
 from paradyse.strategies.tiles import Tile, all_tokens, make_tiles, over_tiles, untileable
@@ -55,20 +54,16 @@ class LeveredVariant:
         if attended is not None:
             b, h, s, d = attended
             self.kept_dims = [(b, s, h, d), (b, h, s)]
-            self.forward = self._lowered("keeping attention", self._keep_attention, self.dims)
-        self._gradients: dict[tuple[bool, ...], LoweredPiece] = {}
-        """Which tensors need gradients -> what computes them."""
+            key = f"keeping attention\n{variant.lowered.key}"
+            self.forward = LoweredPiece(self.scope, key, self._keep_attention, self.dims)
+        dims = [*self.dims, *self.kept_dims, *self.output_dims]
+        again = self._compute_again
+        self.gradients_for = LoweredGradients(self.scope, variant.lowered.key, again, dims)
 
     def __call__(self, step: StepContext) -> Any:
         tensors = self.variant.tensors(step)
         needs = tuple(torch.is_grad_enabled() and t.requires_grad for t in tensors)
         return _Levered.apply(self, step.sizes, step.common, needs, *tensors)
-
-    def _lowered(
-        self, what: str, fn: Any, dims: Sequence[Dims], differentiates: bool = False
-    ) -> LoweredPiece:
-        key = f"{what}\n{self.variant.lowered.key}"
-        return LoweredPiece(self.scope, key, fn, dims, differentiates=differentiates)
 
     def _keep_attention(
         self, sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]
@@ -83,30 +78,17 @@ class LeveredVariant:
 
         return [*self.variant.compute(sizes, common, own, noted), *kept]
 
-    def gradients_for(self, needs: tuple[bool, ...]) -> LoweredPiece:
-        """What computes gradients of those of the block's tensors that ``needs`` names, from these
-        tensors, what was kept, and the gradients of outputs.
-        """
+    def _compute_again(
+        self, sizes: dict[str, Any], common: Sequence[Tensor], own: list[Tensor], rest: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """The outputs, with attention's from what was kept of it, and the gradients of outputs."""
+        num_kept = len(self.kept_dims)
 
-        def fn(
-            sizes: dict[str, Any], common: Sequence[Tensor], given: Iterator[Tensor]
-        ) -> Sequence[Any]:
-            own = [next(given).detach().requires_grad_(need) for need in needs]
-            kept = list(islice(given, len(self.kept_dims)))
+        def known(op: Any, *args: Any) -> Any:
+            out, lse = rest[:num_kept]
+            return replayed(op, (out.transpose(1, 2), lse), *args)
 
-            def known(op: Any, *args: Any) -> Any:
-                out, lse = kept
-                return replayed(op, (out.transpose(1, 2), lse), *args)
-
-            with torch.enable_grad():
-                outputs = self.variant.compute(sizes, common, iter(own), known)
-            return gradients(outputs, list(given), [x for x in own if x.requires_grad])
-
-        if needs not in self._gradients:
-            dims = [*self.dims, *self.kept_dims, *self.output_dims]
-            what = f"gradients {''.join(str(int(need)) for need in needs)}"
-            self._gradients[needs] = self._lowered(what, fn, dims, differentiates=True)
-        return self._gradients[needs]
+        return self.variant.compute(sizes, common, iter(own), known), rest[num_kept:]
 
     def run_forward(
         self,

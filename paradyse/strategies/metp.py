@@ -12,7 +12,7 @@ Groups of experts are in ``experts.streamed``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,17 +49,10 @@ from paradyse.strategies.groups.evaluate import (
 )
 from paradyse.strategies.groups.model import Unsplittable, Weight, up_weights
 from paradyse.strategies.local import KEYS_GO_ROUND, LocalPiece
-from paradyse.strategies.weight_stream import (
-    GroupTensors,
-    Streaming,
-    Streams,
-    WeightStream,
-    sum_dtype,
-)
+from paradyse.strategies.streaming import GroupContext, Streaming
+from paradyse.strategies.weight_stream import sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.types import EXPERTS
-from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.unshard import streams
 
 EAGER_NODES = 4
 """What surrounds the groups is compiled from more operators than this."""
@@ -84,16 +77,11 @@ def _refusal(block: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Call(GroupContext):
     """What a step knows besides the tensors that may have gradients."""
 
-    sizes: Mapping[str, int]
-    common: tuple[Tensor, ...]
     masks: tuple[Tensor | None, ...]
     """Key padding and document ids, whole."""
-    block_id: int
-    sync: GradientSync
-    streams: Streams
 
 
 class _Stage:
@@ -194,9 +182,10 @@ class MetpVariant(Streaming):
         self.post = self._around("post", segments.post)
         around = [w.node for w in segments.weights]
         bias = [d.bias.node for d in groups.downs if d.bias is not None]
-        self.nodes = list(dict.fromkeys([*(w.node for w in self.weights), *around, *bias]))
+        nodes = dict.fromkeys([*(w.node for w in self.weights), *around, *bias])
         forms = {w.node: w.form for w in self.weights if w.node not in {*around, *bias}}
-        self.uses: Uses = [(n, forms.get(n)) for n in self.nodes]
+        self.uses: Uses = [(n, forms.get(n)) for n in nodes]
+        self.streamed = [(w.node, forms.get(w.node)) for w in self.weights]
 
     def _make_stages(self, block: Any) -> None:
         scope, groups, region = self.scope, self.groups, block.region
@@ -219,7 +208,7 @@ class MetpVariant(Streaming):
         self.after = _Stage(self, "after", nodes, read, attended)
 
     def __call__(self, values: StepContext) -> Any:
-        env = self._weights(values)
+        env = self.whole_or_shards(values, self.uses)
         for node in [*self.segments.inputs, *self.local]:
             if node not in self.groups.block.pre and node not in env:
                 env[node] = values.get(node, WHOLE if node in self.masks else SPLIT)
@@ -227,7 +216,7 @@ class MetpVariant(Streaming):
         whole = self.masks[:2]
         masks = tuple(values.get(m, WHOLE) if isinstance(m, fx.Node) else None for m in whole)
         own = values.block_id, values.sync, values.streams
-        call = _Call(values.sizes, values.common, masks, *own)
+        call = _Call(values.sizes, values.common, *own, masks)
         sources = [*self.local, *(w.node for w in self.weights)]
         tensors = [env[n] for n in sources]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -252,17 +241,6 @@ class MetpVariant(Streaming):
             env.update(zip(nodes.outputs, results, strict=True))
 
         return compute
-
-    def _weights(self, values: StepContext) -> dict[fx.Node, Tensor]:
-        """Whole weights, and shards where each rank holds the rows of its group: they stream."""
-        env: dict[fx.Node, Tensor] = {}
-        for node, form in self.uses:
-            x = values.raw(node)
-            if streams(x, form):
-                env[node] = x
-        whole = [n for n in self.nodes if n not in env]
-        env.update(zip(whole, values.weights([(n, None) for n in whole]), strict=True))
-        return env
 
     def heads(self, index: int, device: torch.device) -> Tensor:
         """Query heads (or columns) of group ``index`` on ``device``, int64 [h]."""
@@ -301,7 +279,7 @@ class MetpVariant(Streaming):
         totals: list[Tensor] = []
         ys: list[Tensor] = []
         saved: list[Tensor] = []
-        taken = self._taken(call, tensors, any(needs), call.streams.begin_following)
+        taken = self.taken(call, tensors, any(needs), call.streams.begin_following)
         for index in self.used:
             group, heads = taken.take(index, needs), self.heads(index, tensors[0].device)
             attended = None
@@ -364,7 +342,7 @@ class MetpVariant(Streaming):
             grads_of_sums: per down projection, of its sum over groups.
         """
         before = partial(call.streams.begin_before, call.block_id)
-        taken = self._taken(call, tensors, True, before)
+        taken = self.taken(call, tensors, True, before)
         for place, index in enumerate(self.used):
             group, heads = taken.take(index, needs), self.heads(index, tensors[0].device)
             where = [i for i, t in enumerate(group) if t.requires_grad]
@@ -396,20 +374,6 @@ class MetpVariant(Streaming):
                         taken.add(index, [at], [grad])
             taken.send(index)
         return taken.gradients()
-
-    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
-        """See ``Streaming``, with its ``raw`` and ``block_id``."""
-        forms = dict(self.uses)
-        pairs = [(raw(w.node), forms[w.node]) for w in self.weights]
-        shards = [x if streams(x, form) else None for x, form in pairs]
-        around = [None] * len(self.local)
-        return WeightStream([*around, *shards], self.used, block_id, self.casts)
-
-    def _taken(
-        self, call: _Call, tensors: Sequence[Tensor], again: bool, behind: Callable[[], None]
-    ) -> GroupTensors:
-        stream = call.streams.take(tensors, self.used, call.block_id, self.casts, again)
-        return GroupTensors(tensors, self.forms, stream, call.sync.later, behind)
 
 
 class _Stream(torch.autograd.Function):

@@ -8,14 +8,13 @@ weights are here at once besides the rank's own.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.collectives import Pending
@@ -112,23 +111,6 @@ class WeightStream:
         self._coming.clear()
 
 
-def nothing_behind() -> None:
-    """No block comes next."""
-
-
-class Streaming(ABC):
-    """A variant whose sharded weights come group by group."""
-
-    @abstractmethod
-    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
-        """Them, before the block is computed.
-
-        Args:
-            raw: a weight as it is given to the graph.
-            block_id: of the block.
-        """
-
-
 class Streams:
     """The weight streams of one call: behind its last group each starts on the first group of the
     next step, in backward of the step before.
@@ -143,8 +125,10 @@ class Streams:
         self.ahead, self._of_step = ahead, WeakMethod(of_step)
         self.in_forward, self.position = True, 0
         """Of the present step, in forward."""
-        self._made: dict[int, tuple[int, WeightStream]] = {}
-        """By block id, the position of its step and its stream."""
+        self._positions: dict[int, int] = {}
+        """By block id, the position of its step, where that has a stream."""
+        self._made: dict[int, WeightStream] = {}
+        """By position."""
         self._coming: WeightStream | None = None
 
     def take(
@@ -167,7 +151,8 @@ class Streams:
             coming = None
         stream = coming or WeightStream(tensors, groups, block_id, casts)
         if self.in_forward and again and stream.shards:
-            self._made[block_id] = self.position, stream.unstarted()
+            self._positions[block_id] = self.position
+            self._made[self.position] = stream.unstarted()
         return stream
 
     def begin_following(self) -> None:
@@ -179,10 +164,9 @@ class Streams:
     def begin_before(self, block_id: int) -> None:
         """In backward, start on the first group of the step before that of the block
         ``block_id``."""
-        if self.ahead and block_id in self._made:
-            before = self._made[block_id][0] - 1
-            found = [stream for at, stream in self._made.values() if at == before]
-            self._begin(found[0].unstarted() if found else None)
+        if self.ahead and block_id in self._positions:
+            before = self._made.get(self._positions[block_id] - 1)
+            self._begin(None if before is None else before.unstarted())
 
     def _begin(self, stream: WeightStream | None) -> None:
         if stream is not None and stream.shards and stream.groups and self._coming is None:
@@ -207,7 +191,7 @@ class GroupTensors:
         forms: Sequence[Form],
         stream: WeightStream,
         later: bool,
-        behind: Callable[[], None] = nothing_behind,
+        behind: Callable[[], None],
     ):
         self.tensors, self.forms, self.stream, self.behind = tensors, forms, stream, behind
         self.later, self.shards, self.groups = later, stream.shards, stream.groups

@@ -56,6 +56,16 @@ def test_rows_of_several_tiles_stay_apart() -> None:
     assert join_alike([one, replace(two, k1=5)], intervals) == [one, replace(two, k1=5)]
 
 
+@pytest.mark.parametrize(("n", "diagonals"), [(2, 1), (256, 1), (257, 3), (2048, 8), (2049, 1)])
+def test_a_long_diagonal_is_cut_where_that_is_faster(n: int, diagonals: int) -> None:
+    intervals = masks.position_intervals(((0, n),), ((0, n),), AttentionSpec(n, 1.0, right=0))
+    tiles = masks.segments(intervals, 4)
+    of = [t for t in tiles if t.kind == DIAGONAL]
+    assert len(of) == diagonals and sum(t.num_rows for t in of) == n
+    others = [t for t in tiles if t.kind != DIAGONAL]
+    assert [(t.kind, t.k0, t.k1) for t in others] == [(FULL, 0, t.r0) for t in of[1:]]
+
+
 def test_batches_are_of_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike_tiles, "TILE_BYTES", 8 * 10 * 3)
     parts = list(in_batches(ALIKE, bytes_per_key=10))

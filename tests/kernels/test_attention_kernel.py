@@ -159,6 +159,7 @@ def core(request: Any, monkeypatch: Any) -> str:
     if request.param == "tiny tiles":
         kernel._position_tiles.cache_clear()
         monkeypatch.setattr(masks, "TILE_BYTES", 20_000)
+        monkeypatch.setattr(masks, "_SHORT", 0)
         monkeypatch.setattr(kernel, "_MIN_PAIRS_PER_SEQUENCE", 0)
         request.addfinalizer(kernel._position_tiles.cache_clear)
     return request.param
@@ -392,9 +393,9 @@ def plan(q_runs: Runs, kv_runs: Runs, seq_len: int, **positions: Any) -> tuple[m
 
 
 def test_plain_cases_are_one_call_without_a_mask() -> None:
-    whole: Runs = ((0, 100),)
-    assert plan(whole, whole, 100, right=0) == (masks.Tile(0, 100, 0, 100, "diagonal"),)
-    assert plan(whole, whole, 100) == (masks.Tile(0, 100, 0, 100, "full"),)
+    whole: Runs = ((0, 256),)
+    assert plan(whole, whole, 256, right=0) == (masks.Tile(0, 256, 0, 256, "diagonal"),)
+    assert plan(whole, whole, 256) == (masks.Tile(0, 256, 0, 256, "full"),)
     near, far = _balanced(100, 0), _balanced(100, 1)
     assert plan(near, near, 100, right=0) == (masks.Tile(0, 50, 0, 50, "diagonal"),)
     assert plan(far, near, 100, right=0) == (masks.Tile(0, 50, 0, 25, "full"),)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from host_pages import CountedMemory, counted_pages, pages_used
 from models import relative, whole
 from tiny import Tiny, tokens
 from torch import Tensor
@@ -20,7 +21,7 @@ from paradyse.distributed.axis import resolve_axis
 from paradyse.runtime import offload
 from paradyse.runtime.offload import Inputs, Moved, SavedBlock, SavedByCall
 from paradyse.strategies import host_memory, tiles
-from paradyse.strategies.host_memory import HostMemories, HostMemory
+from paradyse.strategies.host_memory import HostMemories
 from paradyse.torch_private import StorageWeakRef, storage_key
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def gradients(weights: list[Tensor], loss: Tensor, **options: Any) -> list[Tenso
 
 
 def test_gradients_are_bit_for_bit_those_without() -> None:
-    weights, host = make_weights(3), HostMemory(CPU)
+    weights, host = make_weights(3), CountedMemory(CPU)
     want = gradients(weights, run(weights, None)[0])
     loss, *_ = run(weights, SavedByCall(host))
     assert host.num_used > 3  # one block alone has several
@@ -73,7 +74,7 @@ def test_gradients_are_bit_for_bit_those_without() -> None:
 
 
 def test_pages_are_used_again() -> None:
-    weights, host = make_weights(3), HostMemory(CPU)
+    weights, host = make_weights(3), CountedMemory(CPU)
     pages = set()
     for _ in range(3):
         loss, *_ = run(weights, SavedByCall(host))
@@ -86,11 +87,12 @@ def test_pages_are_used_again() -> None:
 
 
 def on_device(saved: list[weakref.ref[SavedBlock]]) -> tuple[bool, ...]:
-    return tuple((block := ref()) is not None and block.is_on_device for ref in saved)
+    """Which blocks' memory is on the device, or on its way there or from there."""
+    return tuple((block := ref()) is not None and block._memory is not None for ref in saved)
 
 
 def test_memory_leaves_when_the_next_block_has_run() -> None:
-    call, x, states = SavedByCall(HostMemory(CPU)), torch.ones(5, 7), []
+    call, x, states = SavedByCall(CountedMemory(CPU)), torch.ones(5, 7), []
     saved: list[weakref.ref[SavedBlock]] = []
     for w in make_weights(3):
         with call.saving(()) as block:
@@ -106,7 +108,7 @@ def test_memory_leaves_when_the_next_block_has_run() -> None:
 
 def test_memory_comes_back_one_block_ahead() -> None:
     weights, states = make_weights(3), list[tuple[bool, ...]]()
-    loss, inputs, saved = run(weights, SavedByCall(HostMemory(CPU)))
+    loss, inputs, saved = run(weights, SavedByCall(CountedMemory(CPU)))
     for x in inputs[1:]:
         x.register_hook(lambda _: states.append(on_device(saved)))
     gradients(weights, loss)
@@ -114,7 +116,7 @@ def test_memory_comes_back_one_block_ahead() -> None:
 
 
 def test_what_is_saved_is_freed_on_the_device() -> None:
-    weights, host = make_weights(2), HostMemory(CPU)
+    weights, host = make_weights(2), CountedMemory(CPU)
     seen: list[StorageWeakRef] = []
     move = SavedBlock._move
 
@@ -132,7 +134,7 @@ def test_what_is_saved_is_freed_on_the_device() -> None:
 
 
 def test_views_of_one_memory_move_once_and_what_stays_does_not_move() -> None:
-    host = HostMemory(CPU)
+    host = CountedMemory(CPU)
     x, weight = torch.arange(60.0).view(5, 12), torch.ones(4)
     block = SavedBlock(host, {storage_key(weight)}, None)
     views = [x, x.t(), x[1:, 3:7], x.view(60)[7:]]
@@ -150,7 +152,7 @@ def test_views_of_one_memory_move_once_and_what_stays_does_not_move() -> None:
 
 
 def test_a_graph_that_is_kept_holds_two_blocks_at_most() -> None:
-    weights, host = make_weights(4), HostMemory(CPU)
+    weights, host = make_weights(4), CountedMemory(CPU)
     want = gradients(weights, run(weights, None)[0])
     loss, inputs, saved = run(weights, SavedByCall(host))
     del inputs
@@ -164,7 +166,7 @@ def test_a_graph_that_is_kept_holds_two_blocks_at_most() -> None:
 
 
 def test_errors_leave_nothing_on_the_host() -> None:
-    weights, host = make_weights(3), HostMemory(CPU)
+    weights, host = make_weights(3), CountedMemory(CPU)
 
     def fail(grad: Tensor) -> None:
         raise RuntimeError("in backward")
@@ -191,7 +193,7 @@ def test_inputs_are_asked_for_once_and_need_gradients_as_before() -> None:
         asked.append((node, layout))
         return {"x": torch.ones(9).requires_grad_(), "n": 3, "table": torch.zeros(9)}[node]
 
-    inputs, block = Inputs(get), SavedBlock(HostMemory(CPU), (), None)
+    inputs, block = Inputs(get), SavedBlock(CountedMemory(CPU), (), None)
     for _ in range(2):
         found = [inputs.get(n, "s") for n in ("x", "n", "table")]  # type: ignore[arg-type]
     assert len(asked) == 3
@@ -215,18 +217,14 @@ PLANS = (
 
 @contextmanager
 def small_here() -> Iterator[None]:
-    """As ``small``, on a rank, with tiles of a few tokens; for one axis, whose memory it resets."""
-    session = resolve_axis().session
+    """As ``small``, on a rank, with tiles of a few tokens; pages are counted."""
     with (
         patch.object(offload, "MIN_BYTES", 1),
         patch.object(host_memory, "PAGE_BYTES", 1 << 12),
         patch.multiple(tiles, TILE_TOKENS=4, MIN_TILE_TOKENS=2),
+        counted_pages(),
     ):
-        session.forget(HostMemories)
-        try:
-            yield
-        finally:
-            session.forget(HostMemories)
+        yield
 
 
 def train(sharded: bool, inner: str) -> list[tuple[float, int, int]]:
@@ -248,13 +246,12 @@ def train(sharded: bool, inner: str) -> list[tuple[float, int, int]]:
         for current[0] in PLANS:
             model.zero_grad()
             loss = compiled(ids, ids)
-            host = resolve_axis().session.of(HostMemories)[CPU]
-            before = host.num_used
+            before = pages_used(CPU)
             loss.backward()
             del loss
             grads = [whole(p.grad) for p in model.parameters()]
             worst = max(relative(a, b) for a, b in zip(grads, want, strict=True))
-            found.append((worst, before, host.num_used))
+            found.append((worst, before, pages_used(CPU)))
     return found
 
 
@@ -279,6 +276,7 @@ def test_exact_under_every_strategy(nproc: int, sharded: bool, inner: str, ranks
 
 
 @pytest.mark.gpu
+@counted_pages()
 def test_on_a_gpu_memory_goes_to_pinned_pages_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -302,8 +300,9 @@ def test_on_a_gpu_memory_goes_to_pinned_pages_and_comes_back(
     for other in grads[1:]:
         assert max(relative(a, b) for a, b in zip(other, grads[0], strict=True)) < 1e-5
     assert max(held[3], held[5]) < held[1] / 2
-    host = resolve_axis().session.of(HostMemories)[torch.device("cuda", 0)]
-    assert host.num_used == 0
+    device = torch.device("cuda", 0)
+    assert pages_used(device) == 0
+    host = resolve_axis().session.of(HostMemories)[device]
     page = host.take()
     assert page.is_pinned()
     host.give([page])

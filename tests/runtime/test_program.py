@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from models import make_batch, make_model, run_step
 from tiny import Tiny, tokens
 
 from paradyse.distributed.axis import resolve_axis
+from paradyse.runtime.deferred import DeferredTensor
 from paradyse.runtime.registry import captures_of
 from paradyse.strategies.base import SPLIT, WHOLE
 
@@ -29,6 +32,19 @@ def test_constants_follow_from_sizes_and_plan() -> None:
     for step in program.steps:
         assert made.common(step, seed)[3][1] == step.block_id
         assert made.strategy(step) == ("replicated" if step.index >= 0 else "")
+
+
+def test_what_waits_to_be_read_is_described_once() -> None:
+    """Not by each call: the text of a piece takes long to write."""
+    torch._dynamo.reset()
+    model, batch = make_model("llama", num_hidden_layers=1), make_batch("plain", 2, 7)
+    options = {"plan": {"head": "tiled"}, "inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    logits = compiled(**batch).logits
+    with patch("paradyse.strategies.base.structure") as written:
+        again = compiled(**batch).logits
+    assert not written.called and type(again) is DeferredTensor
+    assert torch.equal(again, logits)
 
 
 def count_messages(plan: str) -> dict[str, object]:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import RankPool
+from host_pages import counted_pages, pages_used
 from models import check, in_bfloat16, make_batch, make_model, relative, run_step, worst
 from plans import blocks_of
 from tiny import Tiny, tokens
@@ -39,21 +40,13 @@ SLOW = pytest.mark.slow
 @contextmanager
 def few_tokens(most: int = 4) -> Iterator[None]:
     """Inside, tiles and chunks have ``most`` tokens of a rank, and little fits on a page."""
-    session = resolve_axis().session
     with (
         patch.multiple(tiles, CHUNK_TOKENS=most, TILE_TOKENS=most, MIN_TILE_TOKENS=2),
         patch.object(host_memory, "PAGE_BYTES", 192),
         patch.object(offload, "MIN_BYTES", 1),
+        counted_pages(),
     ):
-        session.forget(HostMemories)
-        try:
-            yield
-        finally:
-            session.forget(HostMemories)
-
-
-def pages_used() -> int:
-    return resolve_axis().session.of(HostMemories)[CPU].num_used
+        yield
 
 
 def compile_for(model: nn.Module, inner: str = "eager") -> tuple[Any, list[Any]]:
@@ -93,7 +86,7 @@ def compare(
         for plan in (CHUNKED, AGAIN, MOVED, ALONE):
             current[0] = plan if isinstance(plan, str) else Plan(tuple(plan[k] for k in kinds))
             check(run_step(compiled, model, batch), want, dtype, f"{plan}")
-            assert pages_used() == 0
+            assert pages_used(CPU) == 0
     return [at for b in blocks_of(compiled) for at in b.refused_levers if "chunked" in at]
 
 
@@ -246,21 +239,21 @@ def kept_and_given_back() -> None:
         current[0] = CHUNKED
         with torch.no_grad():
             compiled(ids, ids)
-            assert pages_used() == 0
+            assert pages_used(CPU) == 0
         loss = compiled(ids, ids)
-        kept = pages_used()
+        kept = pages_used(CPU)
         assert kept > 0
         for again in (True, False):
             got = torch.autograd.grad(loss, weights, retain_graph=again)
             assert max(relative(a, b) for a, b in zip(got, want, strict=True)) < 1e-9
-            assert pages_used() == kept * again
+            assert pages_used(CPU) == kept * again
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
         current[0] = {kind: point.removesuffix("+offload") for kind, point in AGAIN.items()}
         loss = compiled(ids, ids)
-        assert pages_used() == 0  # nothing stays that is made again
+        assert pages_used(CPU) == 0  # nothing stays that is made again
         loss.backward()
-        assert pages_used() == 0
+        assert pages_used(CPU) == 0
         current[0] = CHUNKED
         del loss
         loss = compiled(ids, ids)
@@ -289,7 +282,7 @@ def failing() -> None:
             pytest.raises(ArithmeticError),
         ):
             compiled(ids, ids)
-        assert pages_used() == 0
+        assert pages_used(CPU) == 0
         loss = compiled(ids, ids)
         with (
             patch("paradyse.strategies.chunked.attend_backward", fail),
@@ -298,7 +291,7 @@ def failing() -> None:
             loss.backward()
         del loss
         gc.collect()
-        assert pages_used() == 0
+        assert pages_used(CPU) == 0
 
 
 def test_errors_leave_nothing_on_the_host(pool1: RankPool) -> None:
@@ -354,6 +347,7 @@ def test_autocast(pool2: RankPool) -> None:
 
 
 @pytest.mark.gpu
+@counted_pages()
 def test_on_a_gpu_heads_of_the_sequence_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "CHUNK_TOKENS", 2048)
     torch.manual_seed(0)
@@ -375,8 +369,9 @@ def test_on_a_gpu_heads_of_the_sequence_are_on_the_host(monkeypatch: pytest.Monk
     for other in grads[1:]:
         assert max(relative(a, b) for a, b in zip(other, grads[0], strict=True)) < 1e-4
     assert held[5] < held[3] < held[1]
-    host = resolve_axis().session.of(HostMemories)[torch.device("cuda", 0)]
-    assert host.num_used == 0
+    device = torch.device("cuda", 0)
+    assert pages_used(device) == 0
+    host = resolve_axis().session.of(HostMemories)[device]
     page = host.take()
     assert page.is_pinned()
     host.give([page])

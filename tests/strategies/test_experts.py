@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from harness import RankPool
 from models import TOLERANCE, make_batch, make_model, redraw, run_step, worst
 from plans import PLANS, blocks_of, choose, head_of, small_pieces
 
+from paradyse.runtime.frame import Frame
+from paradyse.runtime.frame_maker import frames_by
 from paradyse.strategies.experts.model import deal_experts
 from paradyse.types import ATTENTION_STRATEGIES, EXPERTS, Plan
 
@@ -231,6 +235,37 @@ def test_weights_at_rest_are_those_of_a_ranks_own_experts(pool2: RankPool) -> No
     for rows in pool2.run(rest_rows):
         assert len(rows) == 2
         assert all(held * 2 == whole for held, whole in rows.values())
+
+
+def calls_that_stay() -> list[str]:
+    """Plans under which what ran a call is still there when its loss is gone."""
+    torch._dynamo.reset()
+    model, batch = make_mixtral(4, 2, torch.float32), make_batch("plain", 2, 9)
+    compiled, current = compiled_by(model, "eager")
+    run_step(compiled, model, batch)
+    blocks, frames, stayed = blocks_of(compiled), list[weakref.ref[Frame]](), list[str]()
+
+    def note(*of: Any) -> Frame:
+        frame = Frame(*of)
+        frames.append(weakref.ref(frame))
+        return frame
+
+    for name in PLANS:
+        current[0] = choose(name, blocks)
+        with frames_by(note):
+            loss = compiled(**batch).loss
+        loss.backward()
+        del loss
+        gc.collect()
+        stayed += [name] * (frames[-1]() is not None)
+    assert len(frames) == len(PLANS)
+    return stayed
+
+
+def test_a_call_goes_with_its_loss(pool2: RankPool) -> None:
+    """Nobody searches autograd's graph for garbage: what backward keeps must not hold a call, whose
+    values hold that graph."""
+    assert pool2.run(calls_that_stay) == [[], []]
 
 
 @pytest.mark.parametrize(("experts", "p"), [(8, 4), (5, 3), (2, 4), (7, 1)])

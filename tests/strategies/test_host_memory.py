@@ -6,18 +6,19 @@ from functools import partial
 
 import pytest
 import torch
+from host_pages import CountedMemory
 
 from paradyse.strategies import host_memory
-from paradyse.strategies.host_memory import Fetched, HostMemory, HostRows, one_ahead
+from paradyse.strategies.host_memory import Fetched, HostRows, one_ahead
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+def host(monkeypatch: pytest.MonkeyPatch) -> CountedMemory:
     monkeypatch.setattr(host_memory, "PAGE_BYTES", 100)
-    return HostMemory(torch.device("cpu"))
+    return CountedMemory(torch.device("cpu"))
 
 
-def test_rows_are_read_where_they_were_written(host: HostMemory) -> None:
+def test_rows_are_read_where_they_were_written(host: CountedMemory) -> None:
     rows = HostRows(host, 9, (2, 3), torch.float64)  # of 48 bytes: some lie on two pages
     assert host.num_used == 5
     x = torch.arange(54.0).view(9, 2, 3)
@@ -35,7 +36,7 @@ def test_rows_are_read_where_they_were_written(host: HostMemory) -> None:
     assert host.num_used == 0
 
 
-def test_what_is_fetched_is_kept_by_nobody_else(host: HostMemory) -> None:
+def test_what_is_fetched_is_kept_by_nobody_else(host: CountedMemory) -> None:
     rows = HostRows(host, 4, (3,), torch.float32)
     rows.write(((0, 4),), torch.ones(4, 3))
     fetched = rows.read(((0, 4),))
@@ -44,7 +45,7 @@ def test_what_is_fetched_is_kept_by_nobody_else(host: HostMemory) -> None:
         fetched.get()
 
 
-def test_the_next_read_has_begun_before_one_is_given(host: HostMemory) -> None:
+def test_the_next_read_has_begun_before_one_is_given(host: CountedMemory) -> None:
     rows, begun = HostRows(host, 4, (), torch.int64), list[int]()
     rows.write(((0, 4),), torch.arange(4))
 

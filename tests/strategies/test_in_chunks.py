@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_pages import CountedMemory
 from torch import Tensor
 
 from paradyse.distributed.axis import Runs, TokenLayout
@@ -122,7 +123,7 @@ def test_sums_of_16_bit_gradients_have_32_bits() -> None:
 
 
 def test_a_rank_without_heads_has_rows_of_nothing() -> None:
-    host = HostMemory(torch.device("cpu"))
+    host = CountedMemory(torch.device("cpu"))
     q, k, v, d_out = (on_host(host, torch.empty(BATCH, 0, NUM_ROWS, WIDTH)) for _ in range(4))
     out, lse = attend(q, k, v, CHUNKS, SPEC)
     grads, d_bias, _ = attend_backward(Kept(q, k, v, out, lse), d_out, CHUNKS, SPEC, True)

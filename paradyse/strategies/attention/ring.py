@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from paradyse.distributed import collectives
@@ -22,16 +21,7 @@ from paradyse.kernels.attention_core import Backward, stat_dtype
 from paradyse.kernels.merge import merge
 from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies.attention.method import Context
-
-
-def _pack(*tensors: Tensor) -> Tensor:
-    """One message instead of several."""
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _unpack(message: Tensor, *like: Tensor) -> list[Tensor]:
-    parts = message.split([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like)]
+from paradyse.weights.shard_comm import flatten, unflatten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[Tensor]]:
@@ -49,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
     own = rows.runs(axis.rank)
     out: Tensor | None = None
     lse: Tensor | None = None
-    message = _pack(k, v)
+    message, shapes = flatten([k, v]), [k.shape, v.shape]
     for step in range(p):
         pending = collectives.ring_exchange(message, axis, at.block_id) if step + 1 < p else None
         part = attention_forward(q, k, v, own, layout.runs((axis.rank - step) % p), spec)
@@ -59,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Context) -> tuple[Tensor, list[
             out, lse = merge(out, lse, *part, dtype=q.dtype if step == p - 1 else None)
         if pending is not None:
             message = pending.wait()
-            k, v = _unpack(message, k, v)
+            k, v = unflatten(message, shapes)
     assert out is not None and lse is not None
     out, lse = with_sinks(out, lse, spec)
     return out, [lse.contiguous()]
@@ -87,12 +77,11 @@ def backward(
     axis, spec = at.axis, at.spec
     (rows, layout), p, exact = at.layouts, axis.size, stat_dtype(q.dtype)
     own = rows.runs(axis.rank)
-    k_own, v_own = k, v
     total_q: Tensor | None = None
     d_bias: Tensor | None = None
     d_sinks = sink_gradient(grad_out, out, lse, spec) if spec.sinks is not None else None
     gradients_under_way: collectives.Pending | None = None
-    message, kept = _pack(k, v), q.new_empty(0)
+    message, shapes, kept = flatten([k, v]), [k.shape, v.shape], q.new_empty(0)
     for step in range(p):
         pending = collectives.ring_exchange(message, axis, at.block_id) if step + 1 < p else None
         runs = layout.runs((axis.rank - step) % p)
@@ -104,7 +93,7 @@ def backward(
         if p == 1:
             return dq, dk, dv, d_bias, d_sinks
         total_q = dq.to(exact) if total_q is None else total_q.add_(dq)
-        grads = _pack(dk.to(exact), dv.to(exact))
+        grads = flatten([dk.to(exact), dv.to(exact)])
         if step == 0:
             kept = grads  # this rank's keys and values: the others' shares come home to it
         else:
@@ -113,7 +102,7 @@ def backward(
             gradients_under_way = collectives.ring_exchange(grads, axis, at.block_id)
         if pending is not None:
             message = pending.wait()
-            k, v = _unpack(message, k, v)
+            k, v = unflatten(message, shapes)
     assert gradients_under_way is not None and total_q is not None
-    dk, dv = _unpack(kept.add_(gradients_under_way.wait()), k_own, v_own)
+    dk, dv = unflatten(kept.add_(gradients_under_way.wait()), shapes)
     return total_q.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias, d_sinks

@@ -38,7 +38,8 @@ class ExpertParallelVariant:
         dealing = deal_rows(ends, num_rows, groups.bounds, self.scope.axis, step.block_id)
         came = [dealing.bring(values[n]) for n in groups.rows]
         weights = [w.contiguous() for w in step.weights(self.own)]
-        result = self.rows(step, came, dealing.in_order, dealing.ends, weights)
+        own = step.sizes, step.common
+        result = self.rows(*own, came, dealing.in_order, dealing.ends, weights)
         return self.rows.put_back(step, {**values, groups.result: dealing.take_back(result)})
 
 

@@ -56,7 +56,8 @@ class ExpertRows:
 
     def __call__(
         self,
-        step: Any,
+        sizes: Mapping[str, int],
+        common: Sequence[Tensor],
         rows: Sequence[Tensor],
         in_order: Tensor,
         ends: Tensor,
@@ -65,14 +66,13 @@ class ExpertRows:
         """[R, ...], what the experts of a group give for ``rows``.
 
         Args:
-            step: has the ``sizes`` and the ``common`` tensors of the step.
+            sizes, common: of the step.
             rows: values [R, ...] of ``ExpertGroups.rows``.
             in_order, ends: [R] and [experts of a group], counted from the group's first expert.
             weights: of ``ExpertGroups.forms``, as a group takes them.
         """
         own = [*rows, *[in_order] * (self.groups.in_order is not None), ends, *weights]
-        sizes = {**step.sizes, ROWS: len(in_order)}
-        (out,) = self.lowered(sizes, step.common, own)
+        (out,) = self.lowered({**sizes, ROWS: len(in_order)}, common, own)
         result: Tensor = out
         return result
 

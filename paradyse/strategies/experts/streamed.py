@@ -7,12 +7,12 @@ matmuls exists for one group at a time. Saved are the rows, in the order of expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from paradyse.distributed.host_numbers import on_device
 from paradyse.graph.subgraph import Piece, cast_of
@@ -20,9 +20,8 @@ from paradyse.strategies.base import Scope, StepContext, Uses, gradients
 from paradyse.strategies.experts.exchange import FEWEST, num_rows_of
 from paradyse.strategies.experts.model import split_experts
 from paradyse.strategies.experts.rows import ExpertRows
-from paradyse.strategies.weight_stream import GroupTensors, Streaming, WeightStream
+from paradyse.strategies.streaming import GroupContext, Streaming
 from paradyse.strategies.work import PIECE_OPS, Work
-from paradyse.weights.unshard import streams
 
 
 class StreamedExpertsVariant(Streaming):
@@ -33,6 +32,7 @@ class StreamedExpertsVariant(Streaming):
         self.groups = groups = split_experts(scope, block)
         self.rows = ExpertRows(scope, groups, piece)
         self.used = [g for g, (first, end) in enumerate(groups.bounds) if end > first]
+        self.forms, self.streamed = list(groups.forms.values()), list(groups.forms.items())
         self.casts = [cast_of(piece, n) for n in groups.forms]
         around = [*self.rows.before.uses, *self.rows.after.uses]
         self.uses: Uses = list(dict.fromkeys([*around, *groups.forms.items()]))
@@ -41,24 +41,17 @@ class StreamedExpertsVariant(Streaming):
         values = self.rows.take_rows(step)
         rows = [values[n] for n in self.groups.rows]
         counts = num_rows_of(values[self.groups.ends], len(rows[0]), self.scope.axis)
-        tensors = [*rows, *self._weights(step)]
+        tensors = [*rows, *self.whole_or_shards(step, self.streamed).values()]
+        at = GroupContext(step.sizes, step.common, step.block_id, step.sync, step.streams)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            result = _Stream.apply(self, step, counts, *tensors)
+            result = _Stream.apply(self, at, counts, *tensors)
         else:
-            result = self.forward_groups(step, counts, tensors, [False] * len(tensors))
+            result = self.forward_groups(at, counts, tensors, [False] * len(tensors))
         return self.rows.put_back(step, {**values, self.groups.result: result})
-
-    def _weights(self, step: StepContext) -> list[Tensor]:
-        """Whole weights, and shards where each rank holds the rows of its group: they stream."""
-        found = []
-        for node, form in self.groups.forms.items():
-            x = step.raw(node)
-            found.append(x if streams(x, form) else step.weights([(node, None)])[0])
-        return found
 
     def forward_groups(
         self,
-        step: StepContext,
+        step: GroupContext,
         counts: Sequence[int],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
@@ -74,7 +67,7 @@ class StreamedExpertsVariant(Streaming):
         """
         n = len(self.groups.rows)
         out, behind = None, step.streams.begin_following
-        taken = self._taken(step, tensors[n:], any(needs), behind)
+        taken = self.taken(step, tensors[n:], any(needs), behind)
         for group in self.used:
             weights = taken.take(group, needs[n:])
             with torch.set_grad_enabled(any(needs)):
@@ -87,7 +80,7 @@ class StreamedExpertsVariant(Streaming):
 
     def backward_groups(
         self,
-        step: StepContext,
+        step: GroupContext,
         counts: Sequence[int],
         tensors: Sequence[Tensor],
         grad: Tensor,
@@ -101,7 +94,7 @@ class StreamedExpertsVariant(Streaming):
         """
         n = len(self.groups.rows)
         before = partial(step.streams.begin_before, step.block_id)
-        taken = self._taken(step, tensors[n:], True, before)
+        taken = self.taken(step, tensors[n:], True, before)
         pairs = zip(tensors[:n], needs)
         of_rows: list[Any] = [torch.zeros_like(x) if need else None for x, need in pairs]
         for group in self.used:
@@ -124,7 +117,7 @@ class StreamedExpertsVariant(Streaming):
 
     def _group(
         self,
-        step: StepContext,
+        step: GroupContext,
         counts: Sequence[int],
         group: int,
         rows: Sequence[Tensor],
@@ -146,20 +139,8 @@ class StreamedExpertsVariant(Streaming):
         numbers, experts = on_device(mine, device), torch.arange(most, device=device)
         in_order = experts.repeat_interleave(numbers, output_size=num + missing)
         ends = numbers.cumsum(0, dtype=torch.int32)
-        return self.rows(step, leaves, in_order, ends, weights), slice(start, start + num), leaves
-
-    def stream(self, raw: Callable[[fx.Node], Any], block_id: int) -> WeightStream:
-        """See ``Streaming``, with its ``raw`` and ``block_id``."""
-        pairs = [(raw(node), form) for node, form in self.groups.forms.items()]
-        shards = [x if streams(x, form) else None for x, form in pairs]
-        return WeightStream(shards, self.used, block_id, self.casts)
-
-    def _taken(
-        self, step: StepContext, weights: Sequence[Tensor], again: bool, behind: Callable[[], None]
-    ) -> GroupTensors:
-        stream = step.streams.take(weights, self.used, step.block_id, self.casts, again)
-        forms = list(self.groups.forms.values())
-        return GroupTensors(weights, forms, stream, step.sync.later, behind)
+        result = self.rows(step.sizes, step.common, leaves, in_order, ends, weights)
+        return result, slice(start, start + num), leaves
 
 
 def _with_missing(rows: Tensor, num_missing: int) -> Tensor:
@@ -175,7 +156,7 @@ class _Stream(torch.autograd.Function):
     def forward(
         ctx: Any,
         variant: StreamedExpertsVariant,
-        step: StepContext,
+        step: GroupContext,
         counts: Sequence[int],
         *tensors: Tensor,
     ) -> Tensor:

@@ -1,4 +1,4 @@
-"""A block as ``post(sum_g f(x, W_g))``: what ``head_groups.analyse`` finds."""
+"""A block as ``post(sum_g f(x, W_g))``: what ``groups.analyse`` finds."""
 
 from __future__ import annotations
 
