@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +46,9 @@ def may_be_same(axis: Axis, device: torch.device) -> bool:
 
 class SameGradients(AverageGradients):
     """Whole weights unchanged; backward compares their gradients over the ranks of
-    ``sync.replicas`` and averages those that differ, or keeps them as ``sync`` says."""
+    ``sync.replicas`` and averages those that differ, or keeps them as ``sync`` says. It does so
+    last of all, so that nothing is left to compute while it waits, and autograd takes the gradients
+    as they are."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -60,10 +61,9 @@ class SameGradients(AverageGradients):
         if given:
             groups = compared_together(given)
             sums = bit_sums([_as_one([given[i] for i in group]) for group in groups])
-            message = collectives.start_all_gather(sums, sync.replicas, REPLICAS)
-            message.then(partial(averaged_if_other, given, groups, sync.replicas))
-            nodes = [ctx.next_functions[i][0] for i in there]
-            for i, grad in zip(there, sync.arrive(message, given, nodes), strict=True):
+            told = collectives.all_gather(sums, sync.replicas, REPLICAS)
+            found = averaged_if_other(given, groups, sync.replicas, told)
+            for i, grad in zip(there, found, strict=True):
                 out[i] = grad
         return None, *out
 
