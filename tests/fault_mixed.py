@@ -59,13 +59,6 @@ MIXED_FAULTS: tuple[Fault, ...] = (
         (f"{BESIDE}test_a_group_that_computes_hears_at_its_next_message",),
     ),
     Fault(
-        "who hears of another group's failure tells its own group nothing",
-        "paradyse/distributed/agreement.py",
-        "known = e.failures[0] if isinstance(e, DroppedCallError) and e.untold else None",
-        "known = None",
-        (f"{BESIDE}test_a_group_that_computes_hears_at_its_next_message",),
-    ),
-    Fault(
         "seconds of a group's first rank for those of its slowest",
         "paradyse/mixed/step_reports.py",
         "max(taken.get(number, 0.0), seconds)",

@@ -130,11 +130,11 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         ("tests/kernels/test_alike_tiles.py",),
     ),
     Fault(
-        "each rank trains what it has computed by itself",
+        "gradients that are the same are sent weight by weight",
         "paradyse/runtime/joined.py",
         "            return self._read_alone()",
         "            return {}",
-        (f"{WHOLE}test_all_ranks_go_on_from_the_same_bits",),
+        (f"{WHOLE}test_a_step_is_that_of_one_device_and_sends_one_message",),
     ),
     Fault(
         "the whole on every rank whatever it takes",
