@@ -111,6 +111,7 @@ class Result:
 
     def line(self) -> str:
         cells = (str(getattr(self, f.name)).replace("|", "/") for f in fields(self))
+        cells = (cell.replace("][*]", "]\\[*]") for cell in cells)  # else Markdown sees a link
         return "| " + " | ".join(" ".join(c.split()) for c in cells) + " |"
 
 

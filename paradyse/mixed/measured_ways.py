@@ -42,7 +42,8 @@ def measure_ways(
             powers of four from 64 on, and the most.
         degrees: ranks of a group; default: powers of two, and all ranks.
         repeats: of which the median counts.
-        causal, pack: as of ``MixedBatches``.
+        causal: as of ``MixedBatches``.
+        pack: as of ``MixedBatches``.
     Returns:
         A way for each degree, in seconds. ``fixed_s`` is where a line through the two shortest
         lengths is at no tokens, at most the shortest time.

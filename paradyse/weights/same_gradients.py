@@ -47,8 +47,8 @@ def may_be_same(axis: Axis, device: torch.device) -> bool:
 class SameGradients(AverageGradients):
     """Whole weights unchanged; backward compares their gradients over the ranks of
     ``sync.replicas`` and averages those that differ, or keeps them as ``sync`` says. It does so
-    last of all, so that nothing is left to compute while it waits, and autograd takes the gradients
-    as they are."""
+    last of its graph, so that nothing there is left to compute while it waits, and autograd takes
+    the gradients as they are."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
