@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from paradyse.config import Options, parse_options, with_environment
 from paradyse.distributed import collectives
-from paradyse.distributed.agreement import Call, agreement_of
+from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, resolve_axis, resolve_replicas
+from paradyse.distributed.calls import Call
 from paradyse.distributed.checksums import BatchChecksum
 from paradyse.distributed.facts import (
     GRADIENTS,

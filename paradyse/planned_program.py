@@ -16,8 +16,9 @@ from torch import Tensor, fx
 
 from paradyse.choice import choice_of
 from paradyse.config import Options
-from paradyse.distributed.agreement import Agreement, Call
+from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis
+from paradyse.distributed.calls import Call
 from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import (
     GATHERS,

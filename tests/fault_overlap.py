@@ -134,7 +134,7 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/joined.py",
         "            return self._read_alone()",
         "            return {}",
-        (f"{WHOLE}test_a_step_is_that_of_one_device_and_sends_one_message",),
+        (f"{WHOLE}test_a_step_is_that_of_one_device_and_sends_nothing",),
     ),
     Fault(
         "the whole on every rank whatever it takes",
@@ -142,6 +142,20 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         "return fits and alone_s * (1 + planner.options.smoothing) < time_s",
         "return True",
         ("tests/planning/test_alone.py",),
+    ),
+    Fault(
+        "backward of the whole on every rank told of by itself",
+        "paradyse/runtime/backward.py",
+        "at_once=not compares or state != AT_ONCE",
+        "at_once=True",
+        (f"{WHOLE}test_backward_is_told_of_with_its_gradients",),
+    ),
+    Fault(
+        "other sums of bits taken for the same",
+        "paradyse/distributed/agreement.py",
+        "if row[0] == self._leader}) == 1",
+        "if row[0] == self._leader}) > 0",
+        (f"{WHOLE}test_all_ranks_go_on_from_the_same_bits",),
     ),
     Fault(
         "gradients that differ taken for the same",

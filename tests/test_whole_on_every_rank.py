@@ -1,4 +1,4 @@
-"""Every rank computes the whole: exact, with one small message, and where it pays."""
+"""Every rank computes the whole: exact, with no message but what ranks tell, and where it pays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from models import check, exact_dtype, make_batch, make_model, relative, run_ste
 from torch import Tensor
 
 import paradyse
+from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.collectives import Started
+from paradyse.distributed.failures import DroppedCallError, RanksDisagreeError
 from paradyse.runtime import runs
 from paradyse.types import REPLICATED
 
@@ -66,9 +68,68 @@ def compare(family: str, inner: str) -> list[int]:
 
 @pytest.mark.broad
 @pytest.mark.parametrize("inner", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_a_step_is_that_of_one_device_and_sends_one_message(inner: str, pool2: RankPool) -> None:
+def test_a_step_is_that_of_one_device_and_sends_nothing(inner: str, pool2: RankPool) -> None:
     for counts in pool2.run(compare, "llama_odd", inner, timeout_s=100):
-        assert counts == [1] * len(counts)
+        assert counts == [0] * len(counts)
+
+
+def told() -> list[str]:
+    """What this rank tells the other in one step."""
+    run = Run(num_hidden_layers=1)
+    run.step(9)
+    with patch.object(Agreement, "tell", autospec=True, side_effect=Agreement.tell) as tell:
+        run.step(9)
+    return [" ".join(call.args[1].split()[:2]) for call in tell.call_args_list]
+
+
+def test_backward_is_told_of_with_its_gradients(pool2: RankPool) -> None:
+    forward = ["calls the", "makes a", "ends forward"]  # a plan, as a function gives it
+    for doing in pool2.run(told, timeout_s=60):
+        assert doing == [*forward, "runs backward", "ends backward"]
+
+
+class LostError(Exception):
+    """Of one rank, in its backward."""
+
+
+def lose(grad: Tensor) -> None:
+    raise LostError
+
+
+def astray() -> list[str]:
+    """What this rank raises where the last one goes astray, and whether a step behind is exact."""
+    run, said = Run(num_hidden_layers=1), []
+    batch = make_batch("plain", 2, 9)
+    want, odd = run_step(run.model, run.model, batch), dist.get_rank() == 1
+    for way in ("another call", "another output", "an error"):
+        out = run.compiled(**batch)
+        try:
+            if odd and way == "another call":
+                run.compiled(**batch)
+            elif odd and way == "another output":
+                out.logits.sum().backward()
+            else:
+                if odd:
+                    run.model.get_input_embeddings().weight.register_hook(lose)
+                out.loss.backward()
+        except (RanksDisagreeError, DroppedCallError, LostError) as e:
+            said.append(f"{type(e).__name__}: {e}")
+        del out
+        run.model.zero_grad()
+        if way != "an error":
+            check(run_step(run.compiled, run.model, batch), want, torch.float64)
+    return said
+
+
+def test_a_rank_that_goes_astray_is_named(pool2: RankPool) -> None:
+    first, odd = pool2.run(astray, timeout_s=60)
+    for call, output, _ in (first, odd):
+        assert "rank 0: runs backward of training call" in call
+        assert "rank 1: calls the model" in call
+        assert "rank 0: runs backward" in output and "from div" in output, output
+        assert "rank 1: runs backward" in output and "from linear" in output, output
+    assert odd[2].startswith("LostError")
+    assert first[2].startswith("OutOfMemoryError") and "rank 1" in first[2], first[2]
 
 
 @pytest.mark.slow

@@ -6,14 +6,15 @@ backward and every read of an output that is gathered late, ranks exchange one s
 fixed size over a group of their own, a digest of a few facts. Where digests differ all ranks
 exchange the facts themselves and raise the same error, and are in step again. What the others tell
 is heard before the next message of any other kind, not at once: the host computes meanwhile.
+Backward of what every rank computes whole sends nothing before it compares gradients, and tells of
+itself with these.
 """
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -30,14 +31,13 @@ from paradyse.distributed.axis import (
     resolve_axis,
     resolve_replicas,
 )
+from paradyse.distributed.calls import Call
 from paradyse.distributed.collectives import CollectiveError, Pending, Started, Watchers
 from paradyse.distributed.control import Control, control_of, group_like, tell_all
 from paradyse.distributed.facts import DOING, difference, digest
 from paradyse.distributed.failures import (
     Dropped,
-    DroppedCallError,
     Failure,
-    RankFailedError,
     RanksDisagreeError,
     catch_up,
     error_of,
@@ -47,7 +47,7 @@ from paradyse.distributed.failures import (
     started,
 )
 from paradyse.distributed.lanes import open_lanes
-from paradyse.distributed.running_backward import ENDED, FAILED, RUNNING, Backward
+from paradyse.distributed.running_backward import ENDED, FAILED, RUNNING, Backward, doing_backward
 from paradyse.torch_private import at_end_of_backward
 
 T = TypeVar("T")
@@ -140,6 +140,7 @@ class Agreement:
         together: bool = False,
         common: Mapping[str, Any] | None = None,
         failure: Failure | None = None,
+        number: int = 0,
     ) -> None:
         """The first half of ``compare``: its errors come before this rank's next message, or from
         its next comparison.
@@ -147,6 +148,7 @@ class Agreement:
         Args:
             doing, facts, together, common: as of ``compare``.
             failure: of this rank.
+            number: may be another one on other ranks, which ``hear`` then says.
         """
         self._of_axis.settle()
         if self._left is not None:
@@ -155,7 +157,7 @@ class Agreement:
         shared = {DOING: doing, **(common or {})}
         control = self._control[together]
         _name(control.axis, doing)
-        row = [self._leader, digest(shared), digest(facts), failure is not None]
+        row = [self._leader, digest(shared), digest(facts), failure is not None, number]
         mine = torch.tensor(row, device="cpu")  # whatever the default device
         table = collectives.start_all_gather(mine, control.axis, collectives.AGREEMENT)
         self._of_axis.told = _Told(self, control, shared, facts, failure, table)
@@ -183,13 +185,34 @@ class Agreement:
             if control.alarm.rings():
                 self.compare("waits for a message", {}, together)
 
-    def watch_backward(self, call: Call) -> None:
-        """From within the backward of ``call``."""
-        running = self._of_axis.backwards
-        if not any(b.call is call and b.state == RUNNING for b in running):
-            backward = Backward(call)
-            running.add(backward)
-            at_end_of_backward(backward)
+    def watch_backward(self, call: Call) -> Backward:
+        """The backward under way, of ``call``; from within it."""
+        for running in self._running(call):
+            return running
+        backward = Backward(call)
+        self._of_axis.backwards.add(backward)
+        at_end_of_backward(backward)
+        return backward
+
+    def _running(self, call: Call) -> list[Backward]:
+        return [b for b in self._of_axis.backwards if b.call is call and b.state == RUNNING]
+
+    def compare_in_backward(self, call: Call, number: int) -> bool:
+        """Tell the others of the backward under way, of ``call``, where they were not told of it,
+        and whether all ranks of the axis have this ``number`` then; False where they were told.
+
+        Raises:
+            ValueError, DroppedCallError: as ``compare``.
+        """
+        untold = [b for b in self._running(call) if b.outputs]
+        for backward in untold:
+            self._tell_begin(backward, number)
+        return self._of_axis.settle() and bool(untold)
+
+    def _tell_begin(self, backward: Backward, number: int = 0) -> None:
+        outputs, backward.outputs = backward.outputs, []
+        doing = doing_backward(backward.call, outputs)
+        self.tell(doing, {}, backward.call.trains, backward.common, number=number)
 
     def near_end_of_backward(self, call: Call) -> None:
         """This rank has computed all of the backward under way, of ``call``, and is about to wait
@@ -198,12 +221,14 @@ class Agreement:
         Raises:
             DroppedCallError: another rank has failed.
         """
-        for b in self._of_axis.backwards:
-            if b.call is call and b.state == RUNNING and not b.has_told:
+        for b in self._running(call):
+            if not b.has_told:
                 self._tell_end(b)
 
     def _tell_end(self, backward: Backward) -> None:
         backward.has_told = True
+        if backward.outputs:
+            self._tell_begin(backward)
         self.tell(f"ends backward of {backward.call.name}", {}, backward.call.trains)
 
     def end_backward(self, backward: Backward) -> None:
@@ -248,18 +273,20 @@ class Agreement:
     def _is_broken(self) -> bool:
         return any(a.session.of(Started).broken for a in self._axes)
 
-    def hear(self, told: _Told) -> None:
-        """The second half of ``compare``, after ``told`` was told.
+    def hear(self, told: _Told) -> bool:
+        """The second half of ``compare``, after ``told`` was told; whether all ranks of the axis
+        have told the same number.
 
         Raises:
             ValueError, DroppedCallError: as ``compare``.
         """
         control = told.control
-        rows = {tuple(row) for row in told.table.wait().tolist()}
+        table = told.table.wait().tolist()
+        rows = {tuple(row[:-1]) for row in table}
         if any(failed for *_, failed in rows):
             self._drop_call(control, told.failure)
         if len({r[1] for r in rows}) == 1 and len(rows) == len({r[0] for r in rows}):
-            return
+            return len({row[-1] for row in table if row[0] == self._leader}) == 1
         mine = self._leader, told.shared, {**told.shared, **told.facts}, self._num_calls
         all_told = tell_all(mine, control.axis)
         for trains in self._num_calls:  # whoever goes on after this error is in step
@@ -317,91 +344,6 @@ class Agreement:
             self._of_axis.call.out_of_memory()
 
 
-@dataclass
-class Call:
-    """One call of a model, of which backward and reads of outputs are compared too."""
-
-    agreement: Agreement
-    name: str
-    trains: bool
-    parameters: Sequence[weakref.ref[nn.Parameter]]
-    at: tuple[Axis, int] | None = None
-    """The axis and id of the block that is computed."""
-    out_of_memory: Callable[[], None] = lambda: None
-    """Called on every rank where one of them ran out of memory."""
-    all_ended: bool = False
-    """A message has told this rank that all ranks have done the work of the forward, so that they
-    need not compare its end."""
-
-    def forward(self, compute: Callable[[], T]) -> T:
-        """``compute()``, the outputs of the call, once all ranks have theirs.
-
-        Args:
-            compute: runs the graph.
-
-        Raises:
-            OutOfMemoryError: a rank ran out of memory.
-            RankFailedError: another rank raised something else; on this one its own error.
-        """
-        self.all_ended = False
-        doing = f"forward of {self.name}"
-        out = self._attempt(doing, compute, self.trains)
-        if not self.all_ended:
-            self.agreement.compare(f"ends {doing}", {}, self.trains)
-        return out
-
-    def _attempt(self, doing: str, compute: Callable[[], T], together: bool) -> T:
-        try:
-            return compute()
-        except Exception as e:
-            known = e.failures[0] if isinstance(e, DroppedCallError) and e.untold else None
-            if known is None and isinstance(e, DroppedCallError | CollectiveError):
-                raise
-            place = "" if self.at is None else place_of(*self.at)
-            traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
-            what = first_line(e), is_out_of_memory(e)
-            told = Failure(dist.get_rank(), doing, place, *what, is_late=self.all_ended)
-            try:
-                self.agreement.fail(known or told, together)
-            except RankFailedError:
-                raise e from None
-        finally:
-            self.at = None
-
-    def backward(self, output: str, common: Mapping[str, Any]) -> None:
-        """Gradients reach ``output``, with what ranks have in ``common``: all come to the end of
-        this backward, or none. Where one does something else, all raise before the first message.
-        """
-        doing = f"runs backward of {self.name} from {output}"
-        self.agreement.tell(doing, {}, self.trains, common)
-        self.agreement.watch_backward(self)
-
-    def nears_end(self) -> None:
-        """Right before the backward under way waits for gradients.
-
-        Raises:
-            DroppedCallError: as ``forward``.
-        """
-        self.agreement.near_end_of_backward(self)
-
-    def read(self, output: str, compute: Callable[[], T]) -> T:
-        """``output``, once all ranks have it.
-
-        Args:
-            compute: gathers it.
-
-        Raises:
-            ValueError: on every rank, where another one does something else.
-            DroppedCallError: as ``forward``.
-        """
-        what = f"the output {output} of {self.name}"
-        self.all_ended = False
-        self.agreement.tell(f"reads {what}", {})
-        out = self._attempt(f"the read of {what}", compute, together=False)
-        self.agreement.compare(f"ends the read of {what}", {})
-        return out
-
-
 class _Told(NamedTuple):
     """What this rank has told the others, and has not heard of them yet."""
 
@@ -431,15 +373,15 @@ class _Agreements(dict[tuple[Any, ...], Agreement]):
         self.num_calls = {True: 0, False: 0}
         """Of calls of groups whose weights lie over the axis, as ``Agreement`` counts them."""
 
-    def settle(self) -> None:
-        """Hear what the others tell, where this rank has told them something.
+    def settle(self) -> bool:
+        """Hear what the others tell, where this rank has told them something, and whether all have
+        told the same number.
 
         Raises:
             ValueError, DroppedCallError: as ``Agreement.compare``.
         """
         told, self.told = self.told, None
-        if told is not None:
-            told.by.hear(told)
+        return told is not None and told.by.hear(told)
 
     def end_backwards(self, state: str) -> None:
         """Those under way are over, with ``state``."""

@@ -201,7 +201,7 @@ class Started:
         """What the last one was for."""
         self.broken = False
         """One of them failed: another rank is gone."""
-        self.before: list[Callable[[], None]] = []
+        self.before: list[Callable[[], object]] = []
         """Called before each; what they raise keeps the message from starting."""
         self.notice: Callable[[], None] = lambda: None
         """Called before each that is not of an agreement; may raise as ``before`` does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paradyse.distributed.collectives import CollectiveError
@@ -13,12 +14,21 @@ from paradyse.torch_private import DisableTorchFunctionSubclass
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 
 
+def doing_backward(call: Any, outputs: Sequence[str]) -> str:
+    """What ranks that run backward of ``call`` from ``outputs`` are doing, as errors say it."""
+    return f"runs backward of {call.name} from {', '.join(outputs)}"
+
+
 class Backward:
     """Held by a backward under way, which calls it at its end. One that is let go of before has
     failed on this rank: autograd has no other word for that."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.state = call, RUNNING
+        self.outputs: list[str] = []
+        """Where gradients came to, of which the others were not told."""
+        self.common: Mapping[str, Any] = {}
+        """What they are to be told with these."""
         self.has_told = False
         """Whether the others were told that nothing is left to compute here."""
         held = (p() for p in call.parameters)

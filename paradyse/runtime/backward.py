@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paradyse.distributed.agreement import Call
+from paradyse.distributed.calls import Call
 from paradyse.distributed.facts import NO_SYNC
 from paradyse.torch_private import at_end_of_backward
-from paradyse.weights.no_sync import GradientSync
+from paradyse.weights.no_sync import AT_ONCE, GradientSync
 
 
-def begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Tensor) -> None:
+def begin_backward(
+    call: Call | None, sync: GradientSync, output: str, grad: Tensor, compares: bool = False
+) -> None:
     """A hook of an output, before backward computes anything else: ranks are told.
 
     Args:
@@ -19,6 +21,8 @@ def begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Ten
         sync: of the call.
         output: its name.
         grad: its gradient.
+        compares: backward sends nothing before it compares gradients that every rank has whole, and
+            tells of itself then.
     Raises:
         NotImplementedError: backward makes a graph of its own (``create_graph=True``).
         ValueError, DroppedCallError: as ``Call.backward``.
@@ -30,9 +34,9 @@ def begin_backward(call: Call | None, sync: GradientSync, output: str, grad: Ten
             "or compute what needs it, such as a gradient penalty, with a copy of the model that "
             "is neither compiled nor sharded"
         )
-    gradients = {NO_SYNC: sync.begin(None if call is None else call.nears_end)}
+    state = sync.begin(call)
     if call is not None:
-        call.backward(output, gradients)
+        call.backward(output, {NO_SYNC: state}, at_once=not compares or state != AT_ONCE)
 
 
 class BeginOnce:

@@ -425,7 +425,8 @@ class Frame:
         value, program = self._output(node), self.program
         split = self.axis.size > 1 or program.replicas.size > 1 or program.in_group
         if split and isinstance(value, Tensor) and value.grad_fn and node.op != "placeholder":
-            begin = partial(begin_backward, self.call, self.sync, node.name)
+            how = {"compares": self._joined.compares}
+            begin = partial(begin_backward, self.call, self.sync, node.name, **how)
             value.register_hook(self._begin if program.in_group else begin)
         return value
 

@@ -36,7 +36,7 @@ class JoinedGradients:
         self._sums: dict[int, list[fx.Node]] = {}
         """Position of a step -> which of ``_to_sum`` it has summed."""
         self._averaged: set[fx.Node] = set()
-        self._compares = program.alone and may_be_same(program.replicas, program.device)
+        self.compares = program.alone and may_be_same(program.replicas, program.device)
         """Whether gradients are the same on all ranks, as far as is known."""
 
     def begin(self) -> None:
@@ -44,7 +44,7 @@ class JoinedGradients:
         self._to_sum = self._whole_weights()
         nodes = list(self._to_sum)
         first = [step.position for step in self._to_sum.values()]
-        if first and self._compares:
+        if first and self.compares:
             self._sums = {min(first): nodes}
         else:
             found = joined_by_use(first, [self.env[n].nbytes for n in nodes])
@@ -94,7 +94,7 @@ class JoinedGradients:
         if nodes is None:
             return
         if self.program.alone:
-            way = SameGradients if self._compares else AverageGradients
+            way = SameGradients if self.compares else AverageGradients
             out = way.apply(self.sync, *(self.env[n] for n in nodes))
             self.env.update(zip(nodes, out, strict=True))
             return

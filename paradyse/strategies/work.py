@@ -330,8 +330,8 @@ class Work:
         Args:
             weights: ``Strategy.weights``.
             sharded: 1/p of the weights on each rank at rest; False: whole on every rank.
-            compared: every rank has the gradients of whole weights; their bits are compared, which
-                takes one small message for all weights of the model.
+            compared: every rank has the gradients of whole weights; their bits are compared, with
+                what ranks tell each other anyway.
         """
         e, n, training = self.itemsize, self.block.num_weight_elements, self.workload.training
         summed = (self.workload.reduce_dtype or self.workload.dtype).itemsize

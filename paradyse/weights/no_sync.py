@@ -9,7 +9,7 @@ keeps its own gradients in the same way, and sends what has piled up when it end
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, Axis
+from paradyse.distributed.calls import Call
 from paradyse.distributed.collectives import Pending
 from paradyse.distributed.held import forget_held
 from paradyse.distributed.lanes import GRADIENTS, Overlap, lane_of
@@ -153,16 +154,16 @@ class GradientSync:
         once."""
         self._scatters: list[Pending] = []
         """Those of them that hold copies of whole gradients."""
-        self._before_waiting: Callable[[], None] | None = None
+        self._call: Call | None = None
 
-    def begin(self, before_waiting: Callable[[], None] | None = None) -> str:
+    def begin(self, call: Call | None = None) -> str:
         """From within a backward, before it computes gradients of weights: what ``gradients_are``
         then.
 
         Args:
-            before_waiting: called where the end of the backward is about to wait for messages.
+            call: whose backward it is; None where ranks are not compared.
         """
-        self._before_waiting = before_waiting
+        self._call = call
         forget_held(self.axis)
         state, kept = gradients_are(self.axis, self.weights), self.axis.session.of(_Kept)
         self.later = state != AT_ONCE
@@ -177,6 +178,15 @@ class GradientSync:
                 w.grad = rest_part(w, w.grad)
         at_end_of_backward(self._send)
         return state
+
+    def have_same(self, number: int) -> bool:
+        """Whether the ranks of the call have this ``number``, as far as the message tells that
+        tells of the backward under way.
+
+        Raises:
+            ValueError, DroppedCallError: as ``Call.have_same``.
+        """
+        return self._call is not None and self._call.have_same(number)
 
     def arrive(
         self, message: Pending, like: Sequence[Tensor], nodes: Sequence[Any], scatter: bool = False
@@ -208,8 +218,8 @@ class GradientSync:
         """At the end of a backward: gradients that were to come are there."""
         ends, self._ends = self._ends or (), None
         self._scatters.clear()
-        if ends and self._before_waiting is not None:
-            self._before_waiting()
+        if ends and self._call is not None:
+            self._call.nears_end()
         for message in ends:
             message.wait()
         for w in self.weights:

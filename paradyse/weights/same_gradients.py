@@ -1,8 +1,9 @@
 """Gradients that every rank computes whole: sent only if their bits are not the same.
 
 Where ranks compute the same on devices that repeat their arithmetic, their gradients are equal, and
-a small message tells that they are. Those that differ are averaged, so that all ranks go on from
-the same bits; from then on they are all averaged while backward goes on, as nothing is saved.
+the message that tells of backward tells that they are. Those that differ are averaged, so that all
+ranks go on from the same bits; from then on they are all averaged while backward goes on, as
+nothing is saved.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
 from paradyse.distributed.checksums import bit_sums, repeatable
 from paradyse.distributed.collectives import REPLICAS
+from paradyse.distributed.facts import digest
 from paradyse.distributed.replicas import average
 from paradyse.weights.gradients import AverageGradients
 from paradyse.weights.no_sync import GradientSync
@@ -61,9 +63,10 @@ class SameGradients(AverageGradients):
         if given:
             groups = compared_together(given)
             sums = bit_sums([_as_one([given[i] for i in group]) for group in groups])
-            told = collectives.all_gather(sums, sync.replicas, REPLICAS)
-            found = averaged_if_other(given, groups, sync.replicas, told)
-            for i, grad in zip(there, found, strict=True):
+            if not sync.have_same(digest(sums.tolist())):
+                told = collectives.all_gather(sums, sync.replicas, REPLICAS)
+                given = averaged_if_other(given, groups, sync.replicas, told)
+            for i, grad in zip(there, given, strict=True):
                 out[i] = grad
         return None, *out
 
