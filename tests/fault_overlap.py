@@ -130,11 +130,11 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
         ("tests/kernels/test_alike_tiles.py",),
     ),
     Fault(
-        "gradients that are the same are sent weight by weight",
+        "gradients that every rank computes whole are left as they are",
         "paradyse/runtime/joined.py",
         "            return self._read_alone()",
         "            return {}",
-        (f"{WHOLE}test_a_step_is_that_of_one_device_and_sends_nothing",),
+        (f"{WHOLE}test_all_ranks_go_on_from_the_same_bits",),
     ),
     Fault(
         "the whole on every rank whatever it takes",

@@ -35,6 +35,8 @@ class JoinedGradients:
         self._to_sum: dict[fx.Node, Step] = {}
         self._sums: dict[int, list[fx.Node]] = {}
         """Position of a step -> which of ``_to_sum`` it has summed."""
+        self._averages = False
+        """Whether gradients are averaged over replicas."""
         self._averaged: set[fx.Node] = set()
         self.compares = program.alone and may_be_same(program.replicas, program.device)
         """Whether gradients are the same on all ranks, as far as is known."""
@@ -42,6 +44,8 @@ class JoinedGradients:
     def begin(self) -> None:
         """The call is about to run: find out which weights are summed, and where."""
         self._to_sum = self._whole_weights()
+        self._averages = self.program.replicas.size > 1 and torch.is_grad_enabled()
+        self._averages &= not self.program.alone  # else all are in ``_to_sum``
         nodes = list(self._to_sum)
         first = [step.position for step in self._to_sum.values()]
         if first and self.compares:
@@ -57,9 +61,11 @@ class JoinedGradients:
 
     def before(self, position: int) -> None:
         """The step at ``position`` is about to run."""
-        self._sum(position)
-        self._average(position)
-        self._average(position + 1)  # fetched while this step runs
+        if position in self._sums:
+            self._sum(position)
+        if self._averages:
+            self._average(position)
+            self._average(position + 1)  # fetched while this step runs
 
     def _whole_weights(self) -> dict[fx.Node, Step]:
         """Weights of which every rank has the whole and computes a part of the gradients, with the
@@ -90,9 +96,7 @@ class JoinedGradients:
         """Have gradients summed over ranks that are all there when the backward of the step at
         ``position`` is over, or compared or averaged where all ranks compute the whole. Autograd
         runs nodes that were made later first, so that of the sum runs as soon as it can."""
-        nodes = self._sums.get(position)
-        if nodes is None:
-            return
+        nodes = self._sums[position]
         if self.program.alone:
             way = SameGradients if self.compares else AverageGradients
             out = way.apply(self.sync, *(self.env[n] for n in nodes))
@@ -105,10 +109,8 @@ class JoinedGradients:
     def _average(self, position: int) -> None:
         """Have the gradients of the weights of the step at ``position`` averaged over replicas,
         where that is no part of the sum over ranks."""
-        program = self.program
-        if program.replicas.size == 1 or not torch.is_grad_enabled():
-            return
-        inputs = program.steps[position].piece.inputs if position < len(program.steps) else ()
+        steps = self.program.steps
+        inputs = steps[position].piece.inputs if position < len(steps) else ()
         nodes = [
             n
             for n in inputs
