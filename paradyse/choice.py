@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paradyse.config import BLOCK_KINDS, STRATEGIES, Options
+from paradyse.config import AUTO, BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, GroupMesh, device_of
 from paradyse.distributed.facts import PLAN
@@ -33,6 +33,8 @@ from paradyse.planning.profile_file import Header, present_versions
 from paradyse.planning.splits import Splits, most_blocks
 from paradyse.planning.units import dtype_name
 from paradyse.profiling.online import Feedback
+from paradyse.profiling.step_reports import StepReport
+from paradyse.profiling.trials import Trials
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
 from paradyse.runtime.program import Program
@@ -124,11 +126,15 @@ class Choice:
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.uses = Uses()
         self.feedback: Feedback | None = None
+        self.trials: Trials | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses and not in_group:
             # a group's times have the waits for others
             self.feedback = Feedback(self.splits, self.guard.forget)
             stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, stepped.remove)
+            if agreement is not None and options.plan == AUTO:
+                self.trials = Trials(self.alone, agreement.first_says, self.guard.forget)
+                self.guard.instead = self.trials.turn
 
     def watch(self, program: Program) -> None:
         """Warn of what ``program``, for which plans are chosen here, does beside its blocks."""
@@ -196,6 +202,11 @@ class Choice:
             self.splits.settle(workload, plan)
         return plan
 
+    def ended(self, report: StepReport | None) -> None:
+        """The latest call of the model is over, as ``report`` says where it is known."""
+        if self.trials is not None and self.feedback is not None:
+            self.trials.ended(report, self.feedback.watches)
+
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int] | None:
         """Seconds and peak bytes of ``plan`` for ``workload`` as the planner compared them; None
         where nothing was chosen, since asking then would send messages."""
@@ -206,6 +217,8 @@ class Choice:
         if self.planner.chooses:
             self.splits.ran_out(workload)
             self.alone.ran_out(workload)
+            if self.trials is not None:
+                self.trials.ran_out()
             self.guard.forget()
 
     def refuse_alone(self, why: str) -> None:

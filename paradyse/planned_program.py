@@ -126,6 +126,8 @@ class PlannedProgram:
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
+        if self.capture.steps is not None:
+            self.choice.ended(self.capture.steps.latest)
         gradients = self._gradients()
         if self.capture.agreement is not None:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]

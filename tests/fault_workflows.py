@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 OPERATORS = "tests/weights/test_whole_operators.py::"
+TRIALS = "tests/profiling/test_trials.py::"
 REDUCTIONS = "paradyse/weights/reductions.py"
 REDUCED = ("tests/weights/test_reductions.py::test_they_are_those_of_the_whole_tensor",)
 
@@ -50,5 +51,33 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         "self._plan = plan\n",
         "self._plan = self._plan or plan\n",
         ("tests/profiling/test_step_reports.py::test_calls_are_told_of_in_order",),
+    ),
+    Fault(
+        "steps that compile are compared with others",
+        "paradyse/profiling/trials.py",
+        "turn >= WARM_UP * len(self.plans) and report.trained",
+        "report.trained",
+        (f"{TRIALS}test_the_first_rounds_are_not_counted",),
+    ),
+    Fault(
+        "steps that are watched are compared with others",
+        "paradyse/profiling/trials.py",
+        "report is not None and not watched",
+        "report is not None",
+        (f"{TRIALS}test_calls_that_say_nothing_are_not_counted",),
+    ),
+    Fault(
+        "each rank goes on by its own clock",
+        "paradyse/profiling/trials.py",
+        "seen = self._first_says([round(r.time_s * 1e9) if r else 0 for r in reports])",
+        "seen = [round(r.time_s * 1e9) if r else 0 for r in reports]",
+        (f"{TRIALS}test_ranks_try_the_same_and_go_on_by_the_same",),
+    ),
+    Fault(
+        "trials of other days are compared as they are",
+        "paradyse/planning/tried.py",
+        "plan: link * ratio for",
+        "plan: ratio for",
+        ("tests/planning/test_tried.py",),
     ),
 )

@@ -6,7 +6,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -21,19 +21,36 @@ from paradyse.distributed.failures import (
     is_out_of_memory,
     place_of,
 )
-from paradyse.distributed.running_backward import doing_backward
-
-if TYPE_CHECKING:
-    from paradyse.distributed.agreement import Agreement
+from paradyse.distributed.running_backward import Backward, doing_backward
 
 T = TypeVar("T")
+
+
+class _Ranks(Protocol):
+    """What a call asks of the agreement of its ranks, whose methods these are."""
+
+    def tell(
+        self, doing: str, facts: Mapping[str, Any], together: bool, common: Mapping[str, Any]
+    ) -> None: ...
+
+    def compare(self, doing: str, facts: Mapping[str, Any], together: bool = False) -> None: ...
+
+    def fail(self, failure: Failure, together: bool) -> NoReturn: ...
+
+    def listen(self) -> None: ...
+
+    def watch_backward(self, call: Call) -> Backward: ...
+
+    def compare_in_backward(self, call: Call, number: int) -> bool: ...
+
+    def near_end_of_backward(self, call: Call) -> None: ...
 
 
 @dataclass
 class Call:
     """One call of a model, of which backward and reads of outputs are compared too."""
 
-    agreement: Agreement
+    agreement: _Ranks
     name: str
     trains: bool
     parameters: Sequence[weakref.ref[nn.Parameter]]
@@ -126,7 +143,7 @@ class Call:
         """
         what = f"the output {output} of {self.name}"
         self.all_ended = False
-        self.agreement.tell(f"reads {what}", {})
+        self.agreement.tell(f"reads {what}", {}, False, {})
         out = self._attempt(f"the read of {what}", compute, together=False)
         self.agreement.compare(f"ends the read of {what}", {})
         return out

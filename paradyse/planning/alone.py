@@ -15,6 +15,7 @@ from paradyse.config import AUTO
 from paradyse.distributed.session import Recent
 from paradyse.planning.forms import SHARES
 from paradyse.planning.splits import Splits
+from paradyse.planning.tried import Tried
 from paradyse.planning.units import describe_workload
 from paradyse.types import REPLICATED, Plan, Point, Workload
 
@@ -34,6 +35,7 @@ class Alone:
     def __init__(self, splits: Splits, refused: str = "") -> None:
         self.splits, self.planner, self.refused = splits, splits.planner, refused
         self._ran_out: Recent[Workload, None] = Recent()
+        self.tried = Tried(splits)
 
     def plan(self, workload: Workload) -> Plan:
         """The plan of all blocks under which every rank computes all of ``workload``."""
@@ -51,7 +53,8 @@ class Alone:
 
     def settle(self, plan: Plan, workload: Workload) -> Plan:
         """The planner's ``plan`` for ``workload``, or the one of ``plan`` where it is asked for, or
-        predicted to be faster by more than the planner's smoothing and to fit.
+        predicted to be faster by more than the planner's smoothing and to fit; or what was faster
+        than that where they were tried side by side.
 
         Raises:
             ValueError: some blocks of ``plan``, not all, are to be computed whole on every rank, or
@@ -68,7 +71,8 @@ class Alone:
                     f"{problem}; give other strategies, or 'auto'"
                 )
             return replace(plan, head=REPLICATED)
-        return self.plan(workload) if self._is_faster(plan, workload) else plan
+        chosen = self.plan(workload) if self._is_faster(plan, workload) else plan
+        return chosen if workload in self._ran_out else self.tried.best(chosen, workload)
 
     def ran_out(self, workload: Workload) -> None:
         """Memory did not do for ``workload``."""

@@ -126,6 +126,8 @@ class PlanReport(Shown):
     """The parts of ``peak_bytes``."""
     kernels: tuple[str, ...] = ()
     """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
+    tried: tuple[str, ...] = ()
+    """Plans that this run has tried side by side at this scale of lengths."""
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
         """Title, header and rows; blocks that tell the same are shown once."""
@@ -161,9 +163,8 @@ class PlanReport(Shown):
 
     def _notes(self) -> str:
         gathered = (f"on gathered tensors: {g}" for g in self.gathered)
-        return "\n".join(
-            (*self.levers, *self.notes, *gathered, *(f"kernel: {k}" for k in self.kernels))
-        )
+        kernels = (f"kernel: {k}" for k in self.kernels)
+        return "\n".join((*self.levers, *self.tried, *self.notes, *gathered, *kernels))
 
     def __str__(self) -> str:
         parts = [self._headline()]
@@ -223,6 +224,16 @@ def explain_plan(
         _levers(splits, workload, plan),
         of.held(plan, own),
         kernels,
+        _tried(alone, workload),
+    )
+
+
+def _tried(alone: Alone, workload: Workload) -> tuple[str, ...]:
+    """The plans that were tried, the fastest first."""
+    seconds = alone.tried.expected_s(workload)
+    return tuple(
+        f"tried in this run: {short_key(plan.key)}, {slower(time_s, min(seconds.values()))}"
+        for plan, time_s in sorted(seconds.items(), key=lambda pair: pair[1])
     )
 
 

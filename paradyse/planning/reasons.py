@@ -82,6 +82,7 @@ def _why_not_faster(planner: Planner, workload: Workload, plan: Plan, i: int, po
         return "not beside other strategies, by what such plans took"
     return (
         f"within {planner.options.smoothing:.0%} the previous plan is kept, or one strategy for all"
+        "; or whole steps were slower, where they were tried"
     )
 
 

@@ -181,6 +181,8 @@ class Feedback:
         self._records: list[_Record] = []
         """Records since the last agreement."""
         self._agreement: _Agreement | None = None
+        self.watches = False
+        """Whether the latest call was watched, so that its blocks ran one by one."""
         self._keys, self._time_keys = cache(self._find_keys), cache(self._find_time_keys)
 
     def run(
@@ -222,6 +224,7 @@ class Feedback:
         if record is not None:
             self._records.append(record)
         watch = None if record is None else record.watch
+        self.watches = record is not None
         if record is None or watch is None:
             frame = make(program, args, constants)
             frame.gathering.shelf.holds &= record is None  # as on ranks that can watch memory

@@ -160,6 +160,12 @@ class Steps:
         self._plan: Plan | None = None
         self._open: _Call | None = None
 
+    @property
+    def latest(self) -> StepReport | None:
+        """Of the latest call; None where it is not over, or failed."""
+        over = self.last is not None and self.last.number == self.num_calls
+        return self.last if over else None
+
     def begin(
         self,
         device: torch.device,

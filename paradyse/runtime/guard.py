@@ -28,6 +28,8 @@ class Guard:
         self._last: Plan | None = None
         self.planned: Callable[[Workload, Plan], None] | None = None
         """Told of every plan that was asked for."""
+        self.instead: Callable[[Plan, Workload], Plan] | None = None
+        """What runs in place of the plan for a workload, asked every time."""
 
     def workload(
         self,
@@ -71,6 +73,9 @@ class Guard:
             if self.planned is not None:
                 self.planned(like, plan)
             self.plan_of[seq_len] = plan.key
+        if self.instead is not None:
+            like = self.workload(batch, seq_len, training, keeps_gradients, others)
+            plan = self.instead(plan, like)
         if plan is not self._last:
             if self._last is not None and plan != self._last:
                 self.num_switches += 1

@@ -66,3 +66,20 @@ def test_lengths_without_end_take_bounded_memory() -> None:
     for length in range(2000):
         guard(1, length, True)
     assert len(guard._known) <= 512
+
+
+def test_another_plan_may_run_instead() -> None:
+    plans, asked = Plans(), list[tuple[Plan, Workload]]()
+    guard = Guard(plans, True, LIKE)
+    other = Plan(("ulysses_z",))
+
+    def instead(plan: Plan, workload: Workload) -> Plan:
+        asked.append((plan, workload))
+        return plan if len(asked) % 2 else other
+
+    guard.instead = instead
+    chosen = Plan(("megatron_cz",))
+    assert [guard(1, 7, True) for _ in range(3)] == [chosen, other, chosen]
+    assert asked == [(chosen, guard.workload(1, 7, True))] * 3
+    assert len(plans.asked) == 1 and guard.num_switches == 2
+    assert guard.plan_of[7] == chosen.key

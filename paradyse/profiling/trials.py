@@ -1,0 +1,183 @@
+"""Plans that a run tries beside the chosen one, where they may be faster.
+
+Once a plan was used ``TRY_AFTER`` times at a scale of lengths, and twice, four times as often,
+plans of one strategy that are predicted to be nearly as fast take turns with it for ``ROUNDS``
+rounds: those of its own strategies, where it has several, and those that run at other lengths, so
+that nothing is compiled for it. The times of whole steps are compared; those of calls that were
+watched, whose blocks run one by one, and of the first rounds are not. What the first rank measured
+all ranks go by. From ``TRY_AGAIN`` calls on plans are tried that were before: what they take may
+have changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paradyse.planning.alone import Alone
+from paradyse.planning.corrections import scale_of
+from paradyse.planning.steady import of_one_strategy
+from paradyse.profiling.step_reports import StepReport
+from paradyse.types import Plan, Point, Workload
+
+log = logging.getLogger(__name__)
+
+TRY_AFTER = 8
+"""Training calls of a plan at a scale before others are tried there."""
+
+TRY_AGAIN = 1024
+"""Such calls before what was tried is tried again."""
+
+ROUNDS, WARM_UP = 6, 2
+"""Turns of each plan of a trial, and how many of them are not counted."""
+
+NEAR = 1.2
+"""Plans are tried that are predicted to take at most so many times what the chosen one is."""
+
+MOST = 3
+"""Plans that are tried beside one."""
+
+
+@dataclass
+class _Trial:
+    """Plans in turns; the chosen one is the last of a round."""
+
+    plans: Sequence[Plan]
+    turns: list[tuple[Plan, Workload]] = field(default_factory=list)
+    """Those so far."""
+    reports: dict[int, StepReport] = field(default_factory=dict)
+    """Of turns that count, by their number."""
+
+    def next(self, workload: Workload) -> Plan:
+        """Whose turn it is, at ``workload``."""
+        plan = self.plans[len(self.turns) % len(self.plans)]
+        self.turns.append((plan, workload))
+        return plan
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.turns) == ROUNDS * len(self.plans)
+
+    def note(self, report: StepReport) -> None:
+        """``report`` is the latest one of the model, of a call that was not watched."""
+        turn = len(self.turns) - 1
+        counts = turn >= WARM_UP * len(self.plans) and report.trained
+        if counts and (report.plan, report.workload) == self.turns[turn]:
+            self.reports[turn] = report
+
+
+class Trials:
+    """Of one program.
+
+    Args:
+        alone: chooses plans, by what was tried too.
+        first_says: what the first rank gives as numbers, on every rank.
+        forget: called where plans are to be chosen anew, on all ranks at the same call.
+    """
+
+    def __init__(
+        self,
+        alone: Alone,
+        first_says: Callable[[Sequence[int]], list[int]],
+        forget: Callable[[], None],
+    ) -> None:
+        self.alone, self._first_says, self._forget = alone, first_says, forget
+        self._calls: Counter[tuple[Plan, int]] = Counter()
+        self._ran: Counter[Plan] = Counter()
+        self._under_way: dict[tuple[Plan, int], _Trial] = {}
+        self._latest: _Trial | None = None
+        """Whose turn the latest call was."""
+        self._ended = False
+
+    def ended(self, report: StepReport | None, watched: bool) -> None:
+        """The latest call of the model is over, as ``report`` says; ``watched``: its blocks ran one
+        by one."""
+        latest, self._latest = self._latest, None
+        if latest is not None and report is not None and not watched:
+            latest.note(report)
+
+    def turn(self, chosen: Plan, workload: Workload) -> Plan:
+        """What the call that begins runs by: ``chosen`` for ``workload``, or another in its place.
+        Every rank comes here at the same calls."""
+        with_levers = any(Point.parse(s).levers for s in chosen.strategies)
+        if self._ended or not workload.training or with_levers or chosen.split:
+            return chosen
+        at = chosen, scale_of(workload)
+        self._ran[chosen] += 1
+        trial = self._under_way.get(at)
+        if trial is None:
+            self._calls[at] += 1
+            times, rest = divmod(self._calls[at], TRY_AFTER)
+            if rest or times & (times - 1):  # no power of two
+                return chosen
+            rivals = self._rivals(chosen, workload, self._calls[at] >= TRY_AGAIN)
+            if not rivals:
+                return chosen
+            trial = self._under_way[at] = _Trial([*rivals, chosen])
+        if trial.is_over:
+            del self._under_way[at]
+            self._judge(trial, at[1])
+            return chosen
+        self._latest = trial
+        return trial.next(workload)
+
+    def ran_out(self) -> None:
+        """Memory did not do for a call: from now on nothing is tried, which may need more."""
+        self._under_way.clear()
+        self._latest, self._ended = None, True
+
+    def _rivals(self, chosen: Plan, workload: Workload, again: bool) -> list[Plan]:
+        """What is tried beside ``chosen``, as the first rank finds: plans that were tried beside
+        it, those of several strategies among them, only ``again``."""
+        planner, tried = self.alone.planner, self.alone.tried.at(workload)
+        own = set(chosen.strategies) if planner.mixes(chosen) else set[str]()
+        known = [
+            plan
+            for plan in dict.fromkeys([*self._of_one_strategy(chosen), *self._ran])
+            if plan != chosen
+            and (plan in tried or not planner.mixes(plan))
+            and (plan in self._ran or set(plan.strategies) <= own)
+            and (again or chosen not in tried or plan not in tried)
+        ]
+        if not known:
+            return []
+        limit, predict = planner.memory_limit(workload.dtype), self.alone.splits.predict
+        most = NEAR * predict(chosen, workload)[0]
+        predicted = [predict(plan, workload) for plan in known]
+        # Others of this scale have up to twice as many tokens.
+        fits = [i for i, (_, peak) in enumerate(predicted) if 2 * peak <= limit]
+        near = sorted((i for i in fits if predicted[i][0] <= most), key=lambda i: predicted[i][0])
+        said = self._first_says([int(i in near[:MOST]) for i in range(len(known))])
+        return [plan for plan, is_tried in zip(known, said, strict=True) if is_tried]
+
+    def _of_one_strategy(self, chosen: Plan) -> list[Plan]:
+        """Plans of one strategy for all blocks, with the head of ``chosen``; none where every rank
+        computes the whole."""
+        planner = self.alone.planner
+        if chosen.alone:
+            return []
+        names = [planner.candidates(b, training=True) for b in planner.blocks]
+        found = of_one_strategy(
+            planner.points(chosen), names, planner.blocks, planner.options.splitting
+        )
+        return [planner.plan_of(points) for points in found]
+
+    def _judge(self, trial: _Trial, scale: int) -> None:
+        """Go on by what the first rank has seen in ``trial``."""
+        numbers = range(len(trial.turns))
+        reports = (trial.reports.get(i) for i in numbers)
+        seen = self._first_says([round(r.time_s * 1e9) if r else 0 for r in reports])
+        off: dict[Plan, list[float]] = {}
+        for (plan, workload), nanoseconds in zip(trial.turns, seen, strict=True):
+            if nanoseconds:
+                predicted_s, _ = self.alone.splits.predict(plan, workload)
+                off.setdefault(plan, []).append(nanoseconds / 1e9 / predicted_s)
+        found = {plan: statistics.median(ratios) for plan, ratios in off.items()}
+        if trial.plans[-1] in found:
+            self.alone.tried.add(scale, found)
+            self._forget()
+        told = ", ".join(f"{of:.2f} of what was predicted by {p.key}" for p, of in found.items())
+        log.info("tried at scale %d: %s", scale, told or "nothing could be measured")
