@@ -332,6 +332,7 @@ class MetpVariant(Streaming):
         saved: Sequence[Tensor],
         grads_of_sums: Sequence[Tensor],
         needs: Sequence[bool],
+        nodes: Sequence[Any],
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``. Each group's graph is built for its group alone, in two parts:
         the columns behind attention are gone before queries, keys and values are made again.
@@ -340,6 +341,7 @@ class MetpVariant(Streaming):
             call, tensors, needs: as ``forward_groups`` had them.
             saved: attention's output and log-sum-exp of each group in turn.
             grads_of_sums: per down projection, of its sum over groups.
+            nodes: as of ``GroupTensors.gradients``.
         """
         before = partial(call.streams.begin_before, call.block_id)
         taken = self.taken(call, tensors, True, before)
@@ -373,7 +375,7 @@ class MetpVariant(Streaming):
                     if at is not None and at in where:
                         taken.add(index, [at], [grad])
             taken.send(index)
-        return taken.gradients()
+        return taken.gradients(nodes)
 
 
 class _Stream(torch.autograd.Function):
@@ -396,8 +398,8 @@ class _Stream(torch.autograd.Function):
         variant, call, n = ctx.of
         kept = ctx.saved_tensors  # once: where the block is checkpointed each access runs it again
         tensors, saved = kept[:n], kept[n:]
-        needs = ctx.needs_input_grad[2:]
-        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs)
+        needs, nodes = ctx.needs_input_grad[2:], [node for node, _ in ctx.next_functions]
+        return None, None, *variant.backward_groups(call, tensors, saved, grads, needs, nodes)
 
 
 def _count(work: Work) -> None:

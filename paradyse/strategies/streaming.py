@@ -70,4 +70,4 @@ class Streaming:
             behind: called when the last group's weights are on their way.
         """
         stream = at.streams.take(tensors, self.used, at.block_id, self.casts, again)
-        return GroupTensors(tensors, self.forms, stream, at.sync.later, behind)
+        return GroupTensors(tensors, self.forms, stream, at.sync, behind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.collectives import Pending
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
+from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import kept_dtype, own_part
 from paradyse.weights.shard_comm import by_dtype, split_rows
 from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
@@ -181,7 +183,8 @@ class GroupTensors:
         tensors: values of the rank's tokens and weights, whole or sharded by groups.
         forms: how a group takes each: by rows, or whole.
         stream: of those that are sharded.
-        later: keep gradients of streamed weights on this rank, whole, instead of sending them.
+        sync: of the call: where it has gradients sent later, those of streamed weights are kept on
+            this rank, whole.
         behind: called when the last group's weights are on their way.
     """
 
@@ -190,11 +193,11 @@ class GroupTensors:
         tensors: Sequence[Tensor],
         forms: Sequence[Form],
         stream: WeightStream,
-        later: bool,
+        sync: GradientSync,
         behind: Callable[[], None],
     ):
         self.tensors, self.forms, self.stream, self.behind = tensors, forms, stream, behind
-        self.later, self.shards, self.groups = later, stream.shards, stream.groups
+        self.sync, self.shards, self.groups = sync, stream.shards, stream.groups
         self._leaving: list[tuple[int, list[int], Pending]] = []
         self._streamed: dict[int, Tensor] = {}
         """Index of a sharded weight -> the present group's gradient."""
@@ -238,7 +241,7 @@ class GroupTensors:
         """Start summing the gradients of streamed weights at the rank that holds ``group``, or keep
         them."""
         grads, self._streamed = self._streamed, {}
-        if self.later:
+        if self.sync.later:
             return self._keep(group, grads)
         for message in self.stream.messages:
             index = [i for i in message if i in grads]
@@ -260,24 +263,45 @@ class GroupTensors:
             rows = _real_rows(grad, self.forms[i], group)
             like.placement.put(self._kept[i], group, rows)
 
-    def gradients(self) -> list[Tensor | None]:
-        """The gradient of each tensor, when all groups are done. Their messages are waited for: one
-        block's at a time are here."""
+    def gradients(self, nodes: Sequence[Any]) -> list[Tensor | None]:
+        """The gradient of each tensor, when all groups are done. The last group's are left under
+        way where nothing else is to have them; those of the block before have come then.
+
+        Args:
+            nodes: of autograd's graph, that the gradients go to: one for each tensor.
+        """
         out: list[Tensor | None] = [
             None if total is None else total.to(t.dtype)
             for total, t in zip(self._totals, self.tensors, strict=True)
         ]
+        self.sync.finish_scatters()
         for group, index, pending in self._leaving:
-            for i, rows in self.stream.split(pending.wait(), index, group).items():
-                like = at_rest(self.shards[i])
-                if group == like.placement.axis.rank:
-                    out[i] = like.with_rows(rows.to(like.trained_dtype))
-                elif out[i] is None and like.placement.axis.rank not in self.groups:
-                    empty = torch.zeros_like(like.local)  # this rank's group has nothing to do
-                    out[i] = like.with_rows(empty)
+            like = [at_rest(self.shards[i]) for i in index]
+            at = like[0].placement.axis
+            own = index if group == at.rank else []
+            message = pending.then(partial(self._rows, group, index, own))
+            if group == self.groups[-1]:
+                to = [nodes[i] for i in own]
+                coming = self.sync.arrive(message, like[: len(own)], to, scatter=True)
+            else:
+                coming = message.wait()
+            for i, rows in zip(own, coming, strict=True):
+                out[i] = rows
+            if at.rank not in self.groups:  # this rank's group has nothing to do
+                for i, x in zip(index, like, strict=True):
+                    out[i] = x.with_rows(torch.zeros_like(x.local))
         for i, whole in self._kept.items():
             out[i] = own_part(at_rest(self.shards[i]), whole)
         return out
+
+    def _rows(
+        self, group: int, index: Sequence[int], own: Sequence[int], flat: Tensor
+    ) -> list[Tensor]:
+        """The gradients of the tensors ``own`` in a message that brings those of ``index`` of
+        ``group``."""
+        rows = self.stream.split(flat, index, group) if own else {}
+        like = {i: at_rest(self.shards[i]) for i in own}
+        return [like[i].with_rows(rows[i].to(like[i].trained_dtype)) for i in own]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -352,12 +352,9 @@ class Work:
             gathers = (1 + self.back) * groups * (whole > 0)
             self.send("all_gather", whole * share * (1 + self.back), gathers, ahead=True)
             if training and whole:
-                # of groups, that with which a block ends is waited for
-                num_bytes, behind = whole * share / e * summed, (groups - 1) / groups or 1.0
-                self.send("reduce_scatter", num_bytes * behind, groups * behind, ahead=True)
-                self.send("reduce_scatter", num_bytes * (1 - behind), groups * (1 - behind))
-                # on their way meanwhile: the gradients of the block behind
-                held = summed if groups == 1 else max(0, summed - e)
+                self.send("reduce_scatter", whole * share / e * summed, groups, ahead=True)
+                # on their way meanwhile: the gradients of the block behind, of its last group
+                held = summed / groups + (max(0, summed - e) if groups > 1 else 0)
                 self.workspace_bytes += whole * held
             self.workspace_bytes += (2 * whole / self.p if weights == "streamed" else whole) * e
             # of what is streamed the block itself fetches all but the first group

@@ -155,12 +155,14 @@ def test_vectors_of_blocks_in_one_message_travel_once(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["megatron_cz", "metp"])
 def test_gradients_are_counted_in_the_dtype_that_they_are_added_up_in(strategy: str) -> None:
-    """Gathered in bfloat16 in forward and in backward, added up in float32."""
+    """Gathered in bfloat16 in forward and in backward, added up in float32. Of groups those of the
+    last one of the block behind are there as well."""
     w, block = work(1024, 4), mlp()
     n, wide = block.num_weight_elements, replace(w, reduce_dtype=torch.float32)
     narrow, cost = (prior_cost(block, strategy, x, GPU, sharded=True) for x in (w, wide))
     assert cost.comm_bytes - narrow.comm_bytes == n * 2 * 3 // 4
-    assert cost.workspace_bytes - narrow.workspace_bytes == n * 2
+    last = n * 2 // 4 if strategy == "metp" else 0
+    assert cost.workspace_bytes - narrow.workspace_bytes == n * 2 + last
     assert cost.time_s > narrow.time_s
     for_whole = (prior_cost(block, strategy, x, GPU) for x in (w, wide))
     assert len(set(for_whole)) == 1

@@ -19,8 +19,9 @@ from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.lanes import Overlap
 from paradyse.profiling.marks import Clock, SavedMemory, Watch, WatchedFrame
 from paradyse.runtime.frame_maker import frames_by
-from paradyse.strategies.weight_stream import Streams, WeightStream
+from paradyse.strategies.weight_stream import GroupTensors, Streams, WeightStream
 from paradyse.types import Plan
+from paradyse.weights.coming_gradient import ComingGradient
 
 METP = "metp"
 PLANS = {
@@ -182,3 +183,37 @@ def drop() -> tuple[bool, bool, bool]:
 
 def test_a_stream_that_nobody_takes_is_waited_for(pool2: RankPool) -> None:
     assert pool2.run(drop) == [(True, True, True)] * 2
+
+
+def left_under_way(family: str) -> list[tuple[int, bool]]:
+    """Of each block's backward under metp: messages of gradients that it leaves under way, and
+    whether a gradient of this rank is one of them. Gradients are compared with those of one
+    process."""
+    import paradyse
+
+    reference, model = (make_model(family) for _ in range(2))
+    paradyse.shard(model)
+    options = {"plan": METP, "inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    batch, found = make_batch("plain", 2, 11), list[tuple[int, bool]]()
+    gradients = GroupTensors.gradients
+
+    def note(tensors: GroupTensors, nodes: Any) -> Any:
+        out = gradients(tensors, nodes)
+        found.append((len(tensors.sync._scatters), any(isinstance(x, ComingGradient) for x in out)))
+        return out
+
+    want = run_step(reference, reference, batch)
+    with patch.object(GroupTensors, "gradients", note):
+        check(run_step(compiled, model, batch), want)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_the_last_group_s_gradients_are_under_way_behind_the_block(
+    family: str, pool2: RankPool
+) -> None:
+    first, second = pool2.run(left_under_way, family, timeout_s=60)
+    assert len(first) == len(second) == 4
+    assert all(left == (1, False) for left in first)
+    assert all(left == (1, True) for left in second)

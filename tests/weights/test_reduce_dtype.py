@@ -64,12 +64,12 @@ def streamed(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
     groups = tuple(tuple(range(a, a + n)) for ((a, n),) in weight.placement.runs)
     form, every = Rows(0, groups), list(range(axis.size))
     stream = WeightStream([weight], every, 0, [torch.bfloat16])
-    tensors = GroupTensors([weight], [form], stream, later=False, behind=lambda: None)
+    tensors = GroupTensors([weight], [form], stream, GradientSync(), behind=lambda: None)
     for group in every:
         tensors.take(group, [True])
         tensors.add(group, [0], [form.take(drawn(axis.rank), group)])
         tensors.send(group)
-    (grad,) = tensors.gradients()
+    (grad,) = tensors.gradients([None])
     assert isinstance(grad, ShardedTensor) and grad.dtype == dtype
     return grad.local
 

@@ -85,12 +85,14 @@ class StreamedExpertsVariant(Streaming):
         tensors: Sequence[Tensor],
         grad: Tensor,
         needs: Sequence[bool],
+        nodes: Sequence[Any],
     ) -> list[Tensor | None]:
         """Gradients of ``tensors``, each group computed again.
 
         Args:
             step, counts, tensors, needs: as ``forward_groups`` had them.
             grad: of what it gave.
+            nodes: of autograd's graph, that the gradients go to.
         """
         n = len(self.groups.rows)
         before = partial(step.streams.begin_before, step.block_id)
@@ -113,7 +115,7 @@ class StreamedExpertsVariant(Streaming):
                     of_rows[i][at] = g[:num]
             del y
             taken.send(group)
-        return [*of_rows, *taken.gradients()]
+        return [*of_rows, *taken.gradients(nodes[n:])]
 
     def _group(
         self,
@@ -168,8 +170,8 @@ class _Stream(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         variant, *of = ctx.of
         tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[3:]
-        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs)
+        needs, nodes = ctx.needs_input_grad[3:], [node for node, _ in ctx.next_functions]
+        return None, None, None, *variant.backward_groups(*of, tensors, grad, needs, nodes)
 
 
 def count_streamed_experts(work: Work) -> None:
