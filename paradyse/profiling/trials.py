@@ -21,7 +21,7 @@ from paradyse.planning.alone import Alone
 from paradyse.planning.corrections import scale_of
 from paradyse.planning.steady import of_one_strategy
 from paradyse.profiling.step_reports import StepReport
-from paradyse.types import Plan, Point, Workload
+from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ class Trials:
     ) -> None:
         self.alone, self._first_says, self._forget = alone, first_says, forget
         self._calls: Counter[tuple[Plan, int]] = Counter()
-        self._ran: Counter[Plan] = Counter()
+        self._ran: dict[Plan, None] = {}
+        """Plans that were chosen, in order."""
         self._under_way: dict[tuple[Plan, int], _Trial] = {}
         self._latest: _Trial | None = None
         """Whose turn the latest call was."""
@@ -102,11 +103,11 @@ class Trials:
     def turn(self, chosen: Plan, workload: Workload) -> Plan:
         """What the call that begins runs by: ``chosen`` for ``workload``, or another in its place.
         Every rank comes here at the same calls."""
-        with_levers = any(Point.parse(s).levers for s in chosen.strategies)
+        with_levers = any("+" in s for s in chosen.strategies)
         if self._ended or not workload.training or with_levers or chosen.split:
             return chosen
         at = chosen, scale_of(workload)
-        self._ran[chosen] += 1
+        self._ran[chosen] = None
         trial = self._under_way.get(at)
         if trial is None:
             self._calls[at] += 1

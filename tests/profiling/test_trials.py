@@ -196,7 +196,7 @@ def trained() -> tuple[set[str], dict[str, float]]:
             (graph,) = [g for c in captures_of(compiled) for g in c.graphs.values()]
             if n == 0:  # as if the other strategy had run at another length
                 ran, planner = graph.choice.trials._ran, graph.choice.planner
-                ran.update(Plan((s, Z) * (len(planner.blocks) // 2)) for s in (Z, U))
+                ran |= dict.fromkeys(Plan((s, Z) * (len(planner.blocks) // 2)) for s in (Z, U))
             taken.add(graph.choice.guard._last.strategies[0])
     workload = graph.choice.guard.workload(1, 16, training=True)
     expected = graph.choice.alone.tried.expected_s(workload)
