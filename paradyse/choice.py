@@ -133,8 +133,9 @@ class Choice:
             stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, stepped.remove)
             if agreement is not None and options.plan == AUTO:
-                self.trials = Trials(self.alone, agreement.first_says, self.guard.forget)
+                self.trials = trials = Trials(self.alone, agreement.first_says, self.guard.forget)
                 self.guard.instead = self.trials.turn
+                self.feedback.pauses = lambda: trials.under_way
 
     def watch(self, program: Program) -> None:
         """Warn of what ``program``, for which plans are chosen here, does beside its blocks."""
@@ -204,8 +205,8 @@ class Choice:
 
     def ended(self, report: StepReport | None) -> None:
         """The latest call of the model is over, as ``report`` says where it is known."""
-        if self.trials is not None and self.feedback is not None:
-            self.trials.ended(report, self.feedback.watches)
+        if self.trials is not None:
+            self.trials.ended(report)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int] | None:
         """Seconds and peak bytes of ``plan`` for ``workload`` as the planner compared them; None

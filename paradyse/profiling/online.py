@@ -181,8 +181,8 @@ class Feedback:
         self._records: list[_Record] = []
         """Records since the last agreement."""
         self._agreement: _Agreement | None = None
-        self.watches = False
-        """Whether the latest call was watched, so that its blocks ran one by one."""
+        self.pauses: Callable[[], bool] = lambda: False
+        """Whether the present call is not to be watched."""
         self._keys, self._time_keys = cache(self._find_keys), cache(self._find_time_keys)
 
     def run(
@@ -215,7 +215,7 @@ class Feedback:
         self._runs[plan] += 1
         self._at_scale[at] += 1
         record = None
-        if self._runs[plan] > WARM_UP:
+        if self._runs[plan] > WARM_UP and not self.pauses():
             if self._is_new(plan, workload):
                 record = self._watch_memory(program, args, workload, plan)
             elif self._at_scale[at] % self._sample_every.get(at, first) == 0:
@@ -224,7 +224,6 @@ class Feedback:
         if record is not None:
             self._records.append(record)
         watch = None if record is None else record.watch
-        self.watches = record is not None
         if record is None or watch is None:
             frame = make(program, args, constants)
             frame.gathering.shelf.holds &= record is None  # as on ranks that can watch memory

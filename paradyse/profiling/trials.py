@@ -3,10 +3,10 @@
 Once a plan was used ``TRY_AFTER`` times at a scale of lengths, and twice, four times as often,
 plans of one strategy that are predicted to be nearly as fast take turns with it for ``ROUNDS``
 rounds: those of its own strategies, where it has several, and those that run at other lengths, so
-that nothing is compiled for it. The times of whole steps are compared; those of calls that were
-watched, whose blocks run one by one, and of the first rounds are not. What the first rank measured
-all ranks go by. From ``TRY_AGAIN`` calls on plans are tried that were before: what they take may
-have changed.
+that nothing is compiled for it. The times of whole steps are compared, but for the first rounds;
+none of these calls is watched, whose blocks would run one by one. What the first rank measured all
+ranks go by. From ``TRY_AGAIN`` calls on plans are tried that were before: what they take may have
+changed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TRY_AFTER = 8
 TRY_AGAIN = 1024
 """Such calls before what was tried is tried again."""
 
-ROUNDS, WARM_UP = 6, 2
+ROUNDS, WARM_UP = 4, 1
 """Turns of each plan of a trial, and how many of them are not counted."""
 
 NEAR = 1.2
 """Plans are tried that are predicted to take at most so many times what the chosen one is."""
 
-MOST = 3
+MOST = 2
 """Plans that are tried beside one."""
 
 
@@ -62,7 +62,7 @@ class _Trial:
         return len(self.turns) == ROUNDS * len(self.plans)
 
     def note(self, report: StepReport) -> None:
-        """``report`` is the latest one of the model, of a call that was not watched."""
+        """``report`` is the latest one of the model."""
         turn = len(self.turns) - 1
         counts = turn >= WARM_UP * len(self.plans) and report.trained
         if counts and (report.plan, report.workload) == self.turns[turn]:
@@ -93,12 +93,16 @@ class Trials:
         """Whose turn the latest call was."""
         self._ended = False
 
-    def ended(self, report: StepReport | None, watched: bool) -> None:
-        """The latest call of the model is over, as ``report`` says; ``watched``: its blocks ran one
-        by one."""
+    def ended(self, report: StepReport | None) -> None:
+        """The latest call of the model is over, as ``report`` says where it is known."""
         latest, self._latest = self._latest, None
-        if latest is not None and report is not None and not watched:
+        if latest is not None and report is not None:
             latest.note(report)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the latest call is one of a trial."""
+        return self._latest is not None
 
     def turn(self, chosen: Plan, workload: Workload) -> Plan:
         """What the call that begins runs by: ``chosen`` for ``workload``, or another in its place.

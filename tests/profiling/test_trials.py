@@ -68,14 +68,13 @@ class Run:
     def forget(self) -> None:
         self.forgotten += 1
 
-    def call(
-        self, chosen: Plan, workload: Workload = SHORT, watched: bool = False, trained: bool = True
-    ) -> Plan:
+    def call(self, chosen: Plan, workload: Workload = SHORT, trained: bool = True) -> Plan:
         """What a call runs by for which ``chosen`` is the planner's."""
         best = self.alone.tried.best(chosen, workload)
         plan = self.trials.turn(best, workload)
         self.number += 1
-        time_s = self.seconds.get(plan, 1.0) + 9.0 * watched
+        time_s = self.seconds.get(plan, 1.0)
+        assert self.trials.under_way or plan == best
         report = StepReport(
             number=self.number,
             workload=workload,
@@ -87,7 +86,8 @@ class Run:
             _seconds=lambda: [0.0, time_s],
             _predict=lambda: None,
         )
-        self.trials.ended(report, watched)
+        self.trials.ended(report)
+        assert not self.trials.under_way
         return plan
 
 
@@ -121,6 +121,7 @@ def test_a_plan_of_one_strategy_is_tried_beside_those_that_run_at_other_lengths(
     run.call(OF_Z, long)
     plans = [run.call(OF_T) for _ in range(TRY_AFTER + 2 * ROUNDS)]
     assert plans.index(OF_Z) == TRY_AFTER - 1 and plans.count(OF_Z) >= ROUNDS
+    assert len(run.said) == 2
     assert {run.call(OF_T) for _ in range(100)} == {OF_Z}
 
 
@@ -142,13 +143,11 @@ def test_what_is_predicted_to_be_far_slower_or_to_need_too_much_is_not_tried() -
     assert not rivals_of(Run({}, memory_limit=most - 1), MIXED)
 
 
-def test_calls_that_say_nothing_are_not_counted() -> None:
-    """Watched ones, whose blocks run one by one, and those without a backward."""
-    for how in ({"watched": True}, {"trained": False}):
-        run = Run({MIXED: 1.2, OF_Z: 1.0})
-        assert rivals_of(run, MIXED, **how)
-        assert not any(run.said[1]) and not run.forgotten
-        assert run.alone.tried.best(MIXED, SHORT) == MIXED
+def test_calls_without_a_backward_say_nothing() -> None:
+    run = Run({MIXED: 1.2, OF_Z: 1.0})
+    assert rivals_of(run, MIXED, trained=False)
+    assert not any(run.said[1]) and not run.forgotten
+    assert run.alone.tried.best(MIXED, SHORT) == MIXED
 
 
 def test_the_first_rounds_are_not_counted() -> None:
@@ -179,33 +178,43 @@ def test_the_whole_on_every_rank_is_tried_where_it_runs_elsewhere_and_the_other_
         assert rivals_of(run, chosen) == [other]
 
 
-def trained() -> tuple[set[str], dict[str, float]]:
-    """Plans of attention that steps of one length ran by on this rank, each of them exact, and what
-    is made of it."""
-    from paradyse.profiling import trials
+def trained() -> tuple[set[str], list[bool], dict[str, float]]:
+    """Plans of attention that steps of one length ran by on this rank, each of them exact; of those
+    that were watched, whether they were turns; and what is made of it."""
+    from paradyse.profiling import online, trials
     from paradyse.runtime.registry import captures_of
 
     model, reference = make_model("llama"), make_model("llama")
     options = {"strategies": [Z, U], "inner": "eager"}
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
-    batch = make_batch("plain", 1, 16)
-    want, taken = run_step(reference, reference, batch), set[str]()
-    with patch.object(trials, "NEAR", 1e9):
+    batch, taken, watched = make_batch("plain", 1, 16), set[str](), list[bool]()
+    want, watched_frame = run_step(reference, reference, batch), online.WatchedFrame
+
+    def graph() -> Any:
+        (found,) = [g for c in captures_of(compiled) for g in c.graphs.values()]
+        return found
+
+    def watch(*of: Any) -> Any:
+        watched.append(graph().choice.trials.under_way)
+        return watched_frame(*of)
+
+    near, frames = patch.object(trials, "NEAR", 1e9), patch.object(online, "WatchedFrame", watch)
+    with near, frames:
         for n in range(TRY_AFTER + 2 * ROUNDS + 2):
             check(run_step(compiled, model, batch), want, what=f"step {n}")
-            (graph,) = [g for c in captures_of(compiled) for g in c.graphs.values()]
+            choice = graph().choice
             if n == 0:  # as if the other strategy had run at another length
-                ran, planner = graph.choice.trials._ran, graph.choice.planner
-                ran |= dict.fromkeys(Plan((s, Z) * (len(planner.blocks) // 2)) for s in (Z, U))
-            taken.add(graph.choice.guard._last.strategies[0])
-    workload = graph.choice.guard.workload(1, 16, training=True)
-    expected = graph.choice.alone.tried.expected_s(workload)
-    return taken, {plan.key: s for plan, s in expected.items()}
+                half = len(choice.planner.blocks) // 2
+                choice.trials._ran |= dict.fromkeys(Plan((s, Z) * half) for s in (Z, U))
+            taken.add(choice.guard._last.strategies[0])
+    expected = choice.alone.tried.expected_s(choice.guard.workload(1, 16, training=True))
+    return taken, watched, {plan.key: s for plan, s in expected.items()}
 
 
 def test_ranks_try_the_same_and_go_on_by_the_same(pool2: RankPool) -> None:
-    (first, seconds), (second, same) = pool2.run(trained, timeout_s=100)
+    (first, watched, seconds), (second, _, same) = pool2.run(trained, timeout_s=100)
     assert first == second == {Z, U}
+    assert watched and not any(watched)
     assert seconds == same and len(seconds) == 2
 
 
