@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 TRY_AFTER = 8
 """Training calls of a plan at a scale before others are tried there."""
 
-TRY_AGAIN = 1024
-"""Such calls before what was tried is tried again."""
+TRY_AGAIN = 64
+"""Such calls from which on what was tried is tried again: another load of the machine for a second
+was enough for a verdict."""
 
 ROUNDS, WARM_UP = 4, 1
 """Turns of each plan of a trial, and how many of them are not counted."""

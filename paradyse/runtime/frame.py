@@ -67,7 +67,7 @@ class Frame:
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
         self.call = current_call(program.everyone if program.in_group else program.ranks)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
-        weights = [x for n, x in self.env.items() if is_weight(n) and isinstance(x, Tensor)]
+        weights = [x for n in program.weight_nodes if isinstance(x := self.env[n], Tensor)]
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
         """Values in layouts other than the one that they were made in."""
@@ -121,19 +121,25 @@ class Frame:
     def _run_together(self, run: Run) -> None:
         """Compute the outputs of all steps of ``run``, whose weights are here."""
         contexts, passed = [], None
+        as_they_are = self.axis.size == 1 and not self.gathering.is_sharded and run.is_made
         for step in run.steps:
             traffic = collectives.traffic(self.axis, step.block_id)
             traffic.strategy = self.constants.strategy(step)
-            wholes, gathered = self.gathering.unshard(step)
-            contexts.append(self.context(step, wholes))
-            passed = gathered or passed
+            if not as_they_are:
+                wholes, gathered = self.gathering.unshard(step)
+                contexts.append(self.context(step, wholes))
+                passed = gathered or passed
         if self.call is not None:
             self.call.at = self.axis, run.block_id
         self.gathering.fetch_behind(run.steps[-1], run.steps[0])
         self.gathering.streams.begin_following()
         self._on_host.settle()
         with self._region(run.block_id):
-            outputs = run(contexts)
+            if as_they_are:
+                common = [self.constants.common(s, self.seeds[s.index]) for s in run.steps]
+                outputs = run.on_values(self.env, common, self._sizes_of(run.steps[0]))
+            else:
+                outputs = run(contexts)
         if passed is not None:
             outputs = passed.release(outputs)
         self.env.update(zip(run.outputs, outputs, strict=True))
@@ -251,7 +257,7 @@ class Frame:
         return StepContext(
             step.position,
             step.block_id,
-            self.constants.scopes[step.position].sizes,
+            self._sizes_of(step),
             self.constants.common(step, self.seeds[step.index]),
             partial(self.get, step) if step.split else lambda n, _: self.replicated(n),
             self.raw,
@@ -259,6 +265,10 @@ class Frame:
             self.sync,
             self.gathering.streams,
         )
+
+    def _sizes_of(self, step: Step) -> Mapping[str, int]:
+        """Of the call, by letters of the scope of ``step``."""
+        return self.constants.scopes[step.position].sizes
 
     # ---- values
 

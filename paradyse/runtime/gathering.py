@@ -50,7 +50,8 @@ class Gathering:
         self.shelf = Shelf(ahead, sync, program.axis.size if in_group else 0)
         self.streams = Streams(ahead and not in_group, self._stream)
         """Weights that come group by group."""
-        self._is_sharded = any(isinstance(env[n], ShardedTensor) for n in program.placeholders)
+        self.is_sharded = any(isinstance(env[n], ShardedTensor) for n in program.weight_nodes)
+        """Whether any weight is."""
         self._vectors: Vectors | None = None
         self._casts: dict[tuple[fx.Node, torch.dtype], CastShard] = {}
 
@@ -58,7 +59,7 @@ class Gathering:
         """The call is about to run: bring the vectors that blocks have in one message."""
         program = self.program
         forget_held(program.axis)
-        if self._is_sharded and not program.in_group and program.replicas.size == 1:
+        if self.is_sharded and not program.in_group and program.replicas.size == 1:
             self._vectors = Vectors(program.schedule.between_id)
             # a head by rows of the vocabulary gathers its norm for itself, as plans reckon with
             steps = (s for s in program.steps if s.split and not isinstance(s, HeadStep))
@@ -94,7 +95,7 @@ class Gathering:
         that the one behind will gather."""
         self.streams.position = step.position
         behind = step.position + 1
-        if self._is_sharded and behind < len(self.program.steps):
+        if self.is_sharded and behind < len(self.program.steps):
             following = self.program.steps[behind]
             shards = self._shards(following)
             if self._vectors_of(following, shards) is None:
@@ -118,7 +119,7 @@ class Gathering:
 
     def _shards(self, step: Step) -> Shards:
         """The weights that ``step`` needs in another form than they lie in, as it takes them."""
-        if not self._is_sharded:
+        if not self.is_sharded:
             return {}
         nodes = self.program.gathers(step, self.constants.strategy(step), self.env)
         return {n: self._shard(step, n) for n in nodes}
@@ -134,7 +135,7 @@ class Gathering:
 
     def _stream(self, position: int) -> WeightStream | None:
         """The weights of the step at ``position``, if they come group by group."""
-        if not self._is_sharded or position >= len(self.program.steps):
+        if not self.is_sharded or position >= len(self.program.steps):
             return None
         step = self.program.steps[position]
         variant = self.program.variant(step, self.constants.strategy(step))

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.factors import Factor, size_of
-from paradyse.graph.subgraph import Piece, cast_of, device_of
+from paradyse.graph.subgraph import Piece, cast_of, device_of, is_weight
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, MixingStep, Step
 from paradyse.runtime.known_buffers import KnownBuffers
@@ -114,6 +114,7 @@ class Program:
         self.steps, self.block_steps = self.schedule.steps, self.schedule.block_steps
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.weight_nodes = [n for n in self.placeholders if is_weight(n)]
         self.captured_at: Mapping[str, int] = {}
         """Sizes by letter of a call that it was captured for; empty where none is known."""
         self.known_buffers = KnownBuffers(self.placeholders)

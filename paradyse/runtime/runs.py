@@ -15,7 +15,7 @@ from torch import fx
 from paradyse.distributed import collectives
 from paradyse.distributed.session import Recent
 from paradyse.passes.split_steps import BlockStep, Schedule, Step
-from paradyse.strategies.base import SPLIT, WHOLE, PieceVariant, Scope, StepContext
+from paradyse.strategies.base import SPLIT, WHOLE, Common, PieceVariant, Scope, StepContext
 from paradyse.strategies.dropout import has_dropout
 from paradyse.strategies.fused import FusedPiece, Member
 from paradyse.types import Plan, Point
@@ -73,6 +73,19 @@ class Run:
         if self._fused is None:
             self._fused = FusedPiece(self.scope, self.members, self.outputs, contexts)
         return self._fused(contexts)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it has computed something."""
+        return self._fused is not None
+
+    def on_values(
+        self, values: Mapping[fx.Node, Any], steps: Sequence[Common], sizes: Mapping[str, int]
+    ) -> Any:
+        """``outputs`` on one rank: see ``FusedPiece.on_values`` of ``values``, ``steps`` and
+        ``sizes``."""
+        assert self._fused is not None
+        return self._fused.on_values(values, steps, sizes)
 
 
 Unit = Step | Run

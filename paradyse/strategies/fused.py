@@ -7,7 +7,7 @@ them one after the other, so layers that are alike share what is compiled, as bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,14 @@ from paradyse.graph.lower import Dims
 from paradyse.kernels.selection import flash_of_short
 from paradyse.strategies.base import (
     NUM_COMMON,
+    Common,
     LoweredPiece,
     PieceVariant,
     Scope,
     StepContext,
     common_dims,
 )
+from paradyse.strategies.local import LocalPiece
 from paradyse.torch_private import cpu_flash, flash_attention
 
 
@@ -70,6 +72,8 @@ class FusedPiece:
             wires = " ".join("-" if n is None else made[n] for n in sources)
             lines.append(f"{member.placed} {wires}\n{member.variant.lowered.key}")
         self.lowered = LoweredPiece(scope, "\n".join(lines), self.compute, dims)
+        read = zip(members, self._sources, strict=True)
+        self._read = [_read(m, sources) for m, sources in read] if scope.axis.size == 1 else []
 
     def compute(
         self, sizes: dict[str, Any], common: Sequence[Tensor], own: Iterator[Tensor]
@@ -98,6 +102,30 @@ class FusedPiece:
                 own += step.common[3:]
             own += [x for x in member.variant.tensors(step) if x is not None]
         return self.lowered(steps[0].sizes, steps[0].common, own)
+
+    def on_values(
+        self, values: Mapping[fx.Node, Any], steps: Sequence[Common], sizes: Mapping[str, int]
+    ) -> Any:
+        """The same on one rank, where tensors are values and whole weights as they are.
+
+        Args:
+            values: of the call.
+            steps: ``StepContext.common`` of each.
+            sizes: by letter.
+        """
+        own: list[Tensor] = []
+        for member, read, common in zip(self.members, self._read, steps, strict=True):
+            if member.placed:
+                own += common[3:]
+            own += [values[n] for n in read]
+        return self.lowered(sizes, steps[0], own)
+
+
+def _read(member: Member, sources: Sequence[fx.Node | None]) -> list[fx.Node]:
+    """The tensors of ``member`` on one rank but those that others make (``sources``)."""
+    assert isinstance(member.variant, LocalPiece), "one rank computes all by itself"
+    pairs = zip(member.variant.order, sources, strict=True)
+    return [n for n, source in pairs if source is None]
 
 
 def _sources(member: Member, step: StepContext) -> list[fx.Node | None]:
