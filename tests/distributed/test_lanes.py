@@ -214,9 +214,15 @@ def starts(events: list[Event], purpose: str) -> int:
     return sum(event[:2] == ("start", purpose) for event in events)
 
 
+def sent(found: dict[str, tuple[list[Event], list[Event]]]) -> dict[str, list[Event]]:
+    """Plan -> the messages that are started, which all ranks do in one order. They may wait in
+    another: under metp the rank that gets a gradient adds it to what is there."""
+    return {name: [e for of in both for e in of if e[0] == "start"] for name, both in found.items()}
+
+
 def test_weights_come_over_another_group_than_what_blocks_send(pool2: RankPool) -> None:
     first, second = pool2.run(messages_of_plans, timeout_s=60)
-    assert first == second and len(first) == 2 * len(PLANS)
+    assert sent(first) == sent(second) and len(first) == 2 * len(PLANS)
     lanes: dict[str, set[str]] = {}
     for plan, (forward, backward) in first.items():
         for phase, events in (("forward", forward), ("backward", backward)):
