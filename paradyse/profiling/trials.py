@@ -25,8 +25,9 @@ from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
 
-TRY_AFTER = 8
-"""Training calls of a plan at a scale before others are tried there."""
+TRY_AFTER = 16
+"""Training calls of a plan at a scale before others are tried there: blocks run together by then
+(``runs.FUSE_AFTER``), and some calls were watched."""
 
 TRY_AGAIN = 64
 """Such calls from which on what was tried is tried again: another load of the machine for a second

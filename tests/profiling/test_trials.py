@@ -185,7 +185,7 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
     from paradyse.runtime.registry import captures_of
 
     model, reference = make_model("llama"), make_model("llama")
-    options = {"strategies": [Z, U], "inner": "eager"}
+    options = {"strategies": [Z, U], "levers": [], "inner": "eager"}
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
     batch, taken, watched = make_batch("plain", 1, 16), set[str](), list[bool]()
     want, watched_frame = run_step(reference, reference, batch), online.WatchedFrame
@@ -199,15 +199,18 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
         return watched_frame(*of)
 
     near, frames = patch.object(trials, "NEAR", 1e9), patch.object(online, "WatchedFrame", watch)
+    expected: dict[Plan, float] = {}
     with near, frames:
-        for n in range(TRY_AFTER + 2 * ROUNDS + 2):
+        for n in range(8 * TRY_AFTER):  # plans may be chosen anew in the middle of a trial
             check(run_step(compiled, model, batch), want, what=f"step {n}")
             choice = graph().choice
             if n == 0:  # as if the other strategy had run at another length
                 half = len(choice.planner.blocks) // 2
                 choice.trials._ran |= dict.fromkeys(Plan((s, Z) * half) for s in (Z, U))
             taken.add(choice.guard._last.strategies[0])
-    expected = choice.alone.tried.expected_s(choice.guard.workload(1, 16, training=True))
+            expected = choice.alone.tried.expected_s(choice.guard.workload(1, 16, training=True))
+            if expected:
+                break
     return taken, watched, {plan.key: s for plan, s in expected.items()}
 
 
@@ -215,7 +218,7 @@ def test_ranks_try_the_same_and_go_on_by_the_same(pool2: RankPool) -> None:
     (first, watched, seconds), (second, _, same) = pool2.run(trained, timeout_s=100)
     assert first == second == {Z, U}
     assert watched and not any(watched)
-    assert seconds == same and len(seconds) == 2
+    assert seconds == same and len(seconds) >= 2, seconds  # more where a mix was chosen
 
 
 def test_a_trial_ends_where_memory_ran_out() -> None:
