@@ -88,6 +88,29 @@ def test_backward_is_told_of_with_its_gradients(pool2: RankPool) -> None:
         assert doing == [*forward, "runs backward", "ends backward"]
 
 
+def told_of_inputs() -> tuple[list[str], bool]:
+    """The same of a backward that gives no weight a gradient, and whether those of the input are
+    eager's."""
+    run = Run(num_hidden_layers=1)
+    run.model.requires_grad_(False)
+    batch = make_batch("plain", 2, 9)
+    embedded = run.model.get_input_embeddings()(batch.pop("input_ids"))
+    grads, said = list[Tensor](), list[str]()
+    for called in (run.model, run.compiled, run.compiled):
+        x = embedded.detach().clone().requires_grad_()
+        with patch.object(Agreement, "tell", autospec=True, side_effect=Agreement.tell) as tell:
+            called(inputs_embeds=x, **batch).loss.backward()
+        said = [" ".join(call.args[1].split()[:2]) for call in tell.call_args_list]
+        assert x.grad is not None
+        grads.append(x.grad)
+    return said, all(relative(g, grads[0]) < 1e-12 for g in grads[1:])
+
+
+def test_backward_without_weights_is_told_of_at_its_end(pool2: RankPool) -> None:
+    for said, is_exact in pool2.run(told_of_inputs, timeout_s=60):
+        assert said[-2:] == ["runs backward", "ends backward"] and is_exact
+
+
 class LostError(Exception):
     """Of one rank, in its backward."""
 

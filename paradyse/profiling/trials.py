@@ -148,6 +148,7 @@ class Trials:
             and (plan in tried or not planner.mixes(plan))
             and (plan in self._ran or set(plan.strategies) <= own)
             and (again or chosen not in tried or plan not in tried)
+            and (self.alone.offered or not plan.alone)  # its program may have turned out to differ
         ]
         if not known:
             return []
@@ -183,6 +184,8 @@ class Trials:
                 predicted_s, _ = self.alone.splits.predict(plan, workload)
                 off.setdefault(plan, []).append(nanoseconds / 1e9 / predicted_s)
         found = {plan: statistics.median(ratios) for plan, ratios in off.items()}
+        if not found:  # where a model is several graphs no step is one's own: do not go on trying
+            self._ended = True
         if trial.plans[-1] in found:
             self.alone.tried.add(scale, found)
             self._forget()

@@ -148,6 +148,7 @@ def test_calls_without_a_backward_say_nothing() -> None:
     assert rivals_of(run, MIXED, trained=False)
     assert not any(run.said[1]) and not run.forgotten
     assert run.alone.tried.best(MIXED, SHORT) == MIXED
+    assert {run.call(MIXED) for _ in range(4 * TRY_AFTER)} == {MIXED}  # nothing is tried any more
 
 
 def test_the_first_rounds_are_not_counted() -> None:
@@ -176,6 +177,10 @@ def test_the_whole_on_every_rank_is_tried_where_it_runs_elsewhere_and_the_other_
         run = Run({})
         run.call(other, long)
         assert rivals_of(run, chosen) == [other]
+    run = Run({})
+    run.call(alone, long)
+    run.alone.refused = "it turned out to have other blocks"
+    assert rivals_of(run, OF_T) == []
 
 
 def trained() -> tuple[set[str], list[bool], dict[str, float]]:
