@@ -33,7 +33,6 @@ from paradyse.planning.profile_file import Header, present_versions
 from paradyse.planning.splits import Splits, most_blocks
 from paradyse.planning.units import dtype_name
 from paradyse.profiling.online import Feedback
-from paradyse.profiling.step_reports import StepReport
 from paradyse.profiling.trials import Trials
 from paradyse.runtime.describe import describe_masks
 from paradyse.runtime.guard import Guard
@@ -132,8 +131,10 @@ class Choice:
             self.feedback = Feedback(self.splits, self.guard.forget)
             stepped = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
             weakref.finalize(self, stepped.remove)
-            if agreement is not None and options.plan == AUTO:
-                self.trials = trials = Trials(self.alone, agreement.first_says, self.guard.forget)
+            # one replica's step has the waits for others
+            if agreement is not None and options.plan == AUTO and num_replicas == 1:
+                given = agreement.first_says, self.guard.forget, self.uses.often
+                self.trials = trials = Trials(self.alone, *given)
                 self.guard.instead = self.trials.turn
                 self.feedback.pauses = lambda: trials.under_way
 
@@ -203,10 +204,12 @@ class Choice:
             self.splits.settle(workload, plan)
         return plan
 
-    def ended(self, report: StepReport | None) -> None:
-        """The latest call of the model is over, as ``report`` says where it is known."""
-        if self.trials is not None:
-            self.trials.ended(report)
+    def begin(self, plan: Plan) -> bool:
+        """A call by ``plan`` begins; whether its blocks run together."""
+        together = self.uses.add(plan)
+        if self.trials is not None and self.trials.under_way:
+            return self.trials.together
+        return together
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int] | None:
         """Seconds and peak bytes of ``plan`` for ``workload`` as the planner compared them; None

@@ -123,15 +123,9 @@ class PlannedProgram:
             PROGRAM: zlib.crc32(text.encode()),
         }
         self._constants: Recent[Any, StepConstants] = Recent()
-        self._number = 0
-        """Of the latest call, among those of the model."""
 
     def __call__(self, args: Sequence[Any]) -> Any:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
-        if self.capture.steps is not None:
-            latest = self.capture.steps.latest
-            mine = latest is not None and latest.number == self._number
-            self.choice.ended(latest if mine else None)  # another graph of the model may have run
         gradients = self._gradients()
         if self.capture.agreement is not None:
             args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
@@ -166,13 +160,14 @@ class PlannedProgram:
         self, args: Sequence[Any], sizes: dict[str, int], plan: Plan, workload: Workload
     ) -> Any:
         # counted before anything may raise on one rank alone: ranks run blocks together alike
-        together = self.choice.uses.add(plan)
+        together = self.choice.begin(plan)
         steps = self.capture.steps
         if steps is None:
             return self._compute(args, sizes, plan, workload, together)
         device, predict = self.program.device, partial(self.choice.predict, plan, workload)
         step = steps.begin(device, workload, plan, predict)
-        self._number = step.number
+        if self.choice.trials is not None:
+            self.choice.trials.began(step)
         try:
             outputs = self._compute(args, sizes, plan, workload, together)
         except BaseException:

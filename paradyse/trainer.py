@@ -55,9 +55,9 @@ class TrainerMixin(_Trainer):
     run inside ``paradyse.no_sync``, unless accelerate is told to ``sync_each_batch``.
 
     With ``batches`` every step is a batch of mixed lengths, in groups of ranks of different degree
-    (``paradyse.MixedBatches``), in place of ``train_dataset`` and a collator. Then weights are
-    whole, a step is one of ``batches``, of which ``max_steps`` says how many there are, and
-    evaluation computes each of its batches on every rank.
+    (``paradyse.MixedBatches``), in place of ``train_dataset`` and a collator. Then a step is one of
+    ``batches``, of which ``max_steps`` says how many there are, and evaluation computes each of its
+    batches on every rank.
 
     Args:
         mesh: as the option of the backend; it must hold every rank. None: one sequence group.

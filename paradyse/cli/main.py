@@ -261,7 +261,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
     _add_running(parser, on_paper=True)
     group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
-    _count(group, "--gpus", "devices of the cluster (default: 8)")
+    text = "devices of the cluster (default, of a --device that is not here: 8); with neither, "
+    text += "ranks of this machine run"
+    _count(group, "--gpus", text)
     text = "at rest 1/N on each device (the default), or whole"
     _flag(group, "--weights", text, choices=("sharded", "replicated"))
     text = "weights at rest, gradients and optimizer states on the host (default: the device)"
@@ -269,8 +271,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     text = "plan batches of mixed lengths, in groups of different degree: a file of lengths, or a "
     text += "distribution (GitHubCode, GRCh38)"
     _flag(group, "--lengths-from", text, metavar="SOURCE")
-    _count(group, "--batches", "of --batch sequences each that --lengths-from gives (default: 4)")
-    text = "tokens behind which sequences of --lengths-from are cut off (default: never)"
+    text = "how many batches, of --batch sequences, --lengths-from gives (default: 4)"
+    _count(group, "--batches", text)
+    text = "truncate the sequences of --lengths-from to so many tokens (default: never)"
     _flag(group, "--cut", text, type=_tokens, metavar="N")
     text = (
         "write plan.html and, with paradyse[plot], plan.png here, and ways.json of --lengths-from"
@@ -286,7 +289,7 @@ def _profile(parser: argparse.ArgumentParser) -> None:
     text = "levers measured too, each with every strategy (default: none, predicted from shapes)"
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_memory_limit(parser, "a strategy that needs more on a rank is measured no further")
-    text = "of measuring, what decides first and no more than decides (default: measure all)"
+    text = "time to measure in: what decides first, and no more than decides (default: measure all)"
     _count(parser, "--seconds", text)
     text = "timed steps of each strategy at each length, up to 5 times as many where they are short"
     _count(parser, "--repeats", text, 5)

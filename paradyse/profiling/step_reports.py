@@ -158,13 +158,7 @@ class Steps:
         self.num_calls = 0
         self.num_switches = 0
         self._plan: Plan | None = None
-        self._open: _Call | None = None
-
-    @property
-    def latest(self) -> StepReport | None:
-        """Of the latest call; None where it is not over, or failed."""
-        over = self.last is not None and self.last.number == self.num_calls
-        return self.last if over else None
+        self._open: CallUnderWay | None = None
 
     def begin(
         self,
@@ -172,7 +166,7 @@ class Steps:
         workload: Workload,
         plan: Plan,
         predict: Callable[[], tuple[float, int] | None],
-    ) -> _Call:
+    ) -> CallUnderWay:
         """A call begins, and the one before is over.
 
         Args:
@@ -181,13 +175,14 @@ class Steps:
             plan: runs.
             predict: seconds and bytes, asked for when somebody reads them; None: there are none.
         """
-        if self._open is not None:
-            self._open.end(trained=False)
+        follows = self._open is None
+        self.close()
         self.num_calls += 1
         switched = self._plan is not None and plan != self._plan
         self.num_switches += switched
         self._plan = plan
-        self._open = _Call(self, Clock(device), self.num_calls, workload, plan, switched, predict)
+        given = self, Clock(device), self.num_calls, workload, plan, switched, follows, predict
+        self._open = CallUnderWay(*given)
         return self._open
 
     def close(self) -> None:
@@ -203,8 +198,8 @@ class Steps:
 
 
 @dataclass(eq=False)
-class _Call:
-    """A call under way."""
+class CallUnderWay:
+    """A call, and what is told of it once it is over."""
 
     steps: Steps
     clock: Clock
@@ -212,7 +207,11 @@ class _Call:
     workload: Workload
     plan: Plan
     switched: bool
+    follows: bool
+    """The call before it was over: it is no part of a step that has several."""
     predict: Callable[[], tuple[float, int] | None]
+    report: StepReport | None = None
+    """Once it is over; of one that failed there is none."""
     num_switches: int = 0
     held_bytes: int | None = None
     _in_backward: bool = False
@@ -252,19 +251,18 @@ class _Call:
         self._over = True
         if trained:
             self.clock.note()
-        self.steps.ended(
-            StepReport(
-                number=self.number,
-                workload=self.workload,
-                plan=self.plan,
-                num_switches=self.num_switches,
-                switched=self.switched,
-                trained=trained,
-                held_bytes=self.held_bytes,
-                _seconds=self.clock.read,
-                _predict=self.predict,
-            )
+        self.report = StepReport(
+            number=self.number,
+            workload=self.workload,
+            plan=self.plan,
+            num_switches=self.num_switches,
+            switched=self.switched,
+            trained=trained,
+            held_bytes=self.held_bytes,
+            _seconds=self.clock.read,
+            _predict=self.predict,
         )
+        self.steps.ended(self.report)
 
 
 _STEPS = WeakTensorKeyDictionary()

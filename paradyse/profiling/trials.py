@@ -3,10 +3,12 @@
 Once a plan was used ``TRY_AFTER`` times at a scale of lengths, and twice, four times as often,
 plans of one strategy that are predicted to be nearly as fast take turns with it for ``ROUNDS``
 rounds: those of its own strategies, where it has several, and those that run at other lengths, so
-that nothing is compiled for it. The times of whole steps are compared, but for the first rounds;
-none of these calls is watched, whose blocks would run one by one. What the first rank measured all
-ranks go by. From ``TRY_AGAIN`` calls on plans are tried that were before: what they take may have
-changed.
+that little is compiled for it. The times of whole steps are compared, but for the first rounds;
+none of these calls is watched, whose blocks would run one by one, and blocks run together under all
+of the plans or under none. What the first rank measured all ranks go by. From ``TRY_AGAIN`` calls
+on plans are tried that were before: what they take may have changed.
+
+Not where gradients pile up over calls (``paradyse.no_sync``): one of them sends those of all.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 from paradyse.planning.alone import Alone
 from paradyse.planning.corrections import scale_of
 from paradyse.planning.steady import of_one_strategy
-from paradyse.profiling.step_reports import StepReport
+from paradyse.profiling.step_reports import CallUnderWay
 from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
@@ -48,10 +50,12 @@ class _Trial:
     """Plans in turns; the chosen one is the last of a round."""
 
     plans: Sequence[Plan]
+    together: bool
+    """Blocks run together under all of them."""
     turns: list[tuple[Plan, Workload]] = field(default_factory=list)
     """Those so far."""
-    reports: dict[int, StepReport] = field(default_factory=dict)
-    """Of turns that count, by their number."""
+    calls: dict[int, CallUnderWay] = field(default_factory=dict)
+    """Of turns, by their number."""
 
     def next(self, workload: Workload) -> Plan:
         """Whose turn it is, at ``workload``."""
@@ -63,12 +67,14 @@ class _Trial:
     def is_over(self) -> bool:
         return len(self.turns) == ROUNDS * len(self.plans)
 
-    def note(self, report: StepReport) -> None:
-        """``report`` is the latest one of the model."""
-        turn = len(self.turns) - 1
-        counts = turn >= WARM_UP * len(self.plans) and report.trained
-        if counts and (report.plan, report.workload) == self.turns[turn]:
-            self.reports[turn] = report
+    def seen_ns(self) -> list[int]:
+        """Nanoseconds of each turn, 0 of those that do not count."""
+        seen = []
+        for turn in range(len(self.turns)):
+            call = self.calls.get(turn) if turn >= WARM_UP * len(self.plans) else None
+            report = call.report if call is not None and call.follows else None
+            seen.append(round(report.time_s * 1e9) if report and report.trained else 0)
+        return seen
 
 
 class Trials:
@@ -78,6 +84,7 @@ class Trials:
         alone: chooses plans, by what was tried too.
         first_says: what the first rank gives as numbers, on every rank.
         forget: called where plans are to be chosen anew, on all ranks at the same call.
+        often: whether blocks run together under a plan, outside of trials.
     """
 
     def __init__(
@@ -85,8 +92,10 @@ class Trials:
         alone: Alone,
         first_says: Callable[[Sequence[int]], list[int]],
         forget: Callable[[], None],
+        often: Callable[[Plan], bool],
     ) -> None:
         self.alone, self._first_says, self._forget = alone, first_says, forget
+        self._often = often
         self._calls: Counter[tuple[Plan, int]] = Counter()
         self._ran: dict[Plan, None] = {}
         """Plans that were chosen, in order."""
@@ -95,22 +104,28 @@ class Trials:
         """Whose turn the latest call was."""
         self._ended = False
 
-    def ended(self, report: StepReport | None) -> None:
-        """The latest call of the model is over, as ``report`` says where it is known."""
-        latest, self._latest = self._latest, None
-        if latest is not None and report is not None:
-            latest.note(report)
+    def began(self, call: CallUnderWay) -> None:
+        """``call`` has begun, by the plan that ``turn`` gave."""
+        if self._latest is not None:
+            self._latest.calls[len(self._latest.turns) - 1] = call
 
     @property
     def under_way(self) -> bool:
         """Whether the latest call is one of a trial."""
         return self._latest is not None
 
+    @property
+    def together(self) -> bool:
+        """Whether blocks run together in that call."""
+        return self._latest is not None and self._latest.together
+
     def turn(self, chosen: Plan, workload: Workload) -> Plan:
         """What the call that begins runs by: ``chosen`` for ``workload``, or another in its place.
         Every rank comes here at the same calls."""
+        self._latest = None
         with_levers = any("+" in s for s in chosen.strategies)
-        if self._ended or not workload.training or with_levers or chosen.split:
+        steps_alone = workload.training and not workload.keeps_gradients
+        if self._ended or not steps_alone or with_levers or chosen.split:
             return chosen
         at = chosen, scale_of(workload)
         self._ran[chosen] = None
@@ -123,7 +138,8 @@ class Trials:
             rivals = self._rivals(chosen, workload, self._calls[at] >= TRY_AGAIN)
             if not rivals:
                 return chosen
-            trial = self._under_way[at] = _Trial([*rivals, chosen])
+            plans = [*rivals, chosen]
+            trial = self._under_way[at] = _Trial(plans, all(map(self._often, plans)))
         if trial.is_over:
             del self._under_way[at]
             self._judge(trial, at[1])
@@ -175,16 +191,13 @@ class Trials:
 
     def _judge(self, trial: _Trial, scale: int) -> None:
         """Go on by what the first rank has seen in ``trial``."""
-        numbers = range(len(trial.turns))
-        reports = (trial.reports.get(i) for i in numbers)
-        seen = self._first_says([round(r.time_s * 1e9) if r else 0 for r in reports])
-        off: dict[Plan, list[float]] = {}
+        seen, off = self._first_says(trial.seen_ns()), dict[Plan, list[float]]()
         for (plan, workload), nanoseconds in zip(trial.turns, seen, strict=True):
             if nanoseconds:
                 predicted_s, _ = self.alone.splits.predict(plan, workload)
                 off.setdefault(plan, []).append(nanoseconds / 1e9 / predicted_s)
         found = {plan: statistics.median(ratios) for plan, ratios in off.items()}
-        if not found:  # where a model is several graphs no step is one's own: do not go on trying
+        if not found:  # where a model is several graphs no step is one call: do not go on trying
             self._ended = True
         if trial.plans[-1] in found:
             self.alone.tried.add(scale, found)

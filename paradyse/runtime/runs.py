@@ -41,8 +41,13 @@ class Uses:
 
     def add(self, plan: Plan) -> bool:
         """Whether ``plan``, which is used once more, was used often before."""
-        count = self._count[plan] = self._count.get(plan, 0) + 1
-        return count > FUSE_AFTER
+        often = self.often(plan)
+        self._count[plan] = self._count.get(plan, 0) + 1
+        return often
+
+    def often(self, plan: Plan) -> bool:
+        """Whether ``plan`` was used ``FUSE_AFTER`` times."""
+        return self._count.get(plan, 0) >= FUSE_AFTER
 
 
 class Run:

@@ -196,3 +196,20 @@ def test_what_is_refused(pool2: RankPool, pool4: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"disagree on the weights \(checksum\)"):
         pool4.run(differ, timeout_s=60)
     assert all("cannot be trained" in text for text in pool2.run(unsplittable, timeout_s=60))
+
+
+def tries_plans(shape: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a program watches its steps, and whether it tries plans, after a step."""
+    from paradyse.runtime.registry import captures_of
+
+    mesh, model = make_mesh(shape), make_model("llama")
+    options = {"mesh": mesh, "inner": "eager"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    compiled(**make_batch("plain", 2, 9)).loss.backward()
+    (choice,) = [g.choice for c in captures_of(compiled) for g in c.graphs.values()]
+    return choice.feedback is not None, choice.trials is not None
+
+
+def test_no_plans_are_tried_where_steps_wait_for_other_replicas(pool4: RankPool) -> None:
+    assert pool4.run(tries_plans, (2, 2)) == [(True, False)] * 4
+    assert pool4.run(tries_plans, (1, 4)) == [(True, True)] * 4

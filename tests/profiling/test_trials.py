@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -58,8 +59,9 @@ class Run:
             lambda plan, workload: (times.get(plan, 1.0) * workload.seq_len, workload.seq_len)
         )
         self.seconds, self.said, self.forgotten = seconds, list[Sequence[int]](), 0
-        self.trials = Trials(self.alone, self.say, self.forget)
-        self.number = 0
+        self.often = set[Plan]()
+        self.trials = Trials(self.alone, self.say, self.forget, self.often.__contains__)
+        self.number, self.follows = 0, True
 
     def say(self, numbers: Sequence[int]) -> list[int]:
         self.said.append(numbers)
@@ -75,7 +77,9 @@ class Run:
         self.number += 1
         time_s = self.seconds.get(plan, 1.0)
         assert self.trials.under_way or plan == best
-        report = StepReport(
+        call: Any = SimpleNamespace(report=None, follows=self.follows)
+        self.trials.began(call)
+        call.report = StepReport(
             number=self.number,
             workload=workload,
             plan=plan,
@@ -86,8 +90,6 @@ class Run:
             _seconds=lambda: [0.0, time_s],
             _predict=lambda: None,
         )
-        self.trials.ended(report)
-        assert not self.trials.under_way
         return plan
 
 
@@ -151,6 +153,36 @@ def test_calls_without_a_backward_say_nothing() -> None:
     assert {run.call(MIXED) for _ in range(4 * TRY_AFTER)} == {MIXED}  # nothing is tried any more
 
 
+def test_calls_that_are_parts_of_a_step_say_nothing() -> None:
+    """Such as those of a model that is two graphs."""
+    run = Run({MIXED: 1.2, OF_Z: 1.0})
+    run.follows = False
+    assert rivals_of(run, MIXED)
+    assert not any(run.said[1]) and not run.forgotten
+
+
+def test_calls_without_gradients_between_steps_change_nothing() -> None:
+    run, plans = Run({MIXED: 1.2, OF_T: 1.5, OF_Z: 1.0}), list[Plan]()
+    for _ in range(TRY_AFTER + 3 * ROUNDS):
+        plans.append(run.call(MIXED))
+        run.call(MIXED, replace(SHORT, training=False), trained=False)
+        assert not run.trials.under_way
+    assert {*plans} == {MIXED, OF_T, OF_Z} and plans[-1] == MIXED  # judged
+    assert run.forgotten == 1 and run.call(MIXED) == OF_Z
+
+
+def test_blocks_run_together_under_all_plans_of_a_trial_or_under_none() -> None:
+    for often, together in (({MIXED, OF_T}, False), ({MIXED, OF_T, OF_Z}, True)):
+        run, seen = Run({}), list[bool]()
+        run.often |= often
+        for _ in range(TRY_AFTER + 3 * ROUNDS):
+            run.call(MIXED)
+            if run.trials.under_way:
+                seen.append(run.trials.together)
+                run.often.add(OF_Z)  # it was used often meanwhile
+        assert seen == [together] * (3 * ROUNDS)
+
+
 def test_the_first_rounds_are_not_counted() -> None:
     """They compile."""
     run = Run({MIXED: 1.2, OF_T: 1.5, OF_Z: 1.0})
@@ -162,9 +194,9 @@ def test_the_first_rounds_are_not_counted() -> None:
 
 def test_other_calls_are_left_alone() -> None:
     run = Run({})
-    without = replace(SHORT, training=False)
+    without, more = replace(SHORT, training=False), replace(SHORT, keeps_gradients=True)
     levers, split = Plan((f"{T}+recompute", Z) * 2), replace(MIXED, split="batch")
-    for plan, workload in ((MIXED, without), (levers, SHORT), (split, SHORT)):
+    for plan, workload in ((MIXED, without), (MIXED, more), (levers, SHORT), (split, SHORT)):
         assert {run.call(plan, workload) for _ in range(3 * TRY_AFTER)} == {plan}
     assert not run.said
 
@@ -196,8 +228,8 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
     want, watched_frame = run_step(reference, reference, batch), online.WatchedFrame
 
     def graph() -> Any:
-        (found,) = [g for c in captures_of(compiled) for g in c.graphs.values()]
-        return found
+        found, *_ = [g for c in captures_of(compiled) for g in c.graphs.values()]
+        return found  # the other one takes no gradients
 
     def watch(*of: Any) -> Any:
         watched.append(graph().choice.trials.under_way)
@@ -216,6 +248,8 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
             expected = choice.alone.tried.expected_s(choice.guard.workload(1, 16, training=True))
             if expected:
                 break
+            with torch.no_grad():  # as samples are scored before they are learned from
+                compiled(**batch)
     return taken, watched, {plan.key: s for plan, s in expected.items()}
 
 
