@@ -24,6 +24,8 @@ def main() -> None:
     make_mesh()  # all ranks, of which groups are made step by step
     torch.manual_seed(0)
     net = make_model(args.longest)
+    if not args.whole:
+        paradyse.shard(net)
     dataset = Texts(args.text, args.longest)
     model = paradyse.MixedModel(net, {"inner": args.inner})
     ways = args.ways or paradyse.measure_ways(

@@ -33,6 +33,8 @@ def main() -> None:
     make_mesh()
     transformers.set_seed(0)
     model = make_model(args.longest)
+    if not args.whole:
+        paradyse.shard(model)
     dataset = Texts(args.text, args.longest)
     options = {"inner": args.inner}
     ways = args.ways or paradyse.measure_ways(

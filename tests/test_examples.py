@@ -100,15 +100,20 @@ def text_of(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weights", ["sharded", "replicated"])
 @pytest.mark.parametrize("name", MIXED)
-def test_groups_of_two_ranks_have_the_losses_of_one_process(name: str, tmp_path: Path) -> None:
+def test_groups_of_two_ranks_have_the_losses_of_one_process(
+    name: str, weights: str, tmp_path: Path
+) -> None:
     """By ways that put the long file on both ranks and the short ones on one each."""
     script, one, two = str(EXAMPLES / f"{name}.py"), tmp_path / "one", tmp_path / "two"
-    text, ways = text_of(tmp_path / "text"), tmp_path / "ways.json"
+    text = text_of(tmp_path / "text")
     given = [Way(1, 1e-4, 600, (600,), (1.0,)), Way(2, 1e-4, 600, (60, 600), (0.2, 0.5))]
-    write_ways(ways, given, "replicated")
-    more = ["--text", str(text), "--ways", str(ways), "--tokens", "600"]
-    start([sys.executable, script, *options(one), *more], tmp_path)
+    more = ["--text", str(text), "--tokens", "600"]
+    for lie in ("sharded", "replicated"):
+        write_ways(tmp_path / f"{lie}.json", given, lie)
+    start([sys.executable, script, *options(one), *more, "--ways", "replicated.json"], tmp_path)
+    more += ["--ways", f"{weights}.json"] + ["--whole"] * (weights == "replicated")
     start([*torchrun(2), script, *options(two), *more], tmp_path)
     same(losses(two), losses(one))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -256,6 +257,14 @@ def was_told(names: Names) -> None:
     assert (tag, step) == ("run", 2) and scalars["paradyse/seq_len"] == 17
 
 
+def told_how_far_off(names: Names) -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        names["model"](**names["batch"]).loss.backward()
+    seq_len, plan, predicted_s, taken_s = said.getvalue().split()
+    assert seq_len == "17" and "megatron" in plan
+    assert float(predicted_s) > 0 and float(taken_s) > 0
+
+
 def of_mixed_lengths() -> Names:
     """A long sequence and short ones, and a file of ways that puts them in groups side by side."""
     from paradyse.mixed.ways import Way
@@ -391,6 +400,7 @@ SCENES = (
     Scene(README, "paradyse.on_step(model, print)", to_be_told, was_told),
     Scene(HOW_TO, '"memory_limit": "12GiB"', to_limit, limited),
     Scene(HOW_TO, "paradyse.profile(model", to_measure, measured),
+    Scene(HOW_TO, "step.predicted_s", to_look_into, told_how_far_off),
     Scene(HOW_TO, "exposed_waits(trace)", with_one_slow, slow_is_found),
     Scene(HOW_TO, "except FileNotFoundError", from_elsewhere, gone_on),
     Scene(TUTORIAL, "# train.py", dict, learns, ranks=1),
