@@ -95,6 +95,8 @@ class Capture:
         self.in_group = isinstance(options.mesh, GroupMesh)
         self.fallback: Any = None
         self.num_steps, self.is_first = 0, True
+        self._num_dropped = 0
+        """Of the calls that ranks have dropped, those before the latest call of this graph."""
         self.steps = steps_of(self.weights.held())
         self.notes: list[str] = []
         self.graphs: dict[tuple[Any, ...], PlannedProgram] = {}
@@ -156,6 +158,8 @@ class Capture:
         """A call with ``args`` begins."""
         apply_writes(self.writes, args)
         self.num_steps, self.is_first = self.num_steps + 1, self.num_steps == 0
+        if self.agreement is not None and self._num_dropped != self.agreement.num_dropped:
+            self.is_first = True  # on all ranks: for some of them it may be
         if self.weights.are_of(args):
             return
         if self.weights.take(args):
@@ -184,6 +188,7 @@ class Capture:
             },
             self.weights.refs,
         )
+        self._num_dropped = self.agreement.num_dropped
         if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
             self._replicas_agree = True
             replicas.compare("starts to train", {WEIGHTS: self.weights.checksum(sharded=True)})

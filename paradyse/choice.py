@@ -124,6 +124,8 @@ class Choice:
         like = Workload(0, 0, self.dtype, True, axis.size, masks, reduce_dtype)
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.uses = Uses()
+        self._num_dropped = 0
+        """Of the calls that ranks have dropped, those after which it was settled."""
         self.feedback: Feedback | None = None
         self.trials: Trials | None = None
         if axis.size > 1 and self.blocks and self.planner.chooses and not in_group:
@@ -203,6 +205,23 @@ class Choice:
         if told != mine and not plan.alone:
             self.splits.settle(workload, plan)
         return plan
+
+    def settle(self) -> None:
+        """Before the plan of a call is chosen: where ranks have dropped a call that some of them
+        may have counted, and others not, all count anew. Every rank comes here at the same call.
+
+        Raises:
+            ValueError, DroppedCallError: ranks are not at the same call.
+        """
+        if self.agreement is None or self._num_dropped == self.agreement.num_dropped:
+            return
+        if self.feedback is not None:
+            self.feedback.restart(self.agreement.first_has)
+        if self.trials is not None:
+            self.trials.restart()
+        self.uses.forget()
+        self.guard.forget()
+        self._num_dropped = self.agreement.num_dropped
 
     def begin(self, plan: Plan) -> bool:
         """A call by ``plan`` begins; whether its blocks run together."""

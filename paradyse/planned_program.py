@@ -139,6 +139,7 @@ class PlannedProgram:
         tried: list[Plan] = []
 
         def compute() -> Any:
+            self.choice.settle()
             tried.append(self._plan(shape))
             return self._run(args, sizes, tried[-1], workload)
 

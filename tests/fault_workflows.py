@@ -55,9 +55,73 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
     Fault(
         "steps that compile are compared with others",
         "paradyse/profiling/trials.py",
-        "turn >= WARM_UP * len(self.plans) and report.trained",
-        "report.trained",
+        "self.calls.get(turn) if turn >= WARM_UP * len(self.plans) else None",
+        "self.calls.get(turn)",
         (f"{TRIALS}test_the_first_rounds_are_not_counted",),
+    ),
+    Fault(
+        "a part of a step is compared as if it were one",
+        "paradyse/profiling/trials.py",
+        "call is not None and call.follows else None",
+        "call is not None else None",
+        (f"{TRIALS}test_calls_that_are_parts_of_a_step_say_nothing",),
+    ),
+    Fault(
+        "blocks run together under one of the plans that are compared",
+        "paradyse/choice.py",
+        "            return self.trials.together\n",
+        "            return together\n",
+        (f"{TRIALS}test_ranks_try_the_same_and_go_on_by_the_same",),
+    ),
+    Fault(
+        "replicas' waits for each other are compared",
+        "paradyse/choice.py",
+        "options.plan == AUTO and num_replicas == 1",
+        "options.plan == AUTO",
+        (
+            "tests/distributed/test_replicas.py::test_no_plans_are_tried_where_steps_wait_for_other_replicas",
+        ),
+    ),
+    Fault(
+        "ranks count on after a call that some of them have counted",
+        "paradyse/planned_program.py",
+        "            self.choice.settle()\n",
+        "",
+        ("tests/distributed/test_asymmetric_ranks.py::test_ranks_go_on_choosing_the_same_plans",),
+    ),
+    Fault(
+        "different weights are told of once",
+        "paradyse/backend.py",
+        "            self.is_first = True  # on all ranks: for some of them it may be\n",
+        "            pass\n",
+        (
+            "tests/distributed/test_asymmetric_ranks.py::test_different_weights_are_told_of_until_they_are_equal",
+        ),
+    ),
+    Fault(
+        "out of memory in backward counts for the latest call",
+        "paradyse/distributed/agreement.py",
+        "(call := self._of_axis.calls.get(name)) is not None",
+        "(call := self._of_axis.call) is not None",
+        (
+            "tests/distributed/test_failures.py::test_the_call_whose_backward_ran_out_of_memory_has_another_plan",
+        ),
+    ),
+    Fault(
+        "gradients zeroed in place are forgotten",
+        "paradyse/weights/no_sync.py",
+        "if not inside and not waiting:",
+        "if not inside and not any(w.grad.num_parts for w in waiting):",
+        ("tests/weights/test_no_sync.py::test_cleared_gradients_are_gone_and_others_stay",),
+    ),
+    Fault(
+        "pages of an evaluation cannot be written to",
+        "paradyse/strategies/host_memory.py",
+        "with torch.inference_mode(False):",
+        "if True:",
+        (
+            "tests/strategies/test_host_memory.py::test_pages_that_an_evaluation_made_are_written_to_in_training",
+        ),
     ),
     Fault(
         "steps that are compared are watched",

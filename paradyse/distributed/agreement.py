@@ -110,7 +110,8 @@ class Agreement:
         kind = "training call" if trains else "call without gradients"
         name = f"{kind} {self._num_calls[trains]}"
         self.tell(f"calls the model ({name})", facts, trains)
-        call = self._of_axis.call = Call(self, name, trains, parameters)
+        call = self._of_axis.calls[name] = Call(self, name, trains, parameters)
+        self._of_axis.call = call
         return call
 
     def compare(
@@ -255,8 +256,19 @@ class Agreement:
         place = f" after a message{place_of(self._axes[0], sent.block_id)}"
         doing, error = f"backward of {call.name}", "its own error says more"
         heard = resolve_axis().session.of(Dropped).heard
-        told = heard or Failure(dist.get_rank(), doing, place, error, out_of_memory)
+        own = Failure(dist.get_rank(), doing, place, error, out_of_memory, call=call.name)
+        told = heard or own
         self.fail(replace(told, holds_graph=True), call.trains)
+
+    @property
+    def num_dropped(self) -> int:
+        """How often the ranks have dropped a call: until then some may have counted it."""
+        return self._of_axis.num_dropped
+
+    def first_has(self, mine: T) -> T:
+        """What the first rank of the axis gives as ``mine``, a small object, on every rank."""
+        self._of_axis.settle()
+        return mine if self._among is None else tell_all(mine, self._among.axis)[0]
 
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
@@ -292,6 +304,7 @@ class Agreement:
         for trains in self._num_calls:  # whoever goes on after this error is in step
             self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
         self._of_axis.end_backwards(FAILED)
+        self._of_axis.num_dropped += 1
         resolve_axis().session.of(Dropped).note(control.axis.group)
         raise RanksDisagreeError(
             difference(all_told, dist.get_process_group_ranks(control.axis.group))
@@ -308,6 +321,7 @@ class Agreement:
             self._catch_up(control, failures, catch_up_with, may_wait)
         except MemoryError:
             self._left = partial(self._catch_up, control, failures, catch_up_with)
+        self._of_axis.num_dropped += 1
         resolve_axis().session.of(Dropped).note(control.axis.group, failures)
         raise error_of(failures)
 
@@ -339,9 +353,10 @@ class Agreement:
                 f"way ({problems[0]}): start all ranks again"
             )
         control.alarm.reset()
-        here = any(f.out_of_memory and not f.elsewhere for f in failures)
-        if here and self._of_axis.call is not None:
-            self._of_axis.call.out_of_memory()
+        here = [f.call for f in failures if f.out_of_memory and not f.elsewhere]
+        for name in dict.fromkeys(here):  # in the order of ranks, on all of them
+            if (call := self._of_axis.calls.get(name)) is not None:
+                call.out_of_memory()
 
 
 class _Told(NamedTuple):
@@ -368,6 +383,10 @@ class _Agreements(dict[tuple[Any, ...], Agreement]):
         super().__init__()
         self.call: Call | None = None
         """The latest of any of them."""
+        self.calls: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
+        """Those whose backward may still come, by name."""
+        self.num_dropped = 0
+        """How often ranks have dropped a call."""
         self.backwards: weakref.WeakSet[Backward] = weakref.WeakSet()
         self.told: _Told | None = None
         self.num_calls = {True: 0, False: 0}

@@ -89,7 +89,8 @@ class Call:
             place = "" if self.at is None else place_of(*self.at)
             traceback.clear_frames(e.__traceback__)  # what was computed is in nobody's way now
             what = first_line(e), is_out_of_memory(e)
-            told = Failure(dist.get_rank(), doing, place, *what, is_late=self.all_ended)
+            late = self.all_ended
+            told = Failure(dist.get_rank(), doing, place, *what, is_late=late, call=self.name)
             try:
                 self.agreement.fail(known or told, together)
             except RankFailedError:

@@ -68,6 +68,8 @@ class Failure:
     """The rank lets go of what it computed only once its caller has: in backward."""
     is_late: bool = False
     """Other ranks may have ended the call before."""
+    call: str = ""
+    """The name of the call that failed, in forward or in backward."""
     elsewhere: bool = False
     """In a group of ranks that computes other sequences than the group that hears of it."""
 

@@ -237,6 +237,21 @@ class Feedback:
             watch.close()
             raise
 
+    def restart(self, first_has: Callable[[Any], Any]) -> None:
+        """Count calls anew, and go on from what the first rank has measured, on all ranks: some may
+        have counted a call, or taken over what it told, that others did not.
+
+        Args:
+            first_has: what the first rank gives as an object, on every rank.
+        """
+        self.measured, self.times = first_has((self.measured, self.times))
+        self._calls = 0
+        for counted in (self._runs, self._at_scale, self._sample_every, self._known, self._records):
+            counted.clear()
+        self._agreement = None
+        self._used = self._snapshot()
+        self.splits.correct(self._used)
+
     def _find_keys(self, plan: Plan) -> Mapping[Key, Sequence[int]]:
         """Keys of a plan's variants, each with the places of its blocks; the head is the last."""
         return _places(self.splits.planner_of(plan).keys(plan))

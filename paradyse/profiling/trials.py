@@ -147,6 +147,12 @@ class Trials:
         self._latest = trial
         return trial.next(workload)
 
+    def restart(self) -> None:
+        """Count calls anew, on all ranks; verdicts stay."""
+        for counted in (self._calls, self._ran, self._under_way):
+            counted.clear()
+        self._latest = None
+
     def ran_out(self) -> None:
         """Memory did not do for a call: from now on nothing is tried, which may need more."""
         self._under_way.clear()

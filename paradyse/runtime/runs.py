@@ -45,6 +45,10 @@ class Uses:
         self._count[plan] = self._count.get(plan, 0) + 1
         return often
 
+    def forget(self) -> None:
+        """Count anew."""
+        self._count.clear()
+
     def often(self, plan: Plan) -> bool:
         """Whether ``plan`` was used ``FUSE_AFTER`` times."""
         return self._count.get(plan, 0) >= FUSE_AFTER

@@ -76,7 +76,8 @@ class HostMemory:
     def make(self) -> Tensor:
         """A new page, uint8 [page_bytes]."""
         pinned = self.device.type == "cuda"
-        return torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=pinned)
+        with torch.inference_mode(False):  # others may write to it later
+            return torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give(self, pages: Iterable[Tensor]) -> None:
         """Take ``pages`` back."""

@@ -120,10 +120,10 @@ def gradients_are(axis: Axis, weights: Iterable[Tensor]) -> str:
     kept = axis.session.of(_Kept)
     if not _INSIDE and not kept.replicas:
         return AT_ONCE
-    inside = any(w in _INSIDE for w in weights)
-    num = sum(w.grad.num_parts for w in kept.waiting())
-    if not inside and not num:
+    inside, waiting = any(w in _INSIDE for w in weights), kept.waiting()
+    if not inside and not waiting:  # which may be of no calls, where they were zeroed in place
         return AT_ONCE
+    num = sum(w.grad.num_parts for w in waiting)
     return f"{'kept back' if inside else 'sent'} with {num} of earlier calls"
 
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import paradyse
+from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.collectives import Started
+from paradyse.types import Plan
 
 SOON_S = 20.0
 
@@ -345,6 +349,7 @@ def differ(name: str, sharded: bool) -> str:
     took = time.monotonic() - start
     assert took < SOON_S, took
     assert loop.is_exact()
+    loop.step(**make_batch("plain", 2, 13))  # by a graph that some ranks alone may have now
     return str(error.value)
 
 
@@ -366,6 +371,57 @@ def test_two_ranks(name: str, text: str, sharded: bool, pool2: RankPool) -> None
 @pytest.mark.parametrize(("name", "text", "sharded"), CASES)
 def test_three_ranks(name: str, text: str, sharded: bool, pool3: RankPool) -> None:
     check(pool3.run(differ, name, sharded, timeout_s=60), text)
+
+
+def goes_on_choosing() -> tuple[list[str], int]:
+    """The plans of the calls after one that a rank has left out, by what ranks count, and how many
+    messages this one has started in all."""
+    from paradyse.profiling import trials
+    from paradyse.runtime.registry import captures_of
+
+    torch._dynamo.reset()
+    both = ["megatron_cz", "ulysses_z"]
+    loop = Loop(False, plan="auto", strategies=both, levers=[], splits=[])
+    plans, batches = list[str](), [make_batch("plain", 2, n) for n in (12, 40)]
+    with patch.object(trials, "NEAR", 1e9), patch.object(trials, "ROUNDS", 2):
+        for i in range(19):
+            loop.step(**batches[i % 2])
+        with pytest.raises(ValueError, match="disagree on the sequence length"):
+            loop.step(**batches[0 if loop.odd else 1])
+        for i in range(80):  # with as many agreements on what was measured, and trials
+            loop.step(**batches[i % 2])
+            plans.append(str(paradyse.stats(loop.compiled).last.plan))
+            if i == 0:  # as if both had run at other lengths
+                (choice,) = {g.choice for c in captures_of(loop.compiled) for g in c.graphs.values()}
+                choice.trials._ran |= dict.fromkeys(Plan((s, both[0])) for s in both)
+    assert loop.is_exact()
+    return plans, resolve_axis().session.of(Started).count
+
+
+def test_ranks_go_on_choosing_the_same_plans(pool2: RankPool) -> None:
+    """One has counted the call that was dropped at another length than the other."""
+    (plans, num_sent), other = pool2.run(goes_on_choosing, timeout_s=100)
+    assert (plans, num_sent) == other
+    assert len(set(plans)) > 1  # others were tried
+
+
+def different_weights() -> list[str]:
+    """What two calls of a model raise that has other weights on this rank."""
+    torch._dynamo.reset()
+    loop, heard = Loop(False), list[str]()
+    if loop.odd:
+        with torch.no_grad():
+            loop.model.lm_head.weight[0, 0] += 1
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            loop.step()
+        heard.append(str(error.value))
+    return heard
+
+
+def test_different_weights_are_told_of_until_they_are_equal(pool2: RankPool) -> None:
+    for heard in pool2.run(different_weights, timeout_s=60):
+        assert all("disagree on the weights" in text for text in heard)
 
 
 def check(heard: list[str], text: str) -> None:

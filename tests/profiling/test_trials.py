@@ -215,9 +215,11 @@ def test_the_whole_on_every_rank_is_tried_where_it_runs_elsewhere_and_the_other_
     assert rivals_of(run, OF_T) == []
 
 
-def trained() -> tuple[set[str], list[bool], dict[str, float]]:
+def trained() -> tuple[set[str], list[bool], list[tuple[bool, bool]], dict[str, float]]:
     """Plans of attention that steps of one length ran by on this rank, each of them exact; of those
-    that were watched, whether they were turns; and what is made of it."""
+    that were watched, whether they were turns; of turns, whether blocks ran together, and were to;
+    and what is made of it."""
+    from paradyse.planned_program import PlannedProgram
     from paradyse.profiling import online, trials
     from paradyse.runtime.registry import captures_of
 
@@ -226,6 +228,7 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
     batch, taken, watched = make_batch("plain", 1, 16), set[str](), list[bool]()
     want, watched_frame = run_step(reference, reference, batch), online.WatchedFrame
+    compute, together = PlannedProgram._compute, list[tuple[bool, bool]]()
 
     def graph() -> Any:
         found, *_ = [g for c in captures_of(compiled) for g in c.graphs.values()]
@@ -235,9 +238,14 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
         watched.append(graph().choice.trials.under_way)
         return watched_frame(*of)
 
+    def compute_turn(self: Any, *of: Any) -> Any:
+        if torch.is_grad_enabled() and self.choice.trials.under_way:
+            together.append((of[-1], self.choice.trials.together))
+        return compute(self, *of)
+
     near, frames = patch.object(trials, "NEAR", 1e9), patch.object(online, "WatchedFrame", watch)
     expected: dict[Plan, float] = {}
-    with near, frames:
+    with near, frames, patch.object(PlannedProgram, "_compute", compute_turn):
         for n in range(8 * TRY_AFTER):  # plans may be chosen anew in the middle of a trial
             check(run_step(compiled, model, batch), want, what=f"step {n}")
             choice = graph().choice
@@ -250,13 +258,16 @@ def trained() -> tuple[set[str], list[bool], dict[str, float]]:
                 break
             with torch.no_grad():  # as samples are scored before they are learned from
                 compiled(**batch)
-    return taken, watched, {plan.key: s for plan, s in expected.items()}
+    return taken, watched, together, {plan.key: s for plan, s in expected.items()}
 
 
 def test_ranks_try_the_same_and_go_on_by_the_same(pool2: RankPool) -> None:
-    (first, watched, seconds), (second, _, same) = pool2.run(trained, timeout_s=100)
+    (first, watched, together, seconds), other = pool2.run(trained, timeout_s=100)
+    second, _, _, same = other
     assert first == second == {Z, U}
     assert watched and not any(watched)
+    assert (False, False) in together  # a rival had not run before
+    assert len(together) >= 2 * ROUNDS and all(ran == wanted for ran, wanted in together)
     assert seconds == same and len(seconds) >= 2, seconds  # more where a mix was chosen
 
 

@@ -36,6 +36,16 @@ def test_rows_are_read_where_they_were_written(host: CountedMemory) -> None:
     assert host.num_used == 0
 
 
+def test_pages_that_an_evaluation_made_are_written_to_in_training(host: CountedMemory) -> None:
+    with torch.inference_mode():
+        rows = HostRows(host, 4, (3,), torch.float32)
+        del rows
+    rows = HostRows(host, 4, (3,), torch.float32)
+    rows.write(((0, 4),), torch.ones(4, 3))
+    assert rows.read(((0, 4),)).get().sum() == 12
+    assert host.num_made == 1
+
+
 def test_what_is_fetched_is_kept_by_nobody_else(host: CountedMemory) -> None:
     rows = HostRows(host, 4, (3,), torch.float32)
     rows.write(((0, 4),), torch.ones(4, 3))

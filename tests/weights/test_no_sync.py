@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -255,12 +256,13 @@ def cleared() -> list[float]:
     """Errors after ``zero_grad`` inside, and where gradients were there before."""
     run = Run(["megatron_cz", "megatron_ts", "metp"])
     want, found = run.step(later=False), []
-    for set_to_none in (True, False):
+    for set_to_none, later in product((True, False), repeat=2):
         run.model.zero_grad(set_to_none=True)
         with paradyse.no_sync(run.model):
             run.backward(17)
             run.model.zero_grad(set_to_none)
-        found.append(largest_error(run.step(later=True), want))
+        found.append(largest_error(run.step(later=later), want))
+        assert not run.partial()
     twice = run.step(later=True)
     found.append(largest_error(twice, {n: 2 * g for n, g in want.items()}))
     return found
