@@ -133,8 +133,8 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank goes on by its own clock",
         "paradyse/profiling/trials.py",
-        "seen = self._first_says([round(r.time_s * 1e9) if r else 0 for r in reports])",
-        "seen = [round(r.time_s * 1e9) if r else 0 for r in reports]",
+        "self._first_says(trial.seen_ns())",
+        "trial.seen_ns()",
         (f"{TRIALS}test_ranks_try_the_same_and_go_on_by_the_same",),
     ),
     Fault(

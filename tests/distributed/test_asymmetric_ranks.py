@@ -392,7 +392,8 @@ def goes_on_choosing() -> tuple[list[str], int]:
             loop.step(**batches[i % 2])
             plans.append(str(paradyse.stats(loop.compiled).last.plan))
             if i == 0:  # as if both had run at other lengths
-                (choice,) = {g.choice for c in captures_of(loop.compiled) for g in c.graphs.values()}
+                graphs = [g for c in captures_of(loop.compiled) for g in c.graphs.values()]
+                (choice,) = {g.choice for g in graphs}
                 choice.trials._ran |= dict.fromkeys(Plan((s, both[0])) for s in both)
     assert loop.is_exact()
     return plans, resolve_axis().session.of(Started).count
