@@ -27,7 +27,7 @@ from paradyse.runtime.registry import check_compiled
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.no_sync import no_sync
 from paradyse.weights.shard import full_state_dict
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor, used_on
 
 SHARDS = "shards"
 """Folders in a checkpoint with sharded models and their optimizers begin with this."""
@@ -63,6 +63,9 @@ class OverReplicas(_Accelerator):
         """``model`` with autocast and without DistributedDataParallel, as accelerate has it for
         evaluation; ``device_placement`` and ``kwargs`` as accelerate's."""
         kwargs["evaluation_mode"] = True
+        to = torch.device("cpu") if self.device.type == "cpu" else self.device  # it numbers CPUs
+        if all(used_on(x) == to for x in (*model.parameters(), *model.buffers())):
+            device_placement = False  # PyTorch moves no shard that is referred to weakly
         return super().prepare_model(model, device_placement, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,14 @@ def over_ranks(sharded: bool, folder: str, shape: tuple[int, int] = (1, 2)) -> d
         model = make_model("llama")
         if sharded:
             paradyse.shard(model, mesh)
+        kept = [weakref.ref(p) for p in model.parameters()]  # as a step before would leave them
         options = {"inner": "eager"}
         how: dict[str, Any] = {"mesh": mesh, "backend_options": options, "cpu": True}
         told = {"dynamo_backend": "paradyse"} if sharded else {}
         accelerator = Accelerator(**how, **told, gradient_accumulation_steps=2)
-        return loop(accelerator, model, 6, folder)
+        found = loop(accelerator, model, 6, folder)
+        assert all(ref() is p for ref, p in zip(kept, model.parameters(), strict=True))
+        return found
 
 
 @pytest.mark.broad
