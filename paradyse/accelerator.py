@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
-from paradyse.distributed.axis import Axis, resolve_axis, resolve_replicas
+from paradyse.distributed.agreement import agreement_of
+from paradyse.distributed.axis import Axis, ranks_of, resolve_axis, resolve_replicas
 from paradyse.runtime.registry import check_compiled
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.no_sync import no_sync
@@ -63,9 +64,8 @@ class OverReplicas(_Accelerator):
         """``model`` with autocast and without DistributedDataParallel, as accelerate has it for
         evaluation; ``device_placement`` and ``kwargs`` as accelerate's."""
         kwargs["evaluation_mode"] = True
-        to = torch.device("cpu") if self.device.type == "cpu" else self.device  # it numbers CPUs
-        if all(used_on(x) == to for x in (*model.parameters(), *model.buffers())):
-            device_placement = False  # PyTorch moves no shard that is referred to weakly
+        if lies_on(model, self.device):
+            device_placement = False
         return super().prepare_model(model, device_placement, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -79,9 +79,11 @@ class OverReplicas(_Accelerator):
         if self.replica_axis.size * self.sequence_axis.size == 1:
             return super().gather(tensor)  # numbers stay numbers
 
+        mine = ranks_of(self.replica_axis)  # of each group the rank in this one's place
+
         def one_of_each_group(everyone: torch.Tensor) -> torch.Tensor:
-            apart = everyone.unflatten(0, (self.replica_axis.size, self.sequence_axis.size, -1))
-            return apart[:, 0].flatten(0, 1)
+            apart = everyone.unflatten(0, (dist.get_world_size(), -1))
+            return apart[list(mine)].flatten(0, 1)
 
         return recursively_apply(one_of_each_group, super().gather(tensor))
 
@@ -289,6 +291,7 @@ class AcceleratorMixin(OverReplicas):
                     "load_state() of a sharded model needs the folder: give what save_state gave"
                 )
             super().load_state(input_dir, *args, **kwargs)
+        same_random_state(self.sequence_axis, self._backend_options.get("mesh"))
         for i, (model, optimizer) in enumerate(sharded):
             assert input_dir is not None
             load_checkpoint(Path(input_dir, f"{SHARDS}_{i}"), model, optimizer)
@@ -298,7 +301,7 @@ class AcceleratorMixin(OverReplicas):
         """Sharded models with their optimizers, of which accelerate knows nothing meanwhile."""
         models, optimizers = self._models, self._optimizers
         sharded = [m for m in models if is_sharded(m)]
-        pairs = [(m, _optimizer_of(m, optimizers)) for m in sharded]
+        pairs = [(m, o) for m in sharded for o in _optimizers_of(m, optimizers) or [None]]
         theirs = {id(o) for _, o in pairs}
         self._models = [m for m in models if not is_sharded(m)]
         self._optimizers = [o for o in optimizers if id(plain_optimizer(o)) not in theirs]
@@ -318,12 +321,26 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _optimizer_of(model: nn.Module, optimizers: Any) -> torch.optim.Optimizer | None:
+def lies_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of ``model`` is computed on ``device``, so that it need not be moved there:
+    PyTorch moves no shard that something refers to weakly, as a call of the model does."""
+    to = torch.device("cpu") if device.type == "cpu" else device  # accelerate numbers CPUs
+    return all(used_on(x) == to for x in (*model.parameters(), *model.buffers()))
+
+
+def same_random_state(sequence: Axis, mesh: Any) -> None:
+    """Have all ranks of ``sequence``, of the option ``mesh``, go on with the random state of the
+    first: what was saved on fewer ranks has none for the others."""
+    agreement = agreement_of(sequence, mesh)
+    if agreement is not None:
+        torch.set_rng_state(agreement.first_has(torch.get_rng_state()))
+
+
+def _optimizers_of(model: nn.Module, optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Those of ``optimizers`` that step some of its parameters."""
     mine = {id(p) for p in model.parameters()}
-    for optimizer in map(plain_optimizer, optimizers):
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    return None
+    groups = {o: o.param_groups for o in map(plain_optimizer, optimizers)}
+    return [o for o, of in groups.items() if any(id(p) in mine for g in of for p in g["params"])]
 
 
 def _other_backend(told: Any) -> str:

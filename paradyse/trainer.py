@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from paradyse.accelerator import is_sharded, over_replicas, plain_optimizer
+from paradyse.accelerator import (
+    is_sharded,
+    lies_on,
+    over_replicas,
+    plain_optimizer,
+    same_random_state,
+)
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import resolve_axis, resolve_replicas
 from paradyse.mixed.batches import MixedBatches, MixedStep
@@ -97,6 +103,7 @@ class TrainerMixin(_Trainer):
         self._log_steps, self._batches = log_steps, batches
         self._mixed: MixedModel | None = None
         self._sequence, self._replicas = resolve_axis(mesh), resolve_replicas(mesh)
+        self._mesh = mesh
         self._whole_state: dict[str, Any] | None = None
         self._ran = False
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -117,6 +124,15 @@ class TrainerMixin(_Trainer):
             score_in_graph(one)
             if compiled_call_of(one) is None and original_module(one) is one:
                 one.compile(backend="paradyse", options={"mesh": mesh, **(backend_options or {})})
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if not lies_on(model, device):
+            super()._move_model_to_device(model, device)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            same_random_state(self._sequence, self._mesh)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's own; the Accelerator takes each sequence group for one process."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Reversible, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.expert_rules import GROUPED_MM
 from paradyse.graph.factors import Factor, resolve
+from paradyse.graph.subgraph import read_by_none_but
 from paradyse.graph.switches import find_switch
 from paradyse.passes.expert_regions import ExpertRegion, expert_regions
 from paradyse.passes.place_tokens import each_query_alone, place_tokens
@@ -127,21 +128,6 @@ def outline_blocks(gm: fx.GraphModule, ctx: Any) -> int:
         place_tokens(gm, ctx)
 
 
-def read_by_none_but(
-    inside: Iterable[fx.Node], nodes: Reversible[fx.Node], free: Container[fx.Node]
-) -> list[fx.Node]:
-    """Operators among ``nodes``, which are in graph order, that are ``free`` and that only those
-    ``inside`` read, or others such. One of several results stays with what gives them."""
-    within = set(inside)
-    found: list[fx.Node] = []
-    for node in reversed(nodes):
-        usable = node.op == "call_function" and node in free and node.users
-        if usable and within.issuperset(node.users):
-            within.add(node)
-            found.append(node)
-    return [n for n in reversed(found) if n.target is not operator.getitem or n.args[0] in within]
-
-
 class _Finder:
     def __init__(self, graph: fx.Graph, ctx: Any):
         self.ctx = ctx
@@ -208,6 +194,11 @@ class _Finder:
         linears = {n for n in reached if n.target == aten.linear.default}
         after = set().union(*(nx.descendants(self.flow, n) for n in linears))
         return self._sorted(linears), self._sorted(after & reached)
+
+    def _ways_to(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """The split ones of ``nodes``, with all that they are computed from."""
+        found = {n for n in nodes if n in self.flow}
+        return found.union(*(nx.ancestors(self.flow, n) for n in found))
 
     def _claim(self, block: Block) -> Block | None:
         """The block, unless something outside reads its inside; graph outputs may."""
@@ -306,6 +297,7 @@ class _Finder:
         up, before = self._without_latents(node, up, reached)
         after: list[fx.Node] = []
         downs: list[fx.Node] = []
+        masks = AttentionCall.of(node).mask_nodes  # made of hidden states they are ahead of it
         results = {u.args[1]: u for u in node.users if u.target is operator.getitem}
         keys = self.split.get(AttentionCall.of(node).k)
         frontier = results.get(0) if keys is not None else None
@@ -324,7 +316,7 @@ class _Finder:
                 downs = [end]
             else:
                 frontier = end
-                known = {*after, *reached, frontier, node}
+                known = {*after, *reached, frontier, node, *self._ways_to(masks)}
                 after += [n for n in self._back_to_linears([frontier])[1] if n not in known]
         if frontier is None or not up:
             self.ctx.note(f"attention {node} has no projections around it: it is not switchable")
@@ -389,6 +381,10 @@ class _Finder:
     def _pre(self, block: Block) -> list[fx.Node]:
         """What nothing but the block reads, so that it may be computed inside."""
         free = {n for n, f in self.split.items() if f is block.seq} - self.taken.keys()
+        if block.attention is not None:
+            call = AttentionCall.of(block.attention)
+            if block.seq not in self.ctx.names.of(call.q)[0]:
+                free -= {*call.mask_nodes}  # they have all keys, also if made of hidden states
         pre = read_by_none_but(block.core, self.nodes, free)
         self.taken.update(dict.fromkeys(pre, block))
         return pre

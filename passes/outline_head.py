@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION
-from paradyse.graph.subgraph import is_tensor
-from paradyse.passes.outline_blocks import read_by_none_but
+from paradyse.graph.subgraph import is_tensor, read_by_none_but
 
 aten = torch.ops.aten
 

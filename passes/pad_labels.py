@@ -39,10 +39,14 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
         if dim != 1 or not from_start or not alike or labels[0].meta["val"].shape[1] != length:
             continue
         with gm.graph.inserting_before(node):
+            # What is computed of labels is computed first, as it would be of the padding too.
+            made = _replay(gm, [n for n in labels if n.target not in _FLATTENS], labels[0])
             pad = [0, whole[1] - length], argument(node, "ignore_index")
-            padded = gm.graph.call_function(aten.constant_pad_nd.default, (labels[0], *pad))
-            padded.meta = {**labels[0].meta, "val": labels[0].meta["val"].new_empty(whole[:2])}
-            ways = _replay(gm, logits, cut.args[0]), _replay(gm, labels, padded)
+            padded = gm.graph.call_function(aten.constant_pad_nd.default, (made, *pad))
+            padded.meta = {**made.meta, "val": made.meta["val"].new_empty(whole[:2])}
+            flat = gm.graph.call_function(aten.flatten.using_ints, (padded, 0, 1))
+            flat.meta = {**made.meta, "val": made.meta["val"].new_empty(whole[0] * whole[1])}
+            ways = _replay(gm, logits, cut.args[0]), flat
         node.args = (*ways, *node.args[2:])
         count += 1
     if count:
@@ -72,11 +76,11 @@ def way_to_cut(node: Any) -> list[fx.Node] | None:
 
 
 def _replay(gm: fx.GraphModule, way: Sequence[fx.Node], source: fx.Node) -> fx.Node:
-    """``source``, which has all tokens, made into what ``way`` makes of a slice."""
+    """``source``, of any number of tokens, made into what ``way`` makes of a slice."""
     made, (batch, tokens, *rest) = source, source.meta["val"].shape
     shape = (batch, tokens, *rest)
-    for old, node in zip(way, way[1:]):
-        args = fx.map_arg(node.args, lambda a, old=old, made=made: made if a is old else a)
+    for node in way[1:]:
+        args = fx.map_arg(node.args, lambda a, made=made: made)  # each has one input
         if node.target in _FLATTENS:
             shape = (batch * tokens, *rest)
         if node.target == aten.reshape.default:

@@ -245,7 +245,7 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, 
         if any(seq in names.of(x)[0] for x in call.qkv):  # each rank has all that its tokens see
             apart = all(seq in names.of(x)[0] for x in call.qkv)
             return apart and split.get(call.q) is seq and keys == (seq, seq)
-        if seq not in names.of(call.q)[2]:
+        if tuple(names.of(call.q)[2]) != (seq,):  # nor tokens of which it is one of several dims
             return False
         own = (seq, seq) if not call.is_cross else (*names.of(call.k)[2], *names.of(call.v)[2])
         return split.get(call.q) is seq and (keys == own or each_query_alone(call))
@@ -276,6 +276,8 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
     names, val = ctx.names, node.meta["val"]
     with gm.graph.inserting_before(node):
         rows = _ones(gm, logits, ctx) if dense else None
+        if not dense and len(labels.users) > 1:  # others may want something else past the end
+            labels = _own(gm, labels, ctx)
         given = logits, labels, ignore_index, smoothing, weight, rows
         sums = gm.graph.call_function(loss_sums, given)
         new = [sums]
@@ -304,6 +306,14 @@ def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
     for n in new[1:]:
         _place(n, ctx)
     return sums
+
+
+def _own(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:
+    """``node``, for one reader."""
+    own = gm.graph.call_function(aten.alias.default, (node,))
+    own.meta = {k: v for k, v in node.meta.items() if k != "weight"}
+    ctx.names.dims[own] = ctx.names.of(node)
+    return own
 
 
 def _ones(gm: fx.GraphModule, logits: fx.Node, ctx: Any) -> fx.Node:

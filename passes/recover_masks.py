@@ -119,7 +119,7 @@ class Recovery:
         self.graph, self.reasons = gm.graph, reasons
         self.values = MaskValues()
         self.found: dict[tuple[fx.Node, bool], Understood | str] = {}
-        self.emitted: dict[tuple[Expr, ...], fx.Node] = {}
+        self.emitted: dict[tuple[tuple[Any, ...], tuple[int, int]], fx.Node] = {}
         self.biases: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def rewrite(self, node: fx.Node) -> bool:
@@ -287,10 +287,11 @@ class Recovery:
 
     def _emit(self, parts: tuple[Any, ...], emit: Emitter) -> fx.Node:
         """The bool key padding, or the document ids made of one or more numbers; [B, S]."""
-        if parts not in self.emitted:
+        key = parts, emit.sizes  # a formula of the keys' places alone does for any number of keys
+        if key not in self.emitted:
             documents = isinstance(parts[0], Lin)
-            self.emitted[parts] = emit.documents(parts) if documents else emit.table(parts[0])
-        return self.emitted[parts]
+            self.emitted[key] = emit.documents(parts) if documents else emit.table(parts[0])
+        return self.emitted[key]
 
 
 def _without_repeat(x: fx.Node) -> fx.Node:

@@ -16,6 +16,8 @@ _VIEWS = {
     aten.reshape.default,
     aten.view_copy.default,
 }
+_COPIES = {aten.clone.default, aten._to_copy.default}
+_ALIASES = {aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.select.int}
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
 
 
@@ -44,6 +46,22 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     return source if same else None
 
 
+def _is_copy_for_caller(node: fx.Node) -> bool:
+    """Whether ``node`` copies, and the graph returns it or a view of it: whoever called may write
+    to it."""
+    if node.target not in _COPIES:
+        return False
+    left, seen = [node], {node}
+    while left:
+        for user in left.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and user.target in _VIEWS | _TRANSPOSES | _ALIASES:
+                seen.add(user)
+                left.append(user)
+    return False
+
+
 def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
     """Remove operators that change nothing; spell every view as reshape, name squeezed dims, and
     forget the length that rows repeated a number of times have: it follows.
@@ -63,7 +81,7 @@ def drop_no_ops(gm: fx.GraphModule, ctx: Any) -> int:
             node.target, node.args = aten.squeeze.dims, (node.args[0], ones)
         if node.target == aten.repeat_interleave.self_int:
             node.kwargs = {k: x for k, x in node.kwargs.items() if k != "output_size"}
-        if (source := _unchanged(node)) is not None:
+        if (source := _unchanged(node)) is not None and not _is_copy_for_caller(node):
             node.replace_all_uses_with(source)
             gm.graph.erase_node(node)
             count += 1

@@ -188,6 +188,22 @@ class Schedule:
         return any(map(has_dropout, [*(s.piece for s in self.steps), *self.tails.values()]))
 
     @cached_property
+    def seed_of(self) -> tuple[int, ...]:
+        """Per step the place of its seed: a block's is its own, and behind those of all blocks, and
+        of pieces without dropout, a piece has that of its first one among the graph's. So pieces
+        drop other elements than each other, and the same however many ranks there are."""
+        known: dict[fx.Node, int] = {}
+        for step in self.steps[:1]:
+            graph = (step.piece.nodes or step.piece.outputs)[0].graph
+            found = graph.find_nodes(op="call_function", target=aten.dropout.default)
+            known = {node: i for i, node in enumerate(found)}
+        num, places = len(self.block_steps), list[int]()
+        for step in self.steps:
+            first = min((known[n] for n in step.piece.nodes if n in known), default=-1)
+            places.append(step.index if isinstance(step, BlockStep) else num + 1 + first)
+        return tuple(places)
+
+    @cached_property
     def first_readers(self) -> dict[fx.Node, Step]:
         """Weights used for a part of the work -> the first step that does so, whose block is booked
         their gradients."""

@@ -14,6 +14,7 @@ from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
 from fault_mixers import MIXER_FAULTS
 from fault_overlap import OVERLAP_FAULTS
+from fault_own_models import OWN_MODEL_FAULTS
 from fault_splits import SPLIT_FAULTS
 from fault_workflows import WORKFLOW_FAULTS
 
@@ -460,8 +461,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a list's first layout for all of it",
         "paradyse/weights/sharded_tensor.py",
-        "return [_whole(v) if like is None else _rows_of(v, like) for v, like in zip(x, likes)]",
-        "return [v if likes[0] is None else _rows_of(v, likes[0]) for v in x]",
+        "return [_whole(v) if like is None else rows_of(v, like) for v, like in zip(x, likes)]",
+        "return [v if likes[0] is None else rows_of(v, likes[0]) for v in x]",
         (f"{STEPS}test_five_steps",),
     ),
     # checkpoint
@@ -488,5 +489,6 @@ FAULTS: tuple[Fault, ...] = (
     *MIXER_FAULTS,
     *EXPERT_FAULTS,
     *WORKFLOW_FAULTS,
+    *OWN_MODEL_FAULTS,
     *SPLIT_FAULTS,
 )

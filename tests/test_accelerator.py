@@ -121,6 +121,75 @@ def test_two_groups_share_the_batches(pool4: RankPool) -> None:
         assert found["rates"][1] == pytest.approx(1e-2 * 0.9**2)
 
 
+def two_optimizers(folder: str) -> tuple[bool, bool]:
+    """Whether both optimizers of a sharded model are as they were saved; and whether ranks have one
+    random state where their own were lost."""
+    import accelerate
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    with fresh_accelerate():
+        model = paradyse.shard(make_model("llama"))
+        accelerator = Accelerator(backend_options={"inner": "eager"}, cpu=True)
+        halves = [list(model.parameters())[i::2] for i in range(2)]
+        optimizers = [torch.optim.SGD(half, lr=0.1, momentum=0.9) for half in halves]
+        model, *optimizers = accelerator.prepare(model, *optimizers)
+        batch = make_batch("plain", 2, 13)
+
+        def step() -> None:
+            accelerator.backward(model(**batch).loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step()
+        accelerator.save_state(folder)
+        before = [whole(s["momentum_buffer"]).clone() for o in optimizers for s in o.state.values()]
+        step()
+        rank = torch.distributed.get_rank()
+        if rank:
+            Path(folder, f"random_states_{rank}.pkl").unlink()  # as of a run on fewer ranks
+        torch.manual_seed(rank)
+        accelerator.load_state(folder)
+        after = [whole(s["momentum_buffer"]) for o in optimizers for s in o.state.values()]
+        states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
+        torch.distributed.all_gather(states, torch.get_rng_state())
+        return all(map(torch.equal, before, after)), torch.equal(*states)
+
+
+@pytest.mark.broad
+def test_two_optimizers_of_one_model_and_random_states(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(two_optimizers, str(tmp_path / "state"), timeout_s=100) == [(True, True)] * 2
+
+
+def gathered_of_groups() -> list[int]:
+    """The numbers of all replicas, of which groups are 0 and 1, 2 and 3, or 0 and 2, 1 and 3."""
+    import accelerate
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    found: list[int] = []
+    for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        with fresh_accelerate():
+            mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("data", "sequence"))
+            accelerator = Accelerator(mesh=mesh, cpu=True)
+            number = torch.tensor([paradyse.replica_of(mesh)[0]])
+            found += accelerator.gather(number).tolist()
+    return found
+
+
+@pytest.mark.broad
+def test_what_is_gathered_is_of_each_group_once(pool4: RankPool) -> None:
+    assert pool4.run(gathered_of_groups, timeout_s=100) == [[0, 1, 0, 1]] * 4
+
+
 REFUSED: Mapping[str, Any] = {
     "inductor": ({"dynamo_backend": "inductor"}, "leave it out"),
     "by environment": ({"environment": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),

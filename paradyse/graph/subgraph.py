@@ -8,7 +8,8 @@ to the local length) or a group of heads (the heads factor bound to fewer).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Reversible, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -301,3 +302,18 @@ def device_of(inputs: Sequence[fx.Node]) -> torch.device:
 def is_weight(node: fx.Node) -> bool:
     """Whether ``node`` is a parameter or a buffer of the model."""
     return node.op == "get_attr" or (node.op == "placeholder" and bool(node.meta.get("weight")))
+
+
+def read_by_none_but(
+    inside: Iterable[fx.Node], nodes: Reversible[fx.Node], free: Container[fx.Node]
+) -> list[fx.Node]:
+    """Operators among ``nodes``, which are in graph order, that are ``free`` and that only those
+    ``inside`` read, or others such. One of several results stays with what gives them."""
+    within = set(inside)
+    found: list[fx.Node] = []
+    for node in reversed(nodes):
+        usable = node.op == "call_function" and node in free and node.users
+        if usable and within.issuperset(node.users):
+            within.add(node)
+            found.append(node)
+    return [n for n in reversed(found) if n.target is not operator.getitem or n.args[0] in within]

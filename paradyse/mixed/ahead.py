@@ -6,11 +6,14 @@ that trains once more; it needs neither torch nor a device.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from threading import Thread
 from typing import IO, Any
 
 from paradyse.mixed.step_plan import plan_step
@@ -30,6 +33,10 @@ class Ahead:
         command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._asked = 0
+        # Read at once: a process that waits until its answers are taken takes no questions.
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._reader = Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True)
+        self._reader.start()
         self._send((list(ways), num_ranks, limit_s))
 
     def __enter__(self) -> Ahead:
@@ -58,11 +65,10 @@ class Ahead:
         if not self._asked:
             raise ValueError("no batch is being planned: ask for one before its plan is taken")
         self._asked -= 1
-        assert self._process.stdout
-        try:
-            answer = pickle.load(self._process.stdout)
-        except (EOFError, pickle.UnpicklingError):
-            raise RuntimeError(self._gone()) from None
+        answer = self._answers.get()
+        if answer is None:
+            self._answers.put(None)
+            raise RuntimeError(self._gone())
         if isinstance(answer, ValueError):
             raise answer
         assert isinstance(answer, StepPlan)
@@ -70,14 +76,13 @@ class Ahead:
 
     def close(self) -> None:
         """End the process; plans that were not taken are lost."""
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream
-            try:
-                stream.close()
-            except BrokenPipeError:  # it is gone, and what was to be sent with it
-                pass
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and what was to be sent with it
+            self._process.stdin.close()
         self._process.terminate()
         self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
 
     def _send(self, what: object) -> None:
         assert self._process.stdin
@@ -135,6 +140,14 @@ def serve() -> None:
         except ValueError as e:
             answer = e
         _write(answers, answer)
+
+
+def _read(stream: IO[bytes], answers: SimpleQueue[Any]) -> None:
+    """Hand on what comes from ``stream``, None at its end."""
+    with contextlib.suppress(EOFError, pickle.UnpicklingError, OSError):
+        while True:
+            answers.put(pickle.load(stream))
+    answers.put(None)
 
 
 def _write(stream: IO[bytes], what: object) -> None:

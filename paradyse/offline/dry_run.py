@@ -293,7 +293,7 @@ class _Alone(Frame):
         self.gathered: dict[fx.Node, int] = {}
         """Bytes of the weights that the step takes whole."""
         self.given: list[Tensor] = []
-        self.tables = constants.common(step, self.seeds[step.index])
+        self.tables = constants.common(step, self.seed(step))
         self.held: list[Tensor] = []
         """Weights that the step took."""
         self.layouts = (

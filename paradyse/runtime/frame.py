@@ -71,12 +71,12 @@ class Frame:
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
         """Values in layouts other than the one that they were made in."""
-        n = len(program.block_steps) + 1
-        self.seeds: Sequence[Tensor] = [constants.no_seed] * n
+        self._seeds: Sequence[Tensor] | None = None
         if program.schedule.has_dropout:
             with unset_fake_temporarily():  # a dry run draws a number as well
                 number = int(torch.randint(2**62, (), device="cpu"))
-            self.seeds = seeds_of(number, n, program.device).unbind(0)
+            n = 1 + max(program.schedule.seed_of)
+            self._seeds = seeds_of(number, n, program.device).unbind(0)
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync(weights, program.ranks, program.replicas, between)
         self.gathering = Gathering(program, constants, self.env, self.sync)
@@ -136,7 +136,7 @@ class Frame:
         self._on_host.settle()
         with self._region(run.block_id):
             if as_they_are:
-                common = [self.constants.common(s, self.seeds[s.index]) for s in run.steps]
+                common = [self.constants.common(s, self.seed(s)) for s in run.steps]
                 outputs = run.on_values(self.env, common, self._sizes_of(run.steps[0]))
             else:
                 outputs = run(contexts)
@@ -190,7 +190,7 @@ class Frame:
     def _shared(self, step: Step, wholes: Wholes) -> frozenset[int]:
         """Identities of what ``step`` reads and other steps too: weights, and tables that have no
         gradient."""
-        found: list[Any] = [*wholes.values(), *self.constants.common(step, self.seeds[step.index])]
+        found: list[Any] = [*wholes.values(), *self.constants.common(step, self.seed(step))]
         for node in step.piece.inputs:
             values = self.env.get(node), *self.forms.get(node, {}).values()
             tensors = (rows_here(x) for x in values if isinstance(x, Tensor))
@@ -247,6 +247,12 @@ class Frame:
             return nullcontext()
         return not_kept(self.env[node], grad_fn)
 
+    def seed(self, step: Step) -> Tensor:
+        """Of the dropouts of ``step``, int64."""
+        if self._seeds is None:
+            return self.constants.no_seed
+        return self._seeds[self.program.schedule.seed_of[step.position]]
+
     def _region(self, block_id: int) -> AbstractContextManager[Any]:
         """Inside, a profiler notes that the rank computes the block, or run, ``block_id``."""
         block = collectives.traffic(self.axis, block_id)
@@ -258,7 +264,7 @@ class Frame:
             step.position,
             step.block_id,
             self._sizes_of(step),
-            self.constants.common(step, self.seeds[step.index]),
+            self.constants.common(step, self.seed(step)),
             partial(self.get, step) if step.split else lambda n, _: self.replicated(n),
             self.raw,
             partial(self.weights, step, wholes),

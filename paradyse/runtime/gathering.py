@@ -18,8 +18,9 @@ from paradyse.strategies.base import PieceVariant
 from paradyse.strategies.streaming import Streaming
 from paradyse.strategies.weight_stream import Streams, WeightStream
 from paradyse.weights import unshard
+from paradyse.weights.cast_shard import CastShard, at_rest
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Gathered, Shelf
 from paradyse.weights.vectors import Vectors
 

@@ -14,7 +14,7 @@ from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.factors import Dim, Factor, size_of
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.kernels.dropout import hashed_dropout
-from paradyse.strategies.base import SPLIT, Scope
+from paradyse.strategies.base import SPLIT, Scope, bind_factors
 from paradyse.strategies.groups.model import Groups
 
 
@@ -99,7 +99,6 @@ def _element_index(
     """
     whole, local, _, info, _ = common
     positions = local if layout == SPLIT else whole
-    letters = scope.labels(layout).of
     factors = [f for d in dims for f in d]
     outer, inner, ratio, table = None, None, 1, torch.empty(0)
     if groups is not None and heads is not None:
@@ -107,7 +106,7 @@ def _element_index(
         table = heads.view(-1, groups.slots.heads_per_slot)
     index: Tensor = torch.zeros((), dtype=torch.int64, device=positions.device)
     for at, f in enumerate(factors):
-        num: Any = sizes.get(letters.get(f, ""), f.size)
+        num: Any = size_of((f,), bind_factors(scope, layout, sizes))
         if f is scope.seq:
             digit, num = positions, info[0]
         elif f in own:

@@ -20,10 +20,11 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.collectives import Pending
 from paradyse.distributed.lanes import GATHERS, GRADIENTS, lane_of
+from paradyse.weights.cast_shard import CastShard, at_rest
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import kept_dtype, own_part
 from paradyse.weights.shard_comm import by_dtype, split_rows
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form
 
 Casts = Sequence[torch.dtype | None]

@@ -66,7 +66,8 @@ def shard(
         ``model``.
     Raises:
         ValueError: the model is sharded already, wrapped or parallelized by something else, or has
-            run in a way that holds on to a parameter; the mesh does not fit; nothing can be added
+            run in a way that holds on to a parameter; a parameter has a gradient, or hooks on it,
+            which would be lost; the mesh does not fit; nothing can be added
             up in ``reduce_dtype``; ``offload`` is another word; the ranks' weights or dtypes
             differ, said on all of them. Nothing is changed then.
 
@@ -89,6 +90,9 @@ def shard(
     parameters = [p for p in model.parameters() if p.ndim]
     for p in parameters:
         swap_tensors(p, _sharded(p, axis, sums, bool(offload)))
+    for module in model.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_take_rows)
     return model
 
 
@@ -164,6 +168,8 @@ def _check(model: nn.Module) -> None:
                 f"{name} is a {type(p).__name__}, parallelized by something else (fully_shard, "
                 "parallelize_module, ...); give a model with plain parameters"
             )
+        if why := _lost(p):
+            raise ValueError(f"{name} {why}, after paradyse.shard, which cannot take it along")
         other = nn.Parameter(p.detach().new_empty(0), p.requires_grad)
         try:
             swap_tensors(p, other)
@@ -174,6 +180,27 @@ def _check(model: nn.Module) -> None:
                 "paradyse.shard before the model runs for the first time"
             ) from e
         swap_tensors(p, other)
+
+
+def _lost(p: nn.Parameter) -> str:
+    """What ``p`` would lose, and what to do about it."""
+    if p.grad is not None:
+        return "has a gradient: call model.zero_grad() before, and backward"
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        return "has hooks on its gradient: remove them before, and register them"
+    return ""
+
+
+def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, told: Any, *_: Any) -> None:
+    """A hook before ``load_state_dict``: with ``assign=True`` each rank takes its rows of the
+    whole tensors that are given, which would replace the sharded ones."""
+    if not told.get("assign_to_params_buffers"):
+        return
+    for name, p in module._parameters.items():
+        value: Any = state.get(key := prefix + name)
+        if isinstance(p, ShardedTensor) and type(value) in (Tensor, nn.Parameter):
+            if value.shape == p.shape:  # else it is refused behind this
+                state[key] = p.with_rows(p.placement.take_own(value.detach()))
 
 
 def full_state_dict(

@@ -35,7 +35,7 @@ from paradyse.weights.norms import joined_norms, local_norms
 from paradyse.weights.partial_gradient import PartialGradient
 from paradyse.weights.reductions import REDUCTIONS, every_rank
 from paradyse.weights.shard_comm import gather_shards
-from paradyse.weights.whole_operators import ShardedView, on_whole, writes_plain
+from paradyse.weights.whole_operators import ShardedView, on_whole, writes_plain, written_by
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ class ShardedTensor(Tensor):
         self._need_values()
         compare(self.placement.axis, f"gathers a sharded tensor of shape {list(self.shape)}")
         whole: Tensor = _Whole.apply(self)
-        return whole
+        return whole.to(self.device)  # the host, where rows lie there
 
     def _need_values(self) -> None:
         if not is_traced(self) and self.local.is_meta:
@@ -269,44 +269,11 @@ class _Whole(torch.autograd.Function):
         return x.with_rows(average(rows, x.sums.replicas, x.reduce_dtype))
 
 
-class CastShard:
-    """A sharded tensor as steps take it that cast it to a smaller dtype: it is gathered in that.
-
-    Args:
-        of: the tensor at rest.
-        dtype: in which it travels, and is whole.
-    """
-
-    def __init__(self, of: ShardedTensor, dtype: torch.dtype) -> None:
-        self.of, self.dtype = of, dtype
-        self.placement, self.shape = of.placement, of.shape
-        self.trained_dtype, self.reduce_dtype = of.trained_dtype, of.reduce_dtype
-
-    @property
-    def local(self) -> Tensor:
-        """The rank's rows at rest."""
-        return self.of.local
-
-    @property
-    def for_use(self) -> Tensor:
-        """The rank's rows on the device that computes with them, cast."""
-        return self.of.for_use.detach().to(self.dtype)
-
-    def new_whole(self) -> Tensor:
-        """As of ``ShardedTensor``, in this dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.of.used_on)
-
-
 def to_host(rows: Tensor) -> Tensor:
     """``rows`` on the host; those of a device in pinned memory, which it copies from by itself."""
     if rows.device.type in ("cpu", "meta"):
         return rows
     return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
-
-
-def at_rest(x: ShardedTensor | CastShard) -> ShardedTensor:
-    """The parameter that ``x`` stands for."""
-    return x.of if isinstance(x, CastShard) else x
 
 
 def is_traced(x: ShardedTensor) -> bool:
@@ -380,9 +347,17 @@ class _Kind(NamedTuple):
     """It returns what it was given."""
 
 
+_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach_")
+"""How the names of operators begin that take lists of tensors, each for itself."""
+
+_REDUCE_LISTS = ("_foreach_max", "_foreach_powsum")
+"""Those of them that give one number for each tensor, and have no reduction of ours."""
+
+
 @cache
 def _kind_of(func: Any) -> _Kind:
-    on_lists = func.name().startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+    name = func.name().removeprefix("aten::").partition(".")[0]
+    on_lists = name.startswith(_LISTS) and name not in _REDUCE_LISTS
     on_rows = on_lists or func in _LIKE or torch.Tag.pointwise in func.tags
     return _Kind(on_rows, on_lists, schema_of(func).is_mutable)
 
@@ -431,12 +406,24 @@ def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
     if writes:  # into whole tensors: whole ones
         likes = [like if isinstance(x, ShardedTensor) else None for x, like in zip(args[0], likes)]
 
+    written = {id(x) for x in written_by(func, args, kwargs)}
+    back: list[tuple[Tensor, ShardedTensor]] = []
+
+    def rows_of(x: Any, like: ShardedTensor) -> Any:
+        rows = _rows_of(x, like)
+        if id(x) not in written or rows is x or isinstance(x, ShardedTensor):
+            return rows
+        back.append((x, like.with_rows(like.placement.take_own(x))))  # state from one process
+        return back[-1][1].local
+
     def rows(x: Any) -> Any:
         if isinstance(x, list | tuple) and len(x) == num:
-            return [_whole(v) if like is None else _rows_of(v, like) for v, like in zip(x, likes)]
+            return [_whole(v) if like is None else rows_of(v, like) for v, like in zip(x, likes)]
         return x
 
     out = func(*map(rows, args), **{k: rows(v) for k, v in kwargs.items()})
+    for whole, shard in back:
+        whole.copy_(_whole(shard))
     if func.name().startswith("aten::_amp_foreach_"):  # found_inf: of any rank
         first = next(x for x in likes if x is not None)
         compare(first.placement.axis, "looks for infinite gradients")

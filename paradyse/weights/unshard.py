@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from paradyse.torch_private import is_traceable_wrapper_subclass
+from paradyse.weights.cast_shard import CastShard, at_rest
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import own_part
 from paradyse.weights.shard_comm import Gathers, gather_shards, start_gather, start_scatter
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor, at_rest
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
 
 Shards = Sequence[ShardedTensor | CastShard]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from paradyse.distributed.collectives import traffic, travel_dtype
+from paradyse.weights.cast_shard import CastShard
 from paradyse.weights.shard_comm import by_dtype, gather_shards
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.unshard import Gathered, Shelf, gather_by
 
 Shard = ShardedTensor | CastShard

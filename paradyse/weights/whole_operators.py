@@ -152,7 +152,7 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     arguments = tree_map_only(Tensor, whole, (list(args), dict(kwargs)))
     out = func(*arguments[0], **arguments[1])
-    written = [x for x in _written(func, args, kwargs) if is_spread(x)]
+    written = [x for x in written_by(func, args, kwargs) if is_spread(x)]
     for base in {id(_base(x)): _base(x) for x in written}.values():
         base.local.copy_(base.placement.take_own(wholes[id(base)]))
     back = {id(whole(x)): x for x in written if not isinstance(x, ShardedView)}
@@ -191,7 +191,7 @@ def _meta(base: Any) -> Tensor:
     return torch.empty(base.shape, dtype=base.dtype, device="meta")
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that ``func`` writes to."""
     found: list[Any] = []
     for i, argument in enumerate(schema_of(func).arguments):
@@ -203,7 +203,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 def writes_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether ``func``, of ``args`` and ``kwargs``, writes into a tensor that is not sharded."""
-    return any(isinstance(x, Tensor) and not is_spread(x) for x in _written(func, args, kwargs))
+    return any(isinstance(x, Tensor) and not is_spread(x) for x in written_by(func, args, kwargs))
 
 
 @cache

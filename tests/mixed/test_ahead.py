@@ -30,6 +30,13 @@ def test_the_next_batch_is_asked_for_before_a_plan_is_given() -> None:
     plans.close()
 
 
+def test_batches_larger_than_a_pipe() -> None:
+    """The second is asked for while the first one's plan waits to be taken."""
+    batches = [[7] * 40_000] * 2
+    for plan in plans_ahead(batches, WAYS, 4, limit_s=0.1):
+        assert plan.time_s > 0
+
+
 def test_a_batch_that_cannot_be_planned_leaves_the_others() -> None:
     with Ahead(WAYS, 4) as ahead:
         for batch in ([9000], BATCHES[0]):

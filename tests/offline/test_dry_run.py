@@ -102,7 +102,7 @@ def saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
         if not strategy:  # a piece between blocks
             return
         forms = [x for found in self.forms.values() for x in found.values()]
-        common = self.constants.common(step, self.seeds[step.index])
+        common = self.constants.common(step, self.seed(step))
         tables = [*common, *self.env.values(), *forms]
         shards = [x.local for x in self.env.values() if hasattr(x, "local")]
         fixed = [x for x in tables if isinstance(x, Tensor) and not x.requires_grad]

@@ -24,6 +24,12 @@ PADDED: dict[str, Loss] = {
     "shifted by one": lambda y, t: flat(y[:, :-1], t[:, 1:]),
     "by two": lambda y, t: flat(y[..., :-2, :].contiguous(), t[..., 2:], reduction="sum"),
     "cast and scaled": lambda y, t: flat(y[:, :-1].double() / 3, t[:, 1:].int().long()),
+    "a class or none": lambda y, t: flat(y[:, :-1], (t[:, 1:] == 4).long()),
+    "remainders": lambda y, t: flat(y[:, :-1], t[:, 1:] % 5),
+    "no less than one": lambda y, t: F.cross_entropy(
+        y[:, :-1].flatten(0, 1), t[:, 1:].flatten().clamp(min=1)
+    ),
+    "the next class": lambda y, t: flat(y[:, :-1], (t[:, 1:] + 1) % 11, reduction="sum"),
     "viewed": lambda y, t: F.cross_entropy(
         y[:, :-1].reshape(-1, 11), t[:, 1:].reshape(-1), ignore_index=4, label_smoothing=0.1
     ),

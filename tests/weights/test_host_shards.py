@@ -20,10 +20,10 @@ import paradyse
 from paradyse.distributed.axis import SINGLE
 from paradyse.planning.machine import agreed_capacity
 from paradyse.runtime.registry import captures_of
+from paradyse.weights.cast_shard import CastShard
 from paradyse.weights.layout import even_layout
 from paradyse.weights.optimizer_state import OptimizersSeen
 from paradyse.weights.sharded_tensor import (
-    CastShard,
     ShardedTensor,
     lies_on_host,
     rows_here,

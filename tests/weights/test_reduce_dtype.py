@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import SINGLE, resolve_axis
 from paradyse.strategies.weight_stream import GroupTensors, WeightStream
+from paradyse.weights.cast_shard import CastShard
 from paradyse.weights.gradients import AverageGradients
 from paradyse.weights.layout import GradientSum, even_layout
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.shard_comm import scatter_gradients
-from paradyse.weights.sharded_tensor import CastShard, ShardedTensor
+from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Rows
 
 SHAPE = (8, 257)

@@ -235,17 +235,29 @@ def refuse() -> list[str]:
     assert all(torch.equal(p, before[n]) for n, p in held.named_parameters())
     del loss
     paradyse.shard(held)
+    for give in (
+        lambda p: setattr(p, "grad", torch.ones_like(p)),
+        lambda p: p.register_hook(torch.neg),
+        lambda p: p.register_post_accumulate_grad_hook(print),
+    ):
+        other = make_model("llama")
+        give(other.lm_head.weight)
+        ask(other)
+        assert all(type(p) is nn.Parameter for p in other.parameters())
     return texts
 
 
 def test_refused(pool2: RankPool) -> None:
-    for wrapped, twice, fsdp, mesh, eager, running in pool2.run(refuse, timeout_s=100):
+    for wrapped, twice, fsdp, mesh, eager, running, *lost in pool2.run(refuse, timeout_s=100):
         assert "wrapped by DistributedDataParallel" in wrapped
         assert "is sharded already" in twice
         assert "parallelized by something else (fully_shard" in fsdp
         assert "the mesh has 4 ranks and the world has 2" in mesh
         assert 'torch.compile(model, backend="paradyse")' in eager
         assert "Call paradyse.shard before the model runs" in running
+        assert "lm_head.weight has a gradient: call model.zero_grad() before" in lost[0]
+        assert all("lm_head.weight has hooks on its gradient" in text for text in lost[1:])
+        assert len(lost) == 3
 
 
 def move_weights_about() -> None:
@@ -253,13 +265,20 @@ def move_weights_about() -> None:
 
     import paradyse
     from paradyse.weights.layout import even_layout
-    from paradyse.weights.sharded_tensor import relayout
+    from paradyse.weights.sharded_tensor import ShardedTensor, relayout
 
     model = paradyse.shard(make_model("llama"))
     other = make_model("llama", seed=1)
     model.load_state_dict(other.state_dict())
     full = paradyse.full_state_dict(model)
     assert all(torch.equal(full[n], w) for n, w in other.state_dict().items())
+    again = make_model("llama", seed=2).state_dict()
+    for on in (model, copy.deepcopy(model)):
+        on.load_state_dict(again, assign=True)
+        assert all(isinstance(p, ShardedTensor) for p in on.parameters() if p.ndim)
+        full = paradyse.full_state_dict(on)
+        assert all(torch.equal(full[n], w) for n, w in again.items())
+    model.load_state_dict(other.state_dict())
     twin = copy.deepcopy(model)
     weight, average = model.model.embed_tokens.weight, twin.model.embed_tokens.weight
     before = whole(weight)

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paradyse
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import resolve_axis
-from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.layout import even_layout
+from paradyse.weights.sharded_tensor import ShardedTensor, relayout
 
 SHAPES = ((7, 3), (2, 5), (4,), (1, 2))
 """Over three ranks some have no rows."""
@@ -156,6 +157,35 @@ def stepped(name: str) -> float:
 def test_five_steps(name: str, pool3: RankPool) -> None:
     """The state is saved and loaded on the way."""
     assert max(pool3.run(stepped, name)) < 1e-14
+
+
+def gone_on(name: str) -> float:
+    """As ``stepped``, from the state of one process after three steps; some weights are split along
+    their second dim."""
+    most = 0.0
+    for how in HOW:
+
+        def make(parameters: Any, lr: float, how: Mapping[str, Any] = how) -> Any:
+            return OPTIMIZERS[name](list(parameters), lr=lr, **how)
+
+        alone, model = both()
+        for p in list(model.parameters())[1::2]:
+            if p.ndim == 2:
+                relayout(p, even_layout(p.placement.axis, p.shape[1], 1))
+        saved = after_steps(alone, make, range(3)).state_dict()
+        model.load_state_dict(alone.state_dict())
+        want, got = (
+            after_steps(m, make, range(3, 5), copy.deepcopy(saved)) for m in (alone, model)
+        )
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            pairs = [(p, q), *((got.state[p][k], v) for k, v in want.state[q].items())]
+            most = max(most, *((whole(x) - y.detach()).abs().max().item() for x, y in pairs))
+    return most
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_go_on_from_the_state_of_one_process(name: str, pool3: RankPool) -> None:
+    assert max(pool3.run(gone_on, name)) < 1e-14
 
 
 class _Count(TorchDispatchMode):

@@ -61,6 +61,8 @@ READ: dict[str, Callable[[Any], Any]] = {
     "quantile": lambda w: torch.quantile(w, 0.25),
     "the largest": lambda w: list(w.flatten().topk(3)),
     "where": lambda w: w[w > 0],
+    "a norm's weight": lambda w: nn.functional.rms_norm(torch.ones_like(whole(w)), w.shape, w),
+    "largest of each": lambda w: torch._foreach_max([w, w * 2]),
     "place of the largest": lambda w: w.argmax(),
     "cat": lambda w: torch.cat([w, w * 2]),
     "by a row": lambda w: w * torch.arange(w.shape[1]),

@@ -1,0 +1,247 @@
+"""Small models as people write them, with what no family of HuggingFace's has: each as without the
+backend, on one rank and on two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness import RankPool
+from models import relative
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, WIDTH, HEADS = 11, 16, 4
+WHOLE = ("megatron_cz", "ulysses_z", "colossal_z")
+
+
+class Decoder(nn.Module):
+    """Two layers over token ids [B, S], and a loss; parts of it are replaced below."""
+
+    def __init__(self, num_layers: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(WIDTH),
+                    "qkv": nn.Linear(WIDTH, 3 * WIDTH),
+                    "out": nn.Linear(WIDTH, WIDTH),
+                    "score": nn.Linear(WIDTH, 1),
+                    "gate": nn.Linear(WIDTH, HEADS),
+                    "up": nn.Linear(WIDTH, 4 * WIDTH),
+                    "down": nn.Linear(4 * WIDTH, WIDTH),
+                }
+            )
+            for _ in range(num_layers)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            y = layer["norm"](x)
+            q, k, v = (
+                z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in layer["qkv"](y).chunk(3, -1)
+            )
+            x = x + layer["out"](self.attend(layer, y, q, k, v).transpose(1, 2).flatten(2))
+            x = x + layer["down"](F.gelu(layer["up"](x)))
+        return x
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        logits = self.head(x)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.loss(self.hidden(ids), ids)
+
+
+class ClassOrNone(Decoder):
+    """Labels computed from tokens behind the cut."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        labels = (ids[:, 1:] == 3).long()
+        return F.cross_entropy(self.head(x)[:, :-1].reshape(-1, VOCAB), labels.reshape(-1))
+
+
+class TwoLosses(Decoder):
+    """Of the same labels, of which each ignores others."""
+
+    ignored: Sequence[int] = (-100, 0)
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        flat, logits = ids.flatten(), self.head(x)
+        one, other = (
+            F.cross_entropy(y.flatten(0, 1), flat, ignore_index=i)
+            for y, i in zip((logits, 2 * logits), self.ignored, strict=True)
+        )
+        return one + other
+
+
+class TwoLossesTurned(TwoLosses):
+    ignored = (0, -100)
+
+
+class MaskOfTokens(Decoder):
+    """Which keys are seen is computed from hidden states."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = layer["score"](x).squeeze(-1) > 0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+
+
+class BiasOfTokens(Decoder):
+    """As forget gates have it."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = F.logsigmoid(layer["gate"](x)).transpose(1, 2)[:, :, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+class Hourglass(Decoder):
+    """Attention over all tokens and over half of them, by one formula."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def first_four(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = torch.arange(k.shape[2])[None] < 4
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+        short = first_four(*(z.unflatten(2, (-1, 2)).mean(3) for z in (q, k, v)))
+        return first_four(q, k, v) + short.repeat_interleave(2, 2)
+
+
+class Pairs(Decoder):
+    """Attention over all tokens, and over pairs of them, of which ranks could have some."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pairs = (z.unflatten(2, (-1, 2)).mean(3) for z in (q, k, v))
+        short = F.scaled_dot_product_attention(*pairs)
+        return F.scaled_dot_product_attention(q, k, v) + short.repeat_interleave(2, 2)
+
+
+MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
+    "labels made behind the cut": (ClassOrNone, (13, 22)),
+    "two losses of the same labels": (TwoLosses, (13, 22)),
+    "two losses, turned": (TwoLossesTurned, (13, 22)),
+    "a mask of hidden states": (MaskOfTokens, (13, 22)),
+    "a bias of hidden states": (BiasOfTokens, (13, 22)),
+    "one formula for two lengths": (Hourglass, (12, 22)),
+    "attention over tokens, and over pairs": (Pairs, (12, 22)),
+}
+
+
+def ids_of(seq_len: int) -> Tensor:
+    g = torch.Generator().manual_seed(seq_len)
+    return torch.randint(VOCAB, (2, seq_len), generator=g)
+
+
+def compared(name: str, strategies: Sequence[str]) -> list[str]:
+    """What is off, under each of ``strategies`` at each length."""
+    make, lengths = MODELS[name]
+    torch.manual_seed(0)
+    model, off = make().double(), []
+    for strategy in strategies:
+        torch._dynamo.reset()
+        options = {"inner": "eager", "plan": strategy}
+        compiled: Any = torch.compile(model, backend="paradyse", options=options)
+        for seq_len in lengths:
+            found = []
+            for run in (model, compiled):
+                model.zero_grad(set_to_none=True)
+                loss = run(ids_of(seq_len))
+                loss.backward()
+                grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+                found.append((loss.detach(), grads))
+            (want, of), (got, mine) = found
+            worst = max((relative(mine[n], g) for n, g in of.items()), default=0.0)
+            if not (of.keys() == mine.keys() and relative(got, want) < 1e-9 and worst < 1e-8):
+                off.append(f"{strategy}, {seq_len} tokens: loss {got} for {want}, {worst:.1e} off")
+    return off
+
+
+QUICK = ("two losses of the same labels", "attention over tokens, and over pairs")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.broad) for n in MODELS]
+)
+def test_loss_and_gradients_are_those_of_the_model(
+    name: str, pool1: RankPool, pool2: RankPool
+) -> None:
+    assert pool1.run(compared, name, ["auto"], timeout_s=100) == [[]]
+    for off in pool2.run(compared, name, [*WHOLE, "auto"], timeout_s=200):
+        assert off == []
+
+
+class Dropping(Decoder):
+    """Drops of the embeddings, and of cut tokens ahead of the loss; blocks add nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                p.fill_(float(name == "embed.weight"))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = F.dropout(self.embed(ids), 0.25, training=True)
+        for layer in self.layers:
+            x = x + layer["down"](F.gelu(layer["up"](x)))
+        q = layer["qkv"](x).chunk(3, -1)
+        heads = [z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in q]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        x = F.dropout((x + layer["out"](y))[:, :-1], 0.25, training=True)
+        return x.mean(), x
+
+
+def kept() -> list[Tensor]:
+    """Which elements both drops keep, at several lengths."""
+    torch._dynamo.reset()
+    model, found = Dropping(), []
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    for seq_len in (13, 22, 31, 40):
+        torch.manual_seed(7)
+        loss, x = compiled(ids_of(seq_len))
+        loss.backward()
+        found.append(x.detach() > 0)
+    return found
+
+
+def test_two_drops_are_independent_at_any_length(pool1: RankPool, pool2: RankPool) -> None:
+    (one,) = pool1.run(kept, timeout_s=100)
+    for two in pool2.run(kept, timeout_s=100):
+        assert all(map(torch.equal, one, two))
+    for mask in one:
+        share, n = mask.double().mean().item(), mask.numel()
+        assert abs(share - 0.5625) < 5 * (0.5625 * 0.4375 / n) ** 0.5
+
+
+class Copying(Decoder):
+    """Returns copies, as logs and buffers of users want them."""
+
+    def forward(self, ids: Tensor) -> Any:
+        loss = super().forward(ids)
+        return loss, ids.clone(), loss.detach().clone(), self.head.weight.detach().clone()[1:]
+
+
+def written() -> None:
+    torch._dynamo.reset()
+    model, ids = Copying(), ids_of(13)
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    before = copy.deepcopy((ids, model.head.weight.detach()))
+    loss, *copies = compiled(ids)
+    value = loss.item()
+    for x in copies:
+        x.zero_()
+    assert loss.item() == value != 0
+    assert torch.equal(ids, before[0]) and torch.equal(model.head.weight, before[1])
+
+
+def test_copies_are_the_callers(pool1: RankPool, pool2: RankPool) -> None:
+    pool1.run(written, timeout_s=100)
+    pool2.run(written, timeout_s=100)
