@@ -163,11 +163,17 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def has_gradient_hooks(p: Tensor) -> bool:
+    """Whether something was registered that is called with the gradient of ``p``."""
+    hooked: Any = p
+    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+
+
 def only_accumulates(node: Any) -> bool:
     """Whether the backward under way adds what reaches ``node`` of its graph to the ``.grad`` of a
     leaf, and nobody's hook looks at it."""
     leaf = getattr(node, "variable", None)
-    if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+    if leaf is None or has_gradient_hooks(leaf):
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -55,7 +55,7 @@ OVERLAP_FAULTS: tuple[Fault, ...] = (
     Fault(
         "hooks given gradients that are under way",
         "paradyse/torch_private.py",
-        "if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:",
+        "if leaf is None or has_gradient_hooks(leaf):",
         "if leaf is None:",
         (f"{COMING}test_a_hook_sees_the_values",),
     ),

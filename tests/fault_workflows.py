@@ -104,7 +104,7 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         "(call := self._of_axis.calls.get(name)) is not None",
         "(call := self._of_axis.call) is not None",
         (
-            "tests/distributed/test_failures.py::test_the_call_whose_backward_ran_out_of_memory_has_another_plan",
+            "tests/distributed/test_calls.py::test_the_call_whose_backward_ran_out_of_memory_has_another_plan",
         ),
     ),
     Fault(

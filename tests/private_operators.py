@@ -60,3 +60,10 @@ def check_foreach_copy() -> None:
     to, of = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3, dtype=torch.float64)]
     private.foreach_copy(to, of)
     assert all(torch.equal(x, torch.ones_like(x)) for x in to)
+
+
+def check_has_gradient_hooks() -> None:
+    before, after = leaves = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    assert not any(map(private.has_gradient_hooks, leaves))
+    before.register_hook(print), after.register_post_accumulate_grad_hook(print)
+    assert all(map(private.has_gradient_hooks, leaves))

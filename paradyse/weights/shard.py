@@ -15,6 +15,7 @@ from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_replicas
 from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import REDUCE_DTYPE
+from paradyse.torch_private import has_gradient_hooks, parameters_of
 from paradyse.weights.layout import GradientSum, even_layout
 from paradyse.weights.sharded_tensor import ShardedTensor, to_host
 
@@ -91,7 +92,7 @@ def shard(
     for p in parameters:
         swap_tensors(p, _sharded(p, axis, sums, bool(offload)))
     for module in model.modules():
-        if module._parameters:
+        if parameters_of(module):
             module.register_load_state_dict_pre_hook(_take_rows)
     return model
 
@@ -186,7 +187,7 @@ def _lost(p: nn.Parameter) -> str:
     """What ``p`` would lose, and what to do about it."""
     if p.grad is not None:
         return "has a gradient: call model.zero_grad() before, and backward"
-    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hooks(p):
         return "has hooks on its gradient: remove them before, and register them"
     return ""
 
@@ -196,7 +197,7 @@ def _take_rows(module: nn.Module, state: dict[str, Any], prefix: str, told: Any,
     whole tensors that are given, which would replace the sharded ones."""
     if not told.get("assign_to_params_buffers"):
         return
-    for name, p in module._parameters.items():
+    for name, p in parameters_of(module).items():
         value: Any = state.get(key := prefix + name)
         if isinstance(p, ShardedTensor) and type(value) in (Tensor, nn.Parameter):
             if value.shape == p.shape:  # else it is refused behind this

@@ -192,7 +192,7 @@ def _meta(base: Any) -> Tensor:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that ``func`` writes to."""
+    """Those of ``args`` and ``kwargs`` that ``func`` writes to, those in lists one by one."""
     found: list[Any] = []
     for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

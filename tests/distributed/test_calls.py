@@ -9,7 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from harness import RankPool
+from models import make_batch
+from test_failures import NO_MEMORY, Loop, failing
 
+import paradyse
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.calls import Call
 from paradyse.distributed.failures import Failure, OutOfMemoryError, RankFailedError, error_of
@@ -102,3 +106,33 @@ def test_a_backward_is_told_of_at_once_or_left_for_its_first_message() -> None:
     assert len(ranks.told) == 1
     assert ranks.running.outputs == ["loss", "logits"]
     assert ranks.running.common == {"a fact": 1}
+
+
+def in_backward_of_an_earlier_call() -> dict[int, str]:
+    """The plans after backward of a call has run out of memory behind a call of another length, as
+    a policy's does behind its reference's."""
+    loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"], splits=[])
+    longer = make_batch("plain", 2, 20)
+
+    def reference() -> None:
+        with torch.no_grad():
+            loop.compiled(**longer)
+
+    loop.step()
+    reference()
+    loop.model.zero_grad()
+    with failing(2, NO_MEMORY if loop.fails else None, in_backward=True):
+        loss = loop.compiled(**loop.batch).loss
+    reference()
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    del loss
+    reference()
+    assert loop.is_exact()
+    return dict(paradyse.stats(loop.compiled).plan_per_length)
+
+
+def test_the_call_whose_backward_ran_out_of_memory_has_another_plan(pool2: RankPool) -> None:
+    first, second = pool2.run(in_backward_of_an_earlier_call)
+    assert first == second
+    assert "metp" in first[12] and "metp" not in first[20]

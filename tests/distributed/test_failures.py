@@ -369,36 +369,6 @@ def test_a_forward_is_run_again_by_the_smallest_plan(retry: bool, pool2: RankPoo
     assert "megatron_cz" in before and "metp" in after and before != after
 
 
-def in_backward_of_an_earlier_call() -> dict[int, str]:
-    """The plans after backward of a call has run out of memory behind a call of another length, as
-    a policy's does behind its reference's."""
-    loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"], splits=[])
-    longer = make_batch("plain", 2, 20)
-
-    def reference() -> None:
-        with torch.no_grad():
-            loop.compiled(**longer)
-
-    loop.step()
-    reference()
-    loop.model.zero_grad()
-    with failing(2, NO_MEMORY if loop.fails else None, in_backward=True):
-        loss = loop.compiled(**loop.batch).loss
-    reference()
-    with pytest.raises(torch.OutOfMemoryError):
-        loss.backward()
-    del loss
-    reference()
-    assert loop.is_exact()
-    return dict(paradyse.stats(loop.compiled).plan_per_length)
-
-
-def test_the_call_whose_backward_ran_out_of_memory_has_another_plan(pool2: RankPool) -> None:
-    first, second = pool2.run(in_backward_of_an_earlier_call)
-    assert first == second
-    assert "metp" in first[12] and "metp" not in first[20]
-
-
 def after_the_last_message() -> str:
     """Where an error is heard; the other rank has its loss by then, and nothing is run again."""
     loop = Loop(False, plan="auto", strategies=["megatron_cz", "metp"])
