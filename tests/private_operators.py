@@ -63,7 +63,7 @@ def check_foreach_copy() -> None:
 
 
 def check_has_gradient_hooks() -> None:
-    before, after = leaves = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    before, after = leaves = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     assert not any(map(private.has_gradient_hooks, leaves))
     before.register_hook(print), after.register_post_accumulate_grad_hook(print)
     assert all(map(private.has_gradient_hooks, leaves))
