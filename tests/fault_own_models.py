@@ -45,7 +45,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a cut dim has the traced length in dropout",
         "paradyse/strategies/dropout.py",
-        "size_of((f,), bind_factors(scope, layout, sizes))",
+        "size_of((f,), known)",
         'sizes.get(scope.labels(layout).of.get(f, ""), f.size)',
         ("tests/test_own_models.py::test_two_drops_are_independent_at_any_length",),
     ),

@@ -99,6 +99,7 @@ def _element_index(
     """
     whole, local, _, info, _ = common
     positions = local if layout == SPLIT else whole
+    known = bind_factors(scope, layout, sizes)
     factors = [f for d in dims for f in d]
     outer, inner, ratio, table = None, None, 1, torch.empty(0)
     if groups is not None and heads is not None:
@@ -106,7 +107,7 @@ def _element_index(
         table = heads.view(-1, groups.slots.heads_per_slot)
     index: Tensor = torch.zeros((), dtype=torch.int64, device=positions.device)
     for at, f in enumerate(factors):
-        num: Any = size_of((f,), bind_factors(scope, layout, sizes))
+        num: Any = size_of((f,), known)
         if f is scope.seq:
             digit, num = positions, info[0]
         elif f in own:
