@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.graph.rules import argument
+from paradyse.torch_private import OpOverload, schema_of
+
 aten = torch.ops.aten
 
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default}
@@ -16,8 +19,6 @@ _VIEWS = {
     aten.reshape.default,
     aten.view_copy.default,
 }
-_COPIES = {aten.clone.default, aten._to_copy.default}
-_ALIASES = {aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.select.int}
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.transpose.int}
 
 
@@ -46,17 +47,24 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     return source if same else None
 
 
+def _may_alias(op: Any) -> bool:
+    """Whether what ``op`` gives may share memory with what it is given."""
+    schema = schema_of(op) if isinstance(op, OpOverload) else None
+    return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
 def _is_copy_for_caller(node: fx.Node) -> bool:
     """Whether ``node`` copies, and the graph returns it or a view of it: whoever called may write
     to it."""
-    if node.target not in _COPIES:
+    copies = node.target in {aten.clone.default, aten._to_copy.default}
+    if not copies and not (node.target in _CASTS and argument(node, "copy")):
         return False
     left, seen = [node], {node}
     while left:
         for user in left.pop().users:
             if user.op == "output":
                 return True
-            if user not in seen and user.target in _VIEWS | _TRANSPOSES | _ALIASES:
+            if user not in seen and _may_alias(user.target):
                 seen.add(user)
                 left.append(user)
     return False

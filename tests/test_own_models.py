@@ -226,7 +226,9 @@ class Copying(Decoder):
 
     def forward(self, ids: Tensor) -> Any:
         loss = super().forward(ids)
-        return loss, ids.clone(), loss.detach().clone(), self.head.weight.detach().clone()[1:]
+        weight = self.head.weight.detach().clone()[1:]
+        copied = ids.to(ids.dtype, copy=True)
+        return loss, ids.clone().flatten(), copied, loss.detach().clone(), weight
 
 
 def written() -> None:
