@@ -42,9 +42,10 @@ def fold_attention(gm: fx.GraphModule, ctx: Any) -> int:
             o = attention(q, k, v, bias=n, scale, softcap=cap, dropout_p=p)[0]
     All but products and softmax may be missing, and ``score_terms`` says what else may be there;
     batch and heads may be one dim; einsums are spelled as products first. Casts in between are left
-    out, as the operator sums in float32. Refuses (all stays): scores or probabilities that
-    something else reads, numbers that are not constant, more or fewer queries than keys; with a
-    note, a mask that is not understood. One that hides with a finite number is among them unless
+    out, as the operator sums in float32. A factor that is no constant, but one number for a row of
+    scores at most, multiplies q. Refuses (all stays): scores or probabilities that something else
+    reads, other numbers that are not constant, more or fewer queries than keys; with a note, a mask
+    that is not understood. One that hides with a finite number is among them unless
     every query is sure to see a key, or a sink: where it sees none all keys count alike, which no
     log-sum-exp can hold.
     """
@@ -169,8 +170,17 @@ def _call(
     bias = _mask(scores.terms, sizes[0], heads, emit)
     if bias is NotImplemented:
         return None
+    q = _multiplied(q, scores.factors, emit)
     found = AttentionCall(q, k, v, bias=bias, dropout_p=dropout_p, sinks=scores.sinks)
     return replace(found, scale=scores.scale, softcap=scores.softcap)
+
+
+def _multiplied(q: fx.Node, factors: Sequence[tuple[Any, fx.Node]], emit: Emitter) -> fx.Node:
+    """``q`` times what the scores of each query are times."""
+    dtype = q.meta["val"].dtype
+    for target, factor in factors:
+        q = emit.call(target, (q, factor))
+    return emit.cast(q, dtype)
 
 
 def _below_widening(x: fx.Node) -> fx.Node:

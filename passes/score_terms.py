@@ -64,6 +64,9 @@ class Scores:
     """The first one comes first."""
     sinks: fx.Node | None = None
     """[H], a parameter."""
+    factors: tuple[tuple[Any, fx.Node], ...] = ()
+    """Operators, and what each multiplies or divides the queries by: one number for a row of
+    scores at most, as a learned temperature of a head has."""
 
 
 def number_of(x: Any) -> float | None:
@@ -238,7 +241,7 @@ def _multiplied(node: fx.Node) -> Scores | None:
     x, factor = times_number(node)
     inside = below_moves(x)
     if not isinstance(inside, fx.Node):
-        return None
+        return _times_rows(node)
     if inside.target is aten.tanh.default and alone(inside):
         x, inverse = times_number(inside.args[0])
         found = _chain(x) if x is not None else None
@@ -257,6 +260,20 @@ def _multiplied(node: fx.Node) -> Scores | None:
         for t in found.terms
     )
     return replace(found, scale=found.scale * factor, terms=terms)
+
+
+def _times_rows(node: fx.Node) -> Scores | None:
+    """Scores times what is one number for each row, which their queries may be times as well."""
+    ways = [node.args, node.args[::-1]] if node.target is aten.mul.Tensor else [node.args]
+    for scores, factor in ways:
+        if not isinstance(factor, fx.Node) or shape_of(factor)[-1:] not in ((), (1,)):
+            continue
+        if shape_of(factor) and len(shape_of(node)) != 4 or shape_of(scores) != shape_of(node):
+            continue  # [B H, 1, 1] is no factor of queries [B, H, S, D]
+        found = _chain(scores)
+        if found is not None and not found.terms and not found.softcap:
+            return replace(found, factors=(*found.factors, (node.target, factor)))
+    return None
 
 
 def times_number(node: Any) -> tuple[fx.Node | None, float]:

@@ -60,4 +60,18 @@ BIAS_FAULTS: tuple[Fault, ...] = (
         "if False:",
         ("tests/passes/test_fold_attention.py::test_a_query_that_might_see_no_key",),
     ),
+    Fault(
+        "a factor of scores and their mask multiplies queries alone",
+        "passes/score_terms.py",
+        "if found is not None and not found.terms and not found.softcap:",
+        "if found is not None:",
+        ("tests/passes/test_fold_attention.py::test_refused[times a tensor after the mask]",),
+    ),
+    Fault(
+        "a factor of batch and heads in one dim counts as one of heads",
+        "passes/score_terms.py",
+        "if shape_of(factor) and len(shape_of(node)) != 4 or shape_of(scores) != shape_of(node):",
+        "if shape_of(scores) != shape_of(node):",
+        ("tests/passes/test_fold_attention.py::test_a_factor_beside_batch_and_heads_in_one_dim",),
+    ),
 )

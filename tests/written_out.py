@@ -29,6 +29,7 @@ class ByHand(nn.Module):
         self.embed = nn.Embedding(VOCAB, hidden)
         self.table = nn.Embedding(8, heads)
         self.sinks = nn.Parameter(torch.zeros(heads))
+        self.temperature = nn.Parameter(torch.zeros(heads, 1, 1))
         self.register_buffer("tril", torch.ones(LENGTH, LENGTH).tril()[None, None])
         self.register_buffer("hidden", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
         slopes = 2.0 ** -torch.arange(1, heads + 1)
@@ -118,6 +119,14 @@ def sunk(at: ByHand, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
 
+def tempered(at: ByHand, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A learned temperature of each head, and one of each query."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.transpose(2, 3) * at.temperature.exp() / (1 + q[..., :1] ** 2)
+    scores = scores.masked_fill(at.hidden[: q.shape[2], : q.shape[2]], -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
 BY_HAND: dict[str, tuple[Attend, str]] = {
     "nano_gpt": (nano_gpt, "causal"),
     "einsums": (einsums, "causal"),
@@ -125,6 +134,7 @@ BY_HAND: dict[str, tuple[Attend, str]] = {
     "alibi": (alibi, "full, bias"),
     "t5": (t5, "causal, bias"),
     "sunk": (sunk, "causal"),
+    "tempered": (tempered, "causal"),
 }
 """Name -> how attention is written out, and what is understood of its mask."""
 

@@ -44,6 +44,9 @@ SCORES: dict[str, Scores] = {
     "times a number": products,
     "over a number": lambda q, k: torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(D),
     "queries times a number": lambda q, k: torch.matmul(q * 0.3, k.transpose(-2, -1)),
+    "times a tensor of one number": lambda q, k: q.std() * products(q, k),
+    "times a number of each head": lambda q, k: products(q, k) * (k[0] ** 2)[:, :1, :1],
+    "over a number of each query": lambda q, k: products(q, k) / (1 + q[..., :1] ** 2),
     "capped": capped,
     "masked": lambda q, k: products(q, k) + mask(),
     "mask first": lambda q, k: mask() + products(q, k),
@@ -144,6 +147,22 @@ def test_einsums(equation: str) -> None:
     torch.testing.assert_close(gm(a, b), torch.einsum(equation, a, b))
 
 
+@pytest.mark.parametrize("factor", [(), (B * H, 1, 1)])
+def test_a_factor_beside_batch_and_heads_in_one_dim(factor: tuple[int, ...]) -> None:
+    """One number for all is one of the queries too, however these lie; one of each head is not."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, times: Tensor) -> Tensor:
+        q, k, v = (x.reshape(B * H, S, D) for x in (q, k, v))
+        p = (torch.bmm(q, k.transpose(1, 2)) * times).softmax(-1)
+        return torch.bmm(p, v).view(B, H, S, D)
+
+    given = (*make(), torch.rand(factor))
+    gm = trace(attend, *given)
+    assert fold_attention(gm, Notes()) == (not factor)
+    gm.recompile()
+    torch.testing.assert_close(gm(*given), attend(*given))
+
+
 def test_einsums_of_batch_and_heads_in_one_dim() -> None:
     """As the package axial-attention has it."""
 
@@ -188,7 +207,15 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "times a number after the cap": lambda q, k, v: torch.matmul(
         torch.softmax(capped(q, k) * 2.0, -1), v
     ),
-    "times a tensor": lambda q, k, v: torch.matmul(torch.softmax(products(q, k) * q.sum(), -1), v),
+    "times a number of each key": lambda q, k, v: torch.matmul(
+        torch.softmax(products(q, k) * k[..., 0].unsqueeze(2), -1), v
+    ),
+    "times a tensor after the mask": lambda q, k, v: torch.matmul(
+        torch.softmax((products(q, k) + mask()) * q[..., :1] ** 2, -1), v
+    ),
+    "a tensor over scores": lambda q, k, v: torch.matmul(
+        torch.softmax(q[..., :1] / products(q, k), -1), v
+    ),
     "fewer keys": lambda q, k, v: torch.matmul(
         torch.softmax(products(q, k[:, :, :5]), -1), v[:, :, :5]
     ),
