@@ -62,6 +62,8 @@ class MixedStep:
     """How weights lie at rest by the file of ways; "": there is none, or they may lie anyhow."""
     lengths: tuple[int, ...] = ()
     """Tokens of each of ``indices``."""
+    ways: tuple[Way, ...] = ()
+    """Of groups, that it was planned by."""
     report: MixedReport | None = None
     """What each group did and took, once the step's gradients have been summed."""
 
@@ -84,7 +86,7 @@ class MixedBatches:
 
     Args:
         dataset: with a length, and for each index a dict of "input_ids" [S] int64 and, if they are
-            others, "labels" [S] int64. The first rank reads all sequences for their lengths, each
+            others, "labels" [S] int64; padding by "attention_mask" is cut off. The first rank reads all sequences for their lengths, each
             rank those that it computes. Without ``tokens_per_step``: a loader of batches.
         tokens_per_step: of all sequences of a batch together, at most, unless one alone has more.
             None: as many as are in each of the loader's batches.
@@ -175,9 +177,9 @@ class MixedBatches:
                 told = together.first(lambda: next(planned, None) if planned else None)
                 if told is None:
                     return
-                batch, plan = told
+                batch, plan, ways = told
                 read = (lambda: next(batches, None)) if follows else None
-                step = self._step(together, batch, plan, number, read)
+                step = self._step(together, batch, plan, ways, number, read)
                 yield step
                 self._source.forget(step.indices)
                 if self.learn and step.report is not None:
@@ -197,7 +199,8 @@ class MixedBatches:
             ValueError: on every rank, where there is nothing to learn from.
         """
         together = Together(self._axis, "arranging a step of MixedBatches")
-        return self._step(together, (tuple(indices), tuple(lengths)), plan, 0)
+        batch = tuple(indices), tuple(lengths)
+        return self._step(together, batch, plan, self.ways, 0)
 
     def explain(self, step: MixedStep) -> MixedReport:
         """Which sequences of ``step`` go where and what that is to take, with what it took where
@@ -205,24 +208,25 @@ class MixedBatches:
         report = step.report or MixedReport(
             tuple(reports_of(step.plan, step.indices, step.lengths)), step.plan.time_s
         )
-        static = static_steps(step.lengths, self.ways, self._axis.size)
+        static = static_steps(step.lengths, step.ways, self._axis.size)
         return replace(report, static_s={d: plan.time_s for d, plan in static.items()})
 
     def _planned(self, batches: Iterator[Batch]) -> Any:
-        """On the first rank: each of ``batches`` with its plan; the next one is planned
-        meanwhile."""
+        """On the first rank: each of ``batches`` with its plan and the ways of it; the next one is
+        planned meanwhile."""
         with Ahead(self.ways, self._axis.size, self.limit_s) as ahead:
-            waiting, ways = list[Batch](), self.ways
+            waiting, ways = list[tuple[Batch, tuple[Way, ...]]](), self.ways
             for batch in batches:
                 if self.ways is not ways:
                     ways = self.ways
                     ahead.use(ways)
                 ahead.ask(batch[1])
-                waiting.append(batch)
+                waiting.append((batch, ways))
                 if len(waiting) > 1:
-                    yield waiting.pop(0), ahead.take()
-            for of in waiting:
-                yield of, ahead.take()
+                    of, by = waiting.pop(0)
+                    yield of, ahead.take(), by
+            for of, by in waiting:
+                yield of, ahead.take(), by
 
     def _sequence(self, number: int) -> dict[str, Tensor]:
         """Tokens and labels of sequence ``number``; the first label of a causal one is no target,
@@ -239,6 +243,7 @@ class MixedBatches:
         together: Together,
         batch: Batch,
         plan: StepPlan,
+        ways: tuple[Way, ...],
         number: int,
         follow: Callable[[], Batch | None] | None = None,
     ) -> MixedStep:
@@ -247,12 +252,13 @@ class MixedBatches:
         if self._axis.size > 1:
             of_all = (g.ranks for micro in plan.micro_batches for g in micro.groups)
             self._axis.session.of(GroupMeshes).make(of_all, self._axis)
-        mine: list[Share] = []
+        mine, idle = list[Share](), list[dict[str, Tensor]]()
 
         def read() -> tuple[int, list[int], int]:
             if follow is not None and follow() != batch:
                 raise ValueError(f"batch {number} of this rank is another than the first rank's")
             mine.extend(self._shares(indices, plan, number))
+            idle.extend(self._idle(indices))
             firsts = [s for s in mine if s.ranks.start == self._axis.rank]
             counted = sum(sum(s.num_targets) for s in firsts)
             return counted, [len(s.calls) for s in mine], self._source.checksum(indices)
@@ -270,11 +276,10 @@ class MixedBatches:
                 "longer sequences, more labels, or more tokens_per_step"
             )
         most = [max(numbers) for numbers in zip(*num_calls, strict=True)]
-        idle = self._idle(indices)
         shares = tuple(
-            replace(s, idle=(idle,) * (n - len(s.calls))) for s, n in zip(mine, most, strict=True)
+            replace(s, idle=(*idle,) * (n - len(s.calls))) for s, n in zip(mine, most, strict=True)
         )
-        return MixedStep(plan, indices, shares, sum(counted), weights=self.weights, lengths=lengths)
+        return MixedStep(plan, indices, shares, sum(counted), None, self.weights, lengths, ways)
 
     def _shares(self, indices: tuple[int, ...], plan: StepPlan, number: int) -> list[Share]:
         """This rank's of each micro-batch, before others are told how many calls it has."""
@@ -296,11 +301,16 @@ class MixedBatches:
             found.append(share)
         return found
 
-    def _idle(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """Arguments of a call that stands for none: two tokens, with a target."""
-        first = self._sequence(indices[0])
-        ids = first["input_ids"][:1].repeat(2)
-        return self._call([{"input_ids": ids, "labels": ids.clone()}])
+    def _idle(self, indices: tuple[int, ...]) -> list[dict[str, Tensor]]:
+        """Arguments of the call that stands for none: a token twice, with a target twice, which
+        may be no token; of the first sequence that has one."""
+        for index in indices:
+            sequence = self._sequence(index)
+            (targets,) = (sequence["labels"] != IGNORED).nonzero(as_tuple=True)
+            if len(targets):
+                at = targets[:1].repeat(2)
+                return [self._call([{name: x[at] for name, x in sequence.items()}])]
+        return []
 
     def _together(self, sequences: Mapping[int, dict[str, Tensor]]) -> list[list[int]]:
         """Of ``sequences``, by their index into the dataset, those of each call of the model;

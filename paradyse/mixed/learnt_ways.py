@@ -8,7 +8,7 @@ the predicted one: steps that compile, or are disturbed, are far off and few.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -28,10 +28,17 @@ class LearntWays:
 
     Args:
         ways: as they were given.
+    Raises:
+        ValueError: two of one degree have the same name, by which they are told apart.
     """
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self.given = tuple(ways)
+        for (degree, name), times in Counter((w.degree, w.name) for w in ways).items():
+            if times > 1:
+                raise ValueError(
+                    f"{times} ways of {degree} ranks with the name {name!r}: give each its own"
+                )
         self.ways = self.given
         """The same, corrected: times of a way are multiplied by ``factors``."""
         self.factors: dict[tuple[int, str], float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paradyse.distributed.axis import resolve_axis
 from paradyse.mixed.batches import MixedBatches
+from paradyse.mixed.sequences import checked
 from paradyse.mixed.sources import Data
 from paradyse.mixed.training import MixedModel
 from paradyse.mixed.ways import Group, MicroBatch, StepPlan, Way
@@ -48,7 +49,7 @@ def measure_ways(
         A way for each degree, in seconds. ``fixed_s`` is where a line through the two shortest
         lengths is at no tokens, at most the shortest time.
     Raises:
-        ValueError: a number makes no sense.
+        ValueError: a number makes no sense, the dataset is empty, or what it holds makes no sense.
 
     Example:
 
@@ -62,19 +63,24 @@ def measure_ways(
         )
     size = resolve_axis().size
     powers = [1 << k for k in range(size.bit_length()) if 1 << k < size]
+    if not len(dataset):  # type: ignore[arg-type]
+        raise ValueError("a dataset without sequences: give at least one")
+    for degree in degrees:
+        if not 1 <= degree <= size:
+            raise ValueError(f"a degree of {degree}: give 1 to {size}, the number of ranks")
     found = []
     grads = [(p, p.grad) for p in model.model.parameters()]
     model.model.zero_grad(set_to_none=True)
-    for degree in degrees or (*powers, size):
-        if not 1 <= degree <= size:
-            raise ValueError(f"a degree of {degree}: give 1 to {size}, the number of ranks")
-        most = tokens_per_rank * degree
-        usual = [1 << k for k in range(6, 40, 2)]
-        asked = sorted({n for n in (*(lengths or usual), most) if 2 <= n <= most})
-        times = [_time_s(model, dataset, degree, n, repeats, causal, pack) for n in asked]
-        found.append(way_through(degree, most, asked, times))
-    for p, grad in grads:
-        p.grad = grad
+    try:
+        for degree in degrees or (*powers, size):
+            most = tokens_per_rank * degree
+            usual = [1 << k for k in range(6, 40, 2)]
+            asked = sorted({n for n in (*(lengths or usual), most) if 2 <= n <= most})
+            times = [_time_s(model, dataset, degree, n, repeats, causal, pack) for n in asked]
+            found.append(way_through(degree, most, asked, times))
+    finally:
+        for p, grad in grads:
+            p.grad = grad
     return found
 
 
@@ -124,11 +130,11 @@ def _time_s(
     return median(taken[1:])
 
 
-def _joined(dataset: Any, length: int) -> Mapping[str, Tensor]:
-    """Tokens of the first sequences of ``dataset``, again and again, as many as ``length``."""
-    parts, held = list[Tensor](), 0
+def _joined(dataset: Any, length: int) -> dict[str, Tensor]:
+    """The first sequences of ``dataset``, again and again, as many tokens as ``length``."""
+    parts, held = list[dict[str, Tensor]](), 0
     while held < length:
-        ids = torch.as_tensor(dataset[len(parts) % len(dataset)]["input_ids"])
-        parts.append(ids)
-        held += len(ids)
-    return {"input_ids": torch.cat(parts)[:length]}
+        number = len(parts) % len(dataset)
+        parts.append(checked(dataset[number], number))
+        held += len(parts[-1]["input_ids"])
+    return {name: torch.cat([x[name] for x in parts])[:length] for name in parts[0]}

@@ -16,6 +16,8 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens")
 _NEEDLESS = ("cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch")
 """What collators add that follows from the rest."""
 
+_KNOWN = "sequences of mixed lengths have input_ids and labels alone; leave it out"
+
 
 def sequences_of(
     batch: Mapping[str, Any] | Iterable[dict[str, Tensor]],
@@ -23,16 +25,17 @@ def sequences_of(
     """The sequences of ``batch`` one by one, without padding.
 
     Args:
-        batch: a list of samples, each a dict of "input_ids" [S] and, if they are others, "labels"
-            [S]; or a dict of "input_ids" [B, S] and what there is of "labels" [B, S],
+        batch: a list of samples, each a dict of "input_ids" [S] and what there is of the same by
+            token below, one dim less; or a dict of "input_ids" [B, S] and what there is of "labels" [B, S],
             "attention_mask" [B, S] (0: padding, on either side), "position_ids" [B, S] or [1, S]
             (0, 1, 2, .. in each sequence) and "cu_seq_lens_q" [N + 1] (bounds of the sequences of
             the one row). Without bounds and without positions a row is a sequence.
     Returns:
         Of each sequence "input_ids" [S] and "labels" [S], in the batch's order.
     Raises:
-        ValueError: the batch has another argument, shapes do not match, padding is inside a
-            sequence or is a target, positions do not count from 0, or bounds make no sense.
+        ValueError: the batch has another argument, or a sample has one of as many values as tokens;
+            shapes do not match, padding is inside a sequence or is a target, positions do not count
+            from 0, or bounds make no sense.
 
     Example:
 
@@ -42,13 +45,10 @@ def sequences_of(
         assert [len(s["input_ids"]) for s in sequences] == [3, 2]
     """
     if not isinstance(batch, Mapping):
-        return list(batch)
+        return [s for i, sample in enumerate(batch) for s in _of_sample(sample, f"sequence {i}")]
     unknown = sorted({*batch} - {*_BY_TOKEN, *_BOUNDS, *_NEEDLESS})
     if unknown:
-        raise ValueError(
-            f"a batch with {', '.join(unknown)}: sequences of mixed lengths have input_ids and "
-            "labels alone; leave it out"
-        )
+        raise ValueError(f"a batch with {', '.join(unknown)}: {_KNOWN}")
     ids = torch.as_tensor(batch["input_ids"])
     if ids.ndim != 2:
         raise ValueError(f"input_ids {list(ids.shape)}: give [batch, tokens]")
@@ -64,24 +64,46 @@ def sequences_of(
 
 
 def checked(given: Mapping[str, Any], number: int) -> dict[str, Tensor]:
-    """A sequence as ``given``, with labels.
+    """A sequence as ``given``, with labels and without padding.
 
     Args:
-        given: with "input_ids", and perhaps "labels".
+        given: a sample as ``sequences_of`` takes it.
         number: of the sequence, for what is told of it.
     Returns:
         "input_ids" [S] and "labels" [S].
     Raises:
-        ValueError: they have another number of dims or tokens, or none.
+        ValueError: as ``sequences_of``; or it is no sequence of at least 1 token, but none or more.
     """
-    ids = torch.as_tensor(given["input_ids"])
-    labels = torch.as_tensor(given.get("labels", ids))
-    if ids.ndim != 1 or labels.shape != ids.shape or not len(ids):
+    found = _of_sample(given, f"sequence {number}")
+    if len(found) != 1:
+        what = "padding alone" if not found else f"{len(found)} sequences, by their position_ids"
         raise ValueError(
-            f"sequence {number} has input_ids {list(ids.shape)} and labels {list(labels.shape)}: "
-            "give both with the same one dim, of at least 1 token"
+            f"sequence {number} is {what}: take samples apart by paradyse.sequences_of first"
         )
-    return {"input_ids": ids, "labels": labels}
+    return found[0]
+
+
+def _of_sample(given: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
+    """The sequences of a sample: one, unless positions start again, or all is padding."""
+    ids = torch.as_tensor(given["input_ids"])
+    row = {name: torch.as_tensor(given[name]) for name in _BY_TOKEN if name in given}
+    if ids.ndim != 1 or not len(ids) or any(x.shape != ids.shape for x in row.values()):
+        shapes = " and ".join(f"{name} {list(x.shape)}" for name, x in row.items())
+        raise ValueError(
+            f"{where} has {shapes}: give all with the same one dim, of at least 1 token"
+        )
+    unknown = sorted(name for name in {*given} - {*_BY_TOKEN} if _has_one_each(given[name], ids))
+    if unknown:
+        raise ValueError(f"{where} has {', '.join(unknown)}: {_KNOWN}")
+    row = _without_padding(row, where)
+    return _cut(row, _starts(row, where))
+
+
+def _has_one_each(value: Any, ids: Tensor) -> bool:
+    """Whether ``value`` has something for each of ``ids``, which a model might be given."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        return False
+    return getattr(value, "ndim", 1) > 0 and len(value) == len(ids)
 
 
 def _like(ids: Tensor, name: str, given: Any) -> Tensor:

@@ -15,12 +15,15 @@ SHARDED, REPLICATED = "sharded", "replicated"
 
 
 def write_ways(path: Path, ways: Sequence[Way], weights: str) -> None:
-    """Write ``ways`` to ``path``, as JSON.
+    """Write ``ways`` to ``path``, as JSON, in the place of what is there once all is written.
 
     Args:
         weights: how they lie at rest: ``SHARDED`` or ``REPLICATED``.
     """
-    path.write_text(json.dumps({"weights": weights, "ways": [asdict(w) for w in ways]}, indent=1))
+    unfinished = path.with_name(f"{path.name}.tmp")
+    text = json.dumps({"weights": weights, "ways": [asdict(w) for w in ways]}, indent=1)
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def read_ways(path: str | Path) -> tuple[list[Way], str]:

@@ -129,6 +129,7 @@ def ways_on_paper(
     """
     static = run_of(num_ranks).static_bytes
     axis = machine_of(cluster, num_ranks, dtype)
+    room = axis.capacity_bytes if memory_limit is None else memory_limit
     allowed = tuple(v for v in levers if v in GROUP_LEVERS)
     ways: list[Way] = []
     for degree in degrees_of(num_ranks):
@@ -136,7 +137,7 @@ def ways_on_paper(
         # ranks of a group share their nodes with ranks of others, and all are in two communicators
         machine = replace(
             machine,
-            capacity_bytes=axis.capacity_bytes if memory_limit is None else memory_limit,
+            capacity_bytes=room,
             communicator_bytes=axis.communicator_bytes + machine.communicator_bytes,
             host_capacity_bytes=axis.host_capacity_bytes,
         )
@@ -153,7 +154,7 @@ def ways_on_paper(
     if not ways:
         raise ValueError(
             f"not one token fits: weights, gradients and optimizer states alone take {static} "
-            f"bytes of a rank's {axis.capacity_bytes}; use more ranks or a smaller model"
+            f"bytes of a rank's {room}; use more ranks or a smaller model"
         )
     return ways
 

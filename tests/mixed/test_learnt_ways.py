@@ -53,6 +53,22 @@ def test_the_few_that_compile_do_not_count() -> None:
     assert learnt.factors[1, ""] == pytest.approx(1.5)
 
 
+def test_ways_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 ways of 1 ranks with the name '': give each its own"):
+        LearntWays([ONE, TWO, ONE])
+
+
+def test_a_step_is_held_to_the_ways_that_it_was_planned_by() -> None:
+    data = dataset_of([9, 9])
+    batches = paradyse.MixedBatches(data, tokens_per_step=9, ways=[ONE], shuffle=False)
+    first, _ = batches
+    for _ in range(FEWEST):
+        batches._learnt.add(step((ONE, 100.0)))
+    assert batches.ways[0].fixed_s == pytest.approx(100 * ONE.fixed_s)
+    report = batches.explain(first)
+    assert report.static_s == {1: pytest.approx(report.predicted_s)}
+
+
 def test_what_is_learnt_changes_plans() -> None:
     lengths, learnt = [90] * 4, LearntWays([ONE, TWO])
     assert plan_step(lengths, learnt.ways, 2).in_words() == "2 x 1; 2 x 1"

@@ -27,6 +27,19 @@ def test_noise_gives_no_times_below_zero(times: list[float]) -> None:
     assert 0 <= way.fixed_s <= min(times)
 
 
+def test_gradients_are_kept_where_measuring_fails() -> None:
+    model = make_model("llama", num_hidden_layers=1)
+    mixed = paradyse.MixedModel(model, {"inner": "eager", "plan": "megatron_cz"})
+    kept = torch.ones_like(next(model.parameters()))
+    next(model.parameters()).grad = kept
+    data = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}]
+    with pytest.raises(ValueError, match="no label that is a target"):
+        paradyse.measure_ways(mixed, data, tokens_per_rank=20, lengths=[6])
+    assert next(model.parameters()).grad is kept
+    with pytest.raises(ValueError, match="a dataset without sequences"):
+        paradyse.measure_ways(mixed, [], tokens_per_rank=20)
+
+
 def measured() -> list[Way]:
     model = make_model("llama", num_hidden_layers=1)
     mixed = paradyse.MixedModel(model, {"inner": "eager", "plan": "megatron_cz"})

@@ -10,7 +10,7 @@ from test_training import dataset_of
 from torch import Tensor
 
 import paradyse
-from paradyse.mixed.sequences import IGNORED
+from paradyse.mixed.sequences import IGNORED, checked
 
 LENGTHS = [5, 2, 7, 1, 3]
 
@@ -96,6 +96,38 @@ def test_a_row_that_is_all_padding_has_no_sequence() -> None:
     mask = torch.tensor([[1, 1], [0, 0]])
     batch = {"input_ids": torch.ones(2, 2, dtype=torch.int64), "attention_mask": mask}
     assert len(paradyse.sequences_of(batch)) == 1
+
+
+def test_samples_are_taken_apart_as_rows_are() -> None:
+    """Tokenized to one length, and packed; what is no token of theirs may stand beside it."""
+    rows = padded(dataset_of(LENGTHS))
+    samples = [
+        {name: x[i].tolist() for name, x in rows.items()} | {"text": "x" * 7, "number": i}
+        for i in range(len(LENGTHS))
+    ]
+    want = dataset_of(LENGTHS)
+    assert same(paradyse.sequences_of(samples), want, True)
+    assert same([checked(s, i) for i, s in enumerate(samples)], want, True)
+    packed_sample = {k: x[0] for k, x in packed(want, False).items()}
+    assert same(paradyse.sequences_of([packed_sample]), want, False)
+    with pytest.raises(ValueError, match="sequence 3 is 5 sequences, by their position_ids"):
+        checked(packed_sample, 3)
+
+
+SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
+    "segments": ({"token_type_ids": [0, 0, 1]}, "sequence 4 has token_type_ids: sequences of"),
+    "padding inside": ({"attention_mask": [1, 0, 1]}, "sequence 4 has padding inside"),
+    "a longer mask": ({"attention_mask": [1] * 4}, r"input_ids \[3\] and attention_mask \[4\]"),
+    "padding alone": ({"attention_mask": [0] * 3}, "sequence 4 is padding alone"),
+    "no token": ({"input_ids": []}, r"input_ids \[0\]: give all with the same one dim"),
+}
+
+
+@pytest.mark.parametrize("what", SAMPLES)
+def test_samples_that_are_refused(what: str) -> None:
+    more, words = SAMPLES[what]
+    with pytest.raises(ValueError, match=words):
+        checked({"input_ids": [5, 6, 7], **more}, 4)
 
 
 IDS = torch.ones(2, 4, dtype=torch.int64)

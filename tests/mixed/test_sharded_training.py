@@ -45,7 +45,7 @@ def step_by(batches: MixedBatches, plan: StepPlan, number: int = 0) -> MixedStep
     indices = tuple(range(len(batches.dataset)))
     lengths = tuple(len(s["input_ids"]) for s in batches.dataset)
     together = Together(resolve_axis(), "a test")
-    return batches._step(together, (indices, lengths), plan, number)
+    return batches._step(together, (indices, lengths), plan, batches.ways, number)
 
 
 def batches_of(family: str, data: Sequence[dict[str, Tensor]], **options: Any) -> MixedBatches:
@@ -192,6 +192,16 @@ def test_what_fails_in_one_group_ends_the_step_in_all_of_them(pool3: RankPool) -
     for text, error in pool3.run(failed_and_went_on, timeout_s=120):
         assert "on the last rank" in text
         assert error <= TOLERANCE[torch.float32]
+
+
+def test_a_call_that_stands_for_none_has_a_label_of_the_data() -> None:
+    """A token's number may be no class of a model that tells classes of tokens."""
+    unlabelled, labelled = {"input_ids": [7, 8]}, {"input_ids": [90, 91, 92]}
+    unlabelled["labels"], labelled["labels"] = [-100, -100], [-100, 1, 0]
+    batches = batches_of("bert", [unlabelled, labelled])
+    (call,) = batches._idle((0, 1))
+    assert call["labels"].tolist() == [[1, 1]] and call["input_ids"].tolist() == [[91, 91]]
+    assert batches._idle((0,)) == []
 
 
 def long_run(family: str, sharded: bool, num_steps: int) -> list[float]:
