@@ -201,12 +201,14 @@ class _Finder:
         return found.union(*(nx.ancestors(self.flow, n) for n in found))
 
     def _claim(self, block: Block) -> Block | None:
-        """The block, unless something outside reads its inside; graph outputs may."""
-        inside = set(block.core)
-        for node in block.core:
-            if node in block.gives:
-                continue
-            strangers = [u for u in node.users if u not in inside and not self._is_tail(u)]
+        """The block, unless something outside reads its inside; graph outputs may read what is not
+        behind attention, as it is computed for them from a rank's tokens."""
+        inside, mixed = set(block.core), set[fx.Node]()
+        if block.attention is not None and self.ctx.axis.size > 1:
+            mixed = {block.attention, *nx.descendants(self.flow, block.attention)}
+        for node in (n for n in block.core if n not in block.gives):
+            outside = [u for u in node.users if u not in inside]
+            strangers = [u for u in outside if node in mixed or not self._is_tail(u)]
             if strangers:
                 self.ctx.note(
                     f"{block.kind} around {block.down} is not switchable: {node} is also read by "
@@ -343,7 +345,7 @@ class _Finder:
             return None
         columns = set(self.ctx.names.of(down.args[1])[1])
         for node in region:
-            if columns & self.ctx.names.mixed(node):
+            if node.target is ATTENTION or columns & self.ctx.names.mixed(node):
                 return None
             if any(
                 a in self.split and a not in up and a not in region for a in node.all_input_nodes

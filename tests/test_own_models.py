@@ -125,6 +125,26 @@ class Pairs(Decoder):
         return F.scaled_dot_product_attention(q, k, v) + short.repeat_interleave(2, 2)
 
 
+class GivesAttention(Decoder):
+    """Returns what the last attention gives, ahead of its projection, beside the loss."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.given = super().attend(layer, x, q, k, v)
+        return self.given
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids), self.given
+
+
+class GivesValues(GivesAttention):
+    """Returns values that attention reads, as caches do."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        super().attend(layer, x, q, k, v)
+        found, self.given = self.given, v
+        return found
+
+
 MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "labels made behind the cut": (ClassOrNone, (13, 22)),
     "two losses of the same labels": (TwoLosses, (13, 22)),
@@ -133,6 +153,8 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "a bias of hidden states": (BiasOfTokens, (13, 22)),
     "one formula for two lengths": (Hourglass, (12, 22)),
     "attention over tokens, and over pairs": (Pairs, (12, 22)),
+    "attention is returned": (GivesAttention, (13, 22)),
+    "values are returned": (GivesValues, (13, 22)),
 }
 
 
@@ -154,7 +176,9 @@ def compared(name: str, strategies: Sequence[str]) -> list[str]:
             found = []
             for run in (model, compiled):
                 model.zero_grad(set_to_none=True)
-                loss = run(ids_of(seq_len))
+                out = run(ids_of(seq_len))
+                loss, more = out if isinstance(out, tuple) else (out, torch.zeros(()))
+                loss = loss + more.square().sum()
                 loss.backward()
                 grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
                 found.append((loss.detach(), grads))

@@ -86,8 +86,9 @@ class MixedBatches:
 
     Args:
         dataset: with a length, and for each index a dict of "input_ids" [S] int64 and, if they are
-            others, "labels" [S] int64; padding by "attention_mask" is cut off. The first rank reads all sequences for their lengths, each
-            rank those that it computes. Without ``tokens_per_step``: a loader of batches.
+            others, "labels" [S] int64; padding by "attention_mask" is cut off. The first rank reads
+            all sequences for their lengths, each rank those that it computes. Without
+            ``tokens_per_step``: a loader of batches.
         tokens_per_step: of all sequences of a batch together, at most, unless one alone has more.
             None: as many as are in each of the loader's batches.
         ways: what groups can do, or the path of a file of ways (``paradyse plan --lengths-from``),

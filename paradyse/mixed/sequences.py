@@ -26,8 +26,9 @@ def sequences_of(
 
     Args:
         batch: a list of samples, each a dict of "input_ids" [S] and what there is of the same by
-            token below, one dim less; or a dict of "input_ids" [B, S] and what there is of "labels" [B, S],
-            "attention_mask" [B, S] (0: padding, on either side), "position_ids" [B, S] or [1, S]
+            token below, one dim less; or a dict of "input_ids" [B, S] and what there is of
+            "labels" [B, S], "attention_mask" [B, S] (0: padding, on either side), "position_ids"
+            [B, S] or [1, S]
             (0, 1, 2, .. in each sequence) and "cu_seq_lens_q" [N + 1] (bounds of the sequences of
             the one row). Without bounds and without positions a row is a sequence.
     Returns:
