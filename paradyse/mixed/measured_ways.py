@@ -63,7 +63,7 @@ def measure_ways(
         )
     size = resolve_axis().size
     powers = [1 << k for k in range(size.bit_length()) if 1 << k < size]
-    if not len(dataset):  # type: ignore[arg-type]
+    if not len(dataset):
         raise ValueError("a dataset without sequences: give at least one")
     for degree in degrees:
         if not 1 <= degree <= size:

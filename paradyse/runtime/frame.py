@@ -366,8 +366,8 @@ class Frame:
         for node, form in uses:
             x = wholes.get(node)
             if x is None:
-                x = self.env[node]
-                x = self._joined.summed.get(node, x) if step.split else x
+                joined = self._joined.summed if step.split else self._joined.replicated
+                x = joined.get(node, self.env[node])
             if isinstance(x, ShardedTensor):
                 assert form is not None
                 taken.append(group_rows(x, form))
@@ -419,7 +419,9 @@ class Frame:
             )
             return out
 
-        return self._deferred(node, compute, [self.env[n] for n in piece.inputs])
+        self._joined.average(piece.inputs)
+        given = [self._joined.replicated.get(n, self.env[n]) for n in piece.inputs]
+        return self._deferred(node, compute, given)
 
     def _deferred(
         self, node: fx.Node, compute: Callable[..., Tensor], inputs: Sequence[Any], pull: Any = None

@@ -6,6 +6,7 @@ of autograd's graph through which weights pass before they are read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class JoinedGradients:
         self.program, self.env, self.sync = program, env, sync
         self.summed: dict[fx.Node, Tensor] = {}
         """Weights for use in a part of the work: their gradients are summed over ranks."""
+        self.replicated: dict[fx.Node, Tensor] = {}
+        """The same for use in what every rank computes whole, where there are replicas."""
         self._to_sum: dict[fx.Node, Step] = {}
         self._sums: dict[int, list[fx.Node]] = {}
         """Position of a step -> which of ``_to_sum`` it has summed."""
@@ -110,16 +113,22 @@ class JoinedGradients:
         """Have the gradients of the weights of the step at ``position`` averaged over replicas,
         where that is no part of the sum over ranks."""
         steps = self.program.steps
-        inputs = steps[position].piece.inputs if position < len(steps) else ()
+        if position < len(steps):
+            step = steps[position]
+            self.average(n for n in step.piece.inputs if not (step.split and n in self._to_sum))
+
+    def average(self, read: Iterable[fx.Node]) -> None:
+        """The weights among ``read`` are about to be read whole by what every rank computes."""
         nodes = [
             n
-            for n in inputs
-            if is_weight(n)
+            for n in read
+            if self._averages
+            and is_weight(n)
             and n not in self._averaged
-            and n not in self._to_sum
             and self.env[n].requires_grad
         ]
         if nodes:
             out = AverageGradients.apply(self.sync, *(self.env[n] for n in nodes))
-            self.env.update(zip(nodes, out, strict=True))
+            for n, x in zip(nodes, out, strict=True):
+                (self.replicated if n in self._to_sum else self.env)[n] = x
             self._averaged.update(nodes)

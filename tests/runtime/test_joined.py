@@ -7,8 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import RankPool
+from models import relative, whole
 from tiny import Tiny, tokens
+from torch import Tensor
+from torch.nn import functional as F
 
 import paradyse
 from paradyse.runtime.frame import Frame
@@ -68,3 +72,43 @@ def test_every_whole_weight_is_summed_before_it_is_read(frozen: bool, pool2: Ran
 def test_shards_are_not_summed_here(pool2: RankPool) -> None:
     for found, left, number in pool2.run(summed_before, True, False):
         assert not found and len(left) == number
+
+
+class Shared(Tiny):
+    """A linear for tokens and for the pooled sequence, and what only the latter meets."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.weighed = torch.nn.Parameter(torch.ones(32))
+
+    def extra(self, x: Tensor) -> Tensor:
+        self.given = x
+        return x
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Any = None) -> Any:
+        loss = super().forward(ids, labels)
+        pooled = self.given.mean(1)
+        return loss + F.cross_entropy(self.head(self.weighed * pooled), ids[:, 0])
+
+
+def errors_of_replicas(sharded: bool) -> list[float]:
+    """Of all gradients, against those of the joined batch of two replicas."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    torch.manual_seed(0)
+    model, ids = Shared().double(), tokens(4, 11)
+    weights = list(model.parameters())
+    grads = torch.autograd.grad(model(ids, ids), weights)
+    if sharded:
+        paradyse.shard(model, mesh)
+    options = {"plan": "megatron_cz", "inner": "eager", "mesh": mesh}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    at = 2 * mesh.get_local_rank("data")
+    compiled(ids[at : at + 2], ids[at : at + 2]).backward()
+    return [relative(whole(w.grad), g) for w, g in zip(model.parameters(), grads, strict=True)]
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("sharded", [False, True])
+def test_replicas_agree_on_weights_read_by_parts_and_whole(sharded: bool, pool4: RankPool) -> None:
+    for errors in pool4.run(errors_of_replicas, sharded, timeout_s=100):
+        assert max(errors) < 1e-12
