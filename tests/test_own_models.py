@@ -137,11 +137,11 @@ class GivesAttention(Decoder):
 
 
 class GivesValues(GivesAttention):
-    """Returns values that attention reads, as caches do."""
+    """Returns values that attention reads, as caches do, times a weight."""
 
     def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         super().attend(layer, x, q, k, v)
-        found, self.given = self.given, v
+        found, self.given = self.given, v * self.head.weight[0, 0]
         return found
 
 
