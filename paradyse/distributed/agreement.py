@@ -303,6 +303,7 @@ class Agreement:
         all_told = tell_all(mine, control.axis)
         for trains in self._num_calls:  # whoever goes on after this error is in step
             self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
+        control.alarm.reset()  # a rank may have failed before it heard of this
         self._of_axis.end_backwards(FAILED)
         self._of_axis.num_dropped += 1
         resolve_axis().session.of(Dropped).note(control.axis.group)

@@ -194,6 +194,31 @@ def test_in_backward(sharded: bool, pool2: RankPool) -> None:
         assert "Tried to allocate" in own
 
 
+def failed_out_of_step() -> tuple[str, bool]:
+    """What this rank hears of a call with other lengths in which a rank fails ahead of its first
+    message; and whether the next call, in which it waits for the other one, is exact."""
+    loop, run_step = Loop(False), Frame.run_step
+    batches = [make_batch("plain", 2, n) for n in (12, 15)]
+    for batch in batches:  # so that a plan for each length is known
+        loop.compiled(**batch).loss.backward()
+    longer = batches[loop.fails]
+    with failing(0, BUG if loop.fails else None), pytest.raises(ValueError) as heard:
+        loop.compiled(**longer).loss.backward()
+
+    def late(self: Frame, step: Any, strategy: str) -> None:
+        time.sleep(0.5 if step.position and not loop.fails else 0.0)
+        run_step(self, step, strategy)
+
+    with patch.object(Frame, "run_step", late):
+        return str(heard.value), loop.is_exact()
+
+
+def test_where_ranks_were_out_of_step_already(pool2: RankPool) -> None:
+    for text, exact in pool2.run(failed_out_of_step):
+        assert "rank 0" in text and "12" in text and "15" in text
+        assert exact
+
+
 def run_out_on_all_lanes(sharded: bool) -> tuple[str, list[tuple[str, str]]]:
     """Lanes on which this rank has a message that it has not waited for when it hears of the
     failure, and what it hears; gradients are sent as soon as there are any."""
