@@ -27,16 +27,25 @@ def begin_backward(
         NotImplementedError: backward makes a graph of its own (``create_graph=True``).
         ValueError, DroppedCallError: as ``Call.backward``.
     """
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "double backward (create_graph=True) through a model that is split over ranks is not "
-            "supported: its second derivatives would be wrong. Call backward without create_graph, "
-            "or compute what needs it, such as a gradient penalty, with a copy of the model that "
-            "is neither compiled nor sharded"
-        )
+    refuse_second_derivatives("a model that is split over ranks")
     state = sync.begin(call)
     if call is not None:
         call.backward(output, {NO_SYNC: state}, at_once=not compares or state != AT_ONCE)
+
+
+def refuse_second_derivatives(what: str) -> None:
+    """Within a backward, ``what`` of which none can be made.
+
+    Raises:
+        NotImplementedError: this one makes a graph of its own (``create_graph=True``).
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"double backward (create_graph=True) through {what} is not supported: its second "
+            "derivatives would be wrong. Call backward without create_graph, or compute what needs "
+            "it, such as a gradient penalty, with a copy of the model that is neither compiled nor "
+            "sharded"
+        )
 
 
 class BeginOnce:

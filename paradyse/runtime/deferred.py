@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paradyse.runtime.backward import refuse_second_derivatives
 from paradyse.torch_private import (
     DisableTorchFunctionSubclass,
     make_wrapper_subclass,
@@ -144,6 +145,7 @@ class _Defer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
+        refuse_second_derivatives("an output that is computed when it is read")
         if ctx.pull is not None:
             return None, None, None, *ctx.pull(grad)
         needs = ctx.needs_input_grad[3:]
@@ -171,6 +173,8 @@ def defer(
         compute: may be called again in backward, with gradients enabled, where ``pull`` is None.
         inputs: all tensors that gradients flow to, and numbers.
         pull: gradient of the result -> gradients of the tensors in ``inputs``.
+
+    Its backward refuses to make a graph of its own (NotImplementedError).
     """
     numbers = [None if isinstance(x, Tensor) else x for x in inputs]
     tensors = [x for x in inputs if isinstance(x, Tensor)]

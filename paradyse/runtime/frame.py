@@ -243,8 +243,8 @@ class Frame:
     def _not_keeping_input(self, step: Step) -> AbstractContextManager[None]:
         """Inside, ``step`` does not save what the block before it makes again."""
         (node, grad_fn), self._remade = self._remade, (None, None)
-        if node is None or node not in step.piece.inputs:
-            return nullcontext()
+        if grad_fn is None or node not in step.piece.inputs:
+            return nullcontext()  # without gradients nothing is made again
         return not_kept(self.env[node], grad_fn)
 
     def seed(self, step: Step) -> Tensor:

@@ -54,6 +54,16 @@ def test_any_use_computes_once() -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("pulled", [False, True])
+def test_second_derivatives_are_refused(pulled: bool) -> None:
+    """Of the value, which is computed again in backward without a graph, there are none."""
+    value = torch.ones(3, requires_grad=True)
+    pull = (lambda grad: [grad * 2]) if pulled else None
+    x = defer(lambda v: v * 2, [value], value.shape, value.dtype, value.device, pull)
+    with pytest.raises(NotImplementedError, match=r"double backward \(create_graph=True\) through"):
+        torch.autograd.grad(x.sum(), [value], create_graph=True)
+
+
 def test_a_number_of_no_dim() -> None:
     x = make([], torch.tensor(1.5, requires_grad=True))
     assert x.item() == 3.0 and float(x.detach()) == 3.0

@@ -93,6 +93,20 @@ def test_an_mlp_does_not_keep_what_attention_makes_again(nproc: int, ranks: Any)
             assert keeps - remakes >= input_bytes * 0.9
 
 
+@pytest.mark.parametrize("plan", [REMAKES, SELECTIVE])
+def test_behind_attention_without_gradients_the_input_is_kept(plan: Any) -> None:
+    """What nothing is trained of, or ahead of, does not run again."""
+    frozen = ("embed", "layers.0.norm.", "layers.0.qkv", "layers.0.proj")
+    model = Tiny(layers=2).double()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    torch._dynamo.reset()
+    options = {"inner": "eager", "plan": plan}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    for got, want in zip(gradients(model, compiled), gradients(model, model), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_the_same_of_sharded_weights(ranks: Any) -> None:
     ranks(2).run(train, True, timeout_s=100)
