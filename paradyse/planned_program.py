@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from paradyse.choice import choice_of
 from paradyse.config import Options
@@ -128,7 +128,7 @@ class PlannedProgram:
         sizes, call = sizes_of(self.sizes, args, self.axis), None
         gradients = self._gradients()
         if self.capture.agreement is not None:
-            args = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
+            args = [_sendable(a) for a in args]
             call = self.capture.agree(args, self._facts(sizes, gradients))
         shape = self._shape(sizes, gradients)
         workload = self.choice.guard.workload(*shape)
@@ -317,3 +317,11 @@ class PlannedProgram:
             RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
             PROFILE: profile.profile.checksum if first and profile else 0,
         }
+
+
+def _sendable(argument: Any) -> Any:
+    """An ``argument`` of a call as messages need it. Weights stay the leaves that gradients of
+    several calls are kept of; what is sent of them is made contiguous where it is sent."""
+    if isinstance(argument, nn.Parameter) or not isinstance(argument, Tensor):
+        return argument
+    return argument.contiguous()

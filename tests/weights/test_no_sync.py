@@ -36,6 +36,9 @@ class Run:
         self.model = make_model("llama_odd", dtype, **config)
         for name, p in self.model.named_parameters():
             p.requires_grad_(not how.get("frozen") or "mlp" in name)
+            if how.get("turned") and p.ndim == 2:
+                p.data = p.data.t().contiguous().t()
+                warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout")
         if sharded:
             paradyse.shard(self.model, mesh, **how.get("shard", {}))
         if how.get("checkpointing"):
@@ -90,6 +93,7 @@ WORDS = {"attention": "megatron_ts", "mlp": "metp", "head": "vocabulary"}
 CASES: dict[str, tuple[list[Any], bool, dict[str, Any]]] = {
     "whole": (["megatron_cz", "metp", "megatron_ts"], False, {}),
     "sharded": (["megatron_ts", "metp", "ulysses_z"], True, {}),
+    "turned": (["megatron_cz", "metp", "megatron_ts"], False, {"turned": True}),
     "streamed": (["metp"], True, {"tied": True, "frozen": True}),
     "rows": (["megatron_ts"], True, {"shard": {"offload": "optimizer"}}),
     "words": ([WORDS, "megatron_cz"], True, {"tied": True}),
@@ -98,7 +102,7 @@ CASES: dict[str, tuple[list[Any], bool, dict[str, Any]]] = {
 """Plans, whether weights are sharded, and how they are used."""
 
 
-QUICK = {"whole", "sharded"}
+QUICK = {"whole", "sharded", "turned"}
 
 
 @pytest.mark.broad
