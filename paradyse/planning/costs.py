@@ -240,13 +240,17 @@ def longest_length(need: Callable[[int], float], limit: float, most: int) -> int
 
     Args:
         need: of a length, growing with it.
-        most: the search ends here.
+        most: at least 1; the search ends here.
     """
     if need(1) > limit:
         return 0
     low, high = 1, 2
     while high < most and need(high) <= limit:
         low, high = high, high * 2
+    if high >= most:
+        if need(most) <= limit:
+            return most
+        high = most
     while high - low > max(1, low >> 10):
         middle = (low + high) // 2
         low, high = (middle, high) if need(middle) <= limit else (low, middle)

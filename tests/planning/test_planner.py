@@ -345,6 +345,13 @@ def test_the_longest_length_named_fits_and_little_more_does_not() -> None:
         limited.plan(replace(LONG, seq_len=longest + longest // 100))
 
 
+@pytest.mark.parametrize("most", [1, 2, 100, 65_536, 100_000])
+def test_the_longest_length_is_no_longer_than_what_is_asked_for(most: int) -> None:
+    assert longest_length(lambda n: 0, 1, most) == most
+    found = longest_length(lambda n: n, 77, most)
+    assert found == min(77, most)
+
+
 def test_a_mixture_trains_at_least_as_long_as_any_strategy() -> None:
     limit = 200 * 2**20
 
