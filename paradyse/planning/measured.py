@@ -102,7 +102,8 @@ class CostModel:
         if base == variant or self._samples(key):
             return self._over_limit(self._predicted(block, variant, workload), key, workload)
         measured, plain = self._known_plain(block, base, workload)
-        return with_levers(measured, plain, self._prior(block, variant, workload))
+        cost = with_levers(measured, plain, self._prior(block, variant, workload))
+        return self._over_limit(cost, key, workload)
 
     def _known_plain(
         self, block: BlockSpec, strategy: str, workload: Workload
@@ -206,7 +207,8 @@ class CostModel:
         key = head_structure(head), levers, workload.training
         if levers and not self._samples(key) and self._samples((key[0], "", workload.training)):
             plain, levered = (self._prior_of_head(head, of, workload) for of in ("", levers))
-            return with_levers(self.head(head, "", workload), plain, levered)
+            cost = with_levers(self.head(head, "", workload), plain, levered)
+            return self._over_limit(cost, key, workload)
 
         def measurable(of: str, at: At) -> BlockCost:
             there = replace(workload, batch=at[0], seq_len=at[1])
@@ -262,7 +264,7 @@ class CostModel:
         of_rest, whole, levered = self._floors
         tokens = workload.batch * workload.seq_len
         of_head = [along(row, tokens) for row in levered] or [*whole.values(), 0][:1]
-        return max([int(min(of_head)), *of_rest.values()])
+        return int(max(min(of_head), along(of_rest, tokens) if of_rest else 0))
 
     @cached_property
     def _floors(self) -> tuple[dict[int, int], dict[int, int], list[dict[int, int]]]:

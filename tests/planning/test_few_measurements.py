@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_measured import ATTENTION, RATES, measure, profile_of, work
+from test_measured import ATTENTION, HEADER, RATES, measure, profile_of, work
 
 from paradyse.planning.costs import NOTHING
-from paradyse.planning.measured import CostModel
+from paradyse.planning.measured import CostModel, head_structure
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Measurement
+from paradyse.types import HEAD, HeadSpec
 
 
 def test_a_strategy_that_was_not_measured_is_as_far_off_as_the_others() -> None:
@@ -100,3 +101,24 @@ def test_the_rest_of_a_step_by_one_measurement_or_two() -> None:
     cost = rest(512, 1024).rest(work(4096))
     assert (cost.saved_bytes, cost.workspace_bytes) == (8 * 4096, 100)
     assert cost.time_s == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("levers", ["", "+recompute", "+selective"])
+def test_a_point_that_did_not_fit_where_it_was_tried_first_needs_more(levers: str) -> None:
+    """Also one with levers, of which nothing else was measured."""
+    name, limit = f"megatron_cz{levers}", HEADER.memory_limit
+    assert limit is not None
+    over = replace(measure(ATTENTION, name, 65_536), outcome=OVER_LIMIT)
+    m = CostModel(profile_of({"megatron_cz": 1.0}, more=[over]))
+    found = [m.cost(ATTENTION, name, work(s)).workspace_bytes > limit for s in (8192, 65_536)]
+    assert found == [False, True]
+
+
+def test_a_head_with_levers_that_did_not_fit_needs_more() -> None:
+    head, limit = HeadSpec(1024, 32_768), HEADER.memory_limit
+    assert limit is not None
+    row = Measurement(head_structure(head), HEAD, "", 1, 512, True, "measured", 1.0, 1.0, 0, 2**20)
+    over = replace(row, strategy="tiled", seq_len=65_536, outcome=OVER_LIMIT)
+    m = CostModel(profile_of({}, more=[row, over]))
+    found = [m.head(head, "tiled", work(s)).workspace_bytes > limit for s in (512, 65_536)]
+    assert found == [False, True]

@@ -262,6 +262,14 @@ def test_a_step_needs_its_floor_whatever_the_plan() -> None:
         tight.plan(work(512))
 
 
+def test_a_floor_of_the_rest_follows_the_tokens() -> None:
+    """Of a model whose head was not found, logits are among it."""
+    rows = [replace(rest(s), floor_bytes=1000 + 100 * s) for s in LENGTHS]
+    m = CostModel(profile_of({}, more=rows))
+    found = [m.floor(work(s)) for s in (64, 128, 300, 8192, 10_000)]
+    assert found == [1000 + 100 * s for s in (128, 128, 300, 8192, 10_000)]
+
+
 def test_whole_logits_are_no_floor_of_plans_without_them() -> None:
     """The caller has them to the end; a step by tiles needs no more than it held itself."""
 
