@@ -313,6 +313,36 @@ def test_blocks_send_nothing_but_weights_and_gradients(sharded: bool, pool2: Ran
         assert sent.keys() == {"all_reduce", *weights}
 
 
+class Centred(torch.nn.Module):
+    """A model whose hidden states are compared with those of the other sequences of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model("llama", torch.float32)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.model.model(input_ids).last_hidden_state
+        logits = self.model.lm_head(x - x.mean(0, keepdim=True))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+
+
+def why_not_along_batch() -> tuple[Any, float]:
+    """Of ``Centred``; and how far off its loss is with the sequence split."""
+    torch._dynamo.reset()
+    model = Centred()
+    options = {"plan": "megatron_cz", "inner": "eager", "on_unsupported": "error"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    ids = make_batch("plain", 4, 16)["input_ids"]
+    off = float((compiled(ids) - model(ids)).detach().abs())
+    return blocks_along(compiled, BATCH), off
+
+
+def test_what_mixes_the_batch_is_a_reason_and_no_error(pool2: RankPool) -> None:
+    """Where operators that cannot be split are to raise, this one can be, along the sequence."""
+    for why, off in pool2.run(why_not_along_batch):
+        assert "aten.mean.dim runs on gathered tensors" in why and off < 1e-6
+
+
 def trained(family: str, plans: list[Any]) -> list[float]:
     """Relative differences of losses from eager mode's, step by step under AdamW, of batches of
     other kinds and sizes; every other step adds gradients up that were not sent."""

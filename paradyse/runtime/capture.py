@@ -451,7 +451,9 @@ def build_split(
         gm, inputs, weights, options, others: that ``like`` was built of.
         at_rest: as of ``build_program``.
     """
-    how = weights, replace(options, dump=None), like.axis, None, others, at_rest
+    # what cannot be split is a reason, and no error: the sequence may be split all the same
+    of_split = replace(options, dump=None, on_unsupported="gather")
+    how = weights, of_split, like.axis, None, others, at_rest
     program, ctx = build_program(gm, inputs, *how)
     if program is None:
         return None, "; ".join(ctx.notes)
