@@ -271,7 +271,7 @@ class Planner:
         if self.options.host_memory is not None:
             return self.options.host_memory
         capacity = self.machine(dtype).host_capacity_bytes
-        return float("inf") if capacity is None else capacity
+        return float("inf") if capacity is None else max(0, capacity)
 
     def asked_by_name(self, workload: Workload, block: int) -> bool:
         """Whether the plan option names the point of the block at index ``block``, or of the head,

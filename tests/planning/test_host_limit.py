@@ -21,6 +21,17 @@ def planner_on(machine: Machine, **options: Any) -> Planner:
     return planner(blocks=model(layers=8), machine=lambda dtype: machine, levers=LEVERS, **options)
 
 
+@pytest.mark.parametrize("host_bandwidth", [None, 5e10])
+def test_weights_and_optimizer_may_take_more_of_the_host_than_there_is(
+    host_bandwidth: float | None,
+) -> None:
+    """Then blocks keep nothing there, which all plans without levers do."""
+    over = replace(HOST, host_bandwidth=host_bandwidth, host_capacity_bytes=-(2**20))
+    for w in (SHORT, replace(SHORT, training=False)):
+        plan = planner_on(over).plan(w)
+        assert not num_offloaded(plan) and plan == planner_on(MACHINE).plan(w)
+
+
 def num_offloaded(plan: Plan) -> int:
     return sum(Point.parse(s).offloads for s in plan.strategies)
 
