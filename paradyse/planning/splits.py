@@ -41,14 +41,19 @@ def most_blocks(num_blocks: int) -> int:
     return 2 * num_blocks + 8
 
 
+def dims_of(workload: Workload) -> dict[str, int]:
+    """``Plan.split`` -> length of each dim that tokens of ``workload`` have, the batch last."""
+    lengths = [workload.seq_len, *(n for _, n in workload.others)]
+    dims = {other_dim(i) if i else "": n for i, n in enumerate(lengths)}
+    tokens = workload.batch * workload.seq_len
+    return dims | {BATCH: max(1, tokens // math.prod(lengths))}
+
+
 def lies_along(workload: Workload, split: str) -> Workload:
     """``workload``, in which tokens lie split along the sequence, as planners have it that split
-    them along ``split`` (``Plan.split``): its length is that of this dim, and the dims of
-    ``Workload.others`` are the sequence, the other ones, and then the batch."""
-    lengths = [workload.seq_len, *(n for _, n in workload.others)]
-    tokens = workload.batch * workload.seq_len
-    dims = {other_dim(i) if i else "": n for i, n in enumerate(lengths)}
-    dims[BATCH] = max(1, tokens // math.prod(lengths))
+    them along ``split`` (``Plan.split``), one of ``dims_of``: its length is that of this dim, and
+    the dims of ``Workload.others`` are the sequence, the other ones, and then the batch."""
+    tokens, dims = workload.batch * workload.seq_len, dims_of(workload)
     length = dims.pop(split)
     others = tuple((max(1, tokens // n), n) for n in dims.values())
     return replace(workload, batch=max(1, tokens // length), seq_len=length, others=others)
@@ -95,7 +100,7 @@ class Splits:
         form = self.planner.form(workload)
         wanted = split_of(form)
         fixed = self.planner.num_ranks == 1 or not self.planner.blocks
-        if wanted == BATCH and not fixed and lies_along(workload, BATCH).seq_len == 1:
+        if wanted == BATCH and not fixed and self._is_of_one(workload):
             assert isinstance(form, Plan | PlanByKind)
             self._say_that_one_is_left()
             form, wanted = replace(form, split=""), ""
@@ -190,6 +195,15 @@ class Splits:
         why there is none."""
         return self._plan_or_why(split, AUTO, workload)
 
+    def _is_of_one(self, workload: Workload) -> bool:
+        """Whether ``workload`` is a batch of one. Where its ``others`` are sequences of their own,
+        and no dims of the same tokens, the program says so, and what is split along none."""
+        if dims_of(workload)[BATCH] > 1:
+            return False
+        if workload.others:
+            self.planner_along(BATCH)
+        return not workload.others or BATCH not in self.refused
+
     def _say_that_one_is_left(self) -> None:
         if not self._said:
             self._said = True
@@ -207,10 +221,14 @@ class Splits:
 
     def _plan_along(self, split: str, form: PlanOption, workload: Workload) -> Plan | str:
         """The plan by the option ``form`` with tokens split along ``split``, or why not."""
-        own, planner = lies_along(workload, split), self.planner_along(split)
+        dims = dims_of(workload)
+        if split not in dims:
+            others = ", ".join(map(repr, list(dims)[1:]))
+            return f"beside their sequence they have the dims {others}"
+        planner = self.planner_along(split)
         if isinstance(planner, str):
             return planner
-        return replace(planner.plan_for(form, own), split=split)
+        return replace(planner.plan_for(form, lies_along(workload, split)), split=split)
 
     def _worth_a_look(self, plan: Plan, workload: Workload) -> list[str]:
         """Dims that ``workload`` may be faster split along than it is by ``plan``. The batch: if it

@@ -142,6 +142,32 @@ def test_it_may_be_asked_for_by_name() -> None:
     assert either.split == BATCH and either.strategies[1::2] == ("megatron_cz",) * 2
 
 
+@pytest.mark.parametrize(
+    "plan", [{"split": "dim2"}, lambda workload: Plan(("metp",) * 4, split="typo")]
+)
+def test_a_dim_that_tokens_lack_is_refused_in_words(plan: Any) -> None:
+    text = r"along '(dim2|typo)' for .*: beside their sequence they have the dims 'batch'; leave"
+    with pytest.raises(ValueError, match=text):
+        splits(plan=plan).plan(MANY)
+
+
+def test_sequences_of_their_own_do_not_make_a_batch_of_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What an encoder reads is no dim of the tokens that its decoder reads."""
+    for batch in (1, 8):
+        s = splits(plan={"split": BATCH})
+        s.describe = lambda split: "tokens of several sequences are not split along 'batch'"
+        with pytest.raises(ValueError, match="tokens of several sequences"):
+            s.plan(replace(MANY, batch=batch, seq_len=128, others=((batch, 512),)))
+    assert not caplog.records
+
+
+def test_videos_of_a_batch_of_one_are_split_along_their_sequence() -> None:
+    one = replace(MANY, batch=64, seq_len=5, others=((5, 64),))
+    assert splits(plan={"split": BATCH}).plan(one).split == ""
+
+
 SHORT_MANY = replace(SHORT, batch=4)
 
 
