@@ -120,6 +120,17 @@ NOTHING = BlockCost(0.0, 0, 0, 0)
 """Of what was not measured."""
 
 
+class Beside(NamedTuple):
+    """What a step needs beside its blocks and its head."""
+
+    rest: BlockCost
+    """Of what is in none of them."""
+    floor_bytes: int
+    """What every plan needs beyond static at some moment."""
+    margin: float
+    """Share by which blocks may need more than predicted."""
+
+
 def without(whole: BlockCost, part: BlockCost) -> BlockCost:
     """``whole``, in which ``part`` was measured or predicted too, less that part; what the part
     saves is gone when blocks' backward begins, and so was workspace of the whole."""

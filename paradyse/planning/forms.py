@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paradyse.config import AUTO, BLOCK_KINDS, PlanByKind, PlanOption, parse_plan
-from paradyse.types import EXPERTS, REPLICATED, BlockSpec, Plan, Point
+from paradyse.types import EXPERTS, REPLICATED, BlockSpec, HeadSpec, Plan, Point
 
 SHARES = "blocks of one plan are computed either all whole on every rank or none"
 
@@ -46,6 +46,63 @@ def asked_plan(form: PlanOption, blocks: Sequence[BlockSpec], where: str) -> Pla
         return Plan(_by_kind(form, blocks, where), form.head)
     names = (form,) * len(blocks) if isinstance(form, str) else _by_layer(form, blocks, where)
     return Plan(names, AUTO if AUTO in names else "")
+
+
+def check_feasible(
+    block: BlockSpec, name: str, free: Sequence[str], splitting: Sequence[str], where: str
+) -> None:
+    """
+    Args:
+        name: what a plan has for ``block``: a point, or "auto".
+        free: the points that "auto" may choose for it.
+        splitting: the strategies of the option.
+    Raises:
+        ValueError: ``name`` cannot compute ``block``, or is to choose of nothing.
+    """
+    feasible = ", ".join(block.feasible()) or "none"
+    reason = "" if name == AUTO else block.why_not(name)
+    if reason:
+        raise ValueError(
+            f"{where}: {name!r} cannot compute block '{block.name}': {reason}; "
+            f"feasible there: {feasible}"
+        )
+    if name == AUTO and not free:
+        reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in splitting)
+        raise ValueError(
+            f"no strategy in option 'strategies' can compute block '{block.name}' "
+            f"({reasons}); feasible there: {feasible}"
+        )
+
+
+def check_head(levers: str, head: HeadSpec | None, where: str) -> None:
+    """
+    Args:
+        levers: what a plan has for the ``head`` of a model; None: it has none.
+    Raises:
+        ValueError: it cannot have them.
+    """
+    if levers in ("", AUTO) or levers in (head.points() if head else ()):
+        return
+    found = head.infeasible if head else {}
+    reasons = [found[v] for v in levers.split("+") if v in found]
+    why = "; ".join(reasons) or "no last linear with a loss was found in its graph"
+    raise ValueError(
+        f"{where}: the head of this model cannot have the levers {levers!r}: {why}; "
+        "give '' or 'auto'"
+    )
+
+
+def leaves_open(form: PlanOption) -> bool:
+    """Whether ``form`` leaves the point of any block, the levers of the head or the split to be
+    chosen. What a function would return is not asked."""
+    parts: tuple[object, ...]
+    if isinstance(form, Plan):
+        parts = form.strategies, form.head, form.split
+    elif isinstance(form, PlanByKind):
+        parts = *form.of_blocks, form.head, form.split
+    else:
+        parts = (form,)
+    return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
 
 
 def _kinds(blocks: Sequence[BlockSpec]) -> list[str]:

@@ -17,13 +17,13 @@ from typing import TypeVar
 
 import torch
 
-from paradyse.config import AUTO, Options, PlanByKind, PlanOption, parse_plan
+from paradyse.config import AUTO, Options, PlanOption, parse_plan
 from paradyse.distributed.lanes import num_groups
 from paradyse.distributed.session import Recent
 from paradyse.planning.breakdown import Part, break_down
 from paradyse.planning.corrections import FLOOR, STATIC, Corrections
-from paradyse.planning.costs import NOTHING, BlockCost, CostTable, Machine, longest_length
-from paradyse.planning.forms import asked_plan
+from paradyse.planning.costs import NOTHING, Beside, BlockCost, CostTable, Machine, longest_length
+from paradyse.planning.forms import asked_plan, check_feasible, check_head, leaves_open
 from paradyse.planning.measured import CostModel
 from paradyse.planning.nothing_fits import why_nothing_fits
 from paradyse.planning.prior import head_cost, made_again, prior_cost
@@ -81,6 +81,8 @@ class Planner:
     """None: the graph has none that could be computed otherwise."""
     kept_bytes: int = 0
     """What workloads that keep gradients need besides ``static_bytes``."""
+    measured_beside: Callable[[Workload], Beside] | None = None
+    """Gives what a step needs beside blocks and head; None: ``cost_model`` does."""
 
     def __post_init__(self) -> None:
         by_function = callable(self.options.plan)
@@ -121,9 +123,9 @@ class Planner:
         self._previous = self._settled.get((form, workload)) or self._planned(form, workload)
         return self._previous
 
-    def settle(self, workload: Workload, plan: Plan) -> None:
-        """Have ``plan``, another rank's choice, for ``workload``."""
-        self._previous = self._settled[self.form(workload), workload] = plan
+    def settle(self, form: PlanOption, workload: Workload, plan: Plan) -> None:
+        """Have ``plan``, another rank's choice by the plan option ``form``, for ``workload``."""
+        self._previous = self._settled[form, workload] = plan
 
     def ran_out(self, workload: Workload) -> None:
         """Memory did not do for ``workload``, whatever was predicted: its plan is to be the one
@@ -134,11 +136,10 @@ class Planner:
 
     @property
     def chooses(self) -> bool:
-        """Whether any block's point is the planner's to choose. A plan that does not fit the
-        model is told of when it is asked for, not here."""
-        form = self.options.plan
-        parts = form.of_blocks if isinstance(form, PlanByKind) else (form,)
-        return any(p == AUTO or isinstance(p, tuple) and AUTO in p for p in parts)
+        """Whether the plan option leaves anything to choose; False of a function, which may do so
+        for some workloads. A plan that does not fit the model is told of when it is asked for, not
+        here."""
+        return leaves_open(self.options.plan)
 
     def keys(self, plan: Plan) -> tuple[Key, ...]:
         """What corrections know each block by under ``plan``, and the head, which comes last."""
@@ -221,11 +222,18 @@ class Planner:
         )
         return (table,)
 
-    def rest(self, workload: Workload) -> BlockCost:
-        """Cost of what is in no block and not the head, where any of it was measured."""
-        model = self.cost_model
-        rest = model.rest(workload, self.blocks, self.head) if model else NOTHING
-        return self._corrections.apply_to_rest(rest, workload)
+    def beside(self, workload: Workload) -> Beside:
+        """What a step of ``workload`` needs beside blocks and head, where any of it was
+        measured."""
+        if self.measured_beside is not None:
+            return self.measured_beside(workload)
+        rest, floor, margin, model = NOTHING, 0, 0.0, self.cost_model
+        if model is not None:
+            rest, margin = model.rest(workload, self.blocks, self.head), model.margin
+            floor = model.floor(workload)
+        rest = self._corrections.apply_to_rest(rest, workload)
+        floor = max(floor, self._corrections.constant(FLOOR))
+        return Beside(rest, floor if workload.training else 0, margin)
 
     def predict(self, plan: Plan, workload: Workload) -> tuple[float, int]:
         """Predicted (seconds, peak bytes) of a step under ``plan``, its rest where measured."""
@@ -238,10 +246,20 @@ class Planner:
             choices = replace(choices, costs=self.costs(workload, mixed=True))
         return choices.time_s(points)
 
-    def for_blocks(self, blocks: Sequence[BlockSpec], head: HeadSpec | None) -> Planner:
+    def for_blocks(
+        self,
+        blocks: Sequence[BlockSpec],
+        head: HeadSpec | None,
+        as_here: Callable[[Workload], Workload],
+    ) -> Planner:
         """The planner of the same model, all else being equal, as a program of other ``blocks`` and
-        another ``head``, which no profile has measured."""
-        made = replace(self, blocks=blocks, head=head, cost_model=None)
+        another ``head``, which no profile has measured.
+
+        Args:
+            as_here: a workload of that program -> the same as this planner has it.
+        """
+        beside: Callable[[Workload], Beside] = lambda own: self.beside(as_here(own))
+        made = replace(self, blocks=blocks, head=head, cost_model=None, measured_beside=beside)
         made.correct(self._corrections)
         return made
 
@@ -341,14 +359,12 @@ class Planner:
             name if name == AUTO else self._meant(block, name, workload.training)
             for block, name in zip(self.blocks, asked.strategies)
         )
-        self._check_feasible(names, workload.training)
+        free = self._free(workload.training)
+        for i, name in dict.fromkeys(zip(self._number, names)):
+            check_feasible(self._of_kind[i][1], name, free[i], self.options.splitting, self.where)
         if asked.alone:  # a plan that was chosen says so of its head; ``Alone`` says it again
             return Plan(names)
-        if asked.head not in ("", AUTO) and asked.head not in self._head_points():
-            raise ValueError(
-                f"{self.where}: the head of this model cannot have the levers {asked.head!r}: "
-                f"{self._why_not_head(asked.head)}; give '' or 'auto'"
-            )
+        check_head(asked.head, self.head, self.where)
         return Plan(names, asked.head if self.head else "")
 
     def static(self, strategy: str, workload: Workload) -> Plan:
@@ -364,28 +380,6 @@ class Planner:
 
     def _head_points(self) -> tuple[str, ...]:
         return self.head.points() if self.head else ("",)
-
-    def _why_not_head(self, levers: str) -> str:
-        found = self.head.infeasible if self.head else {}
-        reasons = [found[v] for v in levers.split("+") if v in found]
-        return "; ".join(reasons) or "no last linear with a loss was found in its graph"
-
-    def _check_feasible(self, names: tuple[str, ...], training: bool) -> None:
-        for i, name in dict.fromkeys(zip(self._number, names)):
-            block = self._of_kind[i][1]
-            feasible = ", ".join(block.feasible()) or "none"
-            reason = "" if name == AUTO else block.why_not(name)
-            if reason:
-                raise ValueError(
-                    f"{self.where}: {name!r} cannot compute block '{block.name}': {reason}; "
-                    f"feasible there: {feasible}"
-                )
-            if name == AUTO and not self._free(training)[i]:
-                reasons = "; ".join(f"{s}: {block.infeasible[s]}" for s in self.options.splitting)
-                raise ValueError(
-                    f"no strategy in option 'strategies' can compute block '{block.name}' "
-                    f"({reasons}); feasible there: {feasible}"
-                )
 
     def _choose(self, asked: Plan, workload: Workload) -> Plan:
         """The fastest plan that fits, with what ``asked`` names where that is not "auto"."""
@@ -459,15 +453,14 @@ class Planner:
 
     def _choices(self, asked: Plan, workload: Workload) -> Choices:
         """For every block and the head what ``asked`` allows, with the costs of all."""
-        model, machine = self.cost_model, self.machine(workload.dtype)
-        floor, margin = (model.floor(workload), model.margin) if model else (0, 0.0)
+        machine, beside = self.machine(workload.dtype), self.beside(workload)
         return Choices(
             self._offered(asked, workload),
             self.costs(workload),
-            self.rest(workload),
+            beside.rest,
             self._static(workload),
-            max(floor, self._corrections.constant(FLOOR)) if workload.training else 0,
-            margin,
+            beside.floor_bytes,
+            beside.margin,
             num_groups(workload.training, self.sharded) * machine.communicator_bytes,
             self.host_limit(workload.dtype),
             [*made_again(self.blocks, workload), *[0] * (self.head is not None)],

@@ -59,6 +59,12 @@ def lies_along(workload: Workload, split: str) -> Workload:
     return replace(workload, batch=max(1, tokens // length), seq_len=length, others=others)
 
 
+def of_sequences(own: Workload) -> Workload:
+    """The workload that ``own`` is of by ``lies_along``, but for the dims beside its sequence."""
+    tokens, seq_len = own.batch * own.seq_len, own.others[0][1]
+    return replace(own, batch=max(1, tokens // seq_len), seq_len=seq_len, others=())
+
+
 def split_of(form: PlanOption) -> str:
     """Which dim the plan option ``form`` wants tokens split along: as ``Plan.split``, or "auto"."""
     if isinstance(form, Plan | PlanByKind):
@@ -97,7 +103,10 @@ class Splits:
         Raises:
             ValueError: as ``Planner.plan``; tokens cannot be split along the dim that it names.
         """
-        form = self.planner.form(workload)
+        return self.plan_for(self.planner.form(workload), workload)
+
+    def plan_for(self, form: PlanOption, workload: Workload) -> Plan:
+        """The same where the plan option is ``form``, which is no function."""
         wanted = split_of(form)
         fixed = self.planner.num_ranks == 1 or not self.planner.blocks
         if wanted == BATCH and not fixed and self._is_of_one(workload):
@@ -133,24 +142,24 @@ class Splits:
         has, and the rest of a step is there whatever is split."""
         planner, own = self.of(plan, workload)
         time_s, peak = planner.predict(plan, own)
-        if plan.split:
-            if not self._knows(planner):
-                time_s *= off_by(self.planner, workload)
-            time_s += self.planner.rest(workload).time_s
+        if plan.split and not self._knows(planner):
+            rest_s = planner.beside(own).rest.time_s
+            time_s = rest_s + (time_s - rest_s) * off_by(self.planner, workload)
         return time_s, peak
 
     def _knows(self, planner: Planner) -> bool:
         """Whether this run has shown what blocks of ``planner`` take."""
         return not self._times.of_kind.keys().isdisjoint(planner.kinds)
 
-    def settle(self, workload: Workload, plan: Plan) -> None:
-        """Have ``plan``, another rank's choice, for ``workload``; its program is there after.
+    def settle(self, form: PlanOption, workload: Workload, plan: Plan) -> None:
+        """Have ``plan``, another rank's choice by the plan option ``form``, for ``workload``; its
+        program is there after.
 
         Raises:
             ValueError: there is no such program on this rank.
         """
         if not plan.split:
-            self.planner.settle(workload, plan)
+            self.planner.settle(form, workload, plan)
         elif isinstance(why := self.planner_along(plan.split), str):
             raise ValueError(f"the first rank splits tokens along {plan.split!r}, not here: {why}")
 
@@ -187,7 +196,7 @@ class Splits:
             if len(described[0]) > most_blocks(len(self.planner.blocks)):
                 self.refused[split] = "it has many more blocks then"
                 return self.refused[split]
-            self.planners[split] = self.planner.for_blocks(*described)
+            self.planners[split] = self.planner.for_blocks(*described, of_sequences)
         return self.planners[split]
 
     def best_along(self, split: str, workload: Workload) -> Plan | str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paradyse.config import parse_options
+from paradyse.config import AUTO, parse_options
 from paradyse.planning.alone import Alone
 from paradyse.planning.costs import BlockCost, Machine, longest_length
 from paradyse.planning.explain import PlanReport, explain_plan
@@ -113,6 +113,27 @@ def test_a_function_sees_the_workload_and_may_leave_the_choice_open() -> None:
     auto = planner().plan(SHORT)
     assert "metp" not in auto.strategies
     assert p.plan(SHORT) == auto
+
+
+@pytest.mark.parametrize(
+    ("form", "is_open"),
+    [
+        (Plan(("auto", "metp") * 2), True),
+        (Plan(("metp",) * 4, head="auto"), True),
+        (Plan(("metp",) * 4), False),
+        (["metp", "auto"], True),
+        (["metp", "metp"], False),
+        ({"attention": "metp", "mlp": "metp", "experts": "metp"}, True),  # the head
+        ({"attention": "metp", "mlp": "metp", "experts": "metp", "head": ""}, False),
+        ("auto", True),
+        ("metp", False),
+        (lambda workload: "auto", False),
+    ],
+)
+def test_a_plan_that_leaves_a_point_or_the_head_open_is_chosen(form: Any, is_open: bool) -> None:
+    p = planner(form, head=HeadSpec(1024, 32_000))
+    assert p.chooses == is_open
+    assert AUTO not in p.points(p.plan(SHORT))
 
 
 def test_a_function_is_asked_every_time() -> None:

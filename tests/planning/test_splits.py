@@ -237,6 +237,27 @@ def test_the_rest_of_a_step_is_there_whatever_is_split() -> None:
     )
 
 
+def test_the_memory_of_the_rest_is_there_whatever_is_split() -> None:
+    """Also the floor and the margin of the profile."""
+    big = [replace(rest(n), saved_bytes=n << 20, workspace_bytes=n << 19) for n in LENGTHS]
+    s, without = profiled(1.0, MANY, big), profiled(1.0, MANY)
+    for plan in (s.planner.plan(MANY), s.best_along(BATCH, MANY)):
+        assert isinstance(plan, Plan) and isinstance(without.best_along(BATCH, MANY), Plan)
+        more = s.predict(plan, MANY)[1] - without.predict(plan, MANY)[1]
+        kept = s.planner.beside(MANY).rest.saved_bytes
+        assert kept == pytest.approx(8 * 2048 << 20)
+        assert kept < more < 2 * kept
+    of, own = s.of(plan, MANY)
+    assert of.beside(own) == s.planner.beside(MANY)
+    floor = [replace(rest(n), saved_bytes=0, workspace_bytes=0, floor_bytes=2**40) for n in LENGTHS]
+    s = profiled(1.0, MANY, floor)
+    plan = s.best_along(BATCH, MANY)
+    assert isinstance(plan, Plan) and s.predict(plan, MANY)[1] >= 2**40
+    tight = profiled(1.0, MANY, big, memory_limit=s.planner.beside(MANY).rest.saved_bytes + 2**30)
+    with pytest.raises(ValueError, match="no plan fits"):
+        tight.plan(MANY)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_a_profile_says_of_blocks_is_held_against_their_own_work(sharded: bool) -> None:
     """A profile that says what the prior does is off by nothing: of an encoder's blocks, which have
