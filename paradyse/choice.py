@@ -25,6 +25,7 @@ from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import gathered_notes
 from paradyse.planning.alone import REPLICAS, SHARDED, Alone
 from paradyse.planning.costs import Machine
+from paradyse.planning.forms import leaves_open
 from paradyse.planning.gathered_work import ShareWatch
 from paradyse.planning.machine import agreed_capacity, describe_device, measure_machine
 from paradyse.planning.measured import CostModel, load_cost_model
@@ -112,6 +113,10 @@ class Choice:
         self._rates: Machine | None = None
         self.optimizers = OptimizersSeen(weights)
         static = self.optimizers.static_bytes()
+        self._on_host = self.optimizers.static_bytes(on_host=True)
+        """Bytes of the host that weights take, with all that belongs to them."""
+        self._held_by_all: int | None = None
+        """How many optimizers had stepped when ranks told each other what they hold."""
         kept = bytes_kept(weights, axis)
         known = self._machine, static, self.sharded, self.cost_model, head, kept
         self.planner = Planner(options, self.blocks, axis.size, *known)
@@ -163,10 +168,10 @@ class Choice:
 
     def _machine(self, dtype: torch.dtype) -> Machine:
         """The rates, and of the host the memory that weights leave there."""
-        machine, host_bytes = self._measured(dtype), self.optimizers.static_bytes(on_host=True)
-        if not host_bytes or machine.host_capacity_bytes is None:
+        machine = self._measured(dtype)
+        if not self._on_host or machine.host_capacity_bytes is None:
             return machine
-        return replace(machine, host_capacity_bytes=machine.host_capacity_bytes - host_bytes)
+        return replace(machine, host_capacity_bytes=machine.host_capacity_bytes - self._on_host)
 
     def _measured(self, dtype: torch.dtype) -> Machine:
         """Rates as measured with the profile, else now, and of one rank not at all; the memory is
@@ -185,13 +190,17 @@ class Choice:
         """The planner's choice as the first rank makes it: arithmetic differs in the last bits."""
         if self.agreement is None or not self.blocks:
             return self.splits.plan(workload)
+        self._hold_most(self.agreement)
+        form = self.planner.form(workload)
         if callable(self.options.plan):
-            plan = self.alone.settle(self.splits.plan(workload), workload)
-            self.agreement.compare("makes a plan", {PLAN: plan.key})
-            return plan
+            if not leaves_open(form):
+                plan = self.alone.settle(self.splits.plan_for(form, workload), workload)
+                self.agreement.compare("makes a plan", {PLAN: plan.key})
+                return plan
+            self.agreement.compare("makes a plan", {PLAN: str(form)})
         mine, error = [-1] * (2 + most_blocks(len(self.blocks))), None
         try:
-            chosen = self.alone.settle(self.splits.plan(workload), workload)
+            chosen = self.alone.settle(self.splits.plan_for(form, workload), workload)
             of_all = _HEADS.index(chosen.head), _SPLITS.index(chosen.split)
             said = [*of_all, *map(_POINTS.index, chosen.strategies)]
             mine[: len(said)] = said
@@ -203,8 +212,18 @@ class Choice:
         strategies = tuple(_POINTS[i] for i in points if i >= 0)
         plan = Plan(strategies, _HEADS[head], _SPLITS[split])
         if told != mine and not plan.alone:
-            self.splits.settle(workload, plan)
+            self.splits.settle(form, workload, plan)
         return plan
+
+    def _hold_most(self, agreement: Agreement) -> None:
+        """Count with the bytes of the rank that holds most, as a few rows cannot be shared out
+        evenly. A message where an optimizer has stepped since the last, as then all ranks' have."""
+        if self._held_by_all == self.optimizers.count:
+            return
+        sides = (self.optimizers.static_bytes(on_host) for on_host in (False, True))
+        static, self._on_host = agreement.most_of("says what it holds", [*sides])
+        self._held_by_all = self.optimizers.count
+        self.splits.hold(static)
 
     def settle(self) -> None:
         """Before the plan of a call is chosen: where ranks have dropped a call that some of them
@@ -221,6 +240,7 @@ class Choice:
             self.trials.restart()
         self.uses.forget()
         self.guard.forget()
+        self._held_by_all = None
         self._num_dropped = self.agreement.num_dropped
 
     def begin(self, plan: Plan) -> bool:
@@ -237,7 +257,7 @@ class Choice:
 
     def ran_out(self, workload: Workload) -> None:
         """A rank ran out of memory at ``workload``: from now on its plan is the smallest."""
-        if self.planner.chooses:
+        if self.planner.chooses or callable(self.options.plan):
             self.splits.ran_out(workload)
             self.alone.ran_out(workload)
             if self.trials is not None:
@@ -252,6 +272,7 @@ class Choice:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has stepped: from now on plans count with what it holds."""
         if self.optimizers.add(optimizer):
+            self._on_host = self.optimizers.static_bytes(on_host=True)
             self.splits.hold(self.optimizers.static_bytes())
             self.guard.forget()
 

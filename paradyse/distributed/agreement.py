@@ -273,14 +273,28 @@ class Agreement:
     def first_says(self, numbers: Sequence[int]) -> list[int]:
         """What the first rank of the axis gives as ``numbers``, its choice of a plan, as many on
         every rank."""
+        return self._all_say("chooses a plan", numbers)[0]
+
+    def most_of(self, doing: str, numbers: Sequence[int]) -> list[int]:
+        """The most that any rank of the axis gives of each of ``numbers``, as many on every rank.
+
+        Args:
+            doing: what the ranks do meanwhile, for errors.
+        """
+        return [max(of) for of in zip(*self._all_say(doing, numbers), strict=True)]
+
+    def _all_say(self, doing: str, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank of the axis gives as ``numbers``."""
         self._of_axis.settle()
         if self._among is None:
-            return list(numbers)
+            return [list(numbers)]
         control = self._among.axis
-        _name(control, "chooses a plan")
+        _name(control, doing)
         mine = torch.tensor(numbers, device="cpu")
-        told: list[int] = collectives.all_gather(mine, control, collectives.AGREEMENT).tolist()[0]
-        return told
+        said: list[list[int]] = collectives.all_gather(
+            mine, control, collectives.AGREEMENT
+        ).tolist()
+        return said
 
     def _is_broken(self) -> bool:
         return any(a.session.of(Started).broken for a in self._axes)

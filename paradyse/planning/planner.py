@@ -258,7 +258,10 @@ class Planner:
         Args:
             as_here: a workload of that program -> the same as this planner has it.
         """
-        beside: Callable[[Workload], Beside] = lambda own: self.beside(as_here(own))
+
+        def beside(own: Workload) -> Beside:
+            return self.beside(as_here(own))
+
         made = replace(self, blocks=blocks, head=head, cost_model=None, measured_beside=beside)
         made.correct(self._corrections)
         return made

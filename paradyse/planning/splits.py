@@ -106,7 +106,11 @@ class Splits:
         return self.plan_for(self.planner.form(workload), workload)
 
     def plan_for(self, form: PlanOption, workload: Workload) -> Plan:
-        """The same where the plan option is ``form``, which is no function."""
+        """The same for ``workload`` where the plan option is ``form``, which is no function.
+
+        Raises:
+            ValueError: as ``plan``.
+        """
         wanted = split_of(form)
         fixed = self.planner.num_ranks == 1 or not self.planner.blocks
         if wanted == BATCH and not fixed and self._is_of_one(workload):

@@ -1,0 +1,83 @@
+"""What ranks choose plans by is the same on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import RankPool
+from tiny import Tiny, tokens
+
+import paradyse
+from paradyse.choice import Choice
+from paradyse.runtime.registry import captures_of
+from paradyse.types import Plan
+
+
+def compiled_tiny(sharded: bool, **options: Any) -> tuple[Tiny, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tiny(layers=1)
+    if sharded:
+        paradyse.shard(model)
+    return model, torch.compile(model, backend="paradyse", options={"inner": "eager", **options})
+
+
+def call(compiled: Any, seq_len: int) -> torch.Tensor:
+    return compiled(tokens(2, seq_len), tokens(2, seq_len, seed=1))
+
+
+def choice_of(compiled: Any) -> Choice:
+    return next(g.choice for c in captures_of(compiled) for g in c.graphs.values())
+
+
+def held() -> list[tuple[int, int]]:
+    """Bytes of this rank and those that plans count with, before a step of SGD and after."""
+    model, compiled = compiled_tiny(True, levers=[])
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for seq_len in (7, 9):
+        call(compiled, seq_len).backward()
+        choice = choice_of(compiled)
+        found.append((choice.optimizers.static_bytes(), choice.planner.static_bytes))
+        optimizer.step()
+    return found
+
+
+def test_plans_count_with_what_the_rank_holds_that_holds_most(pool3: RankPool) -> None:
+    """An embedding of 50 rows gives the first of three ranks the fewest."""
+    for of_ranks in zip(*pool3.run(held), strict=True):
+        own, counted = zip(*of_ranks, strict=True)
+        assert min(own) < max(own) and set(counted) == {max(own)}
+
+
+def by_function() -> list[str]:
+    """Plans by a function that returns "auto", where each rank by itself would have another."""
+    names = ["ulysses_z", "megatron_ts"]
+    _, compiled = compiled_tiny(False, plan=lambda w: "auto", strategies=names)
+    call(compiled, 7)
+    planner = choice_of(compiled).planner
+    planner.options = replace(planner.options, strategies=(names[dist.get_rank()],))
+    planner._free.cache_clear()
+    for seq_len in (9, 12, 9):
+        call(compiled, seq_len)
+    plans = paradyse.stats(compiled).plan_per_length
+    return [plans[9], plans[12]]
+
+
+def test_where_a_function_leaves_the_plan_open_the_first_rank_chooses(pool2: RankPool) -> None:
+    for plans in pool2.run(by_function):
+        assert {s for key in plans for s in Plan.of_key(key).strategies} == {"ulysses_z"}
+
+
+def test_where_a_function_leaves_the_plan_open_memory_may_run_out() -> None:
+    """Then the plan is the smallest, as where the option leaves it open."""
+    _, compiled = compiled_tiny(False, plan=lambda w: "auto", levers=["recompute"])
+    keys = []
+    for _ in range(2):
+        call(compiled, 9)
+        keys.append(paradyse.stats(compiled).plan_per_length[9])
+        choice = choice_of(compiled)
+        choice.ran_out(choice.guard.workload(2, 9, training=True))
+    assert ["recompute" in key for key in keys] == [False, True]
