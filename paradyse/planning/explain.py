@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paradyse.planning.alone import Alone
@@ -56,7 +56,7 @@ class StrategyRow:
     comm_bytes: int | None = None
     """Sent by a rank in a step."""
     source: str = ""
-    """What the time comes from (``BlockCost.source``); several for a plan of unlike blocks."""
+    """What the time comes from (``BlockCost.source``); several for a plan of unlike parts."""
     memory_source: str = ""
     """"online" where the bytes were corrected by this run (``BlockCost.memory_source``)."""
 
@@ -107,7 +107,7 @@ class PlanReport(Shown):
     blocks: tuple[BlockReport, ...]
     """The head's is the last, where there is one."""
     static_plans: tuple[StrategyRow, ...]
-    """Every strategy as the plan for all blocks."""
+    """Every strategy as the plan for all blocks, with the head as it was chosen."""
     time_s: float
     """Predicted seconds a step of all blocks under the plan."""
     peak_bytes: int
@@ -208,7 +208,7 @@ def explain_plan(
         for i, (b, s) in enumerate(zip(of.blocks, plan.strategies))
         for rows in [_block_rows(of, own, plan, costs, i)]
     )
-    plans = [(s, _static_plan(planner, workload, s)) for s in _strategies(planner)]
+    plans = [(s, _static_plan(planner, workload, s, plan.head)) for s in _strategies(planner)]
     plans += _other_plans(workload, plan, alone)
     return PlanReport(
         workload,
@@ -343,12 +343,14 @@ def _without(plan: Plan, lever: str) -> Plan:
     return Plan(tuple(map(less, plan.strategies)), less(plan.head), plan.split)
 
 
-def _static_plan(planner: Planner, workload: Workload, strategy: str) -> Plan | str:
-    """The plan of ``strategy`` for all blocks, or why there is none."""
+def _static_plan(planner: Planner, workload: Workload, strategy: str, head: str) -> Plan | str:
+    """The plan of ``strategy`` for all blocks, with the levers ``head`` where the head can have
+    them; or why there is none."""
     for b in planner.blocks:
         if strategy in b.infeasible:
             return f"infeasible for {b.name}"
-    return planner.static(strategy, workload)
+    levers = head if planner.head is not None and head in planner.head.points() else ""
+    return replace(planner.static(strategy, workload), head=levers)
 
 
 def _other_plans(workload: Workload, plan: Plan, alone: Alone) -> list[tuple[str, Plan | str]]:
@@ -373,9 +375,9 @@ def _plan_row(
     planner, own = splits.of(other, workload)
     time_s, peak = splits.predict(other, workload)
     costs, limit = planner.costs(own), planner.memory_limit(own.dtype)
-    chosen = [c[point] for c, point in zip(costs, other.strategies)]
+    chosen = [c[point] for c, point in zip(costs, planner.points(other))]
     sent = sum(c.comm_bytes for c in chosen)
-    alike = (other.alone, other.split) == (plan.alone, plan.split)
+    alike = (other.head, other.split) == (plan.head, plan.split)
     if alike and planner.variants(other) == planner.variants(plan):
         why = "this is the plan"
     elif peak > limit:

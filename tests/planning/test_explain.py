@@ -64,6 +64,32 @@ def test_a_faster_loser_says_why_it_lost() -> None:
     assert "previous plan is kept" in why(kept, 0)["ulysses_z"]
 
 
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+def test_plans_of_one_strategy_have_the_head_that_was_chosen(share: float) -> None:
+    """So a row that is said to be the plan tells what the plan does."""
+    head, blocks = HeadSpec(1024, 128_256), model(4)
+    full = planner(head=head, blocks=blocks)
+    most = full.predict(full.static("ulysses_z", LONG), LONG)[1]
+    levers = ["tiled", "vocabulary"]
+    p = planner(head=head, blocks=blocks, levers=levers, memory_limit=int(share * most))
+    report = explained(p, LONG)
+    assert report.plan.head
+    for row in report.static_plans:
+        if row.why == "this is the plan":
+            assert (row.time_s, row.peak_bytes) == (report.time_s, report.peak_bytes)
+
+
+def test_what_the_head_sends_is_sent_by_a_plan() -> None:
+    with_head, without = planner(head=HeadSpec(1024, 32_000)), planner()
+    with_head.sharded = without.sharded = True
+    more, less = (
+        next(r for r in explained(p, LONG).static_plans if r.strategy == "megatron_cz")
+        for p in (with_head, without)
+    )
+    of_head = with_head.costs(LONG)[-1][""].comm_bytes
+    assert of_head and more.comm_bytes == less.comm_bytes + of_head
+
+
 def test_the_head_has_a_row_for_each_set_of_levers() -> None:
     head = HeadSpec(1024, 128_256, infeasible=dict.fromkeys({*LEVERS} - {"tiled"}, "its bias"))
     free = planner(head=head, levers=["tiled"])
