@@ -11,6 +11,9 @@ seconds, times are the prior's, as far off as this and other strategies of the b
 where they were measured (``time_ratios``). On simulated machines choices by such a profile then
 lose 1.1 % of the time, and 1.9 % by curves where there are any.
 
+Profiles measure cross-attention with as many keys as queries. Where there are more, or fewer, it
+needs as much more, or less, as the prior says.
+
 Stated conversions: a forward without gradients that was not measured is taken from the forward of
 training, and may need all the memory that training needs, as nothing smaller is known.
 
@@ -23,21 +26,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
-from reprlib import repr as short
-from typing import Any
 
 import numpy as np
 
 from paradyse.distributed.axis import SINGLE
 from paradyse.distributed.session import Recent
 from paradyse.planning.corrections import along, scale_of
-from paradyse.planning.costs import NOTHING, BlockCost, Link, Machine, without
+from paradyse.planning.costs import NOTHING, BlockCost, without
 from paradyse.planning.curves import DEGREES, MIN_POINTS, At, Curve, GrowthFactor
 from paradyse.planning.prior import gradient_sum_s, head_cost, head_sum_s, prior_cost
 from paradyse.planning.profile_file import (
-    AGAIN,
     MEASURED,
     REST,
     Header,
@@ -45,8 +45,16 @@ from paradyse.planning.profile_file import (
     Profile,
     read_profile,
 )
+from paradyse.planning.profile_machine import recorded_machine
 from paradyse.planning.time_ratios import OF_PRIOR_IN_PROFILE, KindRatios, TimeRatios
-from paradyse.planning.unmeasured import QUANTITIES, Samples, on_a_line, scaled_bytes, with_levers
+from paradyse.planning.unmeasured import (
+    QUANTITIES,
+    Samples,
+    in_proportion,
+    on_a_line,
+    scaled_bytes,
+    with_levers,
+)
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, BlockSpec, HeadSpec, Point, Workload
 
@@ -76,7 +84,7 @@ class CostModel:
 
     def __init__(self, profile: Profile, notes: Sequence[str] = ()) -> None:
         self.profile, self.notes = profile, tuple(notes)
-        self.machine = _machine(profile)
+        self.machine = recorded_machine(profile)
         self.structures = frozenset(m.structure for m in profile.measurements if m.kind != REST)
         self._measured: dict[_Key, dict[At, Measurement]] = {}
         self._over: dict[_Key, list[At]] = {}
@@ -123,8 +131,11 @@ class CostModel:
 
     def _predicted(self, block: BlockSpec, variant: str, workload: Workload) -> BlockCost:
         """By what was measured of the ``variant`` itself, else by the prior."""
-        key = self._key(block, variant, workload)
-        cost = self._read(key, workload, self._measurable(block, workload))
+        key, measurable = self._key(block, variant, workload), self._measurable(block, workload)
+        cost = self._read(key, workload, measurable)
+        if workload.key_len not in (None, workload.seq_len):
+            said = measurable(variant, (workload.batch, workload.seq_len))
+            cost = in_proportion(cost, said, self.measurable(block, variant, workload))
         return replace(cost, time_s=cost.time_s + self._outside(block, variant, workload))
 
     def _read(self, key: _Key, workload: Workload, measurable: _Measurable) -> BlockCost:
@@ -181,9 +192,9 @@ class CostModel:
             known of the logarithm of one's time over another's.
         """
         measurable = self._measurable(block, workload)
-        scale, here = scale_of(workload), (workload.batch, workload.seq_len)
+        scale = scale_of(workload)
         ratios = self._ratios(self._key(block, "", workload), measurable)
-        said = {v: measurable(v, here) for v in variants}
+        said = {v: self.measurable(block, v, workload) for v in variants}
         times = {
             v: c.time_s * ratios.ratio(v, scale, c.parts) + self._outside(block, v, workload)
             for v, c in said.items()
@@ -191,9 +202,17 @@ class CostModel:
         return times, ratios.deviation(scale, {v: c.parts for v, c in said.items()})
 
     def _measurable(self, block: BlockSpec, workload: Workload) -> _Measurable:
-        return lambda of, at: self.measurable(
-            block, of, replace(workload, batch=at[0], seq_len=at[1])
-        )
+        """Of ``block``, at points where its keys are as many as its tokens: so it is measured."""
+        has_keys = workload.key_len is not None
+
+        def said(of: str, at: At) -> BlockCost:
+            batch, seq_len = at
+            there = replace(workload, batch=batch, seq_len=seq_len)
+            return self.measurable(
+                block, of, replace(there, key_len=seq_len) if has_keys else there
+            )
+
+        return said
 
     def measurable(self, block: BlockSpec, point: str, workload: Workload) -> BlockCost:
         """The prior's answer for ``block`` under ``point`` and ``workload``, less what is in no
@@ -376,48 +395,6 @@ def _read(curves: Sequence[Curve], workload: Workload, prior: BlockCost) -> Bloc
     return replace(
         prior, time_s=time_s, saved_bytes=saved, workspace_bytes=workspace, source=source
     )
-
-
-def _machine(profile: Profile) -> Machine:
-    """The rates that were measured with the profile, for the prior."""
-    given: dict[str, Any] = dict(profile.header.machine)
-    known = {f.name for f in fields(Machine)}
-    try:
-        links = {n: Link(**link) for n, link in (given.pop("links", None) or {}).items()}
-        machine = Machine(**{k: v for k, v in given.items() if k in known}, links=links)
-        _check_rates("the machine", machine)
-        for name, link in links.items():
-            _check_rates(f"the link of {name}", link)
-        return machine
-    except (TypeError, AttributeError) as e:
-        raise ValueError(
-            f"{profile.path}:1: the fields of the machine are not those of this version ({e}); "
-            f"{AGAIN}"
-        ) from e
-
-
-_BOUNDS = {
-    "_flops": (1.0, 1e18),
-    "bandwidth": (1.0, 1e18),
-    "bandwidth_bytes": (1.0, 1e18),
-    "_s": (0.0, 60.0),
-    "overlap": (0.0, 1.0),
-    "capacity_bytes": (1.0, 1e18),
-    "communicator_bytes": (0.0, 1e18),
-}
-"""End of a field's name -> the least and the most of any machine, a second or for a message."""
-
-
-def _check_rates(what: str, of: Machine | Link) -> None:
-    """Raises TypeError where a rate, a time or a size of ``of`` is none that a machine has."""
-    for name, value in vars(of).items():
-        bounds = next((b for end, b in _BOUNDS.items() if name.endswith(end)), None)
-        if value is None or bounds is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} of {what} is {value!r}, not a number")
-        if not bounds[0] <= value <= bounds[1]:
-            raise TypeError(f"{name} of {what} is {short(value)}")
 
 
 class _Models(Recent[tuple[object, ...], CostModel]):

@@ -48,6 +48,23 @@ def with_levers(measured: BlockCost, plain: BlockCost, levered: BlockCost) -> Bl
     )
 
 
+def in_proportion(cost: BlockCost, said: BlockCost, there: BlockCost) -> BlockCost:
+    """The cost of a point for a workload like none that was measured.
+
+    Args:
+        cost: as measured of another workload, of which the prior says ``said``.
+        there: what the prior says of this one.
+    """
+
+    def scaled(quantity: str) -> float:
+        value, before, after = (float(getattr(c, quantity)) for c in (cost, said, there))
+        return value * after / before if before > 0 else after
+
+    time_s, saved, workspace = map(scaled, QUANTITIES)
+    sizes = {"saved_bytes": math.ceil(saved), "workspace_bytes": math.ceil(workspace)}
+    return replace(there, time_s=time_s, source=cost.source, ahead_bytes=cost.ahead_bytes, **sizes)
+
+
 def scaled_bytes(
     prior: BlockCost, samples: Samples, measurable: Callable[[At], BlockCost]
 ) -> BlockCost:

@@ -126,7 +126,8 @@ def profile(
             on standard error, where that is a terminal.
         options: of the backend, other than ``plan``, ``strategies`` and ``memory_limit``.
         make_batch: ``(batch, seq_len)`` to the keyword arguments of one call, equal on all ranks;
-            None: random ``input_ids``, with themselves as ``labels``.
+            None: random ``input_ids``, with themselves as ``labels``. Of several sequences, such as
+            an encoder's and a decoder's, all are to have ``seq_len`` tokens.
         overwrite: begin the file anew, once the model is known to have blocks to measure.
         levers: measured besides, each with every strategy; several at once are joined by "+".
         seconds: of measuring, once the model is captured: what decides comes first, and no more

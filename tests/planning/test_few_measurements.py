@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from paradyse.planning.costs import NOTHING
 from paradyse.planning.measured import CostModel, head_structure
 from paradyse.planning.prior import gradient_sum_s, prior_cost
 from paradyse.planning.profile_file import OVER_LIMIT, Measurement
-from paradyse.types import HEAD, HeadSpec
+from paradyse.types import ATTENTION_STRATEGIES, HEAD, HeadSpec, Workload
 
 
 def test_a_strategy_that_was_not_measured_is_as_far_off_as_the_others() -> None:
@@ -122,3 +124,39 @@ def test_a_head_with_levers_that_did_not_fit_needs_more() -> None:
     m = CostModel(profile_of({}, more=[row, over]))
     found = [m.head(head, "tiled", work(s)).workspace_bytes > limit for s in (512, 65_536)]
     assert found == [False, True]
+
+
+ACROSS = replace(ATTENTION, name="layers.0.cross_attention", structure="x", keys=1)
+"""Measured with as many keys as queries, as profiles do."""
+
+
+def across(keys: int, queries: int = 128) -> Workload:
+    return work(queries, others=((1, keys),)).of(ACROSS)
+
+
+@pytest.mark.parametrize("lengths", [(128, 512, 2048, 8192), (128, 512)])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_keys_may_be_longer_or_shorter_than_where_they_were_measured(
+    factor: float, lengths: Sequence[int]
+) -> None:
+    """Whether there are curves or few measurements."""
+    rows = []
+    for strategy, n in product(ATTENTION_STRATEGIES, lengths):
+        prior = prior_cost(ACROSS, strategy, across(n, n), RATES)
+        row = replace(measure(ATTENTION, strategy, n), structure="x")
+        step_s = factor * (prior.time_s - gradient_sum_s(ACROSS, strategy, across(n, n), RATES))
+        sizes = {"saved_bytes": prior.saved_bytes, "workspace_bytes": prior.workspace_bytes}
+        rows.append(replace(row, forward_s=0.4 * step_s, backward_s=0.6 * step_s, **sizes))
+    profile = profile_of({}, more=rows)
+    m = CostModel(profile)
+    for strategy, keys in product(ATTENTION_STRATEGIES, (8192, 16, 128)):
+        cost = m.cost(ACROSS, strategy, across(keys))
+        prior = prior_cost(ACROSS, strategy, across(keys), RATES)
+        sums_s = gradient_sum_s(ACROSS, strategy, across(keys), RATES)
+        assert (cost.time_s - sums_s) / (prior.time_s - sums_s) == pytest.approx(factor, rel=0.1)
+        assert cost.saved_bytes == pytest.approx(prior.saved_bytes, rel=0.01)
+        assert cost.workspace_bytes == pytest.approx(prior.workspace_bytes, rel=0.01)
+        assert cost.comm_bytes == prior.comm_bytes
+        assert (
+            CostModel(profile).cost(ACROSS, strategy, across(keys)) == cost
+        )  # whatever came first

@@ -246,7 +246,7 @@ def test_what_is_not_in_a_block_counts_for_memory_and_time() -> None:
     )
     with pytest.raises(ValueError, match="no plan fits"):
         tight.plan(work(8192))
-    assert without.rest(SHORT) == NOTHING
+    assert without.beside(SHORT).rest == NOTHING
 
 
 def test_a_step_needs_its_floor_whatever_the_plan() -> None:
