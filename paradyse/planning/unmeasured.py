@@ -61,8 +61,14 @@ def in_proportion(cost: BlockCost, said: BlockCost, there: BlockCost) -> BlockCo
         return value * after / before if before > 0 else after
 
     time_s, saved, workspace = map(scaled, QUANTITIES)
-    sizes = {"saved_bytes": math.ceil(saved), "workspace_bytes": math.ceil(workspace)}
-    return replace(there, time_s=time_s, source=cost.source, ahead_bytes=cost.ahead_bytes, **sizes)
+    return replace(
+        there,
+        time_s=time_s,
+        saved_bytes=math.ceil(saved),
+        workspace_bytes=math.ceil(workspace),
+        source=cost.source,
+        ahead_bytes=cost.ahead_bytes,
+    )
 
 
 def scaled_bytes(
