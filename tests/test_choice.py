@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
@@ -45,6 +46,7 @@ def held() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.broad
 def test_plans_count_with_what_the_rank_holds_that_holds_most(pool3: RankPool) -> None:
     """An embedding of 50 rows gives the first of three ranks the fewest."""
     for of_ranks in zip(*pool3.run(held), strict=True):
