@@ -11,7 +11,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -140,7 +140,8 @@ def read_cluster(name: str) -> Cluster:
 
     The file gives a table ``network`` with fields of ``Network``, and ``devices``, a list: each
     entry names a device of ``DEVICES`` as ``base``, or gives all fields, and may change any;
-    ``matmul_flops`` is a table by dtype. Both may be left out where the default is meant:
+    ``matmul_flops`` is a table by dtype. What ``network`` does not say is as the devices come with
+    it; of unequal ones, the least bandwidth and the smallest host. It may be left out:
 
         devices = [{base = "a100-80gb"}, {base = "a100-40gb", matmul_share = 0.6}]
         [network]
@@ -171,7 +172,7 @@ def read_cluster(name: str) -> Cluster:
     if not isinstance(given, list) or not given or not all(isinstance(d, dict) for d in given):
         raise ValueError(f"{file}: 'devices' must be a list of at least one table")
     devices = tuple(_device(d, str(file)) for d in given)
-    base, changed = NETWORKS.get(devices[0].name, Network()), found.get("network", {})
+    base, changed = _slowest_network(given), found.get("network", {})
     if not isinstance(changed, dict):
         raise ValueError(f"{file}: 'network' must be a table, not {changed!r}")
     return Cluster(devices, _fill(Network, vars(base), changed, str(file)))
@@ -200,6 +201,17 @@ def flops_per_byte(name: str) -> float:
     between = network.node_bandwidth / network.gpus_per_node
     bandwidth = device.link_bandwidth if link == LINKS[0] else between
     return device.matmul_flops[torch.bfloat16] / bandwidth
+
+
+def _slowest_network(devices: Sequence[Mapping[str, Any]]) -> Network:
+    """The network that a file's ``devices``, or their bases, come with: of unequal ones the least
+    bandwidth and the smallest host."""
+    networks = [NETWORKS.get(d.get("base", d.get("name", "")), Network()) for d in devices]
+    return replace(
+        networks[0],
+        node_bandwidth=min(n.node_bandwidth for n in networks),
+        host_bytes=min(n.host_bytes for n in networks),
+    )
 
 
 def _device(given: Mapping[str, Any], file: str) -> Device:

@@ -80,7 +80,24 @@ def test_a_cluster_is_read_from_a_file(suffix: str, tmp_path: Path) -> None:
         file.write_text(json.dumps({"devices": devices, "network": {"gpus_per_node": 4}}))
     cluster = read_cluster(str(file))
     assert cluster.devices[0] == A100 and cluster.devices[1].matmul_share == 0.5
-    assert cluster.network == Network(gpus_per_node=4)
+    assert cluster.network == Network(gpus_per_node=4, host_bytes=2**40)  # the smaller host
+
+
+@pytest.mark.parametrize(
+    ("devices", "like"),
+    [
+        ([{"base": "h100-80gb"}, {"base": "a100-80gb"}], "a100-80gb"),
+        ([{"base": "a100-80gb"}, {"base": "h100-80gb"}], "a100-80gb"),
+        ([{"base": "a100-80gb"}, {"base": "a100-40gb"}], "a100-40gb"),
+        ([{"base": "h100-80gb", "name": "lab"}], "h100-80gb"),
+    ],
+)
+def test_a_network_is_the_slowest_that_the_devices_come_with(
+    devices: list[dict[str, str]], like: str, tmp_path: Path
+) -> None:
+    """Whatever their order, and whatever they are called."""
+    (file := tmp_path / "cluster.json").write_text(json.dumps({"devices": devices}))
+    assert read_cluster(str(file)).network == read_cluster(like).network
 
 
 @pytest.mark.parametrize(
