@@ -109,8 +109,8 @@ def profile(
     Call it on every rank, with equal arguments. Rank 0 writes: each measurement is in the file as
     soon as it is made, and those that are there already are not made again. A strategy that passes
     the limit at a length, or is about to by its growth so far, is written down as ``OVER_LIMIT``
-    there, and longer lengths are left out for it. Gradients, the training flag and the random state
-    are as before when it returns.
+    there, and longer lengths are left out for it. Gradients, the mode of each module and the random
+    state are as before when it returns.
 
     Args:
         model: compiled or not, its weights sharded or not, on the device to be measured.
@@ -289,6 +289,9 @@ SUMMARIES: Mapping[str, Callable[[list[Any]], Any]] = {
 }
 """What a field of a measurement is of a rank's samples; the mean of what adds up over blocks."""
 
+ADDED_UP = ("forward_s", "backward_s", "saved_bytes")
+"""Fields that add up over the heads of a step; of the others the most of any head counts."""
+
 
 class _Row:
     """The measurements at one length, of steps under the points ``names`` up to ``limit`` bytes;
@@ -359,7 +362,8 @@ class _Row:
     def _prepare(self, name: str) -> None:
         if name in self.over:
             return
-        memory = None if self._predicted_peak(name) > self.limit else self._memory(name)
+        over = any(everyone(self._predicted_peak(name) > self.limit))
+        memory = None if over else self._memory(name)
         if memory is None:
             self.over.add(name)
             log.info("%s at %d tokens: %s", name, self.seq_len, OVER_LIMIT)
@@ -392,8 +396,14 @@ class _Row:
         return {**seconds, **dict(zip(of, caused_s([seconds[i] for i in of], costs), strict=True))}
 
     def _note(self, name: str, field: str, seen: Mapping[int, float]) -> None:
-        """Add what was ``seen`` of ``field`` in a step under the point, by number of marks."""
-        for number, value in seen.items():
+        """Add what was ``seen`` of ``field`` in a step under the point, by number of marks. All
+        heads are one part."""
+        heads = [i for i in seen if isinstance(self.steps.part_of.get(i), HeadSpec)]
+        values = {i: value for i, value in seen.items() if i not in heads}
+        if heads:
+            together = sum if field in ADDED_UP else max
+            values[heads[0]] = together(seen[i] for i in heads)
+        for number, value in values.items():
             samples = self.samples.setdefault(
                 self.steps.part(self.steps.part_of.get(number), name), {}
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from paradyse.profiling.marks import (
     times_of,
 )
 from paradyse.profiling.steps import Steps
-from paradyse.types import ATTENTION_STRATEGIES, DSP, Workload
+from paradyse.types import ATTENTION_STRATEGIES, DSP, HeadSpec, Workload
 
 EAGER = {"inner": "eager"}
 LENGTHS = (24, 40)
@@ -275,6 +276,50 @@ def test_the_memory_limit_is_recorded(pool2: RankPool, tmp_path: Path) -> None:
         *((k, "", 16, MEASURED) for k in ("head", "rest")),
         *((k, "megatron_cz", 4096, OVER_LIMIT) for k in ("attention", "mlp")),
     }
+
+
+def measure_where_one_rank_is_near_the_limit(path: str) -> Profile:
+    """Only the second rank has so much that the second length would be over the limit."""
+    model, real = make_tiny(), profiler.static_bytes
+    static = real(model, training=True)
+    if torch.distributed.get_rank() == 0:
+        profiler.static_bytes = lambda *given: real(*given) - 2**40
+    try:
+        given: dict[str, Any] = {"options": EAGER, "make_batch": tiny_batch, "repeats": 1}
+        given |= {"strategies": ["megatron_cz"], "memory_limit": static + (2 << 20)}
+        return profile(model, path, (16, 4096), **given)
+    finally:
+        profiler.static_bytes = real
+
+
+def test_what_one_rank_foresees_to_be_over_the_limit_no_rank_runs(
+    pool2: RankPool, tmp_path: Path
+) -> None:
+    found, same = pool2.run(measure_where_one_rank_is_near_the_limit, str(tmp_path / "p"))
+    assert found == same
+    outcomes = {(m.kind, m.seq_len): m.outcome for m in found.measurements}
+    over = {("attention", 4096): OVER_LIMIT, ("mlp", 4096): OVER_LIMIT}
+    assert outcomes == {(k, 16): MEASURED for k in ("attention", "mlp", "head", "rest")} | over
+
+
+def test_what_several_heads_take_adds_up() -> None:
+    """They are one part of a step, whose time, and what it keeps, are those of all of them."""
+    row = profiler._Row.__new__(profiler._Row)
+    head = HeadSpec(32, 64)
+    row.samples, row.steps = (
+        {},
+        SimpleNamespace(  # type: ignore[assignment]
+            part_of={-5: head, -6: head}, part=lambda of, name: ("", "head" if of else "rest", "")
+        ),
+    )
+    for _ in range(3):
+        row._note("megatron_cz", "forward_s", {-5: 1.0, -6: 2.0, -1: 0.5})
+        row._note("megatron_cz", "saved_bytes", {-5: 10, -6: 20, -1: 5})
+        row._note("megatron_cz", "workspace_bytes", {-5: 10, -6: 20, -1: 5})
+    of_heads, rest = (row.samples["", kind, ""] for kind in ("head", "rest"))
+    found = {field: profiler.SUMMARIES[field](values) for field, values in of_heads.items()}
+    assert found == {"forward_s": 3.0, "saved_bytes": 30, "workspace_bytes": 20}
+    assert rest["forward_s"] == [0.5] * 3
 
 
 def measure_alone(path: str) -> Profile:
