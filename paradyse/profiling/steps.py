@@ -81,6 +81,8 @@ class Steps:
         self.axis = resolve_axis(options.get("mesh"))
         self.batch, self.training = batch, training
         self.make_batch = make_batch or _random_tokens(self.model)
+        self.in_multiples = make_batch is not None
+        """Whether batches may have lengths that are multiples of some number alone."""
         self.parameters = list(self.model.parameters())
         shards = [p for p in self.parameters if isinstance(p, ShardedTensor)]
         self.sharded = bool(shards)
@@ -109,10 +111,10 @@ class Steps:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Inside, the model is ready for steps; afterwards its mode, the random state and all
-        gradients are as before."""
+        """Inside, the model is ready for steps; afterwards the mode of each module, the random
+        state and all gradients are as before."""
         kept = [p.grad for p in self.parameters]
-        was_training = self.model.training
+        modes = {module: module.training for module in self.model.modules()}
         called = compiled_call_of(self.model)
         devices = [self.device] if self.device.type == "cuda" else []
         try:
@@ -124,21 +126,29 @@ class Steps:
                 yield
         finally:
             set_compiled_call(self.model, called)
-            self.model.train(was_training)
+            for module, training in modes.items():
+                module.training = training
             for p, grad in zip(self.parameters, kept, strict=True):
                 p.grad = grad
 
     def find_blocks(self, seq_len: int) -> None:
-        """Run steps of ``seq_len`` tokens and of one more, which bring the graph for any length.
+        """Run steps of ``seq_len`` tokens and of fewer, which bring the graph for any length: a
+        model may have no positions for more, and a batch of the user's own no odd length.
 
         Raises:
             ValueError: there is no block whose strategy can be chosen.
         """
-        for n in (seq_len, seq_len + 1):
+        for n in (seq_len, self._another(seq_len)):
             self.run(n, AUTO)
         if not self.blocks:
             why = f" ({'; '.join(self.notes)})" if self.notes else ""
             raise ValueError(f"no block of this model can be switched{why}: nothing to measure")
+
+    def _another(self, seq_len: int) -> int:
+        """A length beside ``seq_len``, and shorter, unless only one token would be left."""
+        if self.in_multiples and seq_len % 2 == 0 and seq_len > 2:
+            return seq_len // 2
+        return seq_len - 1 if seq_len > 2 else seq_len + 1
 
     def run(self, seq_len: int, plan: PlanOption) -> None:
         """One step of ``seq_len`` tokens; it compiles what ``plan`` needs and leaves gradients."""

@@ -1,0 +1,61 @@
+"""Steps that are measured: at which lengths, and what they leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tiny, tokens
+from torch import Tensor, nn
+
+from paradyse import profile
+from paradyse.profiling.steps import Steps
+
+EAGER = {"inner": "eager"}
+
+
+class Placed(Tiny):
+    """Has so many positions, and no more, and takes lengths that are a multiple of four."""
+
+    def __init__(self, positions: int, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.positions = nn.Embedding(positions, 32)
+
+    def extra(self, x: Tensor) -> Tensor:
+        assert x.shape[1] % 4 == 0
+        return x + self.positions.weight[torch.arange(x.shape[1])]
+
+
+def batch_of_tokens(batch: int, seq_len: int) -> dict[str, Any]:
+    ids = tokens(batch, seq_len)
+    return {"ids": ids, "labels": ids}
+
+
+def test_a_model_is_measured_at_the_most_tokens_that_it_has_positions_for(tmp_path: Path) -> None:
+    """With batches of the user's own, also where not every length can be had."""
+    given: dict[str, Any] = {"repeats": 1, "options": EAGER, "make_batch": batch_of_tokens}
+    found = profile(Placed(16, layers=1), tmp_path / "p.jsonl", [16], **given)
+    assert {m.seq_len for m in found.measurements} == {16}
+
+
+@pytest.mark.parametrize(("own", "lengths"), [(False, [16, 15]), (True, [16, 8])])
+def test_blocks_are_found_at_no_length_beyond(own: bool, lengths: list[int]) -> None:
+    model, ran = Tiny(layers=1), list[int]()
+    model.get_input_embeddings = lambda: model.embed  # type: ignore[assignment]
+    steps = Steps(model, EAGER, 1, True, batch_of_tokens if own else None)
+    steps.blocks = steps.blocks or ("some",)  # type: ignore[assignment]
+    steps.run = lambda n, plan: ran.append(n)  # type: ignore[method-assign]
+    steps.find_blocks(16)
+    assert ran == lengths
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_module_is_in_its_own_mode_afterwards(training: bool) -> None:
+    """A part that was frozen by hand is not thawed, whatever the model is in."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train(training)
+    model[1].train(not training)
+    with Steps(model, EAGER, 1, True, lambda batch, seq_len: {}).prepared():
+        assert model[1].training
+    assert (model.training, model[1].training) == (training, not training)
