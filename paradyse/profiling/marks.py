@@ -406,12 +406,15 @@ class StepMemory:
     peak_bytes: int
 
 
-def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
+def memory_of(watch: Watch, levels: Sequence[Level], new_bytes: int = 0) -> StepMemory:
     """What each block held by the ``levels`` at the marks of ``watch``.
 
     Weights that are on their way count for their own block, once it has taken them, and for no
     other (``BlockCost.ahead_bytes``). With these ``planning.costs.peak_bytes`` of the parts is what
     was held at most, or more.
+
+    Args:
+        new_bytes: of gradients that this step's backward made: static, no part of rest or floor.
     """
     held, peaks, taken = _without_others(watch.marks, levels)
     spans = sorted(find_spans(watch.marks), key=lambda s: s.first)
@@ -431,9 +434,9 @@ def memory_of(watch: Watch, levels: Sequence[Level]) -> StepMemory:
         beyond = max(peaks[i] for i in inside) - (begun if s.backward else held[s.last])
         workspace[s.block] = max(workspace[s.block], beyond)
         ahead[s.block] = max(ahead[s.block], *(taken.get(i, 0) for i in inside))
-    workspace[-1] = max(0, *(peaks[i] for i in outside if i <= end)) - sum(saved.values())
-    workspace[-1] = max(0, workspace[-1])
-    floor = max((peaks[i] for i in outside if i > end), default=0)
+    between = (peaks[i] - new_bytes * (i > turn) for i in outside if i <= end)
+    workspace[-1] = max(0, max(between, default=0) - sum(saved.values()))
+    floor = max(0, max((peaks[i] for i in outside if i > end), default=0) - new_bytes)
     peak = max(level.peak_bytes for level in levels[1:])
     return StepMemory(saved, workspace, ahead, floor, peak)
 

@@ -399,7 +399,9 @@ class Feedback:
         planner, own = self.splits.of(record.plan, record.workload)
         costs = planner.predicted_costs(own)
         ids, points = mark_ids(record.program), planner.points(record.plan)
-        held = memory_of(watch, probe.read())
+        keeps = record.workload.keeps_gradients
+        made = record.missing_bytes + planner.kept_bytes * keeps
+        held = memory_of(watch, probe.read(), made if isinstance(probe, DeviceMemory) else 0)
         for key, at in keys.items():
             cost, numbers = costs[at[0]][points[at[0]]], [i for k in at for i in ids[k]]
             saved = max(0.0, sum(held.saved_bytes[i] for i in numbers) / len(at))
@@ -412,9 +414,10 @@ class Feedback:
                 found[WORKSPACE, key, scale] = workspace / max(1, cost.workspace_bytes)
         found[REST_SAVED, None, tokens] = max(1.0, held.saved_bytes[-1])  # above 0: it was seen
         found[REST_WORKSPACE, None, tokens] = held.workspace_bytes[-1]
-        found[FLOOR, None, 0] = max(0, held.floor_bytes - record.missing_bytes)
-        if isinstance(probe, DeviceMemory) and not record.workload.keeps_gradients:
-            found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
+        if not keeps:  # what is kept may be more than predicted, and holds for these calls alone
+            found[FLOOR, None, 0] = held.floor_bytes
+            if isinstance(probe, DeviceMemory):
+                found[STATIC, None, 0] = probe.first_bytes + record.missing_bytes
         return found
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ import torch
 from harness import RankPool
 from models import check, make_batch, make_model, run_step
 
+from paradyse.planning.corrections import FLOOR, REST_WORKSPACE, STATIC
+from paradyse.profiling import marks as m
+from paradyse.profiling.online import Feedback, StepWatch, _Record
 from paradyse.runtime.saved_memory import Saved, storages
 from paradyse.torch_private import saved_tensors_hooks_are_free
+from paradyse.types import Plan, Workload
 
 MESSAGE_S = {"all_to_all": 1e-4, "ring_exchange": 2e-4}
 """What messages take by the machine's rates; others take nothing."""
@@ -414,6 +420,35 @@ def test_memory_is_not_watched_where_hooks_take_what_is_saved() -> None:
         assert not saved_tensors_hooks_are_free()
     with hooks.disable_saved_tensors_hooks("no"):
         assert not saved_tensors_hooks_are_free()
+
+
+@pytest.mark.parametrize("missing", [16, 0])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("logits", [0, 30])
+def test_gradients_that_a_call_makes_are_static_alone(
+    missing: int, keeps: bool, logits: int
+) -> None:
+    """Two blocks that save one byte each and have gradients of eight, made in backward where they
+    are missing, and kept back where ``keeps``; before it there are logits at most."""
+    marks = [(m.START, -1), *((what, i) for i in (0, 1) for what in (m.ENTER, m.EXIT, m.FREED))]
+    marks += [*((what, i) for i in (1, 0) for what in (m.GRAD, m.DONE)), (m.END, -1)]
+    grown = 8 if missing or keeps else 0
+    held = [0, 0, 1, 1, 1, 2, 2, 2, 1 + grown, 1 + grown, 2 * grown, 2 * grown]
+    highest = [*accumulate([*held[:7], max(2, logits), *held[8:]], max)]
+    probe = m.DeviceMemory(reset=False)
+    probe._points = [(100 + h, 100 + p) for h, p in zip(held, highest, strict=True)]
+    workload = Workload(1, 8, torch.float32, True, 2, keeps_gradients=keeps)
+    planner: Any = SimpleNamespace(
+        kept_bytes=16, predicted_costs=lambda workload: [], points=lambda plan: []
+    )
+    feedback: Any = SimpleNamespace(
+        _keys=lambda plan: {}, splits=SimpleNamespace(of=lambda *given: (planner, workload))
+    )
+    program: Any = SimpleNamespace(steps=[], block_steps=[])
+    record = _Record(program, 1, workload, Plan(()), True, StepWatch(probe, marks), missing)
+    found = {quantity: v for (quantity, *_), v in Feedback._memory(feedback, record).items()}
+    assert found[REST_WORKSPACE] == max(0, logits - 2)
+    assert found[FLOOR] == 0 and found[STATIC] == (0 if keeps else 100 + missing)
 
 
 def test_emptied_memory_does_not_count() -> None:
