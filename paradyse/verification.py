@@ -108,7 +108,8 @@ def verify(
     """Compare loss and every gradient of every feasible strategy, and of mixtures, with eager.
 
     Runs ``model`` eagerly, whole, on every rank, then under the backend with each plan; dropout is
-    off. Gradients and the training flag are restored. Call it on every rank with the same batch.
+    off. Gradients and the mode of each module are restored. Call it on every rank with the same
+    batch.
 
     Args:
         model: an uncompiled module whose output has ``.loss``.
@@ -129,7 +130,7 @@ def verify(
     _check(model, batch, options)
     axis = resolve_axis((options or {}).get("mesh"))
     kept = {n: p.grad for n, p in model.named_parameters()}
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         loss, grads = _step(model, model, batch)
@@ -164,7 +165,8 @@ def verify(
         text = f"{type(model).__name__}, batch {list(first.shape)}, {ranks}"
         return VerifyReport(tuple(rows), text)
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
         for n, p in model.named_parameters():
             p.grad = kept[n]
 

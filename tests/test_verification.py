@@ -1,12 +1,14 @@
-"""Which gradient ``verify`` finds furthest off."""
+"""Which gradient ``verify`` finds furthest off, and what it leaves behind."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from tiny import Tiny, tokens
 
-from paradyse.verification import worst_gradient
+from paradyse.verification import verify, worst_gradient
 
 WANT = {"weight": torch.ones(3), "norm": torch.full((3,), 1e-3), "k_proj.bias": torch.zeros(3)}
 
@@ -30,3 +32,11 @@ def test_what_is_no_number_is_worst_wherever_it_stands() -> None:
 def test_a_gradient_that_is_missing_is_named() -> None:
     got = {name: grad for name, grad in WANT.items() if name != "norm"}
     assert worst_gradient(WANT, got) == ("norm (in one only)", math.inf)
+
+
+def test_each_module_is_in_its_own_mode_afterwards() -> None:
+    model = Tiny(layers=1).train()
+    model.head.eval()  # frozen by hand
+    with pytest.raises(ValueError, match="returned no loss"):
+        verify(model, {"ids": tokens(1, 8)})
+    assert model.training and model.embed.training and not model.head.training
