@@ -49,7 +49,8 @@ def capture_program(
     Args:
         at_rest: which dim tokens lie split along, as ``Plan.split`` has it.
     Raises:
-        ValueError: the model cannot be called so, is not one graph, or nothing in it can be split.
+        ValueError: the model cannot be called so, is not one graph, as where Dynamo cannot follow
+            it, or nothing in it can be split.
     """
     found: list[tuple[Program | None, Sequence[str]]] = []
     options = Options(inner="aot_eager")
@@ -71,14 +72,17 @@ def capture_program(
         found.append((program, ctx.notes))
         raise _Captured
 
-    compiled = torch.compile(model, backend=capture, dynamic=True)
+    compiled = torch.compile(model, backend=capture, dynamic=True, fullgraph=True)
     try:
         compiled(**batch)
     except Exception as e:
         if not graphs:  # Dynamo gives the model's own error, or says what it cannot follow
             why = ": ".join([type(e).__name__, *str(e).strip().splitlines()[:1]])
             given = ", ".join(map(str, batch)) or "no arguments"
-            raise ValueError(f"the model cannot be called with {given}: {why}") from e
+            raise ValueError(
+                f"the model cannot be called with {given}: {why} (on paper it must be "
+                "one graph: take out what Dynamo cannot follow)"
+            ) from e
         captured = isinstance(e.__cause__ or e, _Captured) or "_Captured" in str(e)
         if not (found and captured):
             raise
