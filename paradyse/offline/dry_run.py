@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -46,6 +47,7 @@ from paradyse.strategies.tiles import cut_into
 from paradyse.torch_private import FakeTensorMode
 from paradyse.types import LEVERS, REPLICATED, BlockSpec, HeadSpec, Point, Workload
 from paradyse.weights.layout import ShardLayout, even_layout
+from paradyse.weights.optimizer_state import MOMENTS
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
 
@@ -73,16 +75,17 @@ class Sizes:
     lasting: bool = False
     """Whether blocks read its results to the end, without a gradient, such as a rotary table."""
 
-    def at(self, tokens: int, tile: int | None = None) -> tuple[int, int]:
+    def at(self, tokens: int, tile: int | None = None, num_sequences: int = 1) -> tuple[int, int]:
         """Saved bytes and bytes of workspace with ``tokens`` on a rank, without weights.
 
         Args:
             tile: most tokens of a tile; None: it has all.
+            num_sequences: of equal length, which share these tokens.
         """
         in_tile = tokens if tile is None else min(tile, tokens)
-        saved, peak = self.growth.at(tokens, TILES * in_tile)
+        saved, peak = self.growth.at(tokens, TILES * in_tile, num_sequences)
         if self.before is not None:
-            less, lower = self.before.at(tokens)
+            less, lower = self.before.at(tokens, num_sequences=num_sequences)
             saved += self.num_more * (saved - less)
             peak += self.num_more * max(0, peak - lower)
         return saved, max(0, peak - saved)
@@ -101,7 +104,8 @@ class DryRun:
     num_ranks: int
     num_parameters: int
     static_bytes: int
-    """Bytes of weights, gradients and two moments of an optimizer, on one rank's device."""
+    """Bytes of weights, gradients and two moments of an optimizer, on the device of the rank that
+    has most; of frozen weights they alone."""
     notes: tuple[str, ...]
     before: tuple[Sizes, ...] = ()
     """What runs before the first block, and is done with its backward after it: the embedding."""
@@ -119,8 +123,11 @@ class DryRun:
     def tokens(self, seq_len: int, batch: int) -> int:
         """How many tokens of the split dim a rank holds in a workload of ``batch`` sequences of
         ``seq_len``, padding included; not counting those beside."""
-        of_one = batch // math.prod(self.beside)
-        return of_one * TokenLayout(self.num_ranks, seq_len).local_len
+        return self.num_alike(batch) * TokenLayout(self.num_ranks, seq_len).local_len
+
+    def num_alike(self, batch: int) -> int:
+        """How often ``batch`` sequences are what was run: one, or one for each token beside."""
+        return batch // math.prod(self.beside)
 
     def workload(self, batch: int, seq_len: int, dtype: torch.dtype) -> Workload:
         """A step in ``dtype``: ``batch`` sequences, or videos, of ``seq_len`` tokens, or frames."""
@@ -168,7 +175,7 @@ def dry_run(
                     sizes[key] = measure_step(program, step, point)
         before, between = _measure_pieces(program)
         parameters = list(model.parameters())
-        held = 4 * sum(_held_bytes(p, num_ranks if sharded else 1) for p in parameters)
+        held = _static_bytes(program, parameters, sharded)
         return DryRun(
             blocks,
             sizes,
@@ -211,12 +218,37 @@ def _measure_heads(program: Program, levers: Collection[str]) -> dict[str, tuple
     return {v: tuple(measure_step(program, step, v) for step in steps) for v in points}
 
 
-def _held_bytes(parameter: Tensor, num_ranks: int) -> int:
-    """Bytes of the largest share of ``parameter`` that ``paradyse.shard`` leaves on a rank."""
-    if not parameter.ndim:
-        return parameter.element_size()
-    rows = -(-parameter.shape[0] // num_ranks)
-    return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+def _times(is_trained: bool) -> int:
+    """How often a weight's bytes are held: with its gradient and what optimizers hold of it."""
+    return 1 + (1 + MOMENTS) * is_trained
+
+
+def _static_bytes(program: Program, parameters: Sequence[Tensor], sharded: bool) -> int:
+    """Bytes of ``parameters``, their gradients and moments: the most of any rank. Those that are
+    ``sharded`` lie as ``paradyse.shard`` leaves them, and of whole heads where blocks of
+    ``program`` have them moved."""
+    if not sharded:
+        return sum(p.nbytes * _times(p.requires_grad) for p in parameters)
+    axis, ranks = program.axis, range(program.axis.size)
+    rows_of = cache(lambda num_rows: np.array(even_layout(axis, num_rows).num_rows))
+
+    def even(w: Tensor) -> np.ndarray:
+        if not w.ndim:
+            return np.full(axis.size, w.nbytes)
+        return rows_of(w.shape[0]) * (math.prod(w.shape[1:]) * w.element_size())
+
+    of_rank = np.zeros(axis.size, dtype=np.int64)
+    for w in parameters:
+        of_rank += even(w) * _times(w.requires_grad)
+    layouts: dict[fx.Node, ShardLayout] = {}
+    for step in program.block_steps:
+        for node, layout in rest_layouts(program.scope_of(step), step.block).items():
+            layouts.setdefault(node, layout)
+    for node, layout in layouts.items():
+        w = node.meta["val"]
+        moved = [layout.numel(w.shape, r) * w.element_size() for r in ranks]
+        of_rank += (np.array(moved) - even(w)) * _times(has_gradient(node))
+    return int(of_rank.max())
 
 
 def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
@@ -357,11 +389,13 @@ class _Alone(Frame):
         return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
 
 
-def _run_alone(program: Program, step: Step, strategy: str, seq_len: int) -> Sample:
-    """Run ``step`` under ``strategy`` on one sequence, forward and backward, without memory; where
-    there are several, such as those of an encoder and a decoder, all have ``seq_len`` tokens."""
-    lengths = dict.fromkeys(program.ctx.seqs.values(), 1) | dict.fromkeys(program.ctx.seqs, seq_len)
-    sizes, known = {WHOLE: seq_len, "B": 1}, program.captured_at
+def _run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: int = 1) -> Sample:
+    """Run ``step`` under ``strategy`` on ``batch`` sequences, forward and backward, without memory;
+    where there are several of each, such as an encoder's and a decoder's, all have ``seq_len``
+    tokens."""
+    seqs = program.ctx.seqs
+    lengths = dict.fromkeys(seqs.values(), batch) | dict.fromkeys(seqs, seq_len)
+    sizes, known = {WHOLE: seq_len, "B": batch}, program.captured_at
     for letter, f in program.scope.beside.items():
         size = known.get(letter, f.size)
         sizes[letter] = size if f in program.unsplit else lengths.get(f, size)

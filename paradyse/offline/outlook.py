@@ -6,6 +6,7 @@ shapes of the captured blocks, at the rates of ``devices.machine_of``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -82,7 +83,8 @@ class PaperCosts:
         """Of what is no block of ``workload`` and not the head: memory, and the time of its
         matmuls; the same whatever the ``blocks`` and the ``head``."""
         run, tokens = self.run, self.run.tokens(workload.seq_len, workload.batch)
-        flops = sum(sizes.growth.flops_at(tokens) for sizes in (*run.before, *run.between))
+        how = tokens, self.run.num_alike(workload.batch)
+        flops = sum(sizes.growth.flops_at(*how) for sizes in (*run.before, *run.between))
         # what lies behind blocks is done before any block's backward: all of it is workspace
         held = [self._held(sizes, workload) for sizes in run.between if not sizes.lasting]
         most = max(map(sum, held), default=0)
@@ -112,7 +114,8 @@ class PaperCosts:
         those of blocks."""
         batch = workload.batch
         tokens = self.run.tokens(workload.seq_len, batch)
-        saved, workspace = sizes.at(tokens, tile or batch * tile_tokens(batch))
+        tile = tile or batch * tile_tokens(batch)
+        saved, workspace = sizes.at(tokens, tile, self.run.num_alike(batch))
         apart = self.sharded and (self.run.num_ranks > 1 or self.run.on_host_bytes > 0)
         gathered_bytes = sizes.growth.gathered_bytes * apart
         return saved, workspace + RESIDENT[workload.training] * gathered_bytes
@@ -175,7 +178,8 @@ def look_ahead(
     sharded: bool = True,
     levers: Sequence[str] = LEVERS,
 ) -> Outlook:
-    """Every strategy, and the mixture of all, at ``lengths``.
+    """Every strategy, and the mixture of all, at ``lengths``; what ``run`` has on the host is not
+    there for blocks, and nothing fits where the host cannot take it.
 
     Args:
         lengths: tokens of a sequence; or a function of the longest length that fits.
@@ -187,16 +191,22 @@ def look_ahead(
     """
     if memory_limit is not None:
         machine = replace(machine, capacity_bytes=memory_limit)
+    limit = math.inf if machine.capacity_bytes is None else machine.capacity_bytes
+    host = machine.host_capacity_bytes
+    left = None if host is None else host - run.on_host_bytes
+    full = left is not None and left < 0  # no plan fits
+    host_memory, memory = (0, 0) if full else (left, None)
     costs = cast(Any, PaperCosts(run, machine, sharded))
 
     def planner_with(levers: Sequence[str]) -> Planner:
         # plans by length alone, not by what came before
-        options = Options(smoothing=0.0, levers=tuple(levers))
+        options = Options(
+            smoothing=0.0, levers=tuple(levers), memory_limit=memory, host_memory=host_memory
+        )
         known = run.static_bytes, sharded, costs, run.head
         return Planner(options, run.blocks, run.num_ranks, lambda _: machine, *known)
 
     planner = planner_with(levers)
-    limit = planner.memory_limit(dtype)
 
     def workload(seq_len: int) -> Workload:
         return run.workload(batch, seq_len, dtype)
@@ -217,7 +227,8 @@ def look_ahead(
         s: tuple(_forecast(planner, plan, workload(n)) for n in lengths)
         for s, plan in static.items()
     }
-    possible = [w for w in map(workload, lengths) if planner.least_bytes(w) <= limit]
+    most = planner.memory_limit(dtype)
+    possible = [w for w in map(workload, lengths) if planner.least_bytes(w) <= most]
     forecasts[MIXTURE] = tuple(_forecast(planner, planner.plan(w), w) for w in possible)
     reaches = {
         name: _reach(p, workload(longest[name]), [workload(n) for n in lengths])

@@ -102,7 +102,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Growth:
-    """Saved bytes and timeline as polynomials of the tokens a rank holds."""
+    """Saved bytes and timeline as polynomials of the tokens a rank holds of one sequence."""
 
     saved: np.ndarray
     """Coefficients [degree + 1], lowest first."""
@@ -116,22 +116,30 @@ class Growth:
     """Coefficients [operators, degree + 1] of what is beside ``timeline`` in tiles, by the tokens
     of all tiles that were measured."""
 
-    def flops_at(self, tokens: int) -> float:
-        """Operations of the matmuls, forward and backward, with ``tokens`` on a rank."""
-        return float(self.flops @ float(tokens) ** np.arange(len(self.flops)))
+    def flops_at(self, tokens: int, num_sequences: int = 1) -> float:
+        """Operations of the matmuls, forward and backward, with ``tokens`` on a rank, of
+        ``num_sequences`` of equal length."""
+        return float(self.flops @ _powers(tokens, num_sequences, len(self.flops)))
 
-    def at(self, tokens: int, in_tiles: int = 0) -> tuple[int, int]:
+    def at(self, tokens: int, in_tiles: int = 0, num_sequences: int = 1) -> tuple[int, int]:
         """Saved bytes and peak bytes with ``tokens`` on a rank.
 
         Args:
             in_tiles: tokens of as many tiles as were measured.
+            num_sequences: of equal length, which share these tokens; each has its own scores.
         """
-        degrees = np.arange(len(self.saved))
-        powers = float(tokens) ** degrees
+        powers = _powers(tokens, num_sequences, len(self.saved))
         held = self.timeline @ powers
         if self.in_tile is not None:
-            held = held + self.in_tile @ float(in_tiles) ** degrees
+            held = held + self.in_tile @ _powers(in_tiles, num_sequences, len(self.saved))
         return round(float(self.saved @ powers)), round(float(held.max()))
+
+
+def _powers(tokens: int, num_sequences: int, count: int) -> np.ndarray:
+    """The sums over sequences of 1, tokens, tokens^2 ...: ``count`` of them. What is the same at
+    any length, such as copies of weights, is there once."""
+    of_each = (tokens / num_sequences) ** np.arange(count)
+    return of_each * np.where(np.arange(count) > 0, num_sequences, 1)
 
 
 EXACT = 1e-6

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from harness import RankPool
 from models import FAMILIES, make_batch, make_model
 from torch import Tensor
 
-from paradyse.cli.commands.plan import levers_chart, page_of
+from paradyse.cli.commands.plan import levers_chart, page_of, tables_of_the_longest
 from paradyse.cli.models import whole_graphs
 from paradyse.offline import dry_run as dry
 from paradyse.offline import ops
@@ -27,8 +29,10 @@ from paradyse.offline.dry_run import (
     measure_step,
 )
 from paradyse.offline.outlook import MIXTURE, NO_LEVERS, Outlook, PaperCosts, look_ahead
-from paradyse.offline.timeline import Sample, Timeline, fit_growth
+from paradyse.offline.timeline import Growth, Sample, Timeline, fit_growth
 from paradyse.planning.costs import Machine
+from paradyse.planning.units import format_bytes
+from paradyse.runtime.describe import describe_blocks
 from paradyse.runtime.saved_memory import Saved
 from paradyse.types import ATTENTION_STRATEGIES, DSP, BlockSpec, Workload
 
@@ -229,7 +233,8 @@ def test_the_host_takes_what_blocks_keep(llama8: DryRun) -> None:
     machine = machine_of(read_cluster("a100-80gb"), 8, torch.float32)
 
     def longest(levers: Sequence[str], **changes: Any) -> int:
-        here, memory = replace(machine, **changes), 2**29 + 2 * machine.communicator_bytes
+        here, fixed = replace(machine, **changes), 2 * machine.communicator_bytes
+        memory = 2**29 + fixed + llama8.static_bytes
         found = look_ahead(llama8, here, [], torch.float32, memory_limit=memory, levers=levers)
         return found.longest[MIXTURE]
 
@@ -346,6 +351,52 @@ def test_the_mixture_is_told_by_lever_and_its_peak_by_parts(llama8: DryRun) -> N
     assert all(longest[NO_LEVERS] <= longest[name] <= longest[MIXTURE] * 1.001 for name in alone)
     drawn = {line.name for line in levers_chart(outlook).lines}
     assert {"no levers", "all levers", "tiled", "recompute"} <= drawn
+
+
+def test_weights_on_the_host_leave_less_of_it_to_blocks() -> None:
+    """And where it cannot take them nothing is trained, whatever the device has."""
+    growth = Growth(np.array([0, 1e6]), np.array([[0, 3e6]]), np.array([0, 1e6]), 0)
+    sizes: Any = defaultdict(lambda: Sizes(growth))
+    run = DryRun((BlockSpec("b", "mlp", 8, "s"),) * 8, sizes, (), 2, 0, 0, ())
+    machine = replace(machine_of(read_cluster("a100-80gb"), 2), capacity_bytes=2**36)
+    host = machine.host_capacity_bytes or 0
+
+    def outlook(at_rest: int, host_bytes: int = host) -> Outlook:
+        resting = replace(run, on_host_bytes=at_rest)
+        here = replace(machine, host_capacity_bytes=host_bytes)
+        return look_ahead(resting, here, [64], torch.bfloat16, levers=["offload"], sharded=False)
+
+    plenty, little = outlook(0), outlook(host - 2**35)
+    assert little.longest == outlook(0, 2**35).longest
+    assert 0 < little.longest[NO_LEVERS] < little.longest[MIXTURE] < plenty.longest[MIXTURE]
+    none = outlook(host + 1)
+    assert set(none.longest.values()) == {0} and none.limit_bytes == plenty.limit_bytes
+    assert not none.forecasts[MIXTURE] and none.reaches[MIXTURE].longest is None
+    assert not any(f.fits for of in none.forecasts.values() for f in of)
+    static, _, *on_host = tables_of_the_longest(none)[0][2]
+    assert static[1] == "0 B" and on_host == [
+        ("weights, gradients, optimizer on the host", format_bytes(host + 1)),
+        ("may be used there", format_bytes(host)),
+    ]
+
+
+@pytest.mark.broad
+def test_scores_grow_with_each_sequence_and_not_with_all() -> None:
+    """Eight short sequences, seen as such, on one of two ranks."""
+    model, batch = meta_model("llama")
+    with whole_graphs(), fake_world(2) as axis:
+        program = capture_program(model, {k: x.expand(2, -1) for k, x in batch.items()}, axis)
+        step, point = program.block_steps[0], "colossal_z"
+        sizes, block = measure_step(program, step, point), describe_blocks(program)[0]
+        dry._run_alone(program, step, point, 128, batch=8)  # it compiles
+        real = dry._run_alone(program, step, point, 128, batch=8)
+    run = DryRun((block,), {(block.structure, point): sizes}, (), 2, 0, 0, ())
+    machine = machine_of(read_cluster("a100-80gb"), 2, torch.float32)
+    costs = PaperCosts(run, machine, sharded=False)
+    cost = costs.cost(block, point, Workload(8, 128, torch.float32, True, 2))
+    assert cost.saved_bytes == real.saved_bytes
+    need = max(real.timeline)  # all sequences share a mask, which is counted for each
+    assert need <= cost.saved_bytes + cost.workspace_bytes <= 1.1 * need
 
 
 def test_machines_without_a_limit() -> None:

@@ -307,10 +307,16 @@ def tables_of(
 def tables_of_the_longest(outlook: Outlook) -> list[Table]:
     """Of ``outlook``: how far the mixture gets by which levers, and what a rank then holds."""
     may_use = ("may be used", format_bytes(outlook.limit_bytes))
-    longest = outlook.reaches[MIXTURE].longest
+    longest, on_host = outlook.reaches[MIXTURE].longest, outlook.run.on_host_bytes
+    apart = []
+    if on_host:
+        apart = [
+            ("weights, gradients, optimizer on the host", format_bytes(on_host)),
+            ("may be used there", format_bytes(outlook.machine.host_capacity_bytes or math.inf)),
+        ]
     if longest is None:
         static = ("weights, gradients, optimizer", format_bytes(outlook.run.static_bytes))
-        return [("memory of a rank", ("what", "bytes"), [static, may_use])]
+        return [("memory of a rank", ("what", "bytes"), [static, may_use, *apart])]
     rows = [
         (
             f"{f.seq_len:,}",
@@ -322,10 +328,6 @@ def tables_of_the_longest(outlook: Outlook) -> list[Table]:
         if (f := reach.longest) is not None
     ]
     held = [(what, format_bytes(n)) for what, n in longest.held]
-    on_host = outlook.run.on_host_bytes
-    apart = (
-        [("weights, gradients, optimizer on the host", format_bytes(on_host))] if on_host else []
-    )
     return [
         ("plans at the longest lengths", ("tokens", "levers", "time", "strategies"), rows),
         (
