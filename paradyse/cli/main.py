@@ -260,7 +260,10 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     _flag(parser, "--levers", text, type=_levers, metavar="NAME,NAME,...")
     _add_json(parser)
     _add_running(parser, on_paper=True)
-    group = parser.add_argument_group("a cluster on paper: nothing runs, no rank is started")
+    text = "All plans split tokens along the sequence. A run may also split a batch by\n"
+    text += "sequences (or by dsp), or compute it whole on every rank."
+    title = "a cluster on paper: nothing runs, no rank is started"
+    group = parser.add_argument_group(title, text)
     text = "devices of the cluster (default, of a --device that is not here: 8); with neither, "
     text += "ranks of this machine run"
     _count(group, "--gpus", text)
