@@ -175,24 +175,23 @@ def run_as_asked(
     arguments: Mapping[str, Any],
     on_report: Callable[[Any], None] | None = None,
     num_ranks: int | None = None,
-    silence_s: float = Setting.silence_s,
     rate: float | None = None,
 ) -> list[Any]:
     """``run_ranks`` of ``target`` and ``arguments`` as the command line asks; it raises what that,
     ``choose_device`` and ``collectives.timeout`` raise.
 
     Args:
-        args: with ``ranks``, ``device``, ``timeout`` (s) and ``verbose``.
+        args: with ``ranks``, ``device``, ``timeout`` (s) and ``verbose``. Ranks may be silent that
+            long: between two reports may lie all that they compile, or all they do.
         on_report: called with everything that a rank sends.
         num_ranks: other than ``args.ranks``.
-        silence_s: for any rank to report anything.
         rate: of ``Setting``.
     """
     from paradyse.distributed import collectives
 
     collectives.timeout()
     device = choose_device(args.device, args.ranks)
-    setting = Setting(device, args.timeout, silence_s, args.verbose, rate=rate)
+    setting = Setting(device, args.timeout, args.timeout, args.verbose, rate=rate)
     hear = on_report or (lambda value: None)
     return run_ranks(
         target, num_ranks or args.ranks, arguments, setting, lambda rank, value: hear(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from paradyse.cli import launch
 from paradyse.cli.launch import Rank, RanksFailed, Setting, run_ranks
+from paradyse.cli.main import main
 
 SETTING = Setting(timeout_s=60, env={"PYTHONPATH": str(Path(__file__).parent)})
 
@@ -113,6 +115,27 @@ def test_a_hang_ends_in_time_with_the_stacks() -> None:
     text = rf"not finished in {setting.timeout_s:.0f} s(?s:.*)sleep_for_ever"
     with pytest.raises(RanksFailed, match=text):
         run_ranks("test_launch:sleep_for_ever", 1, {}, setting)
+
+
+@pytest.mark.parametrize("command", ["verify --model {}", "plan --model {}", "bench", "demo"])
+def test_ranks_may_be_silent_as_long_as_the_timeout(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2}))
+    monkeypatch.chdir(tmp_path)
+    given: list[Setting] = []
+
+    def note(target: str, num_ranks: int, arguments: Any, setting: Setting, hear: Any) -> None:
+        given.append(setting)
+        raise RanksFailed("enough")
+
+    monkeypatch.setattr(launch, "run_ranks", note)
+    flags = ["--timeout", "7200", "--device", "cpu"]
+    flags += ["--link", "1gbit"] if command == "demo" else []
+    monkeypatch.setattr(launch.links, "why_not", lambda: "")
+    assert main([*command.format(tmp_path / "config.json").split(), *flags]) == 1
+    assert [(s.timeout_s, s.silence_s) for s in given] == [(7200, 7200)]
 
 
 def test_an_interrupt_leaves_no_rank_behind() -> None:

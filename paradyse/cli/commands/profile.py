@@ -64,7 +64,6 @@ def run_profile(args: argparse.Namespace) -> int:
             "paradyse.cli.rank_jobs:profile",
             {"make": make, "sharded": args.sharded, "arguments": arguments},
             lambda p: screen.progress(p.done, p.total, p.text or "done"),
-            silence_s=args.timeout,  # between two reports lie all steps of a strategy at a length
         )[0]
     show_summary(console, found, args)
     if args.json:
