@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from paradyse.cli import models as integrations
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
 from paradyse.config import BLOCK_KINDS
+from paradyse.distributed.failures import is_out_of_memory
 from paradyse.planning.explain import count_names
 from paradyse.profiling.steps import peak_beyond, static_bytes
 from paradyse.strategies import canonical_strategy
@@ -75,7 +76,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """A strategy that cannot be the plan of this model."""
+    """A strategy that cannot be the plan of this model, or for which memory is too short."""
 
     choice: str
     why: str
@@ -213,6 +214,16 @@ class _Choices:
         return int(_largest(self.rank, peak))
 
 
+def _why_infeasible(error: Exception, num_tokens: int) -> str | None:
+    """Why a strategy cannot be the plan of ``num_tokens``, by an ``error`` that all ranks raise;
+    None: it says something else."""
+    if isinstance(error, ValueError | NotImplementedError):
+        return str(error).removeprefix(GIVEN)
+    if is_out_of_memory(error):
+        return f"a rank runs out of memory at {num_tokens} tokens"
+    return None
+
+
 def replay(
     rank: Rank,
     model: torch.nn.Module,
@@ -224,6 +235,9 @@ def replay(
     watch_memory: bool = False,
 ) -> None:
     """Forward and backward of ``trace`` under every choice, after all of them are compiled.
+
+    A strategy that turns out not to be feasible, or for which memory is too short, is reported as
+    ``Infeasible`` and left out from then on; what was reported of it before does not count.
 
     Args:
         model: compiled here.
@@ -245,22 +259,36 @@ def replay(
     plans = {n: describe_plan(key, kinds) for n, key in keys.items()}
     for n, key in keys.items():
         send(Planned(n, plan_shares(key, kinds)))
-    choices = [AUTO]
+    choices = [AUTO, *strategies]
+
+    def attempt(work: Callable[..., Any], choice: str, batch: dict[str, Tensor], known: str) -> Any:
+        """What ``work`` gives; None where ``choice`` is found not to be feasible, or was before."""
+        if choice not in choices:
+            return None
+        n = batch["input_ids"].shape[1]
+        try:
+            return work(choice, batch, known)
+        except Exception as e:  # on every rank alike
+            why = None if choice == AUTO else _why_infeasible(e, n)
+            if why is None:
+                raise
+        choices.remove(choice)
+        model.zero_grad()
+        send(Infeasible(choice, why))
+        return None
+
     for choice in strategies:
         send(Phase(f"compiling {choice}"))
-        try:
-            # A short and a long one bring the variants and the graph of any length.
-            for _, batch, known in (by_length[0], by_length[-1]):
-                under.time_s(choice, batch, known)
-            choices.append(choice)
-        except (ValueError, NotImplementedError) as e:  # on every rank alike
-            send(Infeasible(choice, str(e).removeprefix(GIVEN)))
+        # A short and a long one bring the variants and the graph of any length.
+        for _, batch, known in (by_length[0], by_length[-1]):
+            attempt(under.time_s, choice, batch, known)
     if watch_memory:
         distinct = {batch["input_ids"].shape[1]: (batch, known) for _, batch, known in by_length}
         send(Phase("memory", len(distinct) * len(choices)))
         for n, (batch, known) in distinct.items():
-            for choice in choices:
-                send(Held(choice, n, under.peak_bytes(choice, batch, known)))
+            for choice in [*choices]:
+                if (peak := attempt(under.peak_bytes, choice, batch, known)) is not None:
+                    send(Held(choice, n, peak))
     send(Phase("timing", rounds * len(trace) * len(choices)))
     gc.collect()
     began = time.monotonic()
@@ -272,9 +300,9 @@ def replay(
             n = batch["input_ids"].shape[1]
             # Another one goes first each time: what follows a neighbour's garbage is slower.
             for choice in choices[r % len(choices) :] + choices[: r % len(choices)]:
-                time_s = under.steady_s(choice, batch, known)
-                text = plans.get(n, "") if choice == AUTO else choice
-                send(Replayed(choice, index, n, text, time_s))
+                if (time_s := attempt(under.steady_s, choice, batch, known)) is not None:
+                    text = plans.get(n, "") if choice == AUTO else choice
+                    send(Replayed(choice, index, n, text, time_s))
 
 
 def bench(

@@ -47,6 +47,9 @@ class Record:
         kinds = StepDone, Replayed, Infeasible, Held, Planned
         known: dict[type, list[Any]] = dict(zip(kinds, lists, strict=True))
         known[type(value)].append(value)
+        if isinstance(value, Infeasible):
+            self.replayed = [r for r in self.replayed if r.choice != value.choice]
+            self.held = [h for h in self.held if h.choice != value.choice]
         if isinstance(value, StepDone):
             screen.step(value)
         elif isinstance(value, Replayed | Held):
