@@ -225,6 +225,8 @@ def stats(compiled_model: Model | MixedModel) -> Stats:
     ]
     traffic += [collectives.traffic(axis, REPLICAS) for axis in {c.axis for c in captures}]
     guards = dict.fromkeys(g.choice.guard for _, g in graphs)
+    used = [(at, n, plan) for g in guards for n, (at, plan) in g.used.items()]
+    used.sort(key=lambda call: call[0])  # of one length in several graphs the latest call counts
     known = known_steps(check_module(compiled_model).parameters())
     lasts = [s.last for s in known if s.last is not None]
     sent, calls, per_block = Counter[str](), Counter[str](), Counter[str]()
@@ -241,7 +243,7 @@ def stats(compiled_model: Model | MixedModel) -> Stats:
         ),
         steps=sum(c.num_steps for c in captures),
         plan_switches=sum(g.num_switches for g in guards),
-        plan_per_length={n: plan for g in guards for n, plan in g.plan_of.items()},
+        plan_per_length={n: plan.key for _, n, plan in used},
         bytes_per_collective=dict(sent),
         calls_per_collective=dict(calls),
         bytes_per_block=dict(per_block),

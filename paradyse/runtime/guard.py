@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from paradyse.distributed.session import Recent
 from paradyse.types import Plan, Workload
+
+_numbers = itertools.count()
+"""Of the calls of all guards, in their order."""
 
 
 class Guard:
@@ -23,8 +27,9 @@ class Guard:
         self._plan, self._fixed, self._like = plan, fixed, like
         self._known: Recent[tuple[Any, ...], Plan] = Recent()
         self.num_switches = 0
-        self.plan_of: Recent[int, str] = Recent()
-        """Length -> key of its latest plan."""
+        self.used: Recent[int, tuple[int, Plan]] = Recent()
+        """Length -> the plan of its latest call, whatever the batch, behind the call's number among
+        those of all guards."""
         self._last: Plan | None = None
         self.planned: Callable[[Workload, Plan], None] | None = None
         """Told of every plan that was asked for."""
@@ -50,6 +55,11 @@ class Guard:
             others=others,
         )
 
+    @property
+    def plan_of(self) -> dict[int, str]:
+        """Length -> key of the plan of its latest call."""
+        return {n: plan.key for n, (_, plan) in self.used.items()}
+
     def forget(self) -> None:
         """Ask for every plan anew."""
         self._known.clear()
@@ -72,7 +82,6 @@ class Guard:
                 self._known[key] = plan
             if self.planned is not None:
                 self.planned(like, plan)
-            self.plan_of[seq_len] = plan.key
         if self.instead is not None:
             like = self.workload(batch, seq_len, training, keeps_gradients, others)
             plan = self.instead(plan, like)
@@ -80,4 +89,5 @@ class Guard:
             if self._last is not None and plan != self._last:
                 self.num_switches += 1
             self._last = plan
+        self.used[seq_len] = next(_numbers), plan
         return plan

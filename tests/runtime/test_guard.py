@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from models import make_batch, make_model
 
+import paradyse
 from paradyse.runtime.guard import Guard
 from paradyse.types import Plan, Workload
 
@@ -61,11 +63,34 @@ def test_switches_are_counted_and_lengths_remembered() -> None:
     assert guard.plan_of == {7: "megatron_cz", 9: "megatron_cz", 200: "metp", 300: "metp"}
 
 
+def test_the_plan_of_a_length_is_that_of_its_latest_call() -> None:
+    guard = Guard(lambda w: Plan(("metp" if w.training else "dsp",) * w.batch), True, LIKE)
+    for batch, training, plan in (
+        (1, True, "metp"),
+        (1, False, "dsp"),
+        (1, True, "metp"),
+        (2, True, "metp,metp"),
+        (1, True, "metp"),
+    ):
+        guard(batch, 7, training)
+        assert guard.plan_of == {7: plan}
+
+
+def test_of_one_length_in_several_graphs_the_latest_call_counts() -> None:
+    plans = {"causal": "replicated", "causal, key padding": "replicated+recompute"}
+    options = {"inner": "eager", "plan": lambda workload: plans[workload.mask]}
+    compiled = torch.compile(make_model("llama_odd"), backend="paradyse", options=options)
+    for how, mask in zip(("plain", "right", "plain"), (*plans, "causal")):
+        compiled(**make_batch(how, 2, 9)).loss.backward()
+        (key,) = paradyse.stats(compiled).plan_per_length.values()
+        assert set(key.split(",")) == {plans[mask]}
+
+
 def test_lengths_without_end_take_bounded_memory() -> None:
     guard = Guard(Plans(), True, LIKE)
     for length in range(2000):
         guard(1, length, True)
-    assert len(guard._known) <= 512
+    assert len(guard._known) <= 512 and len(guard.used) <= 512
 
 
 def test_another_plan_may_run_instead() -> None:
@@ -79,7 +104,8 @@ def test_another_plan_may_run_instead() -> None:
 
     guard.instead = instead
     chosen = Plan(("megatron_cz",))
-    assert [guard(1, 7, True) for _ in range(3)] == [chosen, other, chosen]
+    for plan in (chosen, other, chosen):
+        assert guard(1, 7, True) == plan
+        assert guard.plan_of[7] == plan.key
     assert asked == [(chosen, guard.workload(1, 7, True))] * 3
     assert len(plans.asked) == 1 and guard.num_switches == 2
-    assert guard.plan_of[7] == chosen.key
