@@ -74,8 +74,9 @@ class Record:
         return {r.plan for r in self.replayed if (r.choice, r.index) == (choice, index)}
 
 
-MARKS = "* fastest, = the plan that auto had there too: what differs is noise"
-"""In cells of ``choice_times``."""
+def marks(first: str) -> str:
+    """What stands in cells of ``choice_times``, where people know ``AUTO`` as ``first``."""
+    return f"* fastest, = the plan that {first} had there too: what differs is noise"
 
 
 def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
@@ -102,6 +103,12 @@ class Results:
     """What was replayed, as tables, charts and lines of a CSV."""
 
     record: Record
+    first: str = AUTO
+    """What people know ``AUTO`` as: in a training by a given plan nothing was chosen."""
+
+    def named(self, choice: str) -> str:
+        """``choice`` as people know it."""
+        return self.first if choice == AUTO else choice
 
     @cached_property
     def lengths(self) -> dict[int, int]:
@@ -139,9 +146,9 @@ class Results:
         rows.append(("all", "", *choice_times(self.record, choices, self.order)))
         title = (
             f"forward and backward: median of {self.record.num_rounds()} warm runs, interleaved; "
-            f"{MARKS}"
+            f"{marks(self.first)}"
         )
-        return title, ("length", "plan of auto", AUTO, *choices), rows
+        return title, ("length", f"plan of {self.first}", self.first, *choices), rows
 
     def memory(self) -> Table:
         """Title, header and rows: every distinct length."""
@@ -151,7 +158,7 @@ class Results:
             for n in dict.fromkeys(self.lengths.values())
         ]
         title = "peak memory of a rank, weights and gradients included"
-        return title, ("length", *choices), rows
+        return title, ("length", *map(self.named, choices)), rows
 
     def peaks(self) -> dict[tuple[str, int], int]:
         """(choice, length) -> bytes."""
@@ -167,21 +174,22 @@ class Results:
         ``title`` is on top."""
         peaks, choices, order = self.peaks(), self.record.choices(), self.order
         single = {
-            c: [(self.lengths[i], self.record.median_s(c, i)) for i in order] for c in choices
+            self.named(c): [(self.lengths[i], self.record.median_s(c, i)) for i in order]
+            for c in choices
         }
-        summed = {c: self.cumulated(c).items() for c in choices}
+        summed = {self.named(c): self.cumulated(c).items() for c in choices}
         charts = [
             _chart("Time of forward and backward", "s", single),
             _chart("Time of all sequences up to a length", "s", summed),
         ]
         if peaks:
             distinct = dict.fromkeys(self.lengths.values())
-            memory = {c: [(n, peaks[c, n] / 2**20) for n in distinct] for c in choices}
+            memory = {self.named(c): [(n, peaks[c, n] / 2**20) for n in distinct] for c in choices}
             charts.append(_chart("Peak memory of a rank", "MiB", memory))
         return Page(title, charts, self.bands())
 
     def bands(self) -> list[Bands]:
-        """What ``auto`` takes for each kind of block; nothing where there is nothing to choose."""
+        """What ``first`` takes for each kind of block; nothing where there is nothing to choose."""
         planned = sorted(self.record.planned, key=lambda p: p.num_tokens)
         planned = [p for p in planned if p.num_tokens in self.lengths.values()]
         out = []
@@ -189,7 +197,7 @@ class Results:
             shares = {p.num_tokens: p.shares[kind] for p in planned if kind in p.shares}
             names = {name for of in shares.values() for name in of}
             if names - {REPLICATED} and names <= set(STRATEGIES):
-                title = f"Strategies of {kind} blocks under auto"
+                title = f"Strategies of {kind} blocks under {self.first}"
                 out.append(Bands(title, tuple(shares), tuple(shares.values())))
         return out
 
@@ -205,7 +213,8 @@ class Results:
         writer.writerow((*COLUMNS, "peak_bytes"))
         for r in self.record.replayed:
             seconds = (r.time_s, medians[r.choice, r.index], totals[r.choice][r.num_tokens])
-            cells = (r.index, r.num_tokens, r.choice, r.plan, *(f"{s:.6f}" for s in seconds))
+            of_run = (r.index, r.num_tokens, self.named(r.choice), r.plan)
+            cells = (*of_run, *(f"{s:.6f}" for s in seconds))
             writer.writerow((*cells, peaks.get((r.choice, r.num_tokens), "")))
         write_whole(path, file.getvalue().encode())
         return f"every run is in {path}"

@@ -160,6 +160,11 @@ FLAGS: tuple[tuple[str, Words], ...] = (
     ("verify --model /no/config.json", ("no file /no/config.json", "HuggingFace config.json")),
     ("verify --model {folder}", "no file {folder}/config.json; give the path of a HuggingFace"),
     ("verify --model /dev/null", "no file /dev/null; give the path of a HuggingFace config.json"),
+    ("plan --model {llama} --gpus 8 --plan replicated", "of 8 devices on paper nothing else is"),
+    (
+        "plan --model {llama} --gpus 1 --plan metp",
+        "is predicted than replicated; give one",
+    ),
     ("plan --model {llama} --device a200", "unknown device 'a200': give one of a100-40gb"),
     ("plan --model {llama} --device {folder}", "unknown device '{folder}'"),
     ("plan --model {llama} --gpus 8 --device cuda", "unknown device 'cuda': give one of a100"),

@@ -22,7 +22,7 @@ from paradyse.cli.models import LlamaSize, require_transformers
 from paradyse.cli.outputs import check_folder
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import AUTO
-from paradyse.cli.results import MARKS, Record, Results, choice_times
+from paradyse.cli.results import Record, Results, choice_times, marks
 from paradyse.cli.screen import Screen, make_console, show_table
 from paradyse.planning.units import format_bytes
 from paradyse.types import ALONG_SEQUENCE
@@ -106,10 +106,11 @@ def run_demo(args: argparse.Namespace) -> int:
         screen.phase("the same training in one process, eager", args.steps)
         given = {"size": size, "files": files, "seed": args.seed}
         launch.run_as_asked(args, "paradyse.cli.rank_jobs:train_alone", given, hear_alone, 1)
-    _summarize(console, args, ranges, record, results)
+    trained = AUTO if args.plan == AUTO else "training's plan"
+    _summarize(console, args, ranges, record, results, trained)
     if record.replayed:
         title = f"{size}; {args.ranks} ranks, weights {args.weights}; {links}"
-        for line in Results(record).write(Path(args.out), "demo", title):
+        for line in Results(record, trained).write(Path(args.out), "demo", title):
             console.print(line)
     ok = _check_losses(console, args, record.steps, alone)
     console.print(f"{time.monotonic() - began:.0f} s in all")
@@ -122,6 +123,7 @@ def _summarize(
     ranges: Sequence[range],
     record: Record,
     results: list[dict[str, Any]],
+    trained: str,
 ) -> None:
     choices = [c for c in record.choices() if c != AUTO]
     rows = []
@@ -135,7 +137,6 @@ def _summarize(
         rows.append(
             (f"{r.start}-{r.stop - 1}", str(len(steps)), plan, *choice_times(record, choices, at))
         )
-    trained = AUTO if args.plan == AUTO else "training's plan"
     header = ("length", "steps", "plan used", trained, *choices)
     console.print()
     if record.replayed:
@@ -144,7 +145,7 @@ def _summarize(
         title = (
             f"forward and backward of the same files, {len(everything)} in all, up to "
             f"{args.per_range} of each range, under {trained} and each static plan: medians of "
-            f"{record.num_rounds()} warm runs, interleaved; {MARKS}"
+            f"{record.num_rounds()} warm runs, interleaved; {marks(trained)}"
         )
         show_table(console, title, header, rows)
     else:

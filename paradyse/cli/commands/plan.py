@@ -35,7 +35,7 @@ from paradyse.offline.outlook import (
 )
 from paradyse.planning.costs import Machine
 from paradyse.planning.units import format_bytes, format_count, format_seconds
-from paradyse.types import LEVERS
+from paradyse.types import ATTENTION_STRATEGIES, LEVERS, REPLICATED
 
 DEVICE = "a100-80gb"
 """Where ``--gpus`` is given without ``--device``."""
@@ -126,6 +126,8 @@ def run_plan(args: argparse.Namespace) -> int:
             f"--model {args.model}: a Python file is planned on paper, and as it is: give --gpus, "
             "and leave --lengths-from and --layers out; or give a HuggingFace config.json"
         )
+    if args.lengths is not None:
+        args.lengths = sorted(set(args.lengths))  # what is drawn goes from the shortest on
     if on_paper:
         if args.lengths_from is None:
             _plan_on_paper(args)
@@ -177,6 +179,12 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
     dtype, weights = args.dtype or "bfloat16", args.weights or "sharded"
     name = DEVICE if args.device == "auto" else args.device
     cluster, num_gpus = read_cluster(name), args.gpus or 8
+    predicted = ATTENTION_STRATEGIES if num_gpus > 1 else (REPLICATED,)
+    if args.plan not in (AUTO, *predicted):
+        raise ValueError(
+            f"--plan {args.plan}: of {num_gpus} device{'s' * (num_gpus > 1)} on paper nothing else "
+            f"is predicted than {', '.join(predicted)}; give one of these, or leave --plan out"
+        )
     machine = machine_of(cluster, num_gpus, getattr(torch, dtype))
     console = make_console(args.json)
     with console.status(f"a dry run on {num_gpus} ranks ..."):
@@ -287,7 +295,7 @@ def tables_of(
     ]  # fmt: skip
     tables.append(("plan by length", ("tokens", "time", "memory", "strategies"), rows))
     names = [n for n in of if n != MIXTURE and explained in (None, n)]
-    lengths = sorted({f.seq_len for n in names for f in of[n]})
+    lengths = sorted({f.seq_len for n in (*names, MIXTURE) for f in of[n]})
     for title, cell in (("time of a step", _time), ("peak memory of a rank", _peak)):
         rows = []
         for n in lengths:
