@@ -19,6 +19,15 @@ from typing import Any
 
 import torch
 
+DEPTHS = (
+    "num_hidden_layers",
+    "encoder_layers",
+    "num_encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
+"""Where configurations have how many layers there are; some of these are names of the same."""
+
 
 @dataclass(frozen=True)
 class LlamaSize:
@@ -168,8 +177,8 @@ def make_model(
 
     Args:
         config: as ``read_config`` gives it. Its first architecture is made, else a causal LM.
-        layers: fewer layers than the configuration says; equal layers are checked and planned
-            alike.
+        layers: fewer layers than the configuration says, of an encoder and of a decoder each;
+            equal layers are checked and planned alike.
         dtype: name of the weights' dtype.
     Raises:
         ValueError: transformers does not know the model, or cannot make it.
@@ -210,11 +219,16 @@ def _in_words(kind: str) -> Iterator[None]:
 
 
 def _set_layers(parsed: Any, layers: int) -> None:
-    """Leave the first ``layers`` layers in the configuration ``parsed``."""
-    there = getattr(parsed, "num_hidden_layers", 0)
+    """Leave the first ``layers`` layers in the configuration ``parsed``, of an encoder and of a
+    decoder each; what has fewer keeps them."""
+    there = 0
+    for name in DEPTHS:
+        if isinstance(depth := getattr(parsed, name, None), int):
+            with contextlib.suppress(NotImplementedError):  # a sum of others, as ProphetNet has it
+                setattr(parsed, name, min(layers, depth))
+                there = max(there, depth)
     if layers > there:
         raise ValueError(f"--layers {layers}: it has {there}; give fewer, or leave it out")
-    parsed.num_hidden_layers = layers
     if getattr(parsed, "layer_types", None):
         parsed.layer_types = parsed.layer_types[:layers]
 

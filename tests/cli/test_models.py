@@ -1,0 +1,53 @@
+"""Models by a configuration and a number of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paradyse.cli.models import make_model
+
+SMALL = {"vocab_size": 64, "d_model": 16, "max_position_embeddings": 64, "encoder_ffn_dim": 16}
+SMALL |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+BART = {"model_type": "bart", **SMALL, "encoder_layers": 2, "decoder_layers": 3}
+T5 = {"model_type": "t5", "vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+PROPHET = {"model_type": "prophetnet", "vocab_size": 64, "hidden_size": 16, "encoder_ffn_dim": 16}
+PROPHET |= {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2}
+PROPHET |= {"num_encoder_layers": 3, "num_decoder_layers": 3, "decoder_ffn_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "made", "depths"),
+    [
+        (BART, "BartForConditionalGeneration", {"encoder": 1, "decoder": 1}),
+        (BART, "BartForCausalLM", {"decoder": 1}),
+        (
+            {**T5, "num_layers": 3, "num_decoder_layers": 2},
+            "T5ForConditionalGeneration",
+            {"encoder": 1, "decoder": 1},
+        ),
+        (PROPHET, "ProphetNetForConditionalGeneration", {"encoder": 1, "decoder": 1}),
+    ],
+)
+def test_an_encoder_and_a_decoder_have_as_few_layers_as_asked(
+    config: dict[str, Any], made: str, depths: dict[str, int]
+) -> None:
+    with torch.device("meta"):
+        model = make_model({**config, "architectures": [made]}, layers=1)
+    assert type(model).__name__ == made
+    found = {
+        part: len(module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and (part := name.split(".")[-2]) in depths
+    }
+    assert found == depths
+
+
+def test_what_has_fewer_layers_keeps_them() -> None:
+    with torch.device("meta"):
+        model = make_model({**BART, "architectures": ["BartModel"]}, layers=3)
+        assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 3)
+        with pytest.raises(ValueError, match="--layers 4: it has 3; give fewer"):
+            make_model(BART, layers=4)
