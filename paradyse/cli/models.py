@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import runpy
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -122,7 +123,8 @@ def is_script(path: str) -> bool:
 
 def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], Mapping[str, Any]]]:
     """The functions ``make_model``, which gives a module, and ``make_batch``, which gives the
-    keyword arguments of one call, of the Python file at ``path``. The file is run.
+    keyword arguments of one call, of the Python file at ``path``. The file is run, and may import
+    what lies beside it.
 
     Raises:
         ValueError: there is no such file, it cannot be run, or lacks one of them; the functions
@@ -130,11 +132,8 @@ def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], 
     """
     if not Path(path).is_file():
         raise ValueError(f"no file {path}; give a HuggingFace config.json, or a Python file")
-    try:
+    with _running(path, f"{path} cannot be run"):
         found = runpy.run_path(path)
-    except Exception as e:
-        why = textwrap.shorten(f"{type(e).__name__}: {e}", 300)
-        raise ValueError(f"{path} cannot be run: {why}; mend it") from e
     missing = [n for n in ("make_model", "make_batch") if not callable(found.get(n))]
     if missing:
         raise ValueError(
@@ -143,11 +142,8 @@ def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], 
         )
 
     def made(name: str, kind: type, what: str) -> Any:
-        try:
+        with _running(path, f"{path}: {name}() fails"):
             value = found[name]()
-        except Exception as e:
-            why = textwrap.shorten(f"{type(e).__name__}: {e}", 300)
-            raise ValueError(f"{path}: {name}() fails: {why}; mend it") from e
         if not isinstance(value, kind):
             raise ValueError(f"{path}: {name}() is to give {what}, and gives {value!r:.100}")
         return value
@@ -156,6 +152,24 @@ def read_script(path: str) -> tuple[Callable[[], torch.nn.Module], Callable[[], 
         lambda: made("make_model", torch.nn.Module, "a torch.nn.Module"),
         lambda: made("make_batch", Mapping, "a dict, the keyword arguments of one call"),
     )
+
+
+@contextlib.contextmanager
+def _running(path: str, problem: str) -> Iterator[None]:
+    """Imports are looked for beside the file at ``path`` first, as where Python is given it; what
+    it raises is a ValueError of one line that begins with ``problem``."""
+    folder = str(Path(path).resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        why = textwrap.shorten(f"{type(e).__name__}: {e}", 300).rstrip(":")
+        out = "call sys.exit under if __name__ == '__main__'"
+        way = out if isinstance(e, SystemExit) else "mend it"
+        raise ValueError(f"{problem}: {why}; {way}") from e
+    finally:
+        with contextlib.suppress(ValueError):  # the file may have changed the list
+            sys.path.remove(folder)
 
 
 def checked_config(path: str, layers: int | None) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paradyse.cli.main import main
+from paradyse.cli.models import read_script
 
 MODEL = Path(__file__).resolve().parents[1] / "space_time.py"
 
@@ -26,6 +28,22 @@ def make_model():
 
 def make_batch():
     return {{"x": torch.zeros(1, 16, 24, 3), "labels": torch.zeros(1, 16, 24, dtype=torch.int64)}}
+"""
+
+LATE = """
+import torch
+
+from helper_of_a_file import width
+
+
+def make_model():
+    return torch.nn.Linear(width, width)
+
+
+def make_batch():
+    import late_of_a_file
+
+    return late_of_a_file.x
 """
 
 
@@ -59,6 +77,12 @@ def test_time_is_planned_beside_space(tmp_path: Path, capsys: Any) -> None:
         (SCRIPT, ["--gpus", "2", "--layers", "1"], "leave --lengths-from and --layers out"),
         ("x = 1", ["--gpus", "2"], "no function make_model and no make_batch; make_model()"),
         ("1 / 0", ["--gpus", "2"], "cannot be run: ZeroDivisionError"),
+        ("raise SystemExit(0)", ["--gpus", "2"], "SystemExit: 0; call sys.exit under if __name__"),
+        (
+            f"{SCRIPT}import sys\nmake_model = sys.exit",
+            ["--gpus", "2"],
+            "make_model() fails: SystemExit; call sys.exit",
+        ),
         (
             f"{SCRIPT}make_model = lambda: 1 / 0",
             ["--gpus", "2"],
@@ -83,3 +107,17 @@ def test_what_cannot_be_planned_is_told_in_a_line(
         path.write_text(text)
     code, out, err = told(capsys, "--model", str(path), *flags)
     assert code == 2 and problem in err and len(err.splitlines()) == 1 and not out
+
+
+def test_a_file_imports_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "helper_of_a_file.py").write_text("from other_of_a_file import width")
+    (tmp_path / "other_of_a_file.py").write_text("width = 3")
+    (tmp_path / "late_of_a_file.py").write_text("x = {'x': 1}")
+    (tmp_path / "model.py").write_text(LATE)
+    monkeypatch.chdir(tmp_path.parent)
+    before = [*sys.path]
+    make_model, make_batch = read_script(f"{tmp_path.name}/model.py")
+    assert make_model().weight.shape == (3, 3) and make_batch() == {"x": 1}
+    assert sys.path == before
