@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections import deque
@@ -34,11 +35,14 @@ class _Console(Console):
 
 
 def make_console(to_stderr: bool = False) -> Console:
-    """The terminal; for a file or a pipe, lines as wide as they come and nothing but text.
+    """The terminal; for a file or a pipe, lines as wide as they come and nothing but text. What
+    standard output cannot encode, such as a file's name, is written as ``?`` from now on.
 
     Args:
         to_stderr: leave standard output to what machines read.
     """
+    if not to_stderr and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a file's name may be no text
     plain: dict[str, Any] = {"markup": False, "highlight": False, "stderr": to_stderr}
     console = _Console(**plain)
     return console if console.is_terminal else _Console(width=200, no_color=True, **plain)
