@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from paradyse.cli.launch import ALLOCATOR_VARIABLES, num_cores
 from paradyse.cli.rank_jobs import StepDone
 from paradyse.cli.replay import Phase, describe_plan
 from paradyse.cli.results import Record
-from paradyse.cli.screen import Screen
+from paradyse.cli.screen import Screen, make_console
 from paradyse.mixed.ways_file import read_ways
 from paradyse.types import ALONG_SEQUENCE, REPLICATED
 
@@ -198,10 +199,34 @@ def test_doctor_finds_all_that_is_needed() -> None:
 def test_doctor_tells_the_way_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(doctor, "CHECKS", (doctor._compiler,))
     assert cli.main(["doctor"]) == 1
     assert "apt-get install g++" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "problem"),
+    [
+        (None, "g++", ""),
+        ("clang++", "clang++", ""),
+        (None, "clang++", "inductor calls 'g++' and no other: apt-get install g++, or set CXX"),
+        ("/no/g++", "g++", "inductor calls '/no/g++' and no other: set CXX to one that is there"),
+        ("", "g++", "set CXX to one that is there, or unset it"),
+    ],
+)
+def test_doctor_looks_for_the_compiler_that_inductor_calls(
+    asked: str | None, there: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "COMPILER", "g++")
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == there else None)
+    monkeypatch.delenv("CXX", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CXX", asked)
+    found = doctor._compiler()
+    assert problem in found.problem and bool(problem) == bool(found.problem)
+    assert problem or found.found == f"/bin/{there}"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +279,14 @@ def test_losses_that_differ_fail_the_demo() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "FAILED: losses of 2 ranks" in text and "2.5e-04 over 2 steps" in text
     assert "over the first 1 step " in text
+
+
+def test_names_that_are_no_text_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python has the name of a file that is no UTF-8."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "utf-8", errors="strict"))
+    Screen(make_console(), 3).step(replace(done(0, 5.0), name="caf\udce9.txt"))
+    assert written.getvalue().decode().endswith("caf?.txt\n")
 
 
 def test_a_terminal_shows_steps_live() -> None:

@@ -76,6 +76,7 @@ def test_plan_on_paper(config: str, capsys: pytest.CaptureFixture[str], tmp_path
 def test_doctor_with_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(doctor, "CHECKS", (doctor._compiler,))
     found, _ = ask(capsys, "doctor", code=1)

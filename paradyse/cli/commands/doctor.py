@@ -17,7 +17,8 @@ from paradyse.cli.json_output import show_json
 from paradyse.cli.screen import make_console, show_table
 from paradyse.planning.units import format_bytes
 
-COMPILERS = ("g++", "clang++", "c++")
+COMPILER = "clang++" if sys.platform == "darwin" else "g++"
+"""What inductor calls where the environment has no ``CXX``; it looks for no other one."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,16 @@ def _allocator() -> Finding:
 def _compiler() -> Finding:
     """Inductor compiles C++ for CPUs; on GPUs Triton wants a C compiler for its launchers."""
     asked = os.environ.get("CXX")
-    for name in (asked, *COMPILERS):
-        if name and shutil.which(name):
-            return Finding("C++ compiler", str(shutil.which(name)))
+    name = COMPILER if asked is None else asked
+    if path := name and shutil.which(name):
+        return Finding("C++ compiler", path)
+    way = "apt-get install g++, or set CXX to another one"
+    if asked is not None:
+        way = "set CXX to one that is there, or unset it"
     return Finding(
         "C++ compiler",
-        "none",
-        "inductor needs one: apt-get install g++, or set CXX; without it use "
+        "none" if asked is None else f"none at CXX={asked!r}",
+        f"inductor calls {name!r} and no other: {way}; without it use "
         "options={'inner': 'aot_eager'} (--inner aot_eager)",
     )
 
