@@ -251,7 +251,8 @@ def replay(
     send = rank.report
     under = _Choices(rank, model, options)
     by_length = sorted(trace, key=lambda t: t[1]["input_ids"].shape[1])
-    send(Phase(f"compiling {AUTO}"))
+    of_training = any(known for *_, known in trace)
+    send(Phase("compiling the plans that training used" if of_training else f"compiling {AUTO}"))
     for _, batch, known in by_length:
         under.time_s(AUTO, batch, known)
     kinds = block_kinds(under.compiled, by_length[0][1]["input_ids"].shape[1])

@@ -76,7 +76,7 @@ class Record:
 
 def marks(first: str) -> str:
     """What stands in cells of ``choice_times``, where people know ``AUTO`` as ``first``."""
-    return f"* fastest, = the plan that {first} had there too: what differs is noise"
+    return f"* fastest, = the same plan as {first} there: what differs is noise"
 
 
 def choice_times(record: Record, choices: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
