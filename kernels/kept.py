@@ -82,7 +82,9 @@ class Kept:
         Args:
             key: what else it is made of.
             given: the tensors; it is kept until one of them is written to or is no more. Of those
-                of inference mode, which count no writes, nothing is kept.
+                of inference mode, which count no writes, nothing is kept. Neither does what a
+                collective fills, or a write through ``.data``: give an alias that lives for as long
+                as there is none.
             make: as of ``get``.
         """
         there = [x for x in given if x is not None]

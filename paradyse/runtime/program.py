@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, local_positions
 from paradyse.distributed.session import Recent
 from paradyse.graph.factors import Factor, size_of
-from paradyse.graph.subgraph import Piece, cast_of, device_of, is_weight
+from paradyse.graph.subgraph import Piece, cast_of, device_of, is_tensor, is_weight
 from paradyse.passes.pipeline import CaptureContext
 from paradyse.passes.split_steps import BlockStep, HeadStep, LookUpStep, MixingStep, Step
 from paradyse.runtime.known_buffers import KnownBuffers
@@ -115,6 +115,9 @@ class Program:
         nodes = list(gm.graph.nodes)
         self.placeholders = [n for n in nodes if n.op == "placeholder"]
         self.weight_nodes = [n for n in self.placeholders if is_weight(n)]
+        tensors = [n for n in self.placeholders if is_tensor(n)]
+        self.index_nodes = [n for n in tensors if not n.meta["val"].dtype.is_floating_point]
+        """Ids, masks, positions: placeholders of whole numbers and truth values."""
         self.captured_at: Mapping[str, int] = {}
         """Sizes by letter of a call that it was captured for; empty where none is known."""
         self.known_buffers = KnownBuffers(self.placeholders)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
 import torch
 from tiny import Tiny, tokens
+from torch import Tensor
 
+from paradyse.kernels import attention_op
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.registry import captures_of
@@ -67,3 +70,31 @@ def test_the_context_of_a_step_cannot_be_changed(compiled: Any) -> None:
     assert all(int(c.common[3][1]) == c.block_id for c in found)
     with pytest.raises(FrozenInstanceError):
         found[0].block_id = 7
+
+
+class Padded(Tiny):
+    """Keys that are no padding are told by a tensor of the caller's own, bool [B, S]."""
+
+    def forward(self, ids: Tensor, real: Tensor, mask: Any = None) -> Any:
+        at = torch.arange(ids.shape[1])
+        return super().forward(ids, mask=(at <= at[:, None]) & real[:, None, None])
+
+
+def test_what_is_kept_of_a_mask_goes_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own tensor lives on, and may be filled by a collective, which no counter of
+    writes shows."""
+    given = list[Any]()
+    forward = attention_op.attention_forward
+
+    def seen(*args: Any) -> Any:
+        given.append(weakref.ref(args[-1].key_padding))
+        assert args[-1].key_padding.data_ptr() == real.data_ptr()
+        return forward(*args)
+
+    monkeypatch.setattr(attention_op, "attention_forward", seen)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(Padded(), backend="paradyse", options={"inner": "eager"})
+    ids, real = tokens(2, 7), torch.ones(2, 7, dtype=torch.bool)
+    with torch.no_grad():
+        compiled(ids, real)
+    assert given and all(ref() is None for ref in given)
