@@ -94,8 +94,14 @@ class Frame:
         """The graph's outputs."""
         device = self.program.device.type
         on = torch.is_autocast_enabled(device)  # its casts are in the graph already
-        with torch.autocast(device, enabled=False) if on else nullcontext():
+        with self._on_device(), torch.autocast(device, enabled=False) if on else nullcontext():
             return self._run()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Inside, Triton's kernels are launched where the tensors of the program are, as PyTorch's
+        are anywhere; autograd sees to that in backward."""
+        device = self.program.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _run(self) -> Any:
         program = self.program
@@ -436,9 +442,10 @@ class Frame:
         shape = [size_of(d, sizes) for d in scope.names.of(node)]
 
         def read(*given: Any) -> Tensor:
-            if call is None:
-                return compute(*given)
-            return call.read(node.name, lambda: compute(*given))
+            with self._on_device():
+                if call is None:
+                    return compute(*given)
+                return call.read(node.name, lambda: compute(*given))
 
         return defer(read, inputs, shape, val.dtype, val.device, pull)
 

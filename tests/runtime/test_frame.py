@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +100,19 @@ def test_what_is_kept_of_a_mask_goes_with_the_call(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         compiled(ids, real)
     assert given and all(ref() is None for ref in given)
+
+
+def test_calls_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels go to PyTorch's current device, whatever tensors they are given."""
+    entered, device = list[Any](), torch.device("cuda", 1)
+
+    class Here(Frame):
+        def __init__(self) -> None:
+            self.program: Any = SimpleNamespace(device=device)
+
+        def _run(self) -> Any:
+            entered.append("ran")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    Here().run()
+    assert entered == [device, "ran"]
