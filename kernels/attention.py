@@ -94,7 +94,8 @@ def _problems(q: Tensor, k: Tensor, call: Call) -> list[Problem]:
         per_pair = num_sequences if data_mask else 1
         per_pair = max(per_pair, bias_planes(spec, num_heads))
     blocked = call.dense or data_mask or spec.bias is not None
-    tiles = _position_tiles(*where, per_pair * q.element_size(), blocked)
+    itemsize = max(4, q.element_size()) if call.dense else q.element_size()  # float32 at least
+    tiles = _position_tiles(*where, per_pair * itemsize, blocked)
     return [Problem(slice(0, num_sequences), intervals, tiles, data_mask)]
 
 

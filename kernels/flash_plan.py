@@ -59,8 +59,9 @@ class Configs:
 _F = Config
 # Per (generation, bytes per element, width rounded up to a power of two). 8: sm_80 (163 KiB of
 # shared memory per block), 86: its smaller relatives and sm_120 (99 KiB), 9: sm_90 and sm_100 (227
-# KiB). Large tiles that compile without spilling registers (benchmarks/compiled_kernels.py); not
-# tuned on a device. What benchmarks/tile_sweep.py measures on one goes first.
+# KiB). Large tiles that compile with few registers spilled, none for plain masks but on sm_100
+# (benchmarks/compiled_kernels.py); not tuned on a device. What benchmarks/tile_sweep.py measures on
+# one goes first.
 _CONFIGS: dict[tuple[int, int, int], Configs] = {
     (9, 2, 64): Configs(_F(128, 64, 4, 3, 3), _F(64, 128, 8, 3, 3), _F(128, 64, 4, 3, 3)),
     (9, 2, 128): Configs(_F(128, 128, 8, 2), _F(32, 128, 8, 3, 3), _F(128, 64, 8, 3, 3)),

@@ -235,7 +235,7 @@ def selected_tile(
     Returns:
         None where Triton's kernels take the call.
     """
-    if q.shape[3] != v.shape[3]:
+    if q.shape[3] != v.shape[3] or not spec.scale > 0:  # of which a row's maximum is known
         return None
     tile = plain_tile(q_runs, kv_runs, spec) or window_tile(q_runs, kv_runs, spec)
     if tile is None:
