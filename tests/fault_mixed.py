@@ -65,4 +65,31 @@ MIXED_FAULTS: tuple[Fault, ...] = (
         "taken.get(number, seconds)",
         ("tests/mixed/test_mixed_reports.py::test_the_slowest_rank_of_a_group_counts",),
     ),
+    Fault(
+        "padding of samples is trained on",
+        "paradyse/mixed/sequences.py",
+        "    row = _without_padding(row, where)\n",
+        "",
+        ("tests/mixed/test_sequences.py::test_samples_are_taken_apart_as_rows_are",),
+    ),
+    Fault(
+        "calls that stand for none have tokens as labels",
+        "paradyse/mixed/batches.py",
+        "{name: x[at] for name, x in sequence.items()}",
+        '{name: sequence["input_ids"][at] for name in sequence}',
+        (
+            "tests/mixed/test_sharded_training.py"
+            "::test_a_call_that_stands_for_none_has_a_label_of_the_data",
+        ),
+    ),
+    Fault(
+        "a step is held to ways that were learnt after it",
+        "paradyse/mixed/batches.py",
+        "static_steps(step.lengths, step.ways,",
+        "static_steps(step.lengths, self.ways,",
+        (
+            "tests/mixed/test_learnt_ways.py"
+            "::test_a_step_is_held_to_the_ways_that_it_was_planned_by",
+        ),
+    ),
 )

@@ -105,4 +105,63 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "agreement.first_has(torch.get_rng_state())",
         ("tests/test_accelerator.py::test_two_optimizers_of_one_model_and_random_states",),
     ),
+    Fault(
+        "attention that is returned is of the rank's tokens",
+        "passes/outline_blocks.py",
+        "if block.attention is not None and self.ctx.axis.size > 1:",
+        "if False:",
+        (f"{EQUAL}[attention is returned]",),
+    ),
+    Fault(
+        "an MLP may have attention inside",
+        "passes/outline_blocks.py",
+        "if node.target is ATTENTION or columns & self.ctx.names.mixed(node):",
+        "if columns & self.ctx.names.mixed(node):",
+        (f"{EQUAL}[attention is returned]",),
+    ),
+    Fault(
+        "replicas keep their own gradient of a weight that is read whole too",
+        "paradyse/runtime/frame.py",
+        "self._joined.summed if step.split else self._joined.replicated",
+        "self._joined.summed if step.split else {}",
+        ("tests/runtime/test_joined.py::test_replicas_agree_on_weights_read_by_parts_and_whole",),
+    ),
+    Fault(
+        "an alarm goes on after ranks disagree",
+        "paradyse/distributed/agreement.py",
+        "control.alarm.reset()  # a rank may have failed before it heard of this",
+        "pass",
+        ("tests/distributed/test_failures.py::test_where_ranks_were_out_of_step_already",),
+    ),
+    Fault(
+        "outputs read late have second derivatives of zero",
+        "paradyse/runtime/deferred.py",
+        'refuse_second_derivatives("an output that is computed when it is read")',
+        "pass",
+        ("tests/runtime/test_deferred.py::test_second_derivatives_are_refused",),
+    ),
+    Fault(
+        "an input that nothing makes again is not kept",
+        "paradyse/runtime/frame.py",
+        "if grad_fn is None or node not in step.piece.inputs:",
+        "if node not in step.piece.inputs:",
+        (
+            "tests/runtime/test_remake.py"
+            "::test_behind_attention_without_gradients_the_input_is_kept",
+        ),
+    ),
+    Fault(
+        "a copy of a weight keeps gradients back",
+        "paradyse/planned_program.py",
+        "if isinstance(argument, nn.Parameter) or not isinstance(argument, Tensor):",
+        "if not isinstance(argument, Tensor):",
+        ("tests/weights/test_no_sync.py::test_gradients_are_those_of_calls_that_send[turned]",),
+    ),
+    Fault(
+        "what is kept of a mask lives as long as the caller's tensor",
+        "paradyse/runtime/frame.py",
+        "self.env[node] = self.env[node].detach()",
+        "pass",
+        ("tests/runtime/test_frame.py::test_what_is_kept_of_a_mask_goes_with_the_call",),
+    ),
 )

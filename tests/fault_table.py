@@ -9,6 +9,7 @@ from fault import Fault
 from fault_biases import BIAS_FAULTS
 from fault_device import DEVICE_FAULTS
 from fault_experts import EXPERT_FAULTS
+from fault_forecasts import FORECAST_FAULTS
 from fault_inputs import INPUT_FAULTS
 from fault_levers import LEVER_FAULTS
 from fault_mixed import MIXED_FAULTS
@@ -491,4 +492,5 @@ FAULTS: tuple[Fault, ...] = (
     *WORKFLOW_FAULTS,
     *OWN_MODEL_FAULTS,
     *SPLIT_FAULTS,
+    *FORECAST_FAULTS,
 )

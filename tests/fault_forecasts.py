@@ -1,0 +1,97 @@
+"""Faults of what is foreseen, measured beforehand and reported."""
+
+from __future__ import annotations
+
+from fault import Fault
+
+CHOICE, MEASURE = "tests/test_choice.py", "tests/profiling/test_measure.py"
+MEASURED = "tests/planning/test_few_measurements.py"
+STATIC = "tests/offline/test_static_on_paper.py"
+GUARD = "tests/runtime/test_guard.py"
+
+FORECAST_FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "plans count with what the first rank holds",
+        "paradyse/choice.py",
+        'agreement.most_of("says what it holds", [*sides])',
+        "[*sides]",
+        (f"{CHOICE}::test_plans_count_with_what_the_rank_holds_that_holds_most",),
+    ),
+    Fault(
+        "plans along another dim need nothing beside blocks",
+        "paradyse/planning/planner.py",
+        "cost_model=None, measured_beside=beside)",
+        "cost_model=None)",
+        ("tests/planning/test_splits.py::test_the_memory_of_the_rest_is_there_whatever_is_split",),
+    ),
+    Fault(
+        "keys are as many as queries where a profile is read",
+        "paradyse/planning/measured.py",
+        "if workload.key_len not in (None, workload.seq_len):",
+        "if False:",
+        (f"{MEASURED}::test_keys_may_be_longer_or_shorter_than_where_they_were_measured",),
+    ),
+    Fault(
+        "a split that cannot be is an error of the call",
+        "paradyse/runtime/capture.py",
+        'replace(options, dump=None, on_unsupported="gather")',
+        "replace(options, dump=None)",
+        ("tests/test_split_along_batch.py::test_what_mixes_the_batch_is_a_reason_and_no_error",),
+    ),
+    Fault(
+        "gradients that a call makes count as workspace",
+        "paradyse/profiling/marks.py",
+        "peaks[i] - new_bytes * (i > turn)",
+        "peaks[i]",
+        ("tests/profiling/test_online.py::test_gradients_that_a_call_makes_are_static_alone",),
+    ),
+    Fault(
+        "weights on the host leave blocks all of it on paper",
+        "paradyse/offline/outlook.py",
+        "left = None if host is None else host - run.on_host_bytes",
+        "left = host",
+        ("tests/offline/test_dry_run.py::test_weights_on_the_host_leave_less_of_it_to_blocks",),
+    ),
+    Fault(
+        "frozen weights have gradients on paper",
+        "paradyse/offline/dry_run.py",
+        "return 1 + (1 + MOMENTS) * is_trained",
+        "return 2 + MOMENTS",
+        (STATIC,),
+    ),
+    Fault(
+        "on paper the first of several graphs is the model",
+        "paradyse/offline/capture.py",
+        "dynamic=True, fullgraph=True)",
+        "dynamic=True)",
+        ("tests/offline/test_capture_on_paper.py::test_a_model_of_several_graphs_is_no_program",),
+    ),
+    Fault(
+        "of several graphs the first call of a length is told",
+        "paradyse/reports.py",
+        "    used.sort(key=lambda call: call[0])",
+        "    used.reverse()",
+        (GUARD,),
+    ),
+    Fault(
+        "the plan of a length is that of its first call",
+        "paradyse/runtime/guard.py",
+        "        self.used[seq_len] = next(_numbers), plan",
+        "        self.used.setdefault(seq_len, (next(_numbers), plan))",
+        (GUARD,),
+    ),
+    Fault(
+        "--layers leaves decoders as they are",
+        "paradyse/cli/models.py",
+        '    "decoder_layers",\n',
+        "",
+        ("tests/cli/test_models.py",),
+    ),
+    Fault(
+        "ranks may be silent for ten minutes, whatever --timeout says",
+        "paradyse/cli/launch.py",
+        "Setting(device, args.timeout, args.timeout, args.verbose, rate=rate)",
+        "Setting(device, args.timeout, verbose=args.verbose, rate=rate)",
+        ("tests/cli/test_launch.py::test_ranks_may_be_silent_as_long_as_the_timeout",),
+    ),
+)
