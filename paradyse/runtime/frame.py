@@ -67,7 +67,7 @@ class Frame:
         self.axis, self.ctx, self.sizes = program.axis, program.ctx, constants.sizes
         self.call = current_call(program.everyone if program.in_group else program.ranks)
         self.env: dict[fx.Node, Any] = dict(zip(program.placeholders, args, strict=True))
-        for node in program.index_nodes:
+        for node in (n for n in program.index_nodes if self.env[n] is not None):  # in a dry run
             # What kernels keep of a mask goes with the tensor that it was made of: at the end of
             # the call, as a collective may fill the caller's own without counting as a write.
             self.env[node] = self.env[node].detach()
