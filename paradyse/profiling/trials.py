@@ -5,8 +5,9 @@ plans of one strategy that are predicted to be nearly as fast take turns with it
 rounds: those of its own strategies, where it has several, and those that run at other lengths, so
 that little is compiled for it. The times of whole steps are compared, but for the first rounds;
 none of these calls is watched, whose blocks would run one by one, and blocks run together under all
-of the plans or under none. What the first rank measured all ranks go by. From ``TRY_AGAIN`` calls
-on plans are tried that were before: what they take may have changed.
+of the plans or under none. Where steps of one plan differ by more than plans do, those that may be
+the fastest take further turns. What the first rank measured all ranks go by. From ``TRY_AGAIN``
+calls on plans are tried that were before: what they take may have changed.
 
 Not where gradients pile up over calls (``paradyse.no_sync``): one of them sends those of all.
 """
@@ -14,18 +15,23 @@ Not where gradients pile up over calls (``paradyse.no_sync``): one of them sends
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from paradyse.planning.alone import Alone
 from paradyse.planning.corrections import scale_of
 from paradyse.planning.steady import of_one_strategy
+from paradyse.planning.tried import FASTER
 from paradyse.profiling.step_reports import CallUnderWay
 from paradyse.types import Plan, Workload
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TRY_AFTER = 16
 """Training calls of a plan at a scale before others are tried there: blocks run together by then
@@ -38,6 +44,12 @@ was enough for a verdict."""
 ROUNDS, WARM_UP = 4, 1
 """Turns of each plan of a trial, and how many of them are not counted."""
 
+LONGER = 3
+"""Times that a trial goes on, each for as many rounds as counted before, where nothing is clear."""
+
+CLEAR = 2.0
+"""Standard errors that a plan is to be slower by, to be surely slower."""
+
 NEAR = 1.2
 """Plans are tried that are predicted to take at most so many times what the chosen one is."""
 
@@ -47,7 +59,7 @@ MOST = 2
 
 @dataclass
 class _Trial:
-    """Plans in turns; the chosen one is the last of a round."""
+    """Plans in turns; the chosen one is the last of a round, as long as it may be the fastest."""
 
     plans: Sequence[Plan]
     together: bool
@@ -57,15 +69,23 @@ class _Trial:
     calls: dict[int, CallUnderWay] = field(default_factory=dict)
     """Of turns, by their number."""
 
+    def __post_init__(self) -> None:
+        self.round, self.left = list(self.plans), ROUNDS * len(self.plans)
+        """Whose turns are next, and how many are left of them."""
+        self.longer = 0
+        """How often it has gone on."""
+
     def next(self, workload: Workload) -> Plan:
         """Whose turn it is, at ``workload``."""
-        plan = self.plans[len(self.turns) % len(self.plans)]
+        plan = self.round[-self.left % len(self.round)]
         self.turns.append((plan, workload))
+        self.left -= 1
         return plan
 
-    @property
-    def is_over(self) -> bool:
-        return len(self.turns) == ROUNDS * len(self.plans)
+    def go_on(self, plans: Sequence[Plan]) -> None:
+        """With further turns of ``plans``."""
+        self.round, self.left = list(plans), (ROUNDS - WARM_UP) * len(plans)
+        self.longer += 1
 
     def seen_ns(self) -> list[int]:
         """Nanoseconds of each turn, 0 of those that do not count."""
@@ -75,6 +95,30 @@ class _Trial:
             report = call.report if call is not None and call.follows else None
             seen.append(round(report.time_s * 1e9) if report and report.trained else 0)
         return seen
+
+
+def may_be_fastest(logarithms: Mapping[T, Sequence[float]]) -> list[T]:
+    """Which of some plans may be the fastest; the one alone where that is clear.
+
+    Medians are compared, by a standard error that all plans' spread about theirs tells. What is
+    nearer than ``FASTER`` is not told apart, so an error of less than that makes it clear too.
+
+    Args:
+        logarithms: of seconds of steps, some of each plan.
+    """
+    middle = {plan: statistics.median(of) for plan, of in logarithms.items()}
+    best = min(middle, key=middle.__getitem__)
+    off = [x - middle[plan] for plan, of in logarithms.items() for x in of]
+    spread = math.sqrt(sum(x * x for x in off) / max(1, len(off) - len(middle)))
+
+    def error(plan: T) -> float:
+        """Of a difference to the best; that of a median is 1.25 times that of a mean."""
+        return 1.25 * spread * math.hypot(*(len(logarithms[p]) ** -0.5 for p in (plan, best)))
+
+    unclear = [
+        plan for plan in middle if CLEAR * error(plan) > max(FASTER, middle[plan] - middle[best])
+    ]
+    return [plan for plan in middle if plan == best or plan in unclear]
 
 
 class Trials:
@@ -140,7 +184,7 @@ class Trials:
                 return chosen
             plans = [*rivals, chosen]
             trial = self._under_way[at] = _Trial(plans, all(map(self._often, plans)))
-        if trial.is_over:
+        if not trial.left and not self._goes_on(trial, workload):
             del self._under_way[at]
             self._judge(trial, at[1])
             return chosen
@@ -195,13 +239,26 @@ class Trials:
         )
         return [planner.plan_of(points) for points in found]
 
+    def _goes_on(self, trial: _Trial, workload: Workload) -> bool:
+        """Whether ``trial`` has further turns, as the first rank finds by its steps so far: where
+        it is not clear what is the fastest at ``workload``."""
+        if trial.longer == LONGER:
+            return False
+        off = self._off(trial, trial.seen_ns())
+        expected = {
+            plan: [math.log(ratio * self._predicted_s(plan, workload)) for ratio in ratios]
+            for plan, ratios in off.items()
+        }
+        fastest = may_be_fastest(expected) if trial.plans[-1] in off else []
+        said = self._first_says([int(plan in fastest) for plan in trial.plans])
+        going_on = [plan for plan, is_open in zip(trial.plans, said, strict=True) if is_open]
+        if len(going_on) > 1:
+            trial.go_on(going_on)
+        return len(going_on) > 1
+
     def _judge(self, trial: _Trial, scale: int) -> None:
         """Go on by what the first rank has seen in ``trial``."""
-        seen, off = self._first_says(trial.seen_ns()), dict[Plan, list[float]]()
-        for (plan, workload), nanoseconds in zip(trial.turns, seen, strict=True):
-            if nanoseconds:
-                predicted_s, _ = self.alone.splits.predict(plan, workload)
-                off.setdefault(plan, []).append(nanoseconds / 1e9 / predicted_s)
+        off = self._off(trial, self._first_says(trial.seen_ns()))
         found = {plan: statistics.median(ratios) for plan, ratios in off.items()}
         if not found:  # where a model is several graphs no step is one call: do not go on trying
             self._ended = True
@@ -210,3 +267,15 @@ class Trials:
             self._forget()
         told = ", ".join(f"{of:.2f} of what was predicted by {p.key}" for p, of in found.items())
         log.info("tried at scale %d: %s", scale, told or "nothing could be measured")
+
+    def _off(self, trial: _Trial, seen_ns: Sequence[int]) -> dict[Plan, list[float]]:
+        """Seconds over those predicted, of the turns of each plan that count."""
+        off = dict[Plan, list[float]]()
+        for (plan, workload), nanoseconds in zip(trial.turns, seen_ns, strict=True):
+            if nanoseconds:
+                ratio = nanoseconds / 1e9 / self._predicted_s(plan, workload)
+                off.setdefault(plan, []).append(ratio)
+        return off
+
+    def _predicted_s(self, plan: Plan, workload: Workload) -> float:
+        return self.alone.splits.predict(plan, workload)[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +21,17 @@ from paradyse.planning.costs import Machine
 from paradyse.planning.planner import Planner
 from paradyse.planning.splits import Splits
 from paradyse.profiling.step_reports import StepReport
-from paradyse.profiling.trials import MOST, NEAR, ROUNDS, TRY_AFTER, TRY_AGAIN, WARM_UP, Trials
+from paradyse.profiling.trials import (
+    LONGER,
+    MOST,
+    NEAR,
+    ROUNDS,
+    TRY_AFTER,
+    TRY_AGAIN,
+    WARM_UP,
+    Trials,
+    may_be_fastest,
+)
 from paradyse.types import REPLICATED, BlockSpec, Plan, Workload
 
 T, Z, U = "megatron_ts", "megatron_cz", "ulysses_z"
@@ -44,6 +57,7 @@ class Run:
 
     Args:
         seconds: of a step under each plan; of others one.
+        spread: standard deviation of their logarithms.
         predicted: the same as predicted.
         options: of the planner.
     """
@@ -52,8 +66,10 @@ class Run:
         self,
         seconds: Mapping[Plan, float],
         predicted: Mapping[Plan, float] | None = None,
+        spread: float = 0.0,
         **options: Any,
     ) -> None:
+        self.noise = partial(random.Random(3).lognormvariate, 0.0, spread)
         self.alone, times = Alone(Splits(planner(**options))), predicted or {}
         self.alone.splits.predict = (  # type: ignore[method-assign]
             lambda plan, workload: (times.get(plan, 1.0) * workload.seq_len, workload.seq_len)
@@ -75,7 +91,7 @@ class Run:
         best = self.alone.tried.best(chosen, workload)
         plan = self.trials.turn(best, workload)
         self.number += 1
-        time_s = self.seconds.get(plan, 1.0)
+        time_s = self.seconds.get(plan, 1.0) * self.noise()
         assert self.trials.under_way or plan == best
         call: Any = SimpleNamespace(report=None, follows=self.follows)
         self.trials.began(call)
@@ -108,7 +124,31 @@ def test_a_mix_takes_turns_with_what_it_is_made_of_and_the_fastest_stays() -> No
     assert tried[2] == MIXED and not run.forgotten
     assert run.call(MIXED) == MIXED and run.forgotten == 1  # judged
     assert {run.call(MIXED) for _ in range(TRY_AGAIN // 2)} == {OF_Z}
-    assert len(run.said) == 2
+    assert len(run.said) == 3
+
+
+def test_where_nothing_is_clear_what_may_be_the_fastest_takes_further_turns() -> None:
+    run = Run({MIXED: 1.05, OF_T: 1.6, OF_Z: 1.0}, spread=0.15)
+    for _ in range(TRY_AFTER - 1):
+        run.call(MIXED)
+    turns = Counter[Plan]()
+    while not run.forgotten:
+        plan = run.call(MIXED)
+        turns[plan] += run.trials.under_way
+    most = ROUNDS + LONGER * (ROUNDS - WARM_UP)
+    assert turns[OF_T] < turns[MIXED] <= turns[OF_Z] <= most  # it is surely slower, sooner
+    assert sum(turns.values()) == len(run.said[-1])
+    assert {run.call(MIXED) for _ in range(TRY_AGAIN // 4)} == {OF_Z}
+
+
+def test_what_may_be_the_fastest() -> None:
+    wide, narrow = ((1.0, 1.1, 0.9), (1.0, 1.01, 0.99))
+    assert may_be_fastest({"a": wide, "b": [x + 0.05 for x in wide]}) == ["a", "b"]
+    assert may_be_fastest({"a": wide, "b": [x + 0.5 for x in wide]}) == ["a"]
+    assert may_be_fastest({"a": [x + 0.05 for x in narrow], "b": narrow}) == ["b"]
+    assert may_be_fastest({"a": narrow, "b": narrow}) == ["a"]  # it does not matter which
+    assert may_be_fastest({"a": wide, "b": wide * 30, "c": [9.0]}) == ["a", "b"]
+    assert may_be_fastest({"a": [1.0], "b": [2.0]}) == ["a"]
 
 
 def test_a_mix_that_is_faster_stays() -> None:
@@ -123,7 +163,7 @@ def test_a_plan_of_one_strategy_is_tried_beside_those_that_run_at_other_lengths(
     run.call(OF_Z, long)
     plans = [run.call(OF_T) for _ in range(TRY_AFTER + 2 * ROUNDS)]
     assert plans.index(OF_Z) == TRY_AFTER - 1 and plans.count(OF_Z) >= ROUNDS
-    assert len(run.said) == 2
+    assert len(run.said) == 3
     assert {run.call(OF_T) for _ in range(TRY_AGAIN // 2)} == {OF_Z}
 
 
@@ -148,7 +188,7 @@ def test_what_is_predicted_to_be_far_slower_or_to_need_too_much_is_not_tried() -
 def test_calls_without_a_backward_say_nothing() -> None:
     run = Run({MIXED: 1.2, OF_Z: 1.0})
     assert rivals_of(run, MIXED, trained=False)
-    assert not any(run.said[1]) and not run.forgotten
+    assert not any([*run.said[1], *run.said[2]]) and not run.forgotten
     assert run.alone.tried.best(MIXED, SHORT) == MIXED
     assert {run.call(MIXED) for _ in range(4 * TRY_AFTER)} == {MIXED}  # nothing is tried any more
 
@@ -158,7 +198,7 @@ def test_calls_that_are_parts_of_a_step_say_nothing() -> None:
     run = Run({MIXED: 1.2, OF_Z: 1.0})
     run.follows = False
     assert rivals_of(run, MIXED)
-    assert not any(run.said[1]) and not run.forgotten
+    assert not any([*run.said[1], *run.said[2]]) and not run.forgotten
 
 
 def test_calls_without_gradients_between_steps_change_nothing() -> None:
@@ -187,7 +227,7 @@ def test_the_first_rounds_are_not_counted() -> None:
     """They compile."""
     run = Run({MIXED: 1.2, OF_T: 1.5, OF_Z: 1.0})
     rivals_of(run, MIXED)
-    seen = run.said[1]
+    seen = run.said[-1]
     assert len(seen) == 3 * ROUNDS
     assert not any(seen[: 3 * WARM_UP]) and all(seen[3 * WARM_UP :])
 
