@@ -70,14 +70,18 @@ def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": column("labels", -100), "attention_mask": mask}
 
 
+def device() -> torch.device:
+    """Where this process computes; ``make_mesh`` has chosen the GPU of each rank."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def make_model(longest: int, **config: Any) -> Any:
-    """Of bytes; ``config`` changes its configuration."""
+    """Of bytes, on ``device``; ``config`` changes its configuration."""
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     given = {"vocab_size": 256, "max_position_embeddings": longest, "use_cache": False}
-    return transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**{**sizes, **heads, **given, **config})
-    )
+    made = transformers.LlamaConfig(**{**sizes, **heads, **given, **config})
+    return transformers.AutoModelForCausalLM.from_config(made).to(device())
 
 
 def byte_tokenizer() -> Any:

@@ -11,7 +11,7 @@ losses to OUT/losses.json; one process and two ranks give the same ones.
 from __future__ import annotations
 
 import torch
-from common import FOLDER, Documents, make_mesh, make_model, options_of, pad, write_losses
+from common import FOLDER, Documents, device, make_mesh, make_model, options_of, pad, write_losses
 
 import paradyse
 
@@ -41,7 +41,7 @@ def main() -> None:
     )
     sampler = paradyse.replica_sampler(dataset, mesh, shuffle=False) if mesh is not None else None
     loader = torch.utils.data.DataLoader(dataset, args.batch, sampler=sampler, collate_fn=pad)
-    batches = list(loader)
+    batches = [{name: x.to(device()) for name, x in batch.items()} for batch in loader]
 
     folder, first = args.out / "checkpoint", 0
     if args.resume:

@@ -208,10 +208,13 @@ class AcceleratorMixin(OverReplicas):
                 self._checked.add(model)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """accelerate's ``scheduler``, which steps once for each replica, not for each rank."""
+        """accelerate's ``scheduler``; one that steps with optimizers does so once for each replica,
+        not for each rank."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.split_batches = True  # one step of its own for each call
         times, step = self.replica_axis.size, prepared.step
+        if not prepared.step_with_optimizer:
+            return prepared  # it steps as often as it is told
 
         def step_for_each_replica(*args: Any, **kwargs: Any) -> None:
             for _ in range(times):
@@ -236,6 +239,13 @@ class AcceleratorMixin(OverReplicas):
             return x / num if x.is_floating_point() or x.is_complex() else x // num
 
         return recursively_apply(shared, total)
+
+    def check_trigger(self) -> bool:
+        """accelerate's: whether any rank has called ``set_trigger``, with its group or without."""
+        mine = getattr(self, "flag_tensor", None)
+        if mine is not None:
+            self.flag_tensor: Any = mine * self.sequence_axis.size  # as ``reduce`` divides
+        return bool(super().check_trigger())
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """``input_data`` of each group once, without what fills up the last batch.
@@ -276,7 +286,8 @@ class AcceleratorMixin(OverReplicas):
         with self._without_sharded() as sharded:
             folder = super().save_state(output_dir, *args, **kwargs)
         for i, (model, optimizer) in enumerate(sharded):
-            save_checkpoint(Path(folder, f"{SHARDS}_{i}"), model, optimizer, step=self.step)
+            # accelerate counts steps of an epoch alone, and each save takes the place of the last
+            save_checkpoint(Path(folder, f"{SHARDS}_{i}"), model, optimizer, step=0)
         return folder
 
     def load_state(self, input_dir: StrPath | None = None, *args: Any, **kwargs: Any) -> None:

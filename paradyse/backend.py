@@ -22,6 +22,7 @@ from paradyse.distributed.facts import (
     WEIGHTS,
 )
 from paradyse.distributed.together import Together
+from paradyse.passes.explain_numbers import made_by_cases
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planned_program import PlannedProgram
 from paradyse.profiling.step_reports import steps_of
@@ -124,6 +125,8 @@ class Capture:
         self.trace = trace_inputs(self.placeholders, examples)
         self._compared = sorted({*self.data, *self.trace.scales})  # with what scales tensors
         self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
+        if made_by_cases(gm, self.trace.size_symbols):
+            self._key_all()
         graph = self._graph(self.trace.values)
         if graph is not None:
             self._check_sizes(graph)
@@ -269,13 +272,17 @@ class Capture:
         at = self.gm, again, *how, self.trace.values
         if explained is None or not serves(explained.program, *at):
             self.others = None
-            self.notes.append(
-                "a size in this graph depends on the length in a way that no tensor's dim shows: "
-                "each length gets a program of its own"
-            )
-            log.warning("%s", self.notes[-1])
-            self.keyed_dims = tuple(self.trace.symbols)
+            self._key_all()
             self.graphs = {self._key(self.trace.values): graph}
+
+    def _key_all(self) -> None:
+        """From now on calls of other sizes get other programs."""
+        self.notes.append(
+            "a size in this graph depends on the length in a way that no tensor's dim shows: "
+            "each length gets a program of its own"
+        )
+        log.warning("%s", self.notes[-1])
+        self.keyed_dims = tuple(self.trace.symbols)
 
     def run(self, *args: Any) -> Any:
         """One call of the graph."""

@@ -305,7 +305,7 @@ class PlannedProgram:
         write(folder, name, plan_table(blocks, plan) + "\n")
 
     def _facts(self, sizes: Mapping[str, int], gradients: str) -> dict[str, Any]:
-        first, dropout = self.capture.is_first, self.program.schedule.has_dropout
+        first, is_random = self.capture.is_first, self.program.schedule.is_random
         profile = self.choice.cost_model
         return {
             "the sequence length": sizes[WHOLE],
@@ -314,7 +314,7 @@ class PlannedProgram:
             **self._program_facts,
             NO_SYNC: gradients,
             OPTIMIZERS: self.choice.optimizers.count,
-            RANDOM_STATE: checksum([torch.get_rng_state()]) if dropout else 0,
+            RANDOM_STATE: checksum([torch.get_rng_state()]) if is_random else 0,
             PROFILE: profile.profile.checksum if first and profile else 0,
         }
 

@@ -12,6 +12,7 @@ calls the original.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,11 @@ class TrainerMixin(_Trainer):
                 "Trainer runs on all of them: give a mesh over the world"
             )
         super().__init__(*args, **kwargs)
+        if self.model_init is not None:
+            raise ValueError(
+                "model_init makes another model for each training, of which only the first would "
+                "be compiled: give model=model_init(), and a Trainer for each training"
+            )
         _check(self.args, world)
         model = self.model
         if batches is not None:
@@ -146,6 +152,15 @@ class TrainerMixin(_Trainer):
     def get_train_dataloader(self) -> Any:
         """The batches of mixed lengths, or Trainer's own loader."""
         return super().get_train_dataloader() if self._batches is None else self._batches
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own, whose workers draw the same numbers on all ranks of a group, as these are
+        to have the same batches; Trainer has each rank's draw others."""
+        loader = super()._get_dataloader(*args, **kwargs)
+        init = getattr(loader, "worker_init_fn", None)
+        if isinstance(init, partial) and "rank" in init.keywords:
+            loader.worker_init_fn = partial(init, rank=self._replicas.rank)
+        return loader
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's own of ``epoch_iterator``, ``args`` and ``kwargs``; of mixed lengths the next

@@ -15,7 +15,7 @@ from paradyse.graph.edit import call_like, compute
 from paradyse.graph.factors import RULES, Dim, Factor, Names, size_of
 from paradyse.graph.infer import infer_names
 from paradyse.graph.rules import argument, cuts_ends
-from paradyse.graph.subgraph import is_tensor, is_weight, with_sizes
+from paradyse.graph.subgraph import draws, is_tensor, is_weight, with_sizes
 
 aten = torch.ops.aten
 
@@ -187,9 +187,8 @@ class _Region:
 
     def _takes(self, node: fx.Node) -> bool:
         """Whether ``node`` is computed token by token, and other inputs of it may have zeros."""
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         known = node.op == "call_function" and node.target in RULES
-        if random or not known or node in self.lengths or node in self.names.unnamed:
+        if draws(node) or not known or node in self.lengths or node in self.names.unnamed:
             return False
         if self.kind.factor in self.names.mixed(node):
             return False

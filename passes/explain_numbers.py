@@ -6,13 +6,66 @@ look like constants. Two traces at different sizes tell them apart.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
+import torch
 from torch import fx
 
 from paradyse.graph.factors import Length, Product
 from paradyse.graph.subgraph import is_tensor, is_weight
+
+
+def made_by_cases(gm: fx.GraphModule, sizes: Collection[Any]) -> bool:
+    """Whether tensors of Dynamo's graph ``gm`` are computed with a number that is made of ``sizes``
+    by cases, such as ``max(S, 64)`` or ``S // 64``: two traces need not tell it from a constant.
+
+    Args:
+        sizes: symbols.
+    """
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target not in _COMPUTE or not _is_tensor_of_dynamo(node):
+                continue
+            given = [a.meta.get("example_value") for a in node.all_input_nodes]
+            for number in given:
+                if isinstance(number, torch.SymInt | torch.SymFloat):
+                    made = number.node.expr
+                    if made.free_symbols & set(sizes) and not _is_polynomial(made):
+                        return True
+    return False
+
+
+_COMPUTE = {
+    f
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge")
+    for f in (getattr(operator, name), getattr(operator, f"i{name}", None), getattr(torch, name, 0))
+    if callable(f)
+}
+_COMPUTE |= {operator.eq, operator.ne, torch.eq, torch.ne, torch.div, torch.true_divide}
+_COMPUTE |= {torch.clamp, torch.where, torch.full, torch.full_like, torch.remainder}
+_COMPUTE |= {"add", "sub", "mul", "div", "pow", "clamp", "masked_fill", "remainder", "eq", "ne"}
+_COMPUTE |= {"lt", "le", "gt", "ge", "add_", "sub_", "mul_", "div_", "clamp_", "masked_fill_"}
+"""Functions and methods of Dynamo's graphs that compute with a number; a size that it depends on
+shows in no shape."""
+
+
+def _is_tensor_of_dynamo(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _is_polynomial(made: Any) -> bool:
+    """Whether the SymPy expression ``made`` is one of its symbols: two traces, at primes, tell what
+    it is."""
+    if made.is_Symbol or made.is_Integer:
+        return True
+    if made.is_Pow:
+        base, exponent = made.args
+        return bool(exponent.is_Integer and exponent > 0) and _is_polynomial(base)
+    return bool(made.is_Add or made.is_Mul) and all(map(_is_polynomial, made.args))
 
 
 def explain_numbers(

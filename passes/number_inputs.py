@@ -31,6 +31,8 @@ _SCALE: Mapping[Any, Callable[[Any, Any], Any]] = {
 }
 """Functions and methods of Dynamo's graphs -> what they compute of a tensor and a number."""
 
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+
 _SAME = (torch.sym_float, operator.pos)
 """Functions of a number that leave it as it is."""
 
@@ -79,6 +81,7 @@ def scale(node: fx.Node, args: tuple[Any, ...], numbers: Mapping[fx.Node, type])
     compute = _SCALE[node.target]
     if node in numbers:
         return compute(*args)
+    in_place = node.target in _IN_PLACE and node.args[0] not in numbers
     pair = list(zip(node.args, args, strict=True))
     (x,) = (value for arg, value in pair if arg not in numbers)
     ((at, number),) = ((arg, value) for arg, value in pair if arg in numbers)
@@ -89,10 +92,13 @@ def scale(node: fx.Node, args: tuple[Any, ...], numbers: Mapping[fx.Node, type])
     if x.dtype.itemsize < 4 and x.is_floating_point() and not x.ndim:
         # as where one is a Python number: it is not rounded to so few bits, what comes of it is
         pair = [(arg, value.to(torch.float32)) for arg, value in pair]
-        return compute(*(value for _, value in pair)).to(x.dtype)
+        made = compute(*(value for _, value in pair)).to(x.dtype)
+        return x.copy_(made) if in_place else made
     if not (x.is_floating_point() and x.ndim):  # beside more elements one counts as a number
         whole = numbers[at] is int and compute is not operator.truediv
         number = number.to(_dtype_beside(x.dtype, whole))
+    if in_place:
+        compute = node.target  # what else reads the tensor sees what is written
     return compute(*(number if arg in numbers else value for arg, value in pair))
 
 

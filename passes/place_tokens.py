@@ -13,6 +13,7 @@ from paradyse.distributed.replicas import SUM_OVER_REPLICAS
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.expert_rules import ROUTE_ROWS
 from paradyse.graph.factors import Factor, Names, resolve
+from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.passes.expert_regions import expert_region
 from paradyse.passes.mixing_regions import mixing_regions
@@ -207,7 +208,10 @@ def _place_rows(route: fx.Node, ctx: Any) -> None:
 
 
 def _along(node: fx.Node, seqs: Iterable[Factor], ctx: Any) -> Factor | None:
-    """The first of ``seqs`` that ``node`` can be split along."""
+    """The first of ``seqs`` that ``node`` can be split along: none of a look-up whose gradient is
+    divided by how often an id occurs, which all tokens tell."""
+    if node.target == aten.embedding.default and argument(node, "scale_grad_by_freq"):
+        return None
     return next((f for f in seqs if can_split(ctx.names, node, f, ctx.split)), None)
 
 

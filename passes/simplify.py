@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.rules import argument
+from paradyse.graph.subgraph import draws
 from paradyse.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -106,8 +107,7 @@ def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
     count = 0
     seen: dict[Any, fx.Node] = {}
     for node in list(gm.graph.nodes):
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op != "call_function" or random:
+        if node.op != "call_function" or draws(node):
             continue
         key = (node.target, repr(node.args), repr(node.kwargs))  # 1, 1.0 and True stay apart
         if key in seen:

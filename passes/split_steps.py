@@ -16,6 +16,7 @@ from paradyse.graph.factors import Factor
 from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import (
     Piece,
+    draws,
     has_gradient,
     is_tensor,
     is_weight,
@@ -184,8 +185,14 @@ class Schedule:
 
     @cached_property
     def has_dropout(self) -> bool:
-        """Whether a call draws random numbers."""
+        """Whether a call drops out elements."""
         return any(map(has_dropout, [*(s.piece for s in self.steps), *self.tails.values()]))
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether a call draws random numbers, in whatever way."""
+        pieces = [*(s.piece for s in self.steps), *self.tails.values()]
+        return self.has_dropout or any(draws(n) for piece in pieces for n in piece.nodes)
 
     @cached_property
     def seed_of(self) -> tuple[int, ...]:
@@ -328,6 +335,7 @@ def _from_weights(nodes: Sequence[fx.Node], ctx: Any) -> nx.DiGraph:
             continue
         dims = ctx.names.of(node) if is_tensor(node) else ()
         known = all(a in weights or a in found for a in inputs)
+        known &= not draws(node)  # once for all that read it
         if known and not any(f in d for d in dims for f in ctx.seqs):
             found.add_node(node)
             found.add_edges_from((a, node) for a in inputs if a in found)

@@ -323,3 +323,51 @@ def test_generate_on_shards(pool2: RankPool) -> None:
     for found in pool2.run(generated, False, True, timeout_s=200):
         assert all(same for same, _, _ in found)
         assert len(found[-1][2]) <= 1, found[-1][2]
+
+
+def own_pace(folder: str) -> tuple[float, int, bool, list[bool]]:
+    """The rate after one step of a schedule of its own on two groups; checkpoints of two saves with
+    accelerate's counter as at the end of an epoch; whether the latest one is loaded; and what ranks
+    make of a trigger that the last one alone has set, before and after they have heard of it."""
+    import accelerate
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import paradyse
+
+    class Accelerator(paradyse.AcceleratorMixin, accelerate.Accelerator):  # type: ignore[misc]
+        pass
+
+    rank, options = torch.distributed.get_rank(), {"inner": "eager"}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "sequence"))
+    with fresh_accelerate():
+        how: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False}
+        accelerator = Accelerator(mesh=mesh, backend_options=options, **how)
+        optimizer = torch.optim.SGD(make_model("llama").parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+        optimizer.step()
+        accelerator.prepare(schedule).step()
+        rate = schedule.get_last_lr()[0]
+    with fresh_accelerate():
+        model = paradyse.shard(make_model("llama"))
+        accelerator = Accelerator(backend_options=options, cpu=True)
+        model = accelerator.prepare(model)
+        first = next(model.parameters())
+        for step in (2, 0):
+            accelerator.step = step
+            with torch.no_grad():
+                first.fill_(step)
+            accelerator.save_state(folder)
+        with torch.no_grad():
+            first.fill_(7)
+        accelerator.load_state(folder)
+        saves = len(list(Path(folder).glob("*/step-*")))
+        if rank:
+            accelerator.set_trigger()
+        told = [accelerator.check_trigger() for _ in range(2)]
+        return rate, saves, bool((whole(first) == 0).all()), told
+
+
+@pytest.mark.broad
+def test_schedules_saves_and_triggers_of_ones_own(pool2: RankPool, tmp_path: Path) -> None:
+    for found in pool2.run(own_pace, str(tmp_path / "state"), timeout_s=200):
+        assert found == (0.5, 1, True, [True, False])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB, WIDTH, HEADS = 11, 16, 4
-WHOLE = ("megatron_cz", "ulysses_z", "colossal_z")
+WHOLE = ("megatron_cz", "ulysses_z", "colossal_z", "megatron_cz+recompute")
 
 
 class Decoder(nn.Module):
@@ -145,6 +145,42 @@ class GivesValues(GivesAttention):
         return found
 
 
+class ByCases(Decoder):
+    """A loss is multiplied by a number that the length makes by cases."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        longest = max(ids.shape[1], 64)
+        return super().loss(x, ids) * (ids.shape[1] // 16 + 1) * longest
+
+
+class FreshNoise(Decoder):
+    """Embeddings and the head read one table with noise; MLPs draw their own."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        self.noisy = self.embed.weight + 0.5 * torch.randn_like(self.embed.weight)
+        x = F.embedding(ids, self.noisy)
+        for layer in self.layers:
+            q, k, v = (
+                z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in layer["qkv"](x).chunk(3, -1)
+            )
+            x = x + layer["out"](self.attend(layer, x, q, k, v).transpose(1, 2).flatten(2))
+            w = layer["up"].weight + 0.5 * torch.randn_like(layer["up"].weight)
+            x = x + layer["down"](F.gelu(F.linear(x, w, layer["up"].bias)))
+        return x
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        logits = F.linear(x, self.noisy)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+class ByFrequency(Decoder):
+    """A word's gradient is divided by how often it occurs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, scale_grad_by_freq=True)
+
+
 MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "labels made behind the cut": (ClassOrNone, (13, 22)),
     "two losses of the same labels": (TwoLosses, (13, 22)),
@@ -153,6 +189,9 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "a bias of hidden states": (BiasOfTokens, (13, 22)),
     "one formula for two lengths": (Hourglass, (12, 22)),
     "attention over tokens, and over pairs": (Pairs, (12, 22)),
+    "a number made by cases": (ByCases, (13, 90)),
+    "fresh noise in weights": (FreshNoise, (13, 22)),
+    "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
     "values are returned": (GivesValues, (13, 22)),
 }
@@ -176,6 +215,7 @@ def compared(name: str, strategies: Sequence[str]) -> list[str]:
             found = []
             for run in (model, compiled):
                 model.zero_grad(set_to_none=True)
+                torch.manual_seed(seq_len)
                 out = run(ids_of(seq_len))
                 loss, more = out if isinstance(out, tuple) else (out, torch.zeros(()))
                 loss = loss + more.square().sum()
@@ -243,6 +283,30 @@ def test_two_drops_are_independent_at_any_length(pool1: RankPool, pool2: RankPoo
     for mask in one:
         share, n = mask.double().mean().item(), mask.numel()
         assert abs(share - 0.5625) < 5 * (0.5625 * 0.4375 / n) ** 0.5
+
+
+class Scaled(Decoder):
+    """What is multiplied in place is read under another name too."""
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Any:
+        x = self.embed(ids)
+        first = x[..., :4]
+        first *= scale
+        return self.head(x).square().mean()
+
+
+def scaled() -> list[float]:
+    torch._dynamo.reset()
+    model = Scaled().double()
+    compiled: Any = torch.compile(
+        model, backend="paradyse", options={"inner": "eager"}, dynamic=True
+    )
+    ids = ids_of(13)
+    return [relative(compiled(ids, x).detach(), model(ids, x).detach()) for x in (1.5, 0.7)]
+
+
+def test_a_number_is_multiplied_in_place(pool1: RankPool) -> None:
+    assert max(pool1.run(scaled, timeout_s=100)[0]) < 1e-12
 
 
 class Copying(Decoder):

@@ -155,6 +155,11 @@ WAY = [{"degree": 1, "fixed_s": 0.0, "max_tokens": 99, "lengths": (99,), "times_
         ({"train_dataset": [1]}, {}, "train_dataset: leave it out with batches of mixed lengths"),
         ({}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: leave it out"),
         ({}, {"max_steps": -1}, "max_steps=-1: give TrainingArguments max_steps"),
+        (
+            {"model": None, "model_init": lambda: example().make_model(9)},
+            {},
+            "model_init makes another model for each training",
+        ),
     ],
 )
 def test_what_does_not_go_with_batches_of_mixed_lengths(
@@ -340,6 +345,26 @@ def test_what_is_refused(pool2: RankPool, tmp_path: Path) -> None:
         assert "the mesh holds 1 of 2 ranks" in part
         assert "batch_rebalance" in rebalance and "leave it out" in rebalance
         assert "another backend than paradyse" in other
+
+
+def seeds_of_workers(folder: str) -> int:
+    """The process that workers of this rank's loader take their seeds for."""
+    module = example()
+    with fresh_accelerate():
+        data = module.Documents(Path(os.__file__).parent, 0, 4, LONGEST)
+        args = arguments(folder, dataloader_num_workers=1)
+        trainer = module.Trainer(
+            model=module.make_model(LONGEST),
+            args=args,
+            train_dataset=data,
+            eval_dataset=data,
+            data_collator=module.pad,
+        )
+        return int(trainer.get_train_dataloader().worker_init_fn.keywords["rank"])
+
+
+def test_workers_of_one_group_draw_the_same(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(seeds_of_workers, str(tmp_path), timeout_s=100) == [0, 0]
 
 
 def start(folder: Path, num_ranks: int, *options: str) -> History:

@@ -288,6 +288,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether ``node`` draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def has_gradient(node: fx.Node) -> bool:
     """Whether ``node`` had a gradient as the model was traced; its fake value has none."""
     return bool(getattr(node.meta.get("tensor_meta"), "requires_grad", False))

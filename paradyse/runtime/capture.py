@@ -88,6 +88,11 @@ class TraceInputs:
     """Whether sizes that may differ in another call are equal in ``values``, for want of others
     that the guards allow."""
 
+    @property
+    def size_symbols(self) -> set[Any]:
+        """What the sizes are made of."""
+        return {s for n in self.symbols.values() for s in n.node.expr.free_symbols}
+
 
 def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
     """Sizes and numbers to trace with. Symbolic sizes get values that no weight has, where guards
