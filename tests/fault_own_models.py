@@ -164,4 +164,32 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "pass",
         ("tests/runtime/test_frame.py::test_what_is_kept_of_a_mask_goes_with_the_call",),
     ),
+    Fault(
+        "numbers made by cases are those of the first length",
+        "paradyse/backend.py",
+        "if made_by_cases(gm, self.trace.size_symbols):",
+        "if False:",
+        (f"{EQUAL}[a number made by cases]",),
+    ),
+    Fault(
+        "noise in weights is drawn by each reader",
+        "passes/split_steps.py",
+        "known &= not draws(node)",
+        "known &= True",
+        (f"{EQUAL}[fresh noise in weights]",),
+    ),
+    Fault(
+        "a rank divides by how often its own tokens have an id",
+        "passes/place_tokens.py",
+        'if node.target == aten.embedding.default and argument(node, "scale_grad_by_freq"):',
+        "if False:",
+        (f"{EQUAL}[gradients by frequency]",),
+    ),
+    Fault(
+        "what is multiplied in place by a number is another tensor",
+        "passes/number_inputs.py",
+        "        compute = node.target  # what else",
+        "        pass  # what else",
+        ("tests/test_own_models.py::test_a_number_is_multiplied_in_place",),
+    ),
 )

@@ -149,8 +149,7 @@ class ByCases(Decoder):
     """A loss is multiplied by a number that the length makes by cases."""
 
     def loss(self, x: Tensor, ids: Tensor) -> Tensor:
-        longest = max(ids.shape[1], 64)
-        return super().loss(x, ids) * (ids.shape[1] // 16 + 1) * longest
+        return super().loss(x, ids) * max(ids.shape[1], 64)
 
 
 class FreshNoise(Decoder):
@@ -189,7 +188,7 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "a bias of hidden states": (BiasOfTokens, (13, 22)),
     "one formula for two lengths": (Hourglass, (12, 22)),
     "attention over tokens, and over pairs": (Pairs, (12, 22)),
-    "a number made by cases": (ByCases, (13, 90)),
+    "a number made by cases": (ByCases, (13, 22, 90)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
@@ -289,7 +288,7 @@ class Scaled(Decoder):
     """What is multiplied in place is read under another name too."""
 
     def forward(self, ids: Tensor, scale: float = 1.0) -> Any:
-        x = self.embed(ids)
+        x = self.hidden(ids) + 0.0
         first = x[..., :4]
         first *= scale
         return self.head(x).square().mean()
