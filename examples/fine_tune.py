@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from common import FOLDER, Documents, make_mesh, make_model, options_of, pad, write_losses
+from common import FOLDER, Documents, device, make_mesh, make_model, options_of, pad, write_losses
 
 import paradyse
 
@@ -41,7 +41,7 @@ def main() -> None:
     name = args.model or make_base(args.out / "base", args.longest)
     model = transformers.AutoModelForCausalLM.from_pretrained(name)  # whole, on the host
     model.train()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device())
     if not args.whole:
         paradyse.shard(model, mesh)  # before the optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import FOLDER, Documents, make_mesh, make_model, options_of, write_losses
+from common import FOLDER, Documents, device, make_mesh, make_model, options_of, write_losses
 from torch import Tensor
 
 import paradyse
@@ -52,8 +52,7 @@ def main() -> None:
     args = options_of(__doc__, "grpo-example").parse_args()
     mesh = make_mesh(args.replicas)
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = make_model(args.longest).to(device)
+    model = make_model(args.longest)
     if not args.whole:
         paradyse.shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -64,7 +63,7 @@ def main() -> None:
     first = paradyse.replica_of(mesh)[0] * args.batch if mesh is not None else 0
     files = Documents(FOLDER, first, args.batch, PROMPT)
     prompts = torch.stack([files[i]["input_ids"] for i in range(args.batch)])
-    prompts = prompts.repeat_interleave(GROUP, 0).to(device)
+    prompts = prompts.repeat_interleave(GROUP, 0).to(device())
     rows = []
     for step in range(args.steps):
         torch.manual_seed(step)  # ranks of a group are to draw the same answers

@@ -6,7 +6,6 @@ look like constants. Two traces at different sizes tell them apart.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from itertools import combinations, product
 from math import prod
@@ -22,39 +21,42 @@ from paradyse.graph.subgraph import is_tensor, is_weight
 def made_by_cases(gm: fx.GraphModule, sizes: Collection[Any]) -> bool:
     """Whether tensors of Dynamo's graph ``gm`` are computed with a number that is made of ``sizes``
     by cases, such as ``max(S, 64)`` or ``S // 64``: two traces need not tell it from a constant.
+    Where it is but a size of what is computed, as in a reshape, dims tell.
 
     Args:
         sizes: symbols.
     """
+    known = set(sizes)
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if node.target not in _COMPUTE or not _is_tensor_of_dynamo(node):
+            if _gives_number(node) or _is_of_sizes(node):
                 continue
-            given = [a.meta.get("example_value") for a in node.all_input_nodes]
-            for number in given:
+            for number in (a.meta.get("example_value") for a in node.all_input_nodes):
                 if isinstance(number, torch.SymInt | torch.SymFloat):
                     made = number.node.expr
-                    if made.free_symbols & set(sizes) and not _is_polynomial(made):
+                    if made.free_symbols & known and not _is_polynomial(made):
                         return True
     return False
 
 
-_COMPUTE = {
-    f
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge")
-    for f in (getattr(operator, name), getattr(operator, f"i{name}", None), getattr(torch, name, 0))
-    if callable(f)
-}
-_COMPUTE |= {operator.eq, operator.ne, torch.eq, torch.ne, torch.div, torch.true_divide}
-_COMPUTE |= {torch.clamp, torch.where, torch.full, torch.full_like, torch.remainder}
-_COMPUTE |= {"add", "sub", "mul", "div", "pow", "clamp", "masked_fill", "remainder", "eq", "ne"}
-_COMPUTE |= {"lt", "le", "gt", "ge", "add_", "sub_", "mul_", "div_", "clamp_", "masked_fill_"}
-"""Functions and methods of Dynamo's graphs that compute with a number; a size that it depends on
-shows in no shape."""
+_OF_SIZES = {torch.zeros, torch.ones, torch.empty, torch.reshape, torch.broadcast_to}
+_OF_SIZES |= {torch.unflatten, torch.nn.functional.pad, torch.split, "split"}
+_OF_SIZES |= {"view", "reshape", "expand", "unflatten", "repeat", "new_zeros", "new_ones"}
+_OF_SIZES |= {"new_empty", "broadcast_to"}
+"""Functions and methods of Dynamo's graphs whose numbers show in the shape of what they give."""
 
 
-def _is_tensor_of_dynamo(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.Tensor)
+def _gives_number(node: fx.Node) -> bool:
+    """Whether ``node`` is no more than a number itself, or what ends a graph."""
+    made = node.meta.get("example_value")
+    return node.op in ("placeholder", "output") or isinstance(
+        made, int | float | torch.SymInt | torch.SymFloat | torch.SymBool
+    )
+
+
+def _is_of_sizes(node: fx.Node) -> bool:
+    from_zero = node.target is torch.arange and len(node.args) == 1
+    return node.target in _OF_SIZES or from_zero
 
 
 def _is_polynomial(made: Any) -> bool:

@@ -34,9 +34,9 @@ def sequences_of(
     Returns:
         Of each sequence "input_ids" [S] and "labels" [S], in the batch's order.
     Raises:
-        ValueError: the batch has another argument, or a sample has one of as many values as tokens;
-            shapes do not match, padding is inside a sequence or is a target, positions do not count
-            from 0, or bounds make no sense.
+        ValueError: the batch has another argument, or a sample another array, or as many values as
+            tokens; shapes do not match, padding is inside a sequence or is a target, positions do
+            not count from 0, or bounds make no sense.
 
     Example:
 
@@ -93,18 +93,19 @@ def _of_sample(given: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
         raise ValueError(
             f"{where} has {shapes}: give all with the same one dim, of at least 1 token"
         )
-    unknown = sorted(name for name in {*given} - {*_BY_TOKEN} if _has_one_each(given[name], ids))
+    unknown = sorted(name for name in {*given} - {*_BY_TOKEN} if _is_for_model(given[name], ids))
     if unknown:
         raise ValueError(f"{where} has {', '.join(unknown)}: {_KNOWN}")
     row = _without_padding(row, where)
     return _cut(row, _starts(row, where))
 
 
-def _has_one_each(value: Any, ids: Tensor) -> bool:
-    """Whether ``value`` has something for each of ``ids``, which a model might be given."""
+def _is_for_model(value: Any, ids: Tensor) -> bool:
+    """Whether ``value`` may be an argument of a model: an array, or something for each of ``ids``.
+    Texts and numbers are not."""
     if isinstance(value, str | bytes) or not hasattr(value, "__len__"):
         return False
-    return getattr(value, "ndim", 1) > 0 and len(value) == len(ids)
+    return bool(value.ndim > 0 if hasattr(value, "ndim") else len(value) == len(ids))
 
 
 def _like(ids: Tensor, name: str, given: Any) -> Tensor:

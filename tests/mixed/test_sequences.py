@@ -116,6 +116,7 @@ def test_samples_are_taken_apart_as_rows_are() -> None:
 
 SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "segments": ({"token_type_ids": [0, 0, 1]}, "sequence 4 has token_type_ids: sequences of"),
+    "pictures": ({"pixel_values": torch.ones(2, 5)}, "sequence 4 has pixel_values: sequences of"),
     "padding inside": ({"attention_mask": [1, 0, 1]}, "sequence 4 has padding inside"),
     "a longer mask": ({"attention_mask": [1] * 4}, r"input_ids \[3\] and attention_mask \[4\]"),
     "padding alone": ({"attention_mask": [0] * 3}, "sequence 4 is padding alone"),
