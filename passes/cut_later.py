@@ -19,17 +19,15 @@ from paradyse.graph.subgraph import draws, is_tensor, is_weight, with_sizes
 
 aten = torch.ops.aten
 
-_FINITE = {
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.mul.Tensor,
-    aten.where.self,
-    aten.gather.default,
-    aten.kl_div.default,
-    aten.cross_entropy_loss.default,
-    aten.nll_loss_nd.default,
+_STEEP = {
+    **dict.fromkeys(("log", "log1p", "logit", "sqrt", "rsqrt", "reciprocal", "std"), (0,)),
+    **dict.fromkeys(("acos", "asin", "atanh", "pow", "float_power"), (0,)),
+    **dict.fromkeys(("div", "divide", "true_divide", "floor_divide"), (1,)),
+    **dict.fromkeys(("fmod", "remainder", "xlogy"), (1,)),
+    **dict.fromkeys(("atan2", "arctan2", "hypot"), (0, 1)),
+    "addcdiv": (2,),
 }
-"""Operators whose gradients are finite where another input is 0."""
+"""Operators that have no finite value or gradient at some finite inputs -> those inputs."""
 
 _TO_END = 2**63 - 1
 
@@ -41,9 +39,10 @@ def cut_later(gm: fx.GraphModule, ctx: Any) -> int:
     after:  y = log_softmax(x, -1); q = gather(y, -1, pad(slice(labels, 1, 1), [.., 0, 1]))
             p = slice(q, 1, 0, -1)
     A cut mixes tokens, so that ranks would compute ``y`` [.., words] whole. Rows that are cut off
-    have no gradient; of other inputs they are 0.
+    have no gradient; of other inputs they are 0, and where an operator could make infinity of them,
+    whose product with a gradient of 0 is NaN, it reads 0.5 or 1 in their place.
     Refuses what attention reads later, and what stays as wide as it was where its tokens are mixed;
-            no division by such zeros, and no random numbers, are among what is computed so.
+            no random numbers are among what is computed so.
     """
     count = 0
     while found := _cut_once_later(gm, ctx):
@@ -168,9 +167,12 @@ class _Region:
                 for a in node.all_input_nodes:
                     if a not in made and is_tensor(a) and self._times(a):
                         made[a] = self._padded(a)
-                args = fx.map_arg(self._args(node), lambda a: made.get(a, a))
+                args = [fx.map_arg(arg, lambda a: made.get(a, a)) for arg in self._args(node)]
+                for i in _steep(node):
+                    if node.args[i] in made:
+                        args[i] = self._without_ends(node.args[i], args[i])
                 kwargs = fx.map_arg(node.kwargs, lambda a: made.get(a, a))
-                made[node] = graph.call_function(node.target, args, kwargs)
+                made[node] = graph.call_function(node.target, tuple(args), kwargs)
                 made[node].meta = {**node.meta, "val": value}
                 cut = self._cut(node, made[node]) if node in ends else None
             if cut is not None:
@@ -186,22 +188,22 @@ class _Region:
         return {n: None for n in inside if any(u not in inside for u in n.users)}
 
     def _takes(self, node: fx.Node) -> bool:
-        """Whether ``node`` is computed token by token, and other inputs of it may have zeros."""
+        """Whether ``node`` is computed token by token, and other inputs of it can be padded."""
         known = node.op == "call_function" and node.target in RULES
         if draws(node) or not known or node in self.lengths or node in self.names.unnamed:
+            return False
+        if node.target is aten.acosh.default:  # NaN of such a number as well
             return False
         if self.kind.factor in self.names.mixed(node):
             return False
         if any(self._count(dims) != 1 for dims in self._dims(node)):
             return False
-        return all(self._may_read(a, node) for a in node.all_input_nodes)
+        return all(self._may_read(a) for a in node.all_input_nodes)
 
-    def _may_read(self, a: fx.Node, node: fx.Node) -> bool:
+    def _may_read(self, a: fx.Node) -> bool:
         if a in self.roots or a in self.whole or not is_tensor(a) or not self._times(a):
             return True
-        if is_weight(a) or self._times(a) > 1:
-            return False
-        return a.meta["val"].dtype == torch.bool or node.target in _FINITE
+        return not is_weight(a) and self._times(a) == 1
 
     def _dims(self, node: fx.Node) -> list[list[Dim]]:
         """Of each of its results."""
@@ -252,23 +254,42 @@ class _Region:
     def _padded(self, a: fx.Node) -> fx.Node:
         """``a``, of the tokens that are left, with zeros for those cut off; what it was cut from,
         if it was cut in the same way."""
-        if _kind_of(a, self.names) == self.kind:
-            return a.args[0]
+        return a.args[0] if _kind_of(a, self.names) == self.kind else self._pad(a, a)
+
+    def _pad(self, a: fx.Node, x: fx.Node) -> fx.Node:
+        """``x``, which has the dims of ``a``, with zeros for the tokens that are cut off."""
         dim, left, whole = self._parts(a)
         pad = [0, 0] * (len(left) - 1 - dim) + [self.kind.before, self.kind.after]
-        x = a if left == [*a.meta["val"].shape] else call_like(a, aten.reshape.default, (a, left))
-        x = call_like(a, aten.constant_pad_nd.default, (x, pad, 0))
+        x = x if left == [*x.meta["val"].shape] else call_like(x, aten.reshape.default, (x, left))
+        x = call_like(x, aten.constant_pad_nd.default, (x, pad, 0))
         shape = [self._size(d) for d in self.names.of(a)]
-        return x if shape == whole else call_like(a, aten.reshape.default, (x, shape))
+        return x if shape == whole else call_like(x, aten.reshape.default, (x, shape))
+
+    def _without_ends(self, a: fx.Node, x: fx.Node) -> fx.Node:
+        """``x``, which is ``a`` with all tokens, with a number for those that are cut off, at which
+        gradients are finite."""
+        yes = call_like(x, aten.full_like.default, (x, True), {"dtype": torch.bool})
+        there = self._pad(a, self._cut(a, yes))
+        other = 0.5 if x.meta["val"].is_floating_point() else 1
+        return call_like(x, aten.where.ScalarOther, (there, x, other))
 
     def _cut(self, node: fx.Node, x: fx.Node) -> fx.Node:
-        """The tokens that are left of ``x``, which is ``node`` with all tokens."""
+        """The tokens that are left of ``x``, which has the dims of ``node`` with all tokens."""
         dim, left, whole = self._parts(node)
         shape = [*node.meta["val"].shape]
         x = x if whole == [*x.meta["val"].shape] else call_like(x, aten.reshape.default, (x, whole))
         end = -self.kind.after if self.kind.after else _TO_END
-        x = call_like(node, aten.slice.Tensor, (x, dim, self.kind.before, end))
-        return x if left == shape else call_like(node, aten.reshape.default, (x, shape))
+        x = call_like(x, aten.slice.Tensor, (x, dim, self.kind.before, end))
+        return x if left == shape else call_like(x, aten.reshape.default, (x, shape))
+
+
+def _steep(node: fx.Node) -> list[int]:
+    """Where among its arguments ``node`` reads what must not be just any number."""
+    at = _STEEP.get(getattr(node.target, "overloadpacket", node.target).__name__, ())
+    power = node.args[1] if len(node.args) > 1 else 0.0
+    if "pow" in str(node.target) and isinstance(power, int | float) and power >= 1:
+        return []  # of a number
+    return [i for i in at if isinstance(node.args[i], fx.Node)]
 
 
 def _shapes(value: Any) -> list[list[int]]:

@@ -192,4 +192,11 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "        pass  # what else",
         ("tests/test_own_models.py::test_a_number_is_multiplied_in_place",),
     ),
+    Fault(
+        "logarithms read zeros of tokens that are cut off",
+        "passes/cut_later.py",
+        "    return [i for i in at if isinstance(node.args[i], fx.Node)]",
+        "    return [i for i in at[:0] if isinstance(node.args[i], fx.Node)]",
+        ("tests/passes/test_cut_later.py::test_rows_that_are_cut_off_are_no_danger[no sum]",),
+    ),
 )
