@@ -1,7 +1,7 @@
 """Checkpoints of a run: the model, its optimizer and where the run stood, for any number of ranks.
 
 Each rank writes its own rows (``storage.py``), in the form of PyTorch's ``get_state_dict``: the
-entries are "model" and "optimizer", and "run" besides.
+entries are "model" and "optimizer", and "run" and "containers" besides.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from paradyse.checkpoint import folder as files
 from paradyse.checkpoint import storage
+from paradyse.checkpoint.containers import filled, outline_of, values_in
 from paradyse.checkpoint.folder import listed
 from paradyse.distributed.axis import Axis, axis_of, resolve_axis
 from paradyse.distributed.together import Together
-from paradyse.torch_private import original_module, unflatten_state_dict
+from paradyse.torch_private import unflatten_state_dict
 from paradyse.weights.shard import Model, check_module, name_before_compile
 
 
@@ -56,8 +57,10 @@ def save_checkpoint(
     Args:
         folder: on a file system that all ranks share, the same on all; made if need be. One run at
             a time.
-        model: sharded or not, compiled or not.
-        optimizer: of (some of) the model's parameters.
+        model: sharded or not, compiled or not. What its modules' ``get_extra_state`` give is saved
+            too: numbers, text, tensors, and lists and dicts of them.
+        optimizer: of (some of) the model's parameters. Dicts in its state may have any keys of
+            which no two are the same text.
         extra: anything small of numbers, text, tensors, lists and dicts: a scheduler's state, the
             position in the data, generator states. Rank 0's is written. Classes have to be named
             to ``torch.serialization.add_safe_globals``, as loading runs no code of the file.
@@ -68,9 +71,9 @@ def save_checkpoint(
     Returns:
         The folder of this step.
     Raises:
-        ValueError: step or keep is no count, ``extra`` or the optimizer's state holds what could
-            not be loaded again, the optimizer has a parameter that the model lacks, or rank 0 does
-            not see what another rank wrote. All ranks raise it.
+        ValueError: step or keep is no count, ``extra``, an extra state or the optimizer's state
+            holds what could not be loaded again, the optimizer has a parameter that the model
+            lacks, or rank 0 does not see what another rank wrote. All ranks raise it.
         RuntimeError: a rank could not write; all ranks raise it. Earlier checkpoints are as they
             were.
         CollectiveError: another rank died or stalled; it is named where that is known.
@@ -88,7 +91,9 @@ def save_checkpoint(
 
     path = ranks.first(prepare)
     entries = ranks.all_of(lambda: _entries(model, optimizer))
+    containers = entries.pop("containers")
     if ranks.is_first:
+        entries["containers"] = (containers,)
         entries["run"] = step, optimizer and type(optimizer).__name__, extra
     unfinished = path.with_name(path.name + ".tmp")
     storage.write(ranks, unfinished, entries)
@@ -143,28 +148,35 @@ def load_checkpoint(
     ranks = Together(_axis(process_group), f"loading checkpoint {folder}")
     path = ranks.first(lambda: files.newest(Path(folder)))
     mine, module = _weights(model), check_module(model)
-    saved = ranks.all_of(lambda: _checked(path, mine, optimizer is not None))
+    saved = ranks.all_of(lambda: _checked(path, mine))
     if ranks.is_first:
         storage.warn_without_checksums(path, saved)
-    wanted = ("run", "optimizer.param_groups.") if optimizer is not None else ("run",)
+    wanted: tuple[str, ...] = ("run", "containers")
+    wanted += ("optimizer.param_groups.",) * (optimizer is not None)
     present = saved.state_dict_metadata.items()
     values: dict[str, Any] = {k: _blank(x) for k, x in present if k.startswith(wanted)}
     storage.read(ranks, path, saved, values)
     step, kind, extra = values.pop("run")
+    (containers,) = values.pop("containers", None) or (_containers_by_name(saved),)
+    with_optimizer = optimizer is not None
+    ranks.all_of(lambda: _check_model(path, saved, module, mine, containers, with_optimizer))
     state: dict[str, Any] = {}
     if optimizer is not None:
-        groups = unflatten_state_dict(values, saved.planner_data)["optimizer"]["param_groups"]
+        groups = filled(containers["optimizer"]["param_groups"], values)
         ranks.all_of(partial(_check_optimizer, path, kind, groups, optimizer, module))
         state = _blank_state(saved, module)
-    entries = {f"model.{n}": x for n, x in mine.items()} | state
+    apart = {n: containers["model"][n] for n, x in mine.items() if _is_apart(n, x)}
+    entries = {f"model.{n}": x for n, x in mine.items() if n not in apart} | state
+    for name, outline in apart.items():
+        for key, here in values_in(mine[name], outline):
+            entries[key] = _blank(saved.state_dict_metadata[key], here)
     storage.read(ranks, path, saved, entries)
-    others = {n: entries[f"model.{n}"] for n, x in mine.items() if not isinstance(x, Tensor)}
-    if others:
-        original_module(module).load_state_dict(others, strict=False)
+    if apart:
+        found = {n: filled(outline, entries) for n, outline in apart.items()}
+        ranks.all_of(partial(_give_apart, module, found))
     if optimizer is not None:
-        values |= {k: entries[k] for k in state}
-        found = unflatten_state_dict(values, saved.planner_data)["optimizer"]
-        _give_state(optimizer, found.get("state", {}), found["param_groups"], module)
+        read = filled(containers["optimizer"], values | {k: entries[k] for k in state})
+        _give_state(optimizer, read.get("state", {}), groups, module)
     return Checkpoint(path, step, extra)
 
 
@@ -180,8 +192,21 @@ def _weights(model: Model) -> dict[str, Any]:
     return {name_before_compile(n): x for n, x in state.items()}
 
 
+def _is_extra(name: str) -> bool:
+    """Whether ``name`` in a state dict is of what ``get_extra_state`` gave."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _is_apart(name: str, x: Any) -> bool:
+    """Whether ``x``, ``name`` in a state dict, is given to the model by ``load_state_dict``: no
+    tensor, or an extra state, which may be a copy and of another shape than the saved one."""
+    return _is_extra(name) or not isinstance(x, Tensor)
+
+
 def _entries(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     entries: dict[str, Any] = {"model": _weights(model)}
+    apart = {n: x for n, x in entries["model"].items() if _is_apart(n, x)}
+    containers = {"model": {n: outline_of(x, f"model.{n}") for n, x in apart.items()}}
     if optimizer is not None:
         names = [n for group in _group_names(optimizer, check_module(model)) for n in group]
         state = optimizer.state_dict()
@@ -192,7 +217,14 @@ def _entries(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str,
                 for group in state["param_groups"]
             ],
         }
-    return entries
+        containers["optimizer"] = outline_of(entries["optimizer"], "optimizer")
+    return entries | {"containers": containers}
+
+
+def _containers_by_name(metadata: Any) -> Any:
+    """As names tell: of a checkpoint that was saved before containers were."""
+    names = {k: k for k in metadata.state_dict_metadata if k != "run"}
+    return {"model": {}, **unflatten_state_dict(names, metadata.planner_data)}
 
 
 def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
@@ -208,8 +240,8 @@ def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[lis
     return [[n for n in group if n is not None] for group in groups]
 
 
-def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
-    """The checkpoint's metadata, once it is known to be whole and to fit the model.
+def _checked(path: Path, mine: Mapping[str, Any]) -> Any:
+    """The checkpoint's metadata, once it is known to be whole and one of ours.
 
     Args:
         mine: the model's state by name.
@@ -230,7 +262,31 @@ def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
             f"{path} was not written by paradyse.save_checkpoint; load it with "
             "torch.distributed.checkpoint.load, which takes sharded models too"
         )
-    saved = {k.removeprefix("model."): md for k, md in entries.items() if k.startswith("model.")}
+    return metadata
+
+
+def _check_model(
+    path: Path,
+    metadata: Any,
+    model: nn.Module,
+    mine: Mapping[str, Any],
+    containers: Any,
+    with_optimizer: bool,
+) -> None:
+    """Refuse a checkpoint that does not fit ``model``.
+
+    Args:
+        mine: the model's state by name.
+        containers: of the checkpoint.
+    """
+    entries, apart = metadata.state_dict_metadata, containers["model"]
+    inside = {key for outline in apart.values() for key, _ in values_in(None, outline)}
+    saved = {
+        k.removeprefix("model."): md
+        for k, md in entries.items()
+        if k.startswith("model.") and k not in inside
+    }
+    saved |= {n: entries[at] if isinstance(at, str) else None for n, at in apart.items()}
     differences = _differences(saved, mine)
     if differences:
         raise ValueError(
@@ -239,7 +295,13 @@ def _checked(path: Path, mine: Mapping[str, Any], with_optimizer: bool) -> Any:
         )
     if with_optimizer and not any(k.startswith("optimizer.") for k in entries):
         raise ValueError(f"{path} holds no optimizer; leave it out to load the weights alone")
-    return metadata
+    for kind in {type(m) for m in model.modules()}:
+        gives = kind.get_extra_state is not nn.Module.get_extra_state
+        if gives and kind.set_extra_state is nn.Module.set_extra_state:
+            raise ValueError(
+                f"{kind.__name__} has get_extra_state and no set_extra_state, so that its part of "
+                f"{path} cannot be given to it: write one"
+            )
 
 
 def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -247,7 +309,7 @@ def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
     missing = [n for n in mine if n not in saved]
     unknown = [n for n in saved if n not in mine]
     shapes = []
-    for name in sorted(mine.keys() & saved.keys()):
+    for name in sorted(n for n in mine.keys() & saved.keys() if not _is_extra(n)):
         there, here = getattr(saved[name], "size", None), getattr(mine[name], "shape", None)
         if there != here:
             text = ["no tensor" if s is None else str(list(s)) for s in (there, here)]
@@ -260,10 +322,13 @@ def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
 # Reading
 
 
-def _blank(entry: Any) -> Tensor | None:
-    """A tensor that an entry of the metadata can be read into; None for a value."""
+def _blank(entry: Any, like: Any = None) -> Tensor | None:
+    """A tensor that an entry of the metadata can be read into, where ``like`` lies if that is one;
+    None for a value."""
     size = getattr(entry, "size", None)
-    return None if size is None else torch.empty(size, dtype=entry.properties.dtype)
+    has_memory = isinstance(like, Tensor) and not like.is_meta
+    device = like.device if has_memory else torch.device("cpu")
+    return None if size is None else torch.empty(size, dtype=entry.properties.dtype, device=device)
 
 
 def _check_optimizer(
@@ -301,6 +366,16 @@ def _blank_state(metadata: Any, model: nn.Module) -> dict[str, Any]:
             else:
                 out[key] = _blank(entry)
     return out
+
+
+def _give_apart(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give ``model`` what no tensor of it holds.
+
+    Args:
+        values: by name before compile.
+    """
+    own = {name_before_compile(n): n for n in model.state_dict()}
+    model.load_state_dict({own[n]: x for n, x in values.items()}, strict=False)
 
 
 def _give_state(
