@@ -34,8 +34,8 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a whole tensor written to in this rank's rows alone",
         "paradyse/weights/sharded_tensor.py",
-        "into_plain = kind.writes and writes_plain(func, args, kwargs)",
-        "into_plain = False",
+        "into_others = any(not _lies_as(x, like) for x in into)",
+        "into_others = False",
         (f"{OPERATORS}test_a_whole_tensor_that_is_written_to_is_written_whole",),
     ),
     Fault(

@@ -35,7 +35,7 @@ from paradyse.weights.norms import joined_norms, local_norms
 from paradyse.weights.partial_gradient import PartialGradient
 from paradyse.weights.reductions import REDUCTIONS, every_rank
 from paradyse.weights.shard_comm import gather_shards
-from paradyse.weights.whole_operators import ShardedView, on_whole, writes_plain, written_by
+from paradyse.weights.whole_operators import ShardedView, on_whole, written_by
 
 aten = torch.ops.aten
 
@@ -244,11 +244,13 @@ class ShardedTensor(Tensor):
             return _sized(func, args, kwargs)
         if kind.on_lists:
             return _on_lists(func, kind.writes, args, kwargs)
-        like = max(sharded, key=Tensor.numel)  # a result of all is likeliest to have its shape
-        into_plain = kind.writes and writes_plain(func, args, kwargs)
-        if into_plain or not _meets_rows(like, args, kwargs):
+        into = written_by(func, args, kwargs) if kind.writes else []
+        # What is written to stays where it lies; a result of all is likeliest to have the most.
+        like = max([x for x in into if isinstance(x, ShardedTensor)] or sharded, key=Tensor.numel)
+        into_others = any(not _lies_as(x, like) for x in into)
+        if into_others or not _meets_rows(like, args, kwargs, into):
             return on_whole(func, args, kwargs)
-        return _on_rows(func, kind.writes, like, args, kwargs)
+        return _on_rows(func, into, like, args, kwargs)
 
 
 join_foreach_types(ShardedTensor)
@@ -359,7 +361,9 @@ def _kind_of(func: Any) -> _Kind:
     name = func.name().removeprefix("aten::").partition(".")[0]
     on_lists = name.startswith(_LISTS) and name not in _REDUCE_LISTS
     on_rows = on_lists or func in _LIKE or torch.Tag.pointwise in func.tags
-    return _Kind(on_rows, on_lists, schema_of(func).is_mutable)
+    schema = schema_of(func)
+    into_lists = on_lists and any(a.is_out for a in schema.arguments)
+    return _Kind(on_rows and not into_lists, on_lists, schema.is_mutable)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -380,18 +384,29 @@ def _sized(func: Any, args: Any, kwargs: Any) -> Tensor:
     return like.with_rows(_SIZED[func](like.local, **options))
 
 
-def _meets_rows(like: ShardedTensor, args: Any, kwargs: Any) -> bool:
-    """Whether what is computed with all tensors given has the shape of ``like``."""
-    shapes = (x.shape for x in _flat(args, kwargs) if isinstance(x, Tensor))
+def _lies_as(x: Any, like: ShardedTensor) -> bool:
+    """Whether ``x`` has the rows of ``like``."""
+    return x is like or (
+        isinstance(x, ShardedTensor) and x.shape == like.shape and x.placement == like.placement
+    )
+
+
+def _meets_rows(like: ShardedTensor, args: Any, kwargs: Any, into: Sequence[Any]) -> bool:
+    """Whether what is computed with all tensors given has the shape of ``like``; those of ``into``
+    that come by name (``out=``) are given to be written to alone."""
+    written = set(map(id, into))
+    named = {k: x for k, x in kwargs.items() if id(x) not in written}
+    shapes = (x.shape for x in _flat(args, named) if isinstance(x, Tensor))
     return torch.broadcast_shapes(*shapes) == like.shape
 
 
-def _on_rows(func: Any, writes: bool, like: ShardedTensor, args: Any, kwargs: Any) -> Any:
-    """Run an elementwise ``func`` on the rows, where ``like`` has them."""
+def _on_rows(func: Any, into: Any, like: ShardedTensor, args: Any, kwargs: Any) -> Any:
+    """Run an elementwise ``func`` on the rows, where ``like`` has them and those of ``into``, which
+    it writes to."""
     own = {k: _rows_of(v, like) for k, v in kwargs.items()} if kwargs else kwargs
     out = func(*[_rows_of(x, like) for x in args], **own)
-    if writes:
-        return kwargs.get("out", args[0])
+    if into:
+        return into[0] if len(into) == 1 else tuple(into)
     if isinstance(out, list | tuple):
         return [like.with_rows(x) for x in out]
     return like.with_rows(out)

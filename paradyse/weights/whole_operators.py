@@ -129,7 +129,8 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
     Raises:
         NotImplementedError: a gradient would be needed of it, or it sends messages itself.
-        ValueError: a sharded tensor is on the meta device.
+        ValueError: a sharded tensor is on the meta device, or is given as ``out=`` of a result of
+            another shape.
     """
     given = [x for x in tree_leaves((args, kwargs)) if is_spread(x)]
     if func.namespace != "aten":
@@ -150,12 +151,25 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return x
         return x.of(wholes[id(x.base)]) if isinstance(x, ShardedView) else wholes[id(x)]
 
-    arguments = tree_map_only(Tensor, whole, (list(args), dict(kwargs)))
-    out = func(*arguments[0], **arguments[1])
     written = [x for x in written_by(func, args, kwargs) if is_spread(x)]
+    named = set(map(id, tree_leaves(dict(kwargs))))
+    outs = {id(x): x for x in written if id(x) in named}
+    rooms = {i: wholes[id(_base(x))].new_empty(0) for i, x in outs.items()}  # of any shape
+    positional = tree_map_only(Tensor, whole, list(args))
+    by_name = tree_map_only(Tensor, lambda x: rooms.get(id(x), whole(x)), dict(kwargs))
+    out = func(*positional, **by_name)
+    for i, x in outs.items():
+        if rooms[i].shape != x.shape:
+            raise ValueError(
+                f"out= is a sharded tensor of shape {list(x.shape)}, and {func} gives one of shape "
+                f"{list(rooms[i].shape)}: give one of that shape, or leave out= out"
+            )
+    for i, x in outs.items():
+        whole(x).copy_(rooms[i])
     for base in {id(_base(x)): _base(x) for x in written}.values():
         base.local.copy_(base.placement.take_own(wholes[id(base)]))
     back = {id(whole(x)): x for x in written if not isinstance(x, ShardedView)}
+    back |= {id(rooms[i]): x for i, x in outs.items()}
     views = [x for x in written if isinstance(x, ShardedView)]
     if views and isinstance(out, Tensor):  # an operator in place gives what it was given
         return views[0]
@@ -199,11 +213,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
             value = kwargs.get(argument.name, args[i] if i < len(args) else None)
             found += value if isinstance(value, list | tuple) else [value]
     return found
-
-
-def writes_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``func``, of ``args`` and ``kwargs``, writes into a tensor that is not sharded."""
-    return any(isinstance(x, Tensor) and not is_spread(x) for x in written_by(func, args, kwargs))
 
 
 @cache
