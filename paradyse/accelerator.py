@@ -10,9 +10,11 @@ It was tried with accelerate 1.15 (``tests/test_accelerator.py``).
 from __future__ import annotations
 
 import os
+import random
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paradyse.checkpoint.folder import next_step
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, ranks_of, resolve_axis, resolve_replicas
+from paradyse.distributed.together import Together
 from paradyse.runtime.registry import check_compiled
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.no_sync import no_sync
@@ -286,32 +290,50 @@ class AcceleratorMixin(OverReplicas):
         with self._without_sharded() as sharded:
             folder = super().save_state(output_dir, *args, **kwargs)
         for i, (model, optimizer) in enumerate(sharded):
+            at = Path(folder, f"{SHARDS}_{i}")
             # accelerate counts steps of an epoch alone, and each save takes the place of the last
-            save_checkpoint(Path(folder, f"{SHARDS}_{i}"), model, optimizer, step=0)
+            ranks = Together(resolve_axis(), f"saving {at}")
+            step = ranks.first(partial(next_step, at))
+            save_checkpoint(at, model, optimizer, step=step, keep=1)
         return folder
 
     def load_state(self, input_dir: StrPath | None = None, *args: Any, **kwargs: Any) -> None:
-        """What ``save_state`` wrote to ``input_dir``; ``args`` and ``kwargs`` as accelerate's.
+        """What ``save_state`` wrote to ``input_dir``, on any number of ranks; ``args`` and
+        ``kwargs`` as accelerate's.
+
+        accelerate saves the random states of Python, NumPy and PyTorch, and its count of steps, for
+        each rank. All ranks of a sequence group go on with those of its first; a group whose first
+        rank had none, as there were fewer ranks then, goes on with those of the first rank of all.
 
         Raises:
             ValueError: no folder is named, and models are sharded.
         """
+        folders: list[Any] = []
         with self._without_sharded() as sharded:
             if sharded and input_dir is None:
                 raise ValueError(
                     "load_state() of a sharded model needs the folder: give what save_state gave"
                 )
-            super().load_state(input_dir, *args, **kwargs)
-        same_random_state(self.sequence_axis, self._backend_options.get("mesh"))
+            hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+            try:
+                super().load_state(input_dir, *args, **kwargs)
+            finally:
+                hook.remove()
+        own = Path(folders[-1], f"random_states_{self.state.process_index}.pkl")
+        mesh, steps = self._backend_options.get("mesh"), self.step
+        self.step: int = share_random_states(self.sequence_axis, mesh, own.is_file(), steps)
         for i, (model, optimizer) in enumerate(sharded):
             assert input_dir is not None
             load_checkpoint(Path(input_dir, f"{SHARDS}_{i}"), model, optimizer)
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Any]]]:
-        """Sharded models with their optimizers, of which accelerate knows nothing meanwhile."""
+        """Sharded models with their optimizers, of which accelerate knows nothing meanwhile. Models
+        that one optimizer steps are one, with their numbers before names."""
         models, optimizers = self._models, self._optimizers
-        sharded = [m for m in models if is_sharded(m)]
+        groups = _stepped_together(models, optimizers)
+        sharded = [g[0] if len(g) == 1 else nn.ModuleList(g) for g in groups]
+        sharded = [m for m in sharded if is_sharded(m)]
         pairs = [(m, o) for m in sharded for o in _optimizers_of(m, optimizers) or [None]]
         theirs = {id(o) for _, o in pairs}
         self._models = [m for m in models if not is_sharded(m)]
@@ -339,12 +361,48 @@ def lies_on(model: nn.Module, device: torch.device) -> bool:
     return all(used_on(x) == to for x in (*model.parameters(), *model.buffers()))
 
 
-def same_random_state(sequence: Axis, mesh: Any) -> None:
-    """Have all ranks of ``sequence``, of the option ``mesh``, go on with the random state of the
-    first: what was saved on fewer ranks has none for the others."""
-    agreement = agreement_of(sequence, mesh)
-    if agreement is not None:
-        torch.set_rng_state(agreement.first_has(torch.get_rng_state()))
+def share_random_states(sequence: Axis, mesh: Any, is_own: bool, number: int = 0) -> int:
+    """Have all ranks of ``sequence`` go on with the random states of its first: those of Python,
+    NumPy, PyTorch and, if it is in use, the CUDA device.
+
+    Args:
+        sequence: this rank's sequence group, of the option ``mesh``.
+        mesh: as the option of the backend.
+        is_own: whether this rank's states are those that were saved for it. Where they are not on
+            the first rank of ``sequence``, the states of the first rank of all are taken.
+        number: shared with the states.
+    Returns:
+        The number of the rank whose states are taken.
+    """
+    import numpy as np
+
+    on_cuda = torch.cuda.is_initialized()
+    cuda = torch.cuda.get_rng_state() if on_cuda else None
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda, number
+    group, world = agreement_of(sequence, mesh), agreement_of(resolve_axis())
+    if group is not None:
+        is_own, states = group.first_has((is_own, states))
+    if world is not None:
+        of_first = world.first_has(states)
+        states = states if is_own else of_first
+    of_python, of_numpy, of_torch, of_cuda, number = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
+    if on_cuda and of_cuda is not None:
+        torch.cuda.set_rng_state(of_cuda)
+    return number
+
+
+def _stepped_together(models: Sequence[nn.Module], optimizers: Any) -> list[list[nn.Module]]:
+    """``models``, each once, those beside each other that one of ``optimizers`` steps."""
+    groups = [[m] for m in dict.fromkeys(models)]
+    for optimizer in optimizers:
+        mine = [g for g in groups if any(_optimizers_of(m, [optimizer]) for m in g)]
+        if len(mine) > 1:
+            joined = [m for g in mine for m in g]
+            groups = [joined if g is mine[0] else g for g in groups if g not in mine[1:]]
+    return groups
 
 
 def _optimizers_of(model: nn.Module, optimizers: Any) -> list[torch.optim.Optimizer]:

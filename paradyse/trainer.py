@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from paradyse.accelerator import (
     lies_on,
     over_replicas,
     plain_optimizer,
-    same_random_state,
+    share_random_states,
 )
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
 from paradyse.distributed.axis import resolve_axis, resolve_replicas
@@ -58,8 +59,12 @@ class TrainerMixin(_Trainer):
     reference model of TRL's DPOTrainer and its like.
     ``per_device_train_batch_size`` is the batch of one sequence group. Losses, evaluation and
     checkpoints are those of one process per replica; model files are whole and load in plain
-    transformers, at any number of ranks. Of ``gradient_accumulation_steps`` calls all but the last
-    run inside ``paradyse.no_sync``, unless accelerate is told to ``sync_each_batch``.
+    transformers, at any number of ranks. All ranks of a sequence group go on from a checkpoint with
+    the random states (Python's, NumPy's, PyTorch's) of the group's first, or of the first rank of
+    all where there were fewer ranks, or one, when it was saved. CUDA's goes from one rank to
+    several, or back, in no file of Trainer's, which logs so. Of ``gradient_accumulation_steps``
+    calls all but the last run inside ``paradyse.no_sync``, unless accelerate is told to
+    ``sync_each_batch``.
 
     With ``batches`` every step is a batch of mixed lengths, in groups of ranks of different degree
     (``paradyse.MixedBatches``), in place of ``train_dataset`` and a collator. Then a step is one of
@@ -136,9 +141,19 @@ class TrainerMixin(_Trainer):
             super()._move_model_to_device(model, device)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            same_random_state(self._sequence, self._mesh)
+        if checkpoint is None:
+            return super()._load_rng_state(checkpoint)
+        index = self.args.process_index
+        own = Path(checkpoint, "rng_state.pth" if self.args.world_size == 1 else _rng_file(index))
+        others = (Path(checkpoint, name) for name in (_rng_file(0), "rng_state.pth"))
+        found = own if own.is_file() else next((p for p in others if p.is_file()), None)
+        if index == 0 and found is not None and found != own:
+            with TemporaryDirectory() as folder:  # Trainer's own reads the name that it would write
+                Path(folder, own.name).symlink_to(found.absolute())
+                super()._load_rng_state(folder)
+        else:
+            super()._load_rng_state(checkpoint)
+        share_random_states(self._sequence, self._mesh, own.is_file())
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's own; the Accelerator takes each sequence group for one process."""
@@ -258,6 +273,11 @@ class TrainerMixin(_Trainer):
         load_checkpoint(Path(checkpoint, SHARDS), self.model, plain_optimizer(self.optimizer))
         saved = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
+
+
+def _rng_file(rank: int) -> str:
+    """Trainer's file with the random states of ``rank`` of several."""
+    return f"rng_state_{rank}.pth"
 
 
 def _check_mixed(trainer: Any, batches: Any, mesh: Any) -> None:

@@ -60,6 +60,12 @@ def _complete(folder: Path, below: float = math.inf) -> list[Path]:
     return [path for *_, path in sorted(found)]
 
 
+def next_step(folder: Path) -> int:
+    """A step above those of all complete checkpoints in ``folder``, 0 where there is none."""
+    names = [_COMPLETE.fullmatch(path.name) for path in _complete(folder)]
+    return max((int(match[1]) + 1 for match in names if match), default=0)
+
+
 def newest(folder: Path) -> Path:
     """The complete checkpoint of the highest step in ``folder``; itself if it is a checkpoint.
 
