@@ -92,6 +92,7 @@ class Choice:
         weights: of the model, as they lie on this rank.
         head: of the program; None: it has none that could be computed otherwise.
         num_replicas: size of the data-parallel axis.
+        computed_in: dtype of what its blocks compute; None: it has none.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class Choice:
         weights: Sequence[torch.nn.Parameter],
         head: HeadSpec | None,
         num_replicas: int,
+        computed_in: torch.dtype | None,
     ) -> None:
         self.options, self.axis, self.agreement = options, axis, agreement
         self.blocks = tuple(blocks)
         shards = [w for w in weights if isinstance(w, ShardedTensor)]
         self.sharded = bool(shards)
-        self.dtype = weights[0].dtype if weights else torch.float32
+        at_rest = weights[0].dtype if weights else torch.float32
+        self.dtype = computed_in or at_rest
         self.cost_model = self._cost_model()
         self._rates: Machine | None = None
         self.optimizers = OptimizersSeen(weights)
@@ -126,7 +129,9 @@ class Choice:
         self.alone = Alone(self.splits, refused)
         reduce_dtype = shards[0].reduce_dtype if shards else None
         masks = describe_masks(self.blocks)
-        like = Workload(0, 0, self.dtype, True, axis.size, masks, reduce_dtype)
+        how = self.dtype, True, axis.size, masks, reduce_dtype
+        wide = at_rest if at_rest != self.dtype else None
+        like = Workload(0, 0, *how, weight_dtype=wide)
         self.guard = Guard(self._plan, not callable(options.plan), like)
         self.uses = Uses()
         self._num_dropped = 0
@@ -304,12 +309,14 @@ def choice_of(
     weights: Sequence[torch.nn.Parameter],
     head: HeadSpec | None,
     num_replicas: int,
+    computed_in: torch.dtype | None,
 ) -> Choice:
     """The ``Choice`` of all captures of one model with equal arguments.
 
     Args:
         program: its fingerprint.
-        options, axis, agreement, blocks, weights, head, num_replicas: as of ``Choice``.
+        options, axis, agreement, blocks, weights, head, num_replicas, computed_in: as of
+            ``Choice``.
     """
     form = tuple((tuple(w.shape), w.dtype, w.requires_grad, type(w)) for w in weights)
     choices = axis.session.of(_Choices)
@@ -318,6 +325,6 @@ def choice_of(
         known = choices.of_weight.setdefault(weights[0], {})
     key = program, form, str(options)
     if key not in known:
-        given = options, axis, agreement, blocks, weights, head, num_replicas
+        given = options, axis, agreement, blocks, weights, head, num_replicas, computed_in
         known[key] = Choice(*given)
     return known[key]

@@ -44,7 +44,7 @@ from paradyse.runtime.capture import (
     fingerprint,
     sizes_of,
 )
-from paradyse.runtime.describe import describe_blocks, describe_head
+from paradyse.runtime.describe import computed_in, describe_blocks, describe_head
 from paradyse.runtime.frame_maker import current_frames
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import WHOLE
@@ -114,8 +114,8 @@ class PlannedProgram:
         weights = capture.weights.held()
         text = fingerprint(program)
         how = capture.options, self.axis, capture.agreement
-        head, replicas = describe_head(program), capture.replicas.size
-        self.choice = choice_of(text, *how, self.blocks, weights, head, replicas)
+        rest = describe_head(program), capture.replicas.size, computed_in(program)
+        self.choice = choice_of(text, *how, self.blocks, weights, *rest)
         self.choice.watch(program)
         self._program_facts = {
             "how many outputs are asked for": len(tree_leaves(program.output)),

@@ -328,12 +328,13 @@ class Workload:
     batch: int
     seq_len: int
     dtype: torch.dtype
+    """That blocks compute in: of their linears, which under autocast is not that of weights."""
     training: bool
     num_ranks: int
     mask: str = ""
     """The kinds of masks in the graph, as text."""
     reduce_dtype: torch.dtype | None = None
-    """In which gradients of sharded weights are added up over ranks; None: ``dtype``."""
+    """In which gradients of sharded weights are added up over ranks; None: as weights."""
     keeps_gradients: bool = False
     """Gradients of whole weights lie here, of this call or earlier ones (``paradyse.no_sync``)."""
     others: tuple[tuple[int, int], ...] = ()
@@ -346,6 +347,13 @@ class Workload:
     """Of one block: length of the dim that its attention is over, where another one is split."""
     switch_len: int | None = None
     """Of one block: length of the dim that its split may be switched to; None: the batch."""
+    weight_dtype: torch.dtype | None = None
+    """Of weights and of their gradients; None: ``dtype``."""
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of an element of weights and of their gradients."""
+        return (self.weight_dtype or self.dtype).itemsize
 
     @property
     def lengths(self) -> str:

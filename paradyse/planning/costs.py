@@ -188,7 +188,7 @@ def gradient_bytes(block: BlockSpec, workload: Workload, sharded: bool) -> int:
     """
     if sharded or not workload.training or workload.num_ranks == 1:
         return 0
-    return block.num_weight_elements * workload.dtype.itemsize
+    return block.num_weight_elements * workload.weight_itemsize
 
 
 def peak_bytes(costs: Sequence[BlockCost], rest: BlockCost = NOTHING) -> int:

@@ -8,8 +8,7 @@ and, when training, backward. What a strategy does is counted beside its code
 Throughout, ``machine`` has the rates of a rank, ``block`` the widths and numbers of elements of a
 block, ``workload`` batch, length, dtype and number of ranks, and ``point`` is a strategy with its
 levers, as text. ``sharded``: weights at rest are 1/p on each rank (ZeRO-3: gathered in forward and
-backward, gradients reduce-scattered); else whole on every rank: gradients all-reduced, those that a
-strategy splits all-gathered.
+backward, gradients reduce-scattered); else whole on every rank: gradients all-reduced.
 """
 
 from __future__ import annotations
@@ -132,9 +131,11 @@ def made_again(blocks: Sequence[BlockSpec], workload: Workload) -> list[int]:
 
 
 def _bytes_of_width(workload: Workload) -> int:
-    """Bytes that each element of a token's width takes on a rank when training; else 0."""
+    """Bytes that each element of a token's width takes in the residual stream on a rank when
+    training; else 0."""
     local_len = TokenLayout(workload.num_ranks, workload.seq_len).local_len
-    return workload.batch * local_len * workload.dtype.itemsize * workload.training
+    wide = max(workload.dtype.itemsize, workload.weight_itemsize)
+    return workload.batch * local_len * wide * workload.training
 
 
 def head_sum_s(head: HeadSpec, levers: str, workload: Workload, machine: Machine) -> float:

@@ -151,19 +151,22 @@ def profile(
     steps = Steps(module, options or {}, batch, training, make_batch)
     strategies = asked.splitting if steps.axis.size > 1 else (REPLICATED,)
     names = [str(Point(s, of)) for of in ((), *sets) for s in strategies]
-    machine = measure_machine(steps.axis, steps.parameters[0].dtype, steps.device)
-    header = Header(
-        versions=present_versions(),
-        device=describe_device(steps.device),
-        num_ranks=steps.axis.size,
-        dtype=dtype_name(steps.parameters[0].dtype),
-        sharded=steps.sharded,
-        inner=(options or {}).get("inner") or "inductor",
-        machine=asdict(machine),
-        memory_limit=limit,
-    )
-    book = Book(Path(path), header, batch, training, overwrite)
-    most = limit or machine.capacity_bytes or math.inf
+
+    def begin() -> tuple[Machine, Book]:
+        machine = measure_machine(steps.axis, steps.dtype, steps.device)
+        header = Header(
+            versions=present_versions(),
+            device=describe_device(steps.device),
+            num_ranks=steps.axis.size,
+            dtype=dtype_name(steps.dtype),
+            sharded=steps.sharded,
+            inner=(options or {}).get("inner") or "inductor",
+            machine=asdict(machine),
+            memory_limit=limit,
+        )
+        return machine, Book(Path(path), header, batch, training, overwrite)
+
+    expected, (machine, book) = steps.dtype, begin()
     lengths = sorted(set(lengths))
     if progress is None and sys.stderr.isatty():
         progress = Progress.show
@@ -171,7 +174,10 @@ def profile(
     schedule = _Schedule(lengths, names, tell)
     with steps.prepared():
         steps.find_blocks(lengths[0])
+        if steps.dtype != expected:  # autocast within the model
+            machine, book = begin()
         book.begin()
+        most = limit or machine.capacity_bytes or math.inf
         if seconds is not None:
             contest = Contest(steps, lengths, names, partial(_timing_s, repeats))
             schedule = _OfWhatDecides(contest, book, seconds, tell)

@@ -89,6 +89,10 @@ class Steps:
         self.reduce_dtype = shards[0].reduce_dtype if shards else None
         """As of ``Workload``."""
         self.device = used_on(self.parameters[0])
+        self.dtype = self.parameters[0].dtype
+        """That blocks compute in; until these are known, as far as autocast tells."""
+        if torch.is_autocast_enabled(self.device.type):
+            self.dtype = torch.get_autocast_dtype(self.device.type)
         self.blocks: tuple[BlockSpec, ...] = ()
         """Blocks in the order of computation."""
         self.head: HeadSpec | None = None
@@ -158,7 +162,7 @@ class Steps:
                 continue
             self.notes = capture.notes or self.notes
             for graph in capture.graphs.values():
-                head = graph.choice.planner.head
+                head, self.dtype = graph.choice.planner.head, graph.choice.dtype
                 parts = [*graph.blocks, *([head] if head else [])]
                 for ids, part in zip(mark_ids(graph.program), parts, strict=True):
                     self.part_of.update(dict.fromkeys(ids, part))
@@ -190,8 +194,10 @@ class Steps:
 
     def workload(self, seq_len: int) -> Workload:
         """The planner's ``Workload`` of a step of ``seq_len`` tokens."""
-        how = self.parameters[0].dtype, self.training, self.axis.size
-        return Workload(self.batch, seq_len, *how, reduce_dtype=self.reduce_dtype)
+        at_rest, how = self.parameters[0].dtype, (self.dtype, self.training, self.axis.size)
+        wide = at_rest if at_rest != self.dtype else None
+        reduced = self.reduce_dtype
+        return Workload(self.batch, seq_len, *how, reduce_dtype=reduced, weight_dtype=wide)
 
     def free(self) -> None:
         """Let go of what a step left behind that found no memory."""

@@ -41,6 +41,15 @@ def describe_head(program: Program) -> HeadSpec | None:
     return HeadSpec(hidden, vocabulary, tied, refused, num_looked_up, returned)
 
 
+def computed_in(program: Program) -> torch.dtype | None:
+    """The dtype of what blocks of ``program`` compute, of the first one, which under autocast is
+    not that of weights; None where it has no block."""
+    for step in program.block_steps:
+        dtype: torch.dtype = step.block.down.meta["val"].dtype
+        return dtype
+    return None
+
+
 def describe_masks(blocks: Sequence[BlockSpec]) -> str:
     """The kinds of masks among ``blocks``, as text."""
     kinds = {str(b.mask) if b.mask else "dense" for b in blocks if b.kind == "attention"}

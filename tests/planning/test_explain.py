@@ -57,7 +57,7 @@ def test_a_faster_loser_says_why_it_lost() -> None:
     tight = explained(planner(memory_limit=need), LONG)
     needs = r"\d\.\d\dx the time, but does not fit: needs \d+\.\d [MG]iB of \d+\.\d [MG]iB"
     assert re.fullmatch(needs, why(tight, 0)[fast])
-    calm = planner(smoothing=1e9, strategies=["megatron_ts", "ulysses_z"])
+    calm = planner(sharded=True, smoothing=1e9, strategies=["megatron_ts", "ulysses_z"])
     calm.plan(SHORT)
     kept = explained(calm, LONG)
     assert kept.plan == calm.plan(SHORT)

@@ -65,12 +65,13 @@ def planner(
     static_bytes: int = 0,
     levers: Any = (),
     head: HeadSpec | None = None,
+    sharded: bool = False,
     **options: Any,
 ) -> Planner:
     """Without levers unless they are given: what strategies do by themselves."""
     parsed = parse_options({"plan": plan, "levers": levers, **options})
     blocks = model() if blocks is None else blocks
-    return Planner(parsed, blocks, num_ranks, machine, static_bytes, head=head)
+    return Planner(parsed, blocks, num_ranks, machine, static_bytes, sharded, head=head)
 
 
 def explained(p: Planner, workload: Workload, **of_graph: Any) -> PlanReport:

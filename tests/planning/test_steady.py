@@ -105,7 +105,7 @@ def slow_mix(p: Planner, at: Workload) -> Plan:
     return mixed
 
 
-BETWEEN = replace(SHORT, seq_len=2048)
+BETWEEN = replace(SHORT, seq_len=4096)
 """Where one strategy is faster for attention and another for MLPs."""
 
 

@@ -40,7 +40,7 @@ def test_the_faster_one_is_taken_at_its_scale_if_it_is_faster_by_more_than_noise
 
 def test_predictions_go_on_counting() -> None:
     """One that was faster at a length is left at another, where it is predicted to be slower."""
-    splits = Splits(planner())
+    splits = Splits(planner(sharded=True))
     tried, at, longer = Tried(splits), replace(SHORT, seq_len=1024), replace(SHORT, seq_len=2047)
     assert scale_of(at) == scale_of(longer)
     grows = {p: splits.predict(p, longer)[0] / splits.predict(p, at)[0] for p in (ONE, MORE)}
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_not_taken(fits: bool) -> None:
 
 
 def test_explain_tells_what_was_tried() -> None:
-    alone = Alone(Splits(planner()), "a reason")
+    alone = Alone(Splits(planner(sharded=True)), "a reason")
     assert "tried" not in str(explain_plan(alone, SHORT))
     chosen = alone.planner.plan(SHORT)
     other = next(p for p in (ONE, OTHER, MORE) if p != chosen)
