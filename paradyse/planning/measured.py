@@ -420,8 +420,8 @@ def load_cost_model(path: str, blocks: Sequence[BlockSpec], present: Header) -> 
     )
     ways_out = (
         f"measure on {present.num_ranks} ranks: {again}",
-        f"measure in this dtype: {again} --dtype {present.dtype}, or paradyse.profile under "
-        "autocast",
+        f"measure in this dtype: {again} --dtype {present.dtype}"
+        + ", or paradyse.profile under autocast" * (present.dtype != "float32"),
         f"measure the model as it is trained: {again}{' --sharded' * present.sharded}, or "
         f"paradyse.profile of it with {here[-1]}",
     )
