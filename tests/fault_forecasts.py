@@ -104,4 +104,14 @@ FORECAST_FAULTS: tuple[Fault, ...] = (
             "test_plans_are_chosen_for_what_blocks_compute_in",
         ),
     ),
+    Fault(
+        "on paper whole weights come as wide under autocast as they lie",
+        "paradyse/offline/dry_run.py",
+        "        dtype = cast if cast is not None and comes and self.spread else like.dtype",
+        "        dtype = like.dtype",
+        (
+            "tests/offline/test_autocast_on_paper.py::"
+            "test_shards_are_gathered_as_blocks_read_them_and_whole_weights_are_copied",
+        ),
+    ),
 )

@@ -42,12 +42,18 @@ def fake_world(num_ranks: int) -> Iterator[Axis]:
 
 
 def capture_program(
-    model: torch.nn.Module, batch: Mapping[str, Tensor], axis: Axis, at_rest: str = ""
+    model: torch.nn.Module,
+    batch: Mapping[str, Tensor],
+    axis: Axis,
+    at_rest: str = "",
+    autocast: torch.dtype | None = None,
 ) -> Program:
     """The program of ``model``, as it is called with ``batch``, for one rank of ``axis``.
 
     Args:
         at_rest: which dim tokens lie split along, as ``Plan.split`` has it.
+        autocast: to which ``torch.autocast`` casts, by the CPU's list of operators, as the graph is
+            made for one; None: it is off.
     Raises:
         ValueError: the model cannot be called so, is not one graph, as where Dynamo cannot follow
             it, or nothing in it can be split.
@@ -66,7 +72,8 @@ def capture_program(
         traced = trace_inputs(placeholders, examples).values
         inputs = [replace(x, device=_CPU) if isinstance(x, InputLike) else x for x in traced]
         how = weights, options, axis, None, None, at_rest
-        program, ctx = build_program(_on_cpu(gm), inputs, *how)
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            program, ctx = build_program(_on_cpu(gm), inputs, *how)
         if program is not None:
             program.captured_at = sizes_of(find_sizes(program), examples, axis)
         found.append((program, ctx.notes))

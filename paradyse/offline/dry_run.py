@@ -117,6 +117,8 @@ class DryRun:
     """Of weights, gradients and moments, where they lie on the host."""
     gathered: Callable[[Workload, Machine], tuple[GatheredWork, ...]] = lambda workload, machine: ()
     """What is computed on gathered tokens, and what it costs."""
+    weight_dtype: torch.dtype | None = None
+    """Of weights, where blocks compute in another one, under autocast."""
     beside: tuple[int, ...] = ()
     """Lengths of other dims of the same tokens, such as space beside time, as they were traced."""
 
@@ -130,10 +132,12 @@ class DryRun:
         return batch // math.prod(self.beside)
 
     def workload(self, batch: int, seq_len: int, dtype: torch.dtype) -> Workload:
-        """A step in ``dtype``: ``batch`` sequences, or videos, of ``seq_len`` tokens, or frames."""
+        """A step whose blocks compute in ``dtype``: ``batch`` sequences, or videos, of ``seq_len``
+        tokens, or frames."""
         sequences = batch * math.prod(self.beside)
         others = tuple((sequences * seq_len // n, n) for n in self.beside)
-        return Workload(sequences, seq_len, dtype, True, self.num_ranks, others=others)
+        how = dtype, True, self.num_ranks
+        return Workload(sequences, seq_len, *how, others=others, weight_dtype=self.weight_dtype)
 
     def block(self, block: BlockSpec, point: str) -> Sizes:
         """Memory of ``block`` under ``point``, all of it on the device."""
@@ -148,6 +152,7 @@ def dry_run(
     sharded: bool = True,
     on_host: bool = False,
     levers: Collection[str] = LEVERS,
+    autocast: torch.dtype | None = None,
 ) -> DryRun:
     """Capture ``model`` for one of ``num_ranks`` ranks, and measure all its variants.
 
@@ -156,11 +161,13 @@ def dry_run(
         sharded: weights at rest are 1/p on each rank.
         on_host: they lie on the host, with their gradients and what the optimizer holds.
         levers: that plans may use; nothing is measured with others.
+        autocast: to which dtype ``torch.autocast`` casts, as of ``capture_program``.
     Raises:
         ValueError: as ``capture_program``.
     """
     with fake_world(num_ranks) as axis:
-        program = capture_program(model, batch, axis)
+        program = capture_program(model, batch, axis, autocast=autocast)
+        spread = sharded or on_host
         blocks = describe_blocks(program)
         sizes: dict[tuple[str, str], Sizes] = {}
         for step in program.block_steps:
@@ -172,8 +179,8 @@ def dry_run(
             for point in dict.fromkeys(p.on_device for p in allowed):
                 key = (spec.structure, canonical_strategy(spec.kind, point))
                 if key not in sizes:
-                    sizes[key] = measure_step(program, step, point)
-        before, between = _measure_pieces(program)
+                    sizes[key] = measure_step(program, step, point, spread)
+        before, between = _measure_pieces(program, spread)
         parameters = list(model.parameters())
         held = _static_bytes(program, parameters, sharded)
         return DryRun(
@@ -186,9 +193,10 @@ def dry_run(
             tuple(program.ctx.notes),
             before,
             describe_head(program),
-            _measure_heads(program, levers),
+            _measure_heads(program, levers, spread),
             held if on_host else 0,
             partial(gathered_work, program),
+            parameters[0].dtype if autocast is not None else None,
             _beside(program),
         )
 
@@ -199,23 +207,25 @@ def _beside(program: Program) -> tuple[int, ...]:
     return tuple(known.get(letters.get(f, ""), f.size) for f in program.unsplit)
 
 
-def _measure_pieces(program: Program) -> tuple[tuple[Sizes, ...], tuple[Sizes, ...]]:
-    """``DryRun.before`` and ``DryRun.between``."""
+def _measure_pieces(program: Program, spread: bool) -> tuple[tuple[Sizes, ...], tuple[Sizes, ...]]:
+    """``DryRun.before`` and ``DryRun.between``; ``spread``: as of ``measure_step``."""
     first = min(s.position for s in program.block_steps)
     before, between = list[Sizes](), list[Sizes]()
     for step in program.steps:
         if isinstance(step, PieceStep) and not isinstance(step, HeadStep):
-            sizes = measure_step(program, step, "")
+            sizes = measure_step(program, step, "", spread)
             early = step.position < first and not sizes.lasting
             (before if early else between).append(sizes)
     return tuple(before), tuple(between)
 
 
-def _measure_heads(program: Program, levers: Collection[str]) -> dict[str, tuple[Sizes, ...]]:
-    """``DryRun.heads``, under sets of some of ``levers``."""
+def _measure_heads(
+    program: Program, levers: Collection[str], spread: bool
+) -> dict[str, tuple[Sizes, ...]]:
+    """``DryRun.heads``, under sets of some of ``levers``; ``spread``: as of ``measure_step``."""
     spec, steps = describe_head(program), [s for s in program.steps if isinstance(s, HeadStep)]
     points = (v for v in (spec.points() if spec else ()) if not v or {*v.split("+")} <= {*levers})
-    return {v: tuple(measure_step(program, step, v) for step in steps) for v in points}
+    return {v: tuple(measure_step(program, step, v, spread) for step in steps) for v in points}
 
 
 def _times(is_trained: bool) -> int:
@@ -251,27 +261,32 @@ def _static_bytes(program: Program, parameters: Sequence[Tensor], sharded: bool)
     return int(of_rank.max())
 
 
-def measure_step(program: Program, step: Step, strategy: str) -> Sizes:
-    """Memory of ``step`` of ``program`` under ``strategy``, at any length."""
+def measure_step(program: Program, step: Step, strategy: str, spread: bool = True) -> Sizes:
+    """Memory of ``step`` of ``program`` under ``strategy``, at any length.
+
+    Args:
+        spread: weights lie elsewhere at rest, such as 1/p on each rank: whole ones come in the
+            dtype that the step casts them to, where others are copied.
+    """
     variant = program.variant(step, strategy)
     used = getattr(variant, "used", ())  # groups of ``metp``
     if len(used) <= FEW_GROUPS:
         lasting = isinstance(step, PieceStep) and not any(map(has_gradient, step.piece.outputs))
-        return Sizes(_growth(program, step, strategy), lasting=lasting)
+        return Sizes(_growth(program, step, strategy, spread), lasting=lasting)
     try:
         variant.used = used[: FEW_GROUPS - 1]
-        before = _growth(program, step, strategy)
+        before = _growth(program, step, strategy, spread)
         variant.used = used[:FEW_GROUPS]
-        return Sizes(_growth(program, step, strategy), before, len(used) - FEW_GROUPS)
+        return Sizes(_growth(program, step, strategy, spread), before, len(used) - FEW_GROUPS)
     finally:
         variant.used = used
 
 
-def _growth(program: Program, step: Step, strategy: str) -> Growth:
+def _growth(program: Program, step: Step, strategy: str, spread: bool) -> Growth:
     def sample(chunk: int) -> Sample:
         seq_len = 2 * program.axis.size * chunk
         try:
-            return _run_alone(program, step, strategy, seq_len)
+            return _run_alone(program, step, strategy, seq_len, spread)
         except (RuntimeError, IndexError) as e:
             raise ValueError(
                 f"{step.piece.name} cannot be computed at {seq_len} tokens by the graph that was "
@@ -319,9 +334,11 @@ def _no_host(axis: Axis) -> Iterator[None]:
 class _Alone(Frame):
     """A frame in which one step runs by itself: its inputs and weights are there when it begins."""
 
-    def __init__(self, program: Program, constants: Any, step: Step, timeline: Timeline):
+    def __init__(
+        self, program: Program, constants: Any, step: Step, timeline: Timeline, spread: bool
+    ):
         super().__init__(program, [None] * len(program.placeholders), constants)
-        self.timeline = timeline
+        self.timeline, self.spread = timeline, spread
         self.gathered: dict[fx.Node, int] = {}
         """Bytes of the weights that the step takes whole."""
         self.given: list[Tensor] = []
@@ -357,17 +374,18 @@ class _Alone(Frame):
         """No step is behind this one."""
 
     def weights(self, step: Step, wholes: Wholes, uses: Uses) -> tuple[Tensor, ...]:
-        return tuple(self._weight(*use) for use in uses)
+        return tuple(self._weight(*use, self.program.cast(step, use[0])) for use in uses)
 
-    def _weight(self, node: fx.Node, form: Form) -> Tensor:
-        like = node.meta["val"]
-        shape = list(like.shape)
+    def _weight(self, node: fx.Node, form: Form, cast: torch.dtype | None = None) -> Tensor:
+        like, shape = node.meta["val"], list(node.meta["val"].shape)
+        comes = form is None or not self._lies_here(node, form)
+        dtype = cast if cast is not None and comes and self.spread else like.dtype
         if form is not None:
             shape[form.dim] = len(form.groups[self.axis.rank])
-        w = torch.empty(shape, dtype=like.dtype).requires_grad_(has_gradient(node))
+        w = torch.empty(shape, dtype=dtype).requires_grad_(has_gradient(node))
         self._hold(w)
-        if form is None or not self._lies_here(node, form):
-            self.gathered[node] = like.nbytes
+        if comes:
+            self.gathered[node] = like.numel() * dtype.itemsize
         return w
 
     def _lies_here(self, node: fx.Node, form: Rows) -> bool:
@@ -389,10 +407,12 @@ class _Alone(Frame):
         return [*self.held, *(x for x in tables if isinstance(x, Tensor) and not x.requires_grad)]
 
 
-def _run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch: int = 1) -> Sample:
-    """Run ``step`` under ``strategy`` on ``batch`` sequences, forward and backward, without memory;
-    where there are several of each, such as an encoder's and a decoder's, all have ``seq_len``
-    tokens."""
+def _run_alone(
+    program: Program, step: Step, strategy: str, seq_len: int, spread: bool = True, batch: int = 1
+) -> Sample:
+    """Run ``step`` under ``strategy`` on ``batch`` sequences, forward and backward, without memory,
+    with weights ``spread`` as of ``measure_step``; where there are several sequences of each, such
+    as an encoder's and a decoder's, all have ``seq_len`` tokens."""
     seqs = program.ctx.seqs
     lengths = dict.fromkeys(seqs.values(), batch) | dict.fromkeys(seqs, seq_len)
     sizes, known = {WHOLE: seq_len, "B": batch}, program.captured_at
@@ -412,7 +432,7 @@ def _run_alone(program: Program, step: Step, strategy: str, seq_len: int, batch:
         stack.enter_context(_no_host(program.axis))
         constants = program.make_constants(sizes)
         timeline, saved = Timeline(bodies(program.axis)), Saved()
-        frame = _Alone(program, constants, step, timeline)
+        frame = _Alone(program, constants, step, timeline, spread)
         timeline.given([*frame.tables, *frame.env.values()])
         with timeline:
             with saved.watch():

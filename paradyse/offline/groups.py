@@ -120,7 +120,7 @@ def ways_on_paper(
 
     Args:
         run_of: the dry run of a model on so many ranks.
-        dtype: of weights and activations.
+        dtype: that blocks compute in: of weights, too, but under autocast.
         memory_limit: bytes a rank may use; None: what it has.
         levers: that plans may use.
         sharded: weights at rest are 1/N on each rank; as the dry runs were made.
@@ -141,7 +141,8 @@ def ways_on_paper(
             communicator_bytes=axis.communicator_bytes + machine.communicator_bytes,
             host_capacity_bytes=axis.host_capacity_bytes,
         )
-        workload, least_s = Workload(1, 1, dtype, True, degree), 0.0
+        wide = run.weight_dtype
+        workload, least_s = Workload(1, 1, dtype, True, degree, weight_dtype=wide), 0.0
         costs: PaperCosts = PaperCosts(run, machine, sharded=False)
         options = Options(smoothing=0.0, levers=allowed)
         if sharded:

@@ -157,6 +157,7 @@ class Outlook:
     limit_bytes: float
     batch: int
     dtype: torch.dtype
+    """That blocks compute in."""
     infeasible: Mapping[str, str]
     """Strategy -> why it cannot be the plan of all blocks."""
     forecasts: Mapping[str, tuple[Forecast, ...]]
@@ -183,7 +184,7 @@ def look_ahead(
 
     Args:
         lengths: tokens of a sequence; or a function of the longest length that fits.
-        dtype: of weights and activations.
+        dtype: that blocks compute in: of weights, too, but under autocast.
         batch: sequences a step.
         memory_limit: bytes a rank may use; None: what ``machine`` has.
         sharded: weights at rest are 1/p on each rank; as ``run`` was made.

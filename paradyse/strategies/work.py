@@ -368,8 +368,8 @@ class Work:
         elif training:
             self.send("all_reduce", 2 * n * share / e * at_rest, n > 0)
             self.moved_bytes += 4 * n * at_rest
-        if not sharded and at_rest != e:  # casts, and of gradients
-            cast = whole + (n - whole) / self.p
+        if at_rest != e:  # casts of what is read as it lies, and of gradients
+            cast = own / self.p * (weights == "split") + whole * (not sharded)
             self.moved_bytes += cast * (e + at_rest) * (1 + self.back)
             self.saved_bytes += cast * e
         if training:

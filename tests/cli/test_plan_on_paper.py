@@ -23,7 +23,13 @@ def outlook_at(lengths: list[int]) -> Outlook:
     reach = Reach((), found[-1], tuple((n, 100) for n in lengths))
     block = SimpleNamespace(kind="attention")
     run: Any = SimpleNamespace(
-        blocks=[block], static_bytes=1, on_host_bytes=0, num_parameters=1, beside=(), notes=[]
+        blocks=[block],
+        static_bytes=1,
+        on_host_bytes=0,
+        num_parameters=1,
+        beside=(),
+        notes=[],
+        weight_dtype=None,
     )
     run.workload, run.gathered = (lambda *a: None), (lambda *a: [])
     return Outlook(

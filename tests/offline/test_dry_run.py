@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -56,11 +57,11 @@ def meta_model(family: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
     return model.train(), {"input_ids": ids, "labels": ids}
 
 
-def on_paper(family: str, num_ranks: int) -> DryRun:
+def on_paper(family: str, num_ranks: int, autocast: torch.dtype | None = None) -> DryRun:
     """A model of the tests' families on ranks that are not there."""
     model, batch = meta_model(family)
     with whole_graphs():
-        return dry_run(model, batch, num_ranks)
+        return dry_run(model, batch, num_ranks, autocast=autocast)
 
 
 def attention_on_paper(
@@ -85,8 +86,13 @@ def llama8() -> DryRun:
     return on_paper("llama", 8)
 
 
-def saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
+def saved_by_blocks(family: str, autocast: torch.dtype | None) -> dict[tuple[str, str], int]:
     """(Kind of block, strategy) -> bytes that the block saves on this rank, in a real run."""
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        return _saved_by_blocks(family)
+
+
+def _saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
     import paradyse
     from paradyse.runtime.frame import Frame
 
@@ -110,7 +116,11 @@ def saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
         tables = [*common, *self.env.values(), *forms]
         shards = [x.local for x in self.env.values() if hasattr(x, "local")]
         fixed = [x for x in tables if isinstance(x, Tensor) and not x.requires_grad]
-        kept[step.block.kind, strategy] = saved.num_bytes([*handed, *shards, *fixed])
+        found = []
+        for _ in range(5):  # gloo's thread drops a message's tensors a moment after it has come
+            found.append(saved.num_bytes([*handed, *shards, *fixed]))
+            time.sleep(0.02)
+        kept[step.block.kind, strategy] = min(found)
 
     model = paradyse.shard(make_model(family)).train()
     current = [""]
@@ -132,10 +142,13 @@ def saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_blocks_save_as_much_in_a_dry_run_as_on_two_ranks(family: str, pool2: RankPool) -> None:
-    real = pool2.run(saved_by_blocks, family, timeout_s=200)[0]
-    run = on_paper(family, 2)
+def test_blocks_save_as_much_in_a_dry_run_as_on_two_ranks(
+    family: str, autocast: torch.dtype | None, pool2: RankPool
+) -> None:
+    real = pool2.run(saved_by_blocks, family, autocast, timeout_s=200)[0]
+    run = on_paper(family, 2, autocast)
     found = {}
     for block in run.blocks:
         for s in {*block.feasible()} & {*FEASIBLE}:

@@ -128,5 +128,8 @@ def test_weights_and_the_residual_stream_stay_wide(block: Any, strategy: str) ->
     again = [made_again([replace(block, follows=True)], w)[0] for w in (NARROW, CAST)]
     assert again == [tokens * block.hidden * itemsize for itemsize in (2, 4)]
     sharded = [prior_cost(block, strategy, w, MACHINE, sharded=True) for w in (NARROW, CAST)]
+    own = n * 2 // 4 if strategy == "megatron_ts" else 0
+    stream = 2 * tokens * block.hidden * 2
+    assert sharded[1].saved_bytes - sharded[0].saved_bytes == stream + own
     travels = strategy != "megatron_ts"  # gradients, in the dtype of weights
     assert (sharded[1].comm_bytes > sharded[0].comm_bytes) == travels

@@ -64,6 +64,7 @@ def dry_run_of(
     sharded: bool,
     on_host: bool = False,
     levers: Collection[str] = LEVERS,
+    autocast: str | None = None,
 ) -> DryRun:
     """The model of a HuggingFace configuration, without its weights, on one of several ranks.
 
@@ -73,6 +74,7 @@ def dry_run_of(
         num_gpus: ranks; ``sharded``: with 1/num_gpus of the weights on each.
         on_host: weights at rest, gradients and optimizer states lie on the host.
         levers: that plans may use.
+        autocast: the dtype that ``torch.autocast`` casts to, by its name; None: it is off.
     Raises:
         ValueError: it is no causal language model, or nothing in its graph can be split.
     """
@@ -82,7 +84,7 @@ def dry_run_of(
     model.train()
     with integrations.whole_graphs():
         batch = {"input_ids": ids, "labels": ids}
-        return dry_run(model, batch, num_gpus, sharded, on_host, levers)
+        return dry_run(model, batch, num_gpus, sharded, on_host, levers, _named(autocast))
 
 
 def dry_run_of_script(
@@ -92,12 +94,13 @@ def dry_run_of_script(
     sharded: bool,
     on_host: bool = False,
     levers: Collection[str] = LEVERS,
+    autocast: str | None = None,
 ) -> DryRun:
     """The model of a Python file, as ``dry_run_of`` has it of a configuration.
 
     Args:
         path: of the file, as ``models.read_script`` takes it.
-        dtype, num_gpus, sharded, on_host, levers: as of ``dry_run_of``.
+        dtype, num_gpus, sharded, on_host, levers, autocast: as of ``dry_run_of``.
     Raises:
         ValueError: as ``models.read_script``; nothing in its graph can be split.
     """
@@ -109,7 +112,28 @@ def dry_run_of_script(
         if isinstance(x, torch.Tensor):
             batch[name] = x.to("meta", kind if x.is_floating_point() else x.dtype)
     with integrations.whole_graphs():
-        return dry_run(model, batch, num_gpus, sharded, on_host, levers)
+        return dry_run(model, batch, num_gpus, sharded, on_host, levers, _named(autocast))
+
+
+def _named(autocast: str | None) -> torch.dtype | None:
+    return None if autocast is None else getattr(torch, autocast)
+
+
+def dtypes_on_paper(dtype: str | None, autocast: str | None) -> tuple[str, torch.dtype]:
+    """The dtype of weights, by its name, and the one that blocks compute in.
+
+    Args:
+        dtype, autocast: as ``--dtype`` and ``--autocast`` give them.
+    Raises:
+        ValueError: autocast would leave weights as they are, as all but those of float32.
+    """
+    weights = dtype or ("float32" if autocast else "bfloat16")
+    if autocast and weights != "float32":
+        raise ValueError(
+            f"--autocast {autocast} casts weights of float32, and --dtype {weights} has none: "
+            "leave one of them out"
+        )
+    return weights, getattr(torch, autocast or weights)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -134,7 +158,7 @@ def run_plan(args: argparse.Namespace) -> int:
         else:
             _plan_batches_on_paper(args)
         return 0
-    for flag in ("out", "weights", "offload", "lengths_from", "batches", "cut"):
+    for flag in ("autocast", "out", "weights", "offload", "lengths_from", "batches", "cut"):
         if getattr(args, flag) is not None:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is for a cluster on paper: give --gpus, or leave it out")
@@ -176,7 +200,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag} is of --lengths-from: give it too, or leave --{flag} out")
     if args.out:
         check_folder("--out", args.out)
-    dtype, weights = args.dtype or "bfloat16", args.weights or "sharded"
+    dtype, computed = dtypes_on_paper(args.dtype, args.autocast)
     name = DEVICE if args.device == "auto" else args.device
     cluster, num_gpus = read_cluster(name), args.gpus or 8
     predicted = ATTENTION_STRATEGIES if num_gpus > 1 else (REPLICATED,)
@@ -185,12 +209,15 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             f"--plan {args.plan}: of {num_gpus} device{'s' * (num_gpus > 1)} on paper nothing else "
             f"is predicted than {', '.join(predicted)}; give one of these, or leave --plan out"
         )
-    machine = machine_of(cluster, num_gpus, getattr(torch, dtype))
+    machine = machine_of(cluster, num_gpus, computed)
+    on_host = args.offload == "optimizer"
+    spread = num_gpus > 1 or on_host  # else there is nothing that weights lie apart on
+    weights = args.weights or ("sharded" if spread else "replicated")
+    sharded = spread and weights == "sharded"
     console = make_console(args.json)
     with console.status(f"a dry run on {num_gpus} ranks ..."):
-        on_host = args.offload == "optimizer"
         levers = LEVERS if args.levers is None else args.levers
-        how = (num_gpus, weights == "sharded", on_host, levers)
+        how = (num_gpus, sharded, on_host, levers, args.autocast)
         if integrations.is_script(args.model):
             config: Mapping[str, object] = {}
             run = dry_run_of_script(args.model, dtype, *how)
@@ -201,10 +228,10 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             run,
             machine,
             args.lengths or default_lengths,
-            getattr(torch, dtype),
+            computed,
             args.batch,
             memory_limit=args.memory_limit,
-            sharded=weights == "sharded",
+            sharded=sharded,
             levers=levers,
         )
     title = describe(outlook, args.model, cluster, num_gpus, weights)
@@ -221,7 +248,8 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             console.print(line)
     if args.json:
         known = ("limit_bytes", "batch", "dtype", "infeasible", "forecasts", "longest", "reaches")
-        show_json({"setting": title, **{name: getattr(outlook, name) for name in known}})
+        found = {name: getattr(outlook, name) for name in known}
+        show_json({"setting": title, "weight_dtype": getattr(torch, dtype), **found})
 
 
 def _plan_batches_on_paper(args: argparse.Namespace) -> None:
@@ -233,28 +261,30 @@ def _plan_batches_on_paper(args: argparse.Namespace) -> None:
         check_folder("--out", args.out)
     batches = draw_batches(args.lengths_from, args.batch, args.batches or BATCHES, args.cut)
     cluster = read_cluster(DEVICE if args.device == "auto" else args.device)
-    num_gpus, dtype = args.gpus or 8, args.dtype or "bfloat16"
+    dtype, computed = dtypes_on_paper(args.dtype, args.autocast)
+    num_gpus = args.gpus or 8
     levers = LEVERS if args.levers is None else args.levers
     config, console = integrations.read_config(args.model), make_console(args.json)
     weights = args.weights or SHARDED
 
     @cache
     def run_of(degree: int) -> DryRun:
-        return dry_run_of(config, args.layers, dtype, degree, weights == SHARDED, levers=levers)
+        how = (dtype, degree, weights == SHARDED, False, levers, args.autocast)
+        return dry_run_of(config, args.layers, *how)
 
     with console.status(f"dry runs on 1 to {num_gpus} ranks ..."):
-        how = (getattr(torch, dtype), args.memory_limit, levers)
+        how = (computed, args.memory_limit, levers)
         ways = ways_on_paper(run_of, cluster, num_gpus, *how, weights == SHARDED)
         found = compare(batches, ways, num_gpus)
     title = (
         f"{Path(args.model).name} on {num_gpus} devices, {len(batches)} batches of {args.batch} "
-        f"sequences from {args.lengths_from}, weights {weights}"
+        f"sequences from {args.lengths_from}, {_in_words(computed, dtype)}, weights {weights}"
     )
     tables = tables_of_batches(batches, ways, found)
     console.print(title)
     for table in tables:
         show_table(console, *table)
-    for note in remarks(machine_of(cluster, num_gpus, getattr(torch, dtype))):
+    for note in remarks(machine_of(cluster, num_gpus, computed)):
         console.print(f"note: {note}")
     if args.out:
         page = page_of_batches(title, batches, found)
@@ -272,9 +302,15 @@ def describe(outlook: Outlook, model: str, cluster: Cluster, num_gpus: int, weig
     return (
         f"{Path(model).name}: {format_count(outlook.run.num_parameters)} parameters, "
         f"{len(outlook.run.blocks)} blocks, on {num_gpus} x {names}, batch {outlook.batch}, "
-        f"{str(outlook.dtype).removeprefix('torch.')}, weights {weights}"
+        f"{_in_words(outlook.dtype, outlook.run.weight_dtype)}, weights {weights}"
         + "".join(f"; {n} tokens beside each" for n in outlook.run.beside)
     )
+
+
+def _in_words(computed: torch.dtype, at_rest: torch.dtype | str | None) -> str:
+    """``bfloat16``, or ``bfloat16 by autocast of float32``."""
+    dtype, of = (str(d or computed).removeprefix("torch.") for d in (computed, at_rest))
+    return dtype if of == dtype else f"{dtype} by autocast of {of}"
 
 
 def tables_of(
