@@ -27,6 +27,7 @@ from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planned_program import PlannedProgram
 from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime import registry
+from paradyse.runtime.backward import refuse_inside_backward
 from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import (
     as_tensor_of,
@@ -39,10 +40,14 @@ from paradyse.runtime.capture import (
     trace_inputs,
 )
 from paradyse.runtime.computed_whole import allow_whole
+from paradyse.runtime.deferred import DeferredTensor, materialize
+from paradyse.runtime.graph_limit import make_room_for_graphs
+from paradyse.runtime.output_sizes import OutputSizes
 from paradyse.runtime.program import Program
+from paradyse.runtime.run_again import stops_behind
 from paradyse.runtime.weight_writes import apply_writes, take_writes
 from paradyse.strategies.groups.rest_layout import rest_layouts
-from paradyse.torch_private import lookup_backend
+from paradyse.torch_private import break_of, lookup_backend
 from paradyse.weights.sharded_tensor import relayout
 from paradyse.weights.unshard import Shelf, gather
 
@@ -65,6 +70,7 @@ def paradyse(
         ValueError: an option that is unknown or has a wrong value; a ``mode``, which is inductor's;
             a plan that does not fit the model; a time-out in the environment that is none.
         NotImplementedError: an operator that cannot be split, with ``on_unsupported="error"``.
+        RuntimeError: as ``make_room_for_graphs``.
     """
     if mode is not None:
         raise ValueError(
@@ -72,6 +78,7 @@ def paradyse(
             'out; options={"inner": "inductor"} has inductor compile the pieces, as is the default'
         )
     collectives.timeout()
+    make_room_for_graphs()
     parsed = parse_options(with_environment(options), OPTIONAL)
     capture = Capture(gm, example_inputs, parsed, resolve_axis(parsed.mesh))
     registry.register(capture)
@@ -91,6 +98,11 @@ class Capture:
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
         ]
+        if not any(self.is_weight):
+            refuse_inside_backward()
+        self.output_sizes = OutputSizes(gm)
+        self.is_broken = bool(getattr(break_of(gm), "graph_break", False))
+        """Whether Python runs behind the graph, which Dynamo could not follow."""
         self.weights, self.writes = CallWeights(examples), take_writes(gm, self.is_weight)
         check_shards(examples, everyone_of(axis, options.mesh))
         self.in_group = isinstance(options.mesh, GroupMesh)
@@ -146,8 +158,9 @@ class Capture:
 
     def run_whole(self, *args: Any) -> Any:
         """Called by Dynamo with the graph's inputs, where nothing of it is split."""
-        self._begin(args)
-        return self._computed_whole(args, self.fallback)
+        with stops_behind():
+            self._begin(args)
+            return self._computed_whole(args, self.fallback)
 
     def _computed_whole(self, args: Sequence[Any], compute: Any) -> Any:
         """``compute`` of ``args``, on every rank alike."""
@@ -286,6 +299,10 @@ class Capture:
 
     def run(self, *args: Any) -> Any:
         """One call of the graph."""
+        with stops_behind():
+            return self._run(args)
+
+    def _run(self, args: Sequence[Any]) -> Any:
         self._begin(args)
         key = self._key(args)
         graph = self.graphs.get(key)
@@ -299,7 +316,11 @@ class Capture:
         if self.trace.scales:
             own = {i: as_tensor_of(args[i]) for i in self.trace.scales}
             args = tuple(own.get(i, a) for i, a in enumerate(args))
-        return graph(args)
+        out = self.output_sizes.of_call(args, graph(args))
+        if self.is_broken and self.replicas.size > 1 and not self.weights.sharded:
+            # weights that what is behind reads are then a graph's, whose gradients are averaged
+            return [materialize(x) if isinstance(x, DeferredTensor) else x for x in out]
+        return out
 
     def _inputs_like(self, args: Sequence[Any]) -> list[Any]:
         """The trace's inputs with the numbers and sizes of this call where they may not differ."""

@@ -7,8 +7,8 @@ test of its name (``tests/test_torch_private.py``). Tried on torch 2.11, 2.13 an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
@@ -25,6 +25,7 @@ _PRODUCT = "torch:ops.aten._scaled_dot_product"
 PLACES = {
     "AUTOCAST_ENTER": "torch:amp.autocast_mode._enter_autocast",
     "AUTOCAST_EXIT": "torch:amp.autocast_mode._exit_autocast",
+    "CompileContext": "torch._guards:CompileContext",
     "ConstantSource": "torch._dynamo.source:ConstantSource",
     "DimDynamic": f"{_SYMBOLS}:DimDynamic",
     "DisableTorchFunctionSubclass": "torch:_C.DisableTorchFunctionSubclass",
@@ -35,6 +36,7 @@ PLACES = {
     "OpOverload": "torch._ops:OpOverload",
     "SET_GRAD_ENABLED": "torch:_C._set_grad_enabled",
     "ShapeEnv": f"{_SYMBOLS}:ShapeEnv",
+    "StopRecomputation": "torch.utils.checkpoint:_StopRecomputationError",
     "StorageWeakRef": "torch.multiprocessing.reductions:StorageWeakRef",
     "TorchDispatchMode": f"{_DISPATCH}:TorchDispatchMode",
     "TracingContext": "torch._guards:TracingContext",
@@ -42,6 +44,7 @@ PLACES = {
     "cpu_flash_backward": f"{_PRODUCT}_flash_attention_for_cpu_backward",
     "cudnn_attention": f"{_PRODUCT}_cudnn_attention",
     "cudnn_attention_backward": f"{_PRODUCT}_cudnn_attention_backward",
+    "current_backward": "torch:_C._current_graph_task_id",
     "data_of": "torch:_C._autograd._get_data_attr",
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "disable_current_modes": f"{_DISPATCH}:_disable_current_modes",
@@ -107,13 +110,18 @@ def body_of(op: Any) -> Callable[..., Any]:
 # Tracing and compiling
 
 
-def no_saved_tensors_hooks() -> AbstractContextManager[Any]:
-    """Inside, tracing passes over the hooks of the user's, such as those of a checkpoint."""
+@contextmanager
+def no_saved_tensors_hooks() -> Iterator[None]:
+    """Inside, tracing passes over the hooks of the user's, such as those of a checkpoint, and
+    these hear of nothing that it saves."""
     from torch._dynamo import utils
 
     name = "_disable_saved_tensors_hooks_during_tracing"
-    context: AbstractContextManager[Any] = getattr(utils, name, nullcontext)()
-    return context
+    with getattr(utils, name, nullcontext)(), ExitStack() as stack:
+        if top_saved_tensors_hooks() is not None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            stack.enter_context(hooks)
+        yield
 
 
 def compiling_backward_at_once() -> AbstractContextManager[Any]:
@@ -124,6 +132,11 @@ def compiling_backward_at_once() -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = config.patch(force_non_lazy_backward_lowering=True)
     return context
+
+
+def break_of(gm: Any) -> Any:
+    """Why Dynamo ended ``gm``: ``graph_break`` of it says whether Python goes on behind it."""
+    return getattr(gm, "compile_subgraph_reason", None)
 
 
 def symbol_values(shape_env: Any) -> Any:
@@ -153,9 +166,17 @@ def storage_bytes(reference: Any) -> int:
 
 def saved_tensors_hooks_are_free() -> bool:
     """Whether nobody else's hooks take what autograd saves, or forbid them."""
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return bool(enabled) and top_saved_tensors_hooks() is None
+
+
+def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """What packs and unpacks what autograd saves; None where nothing does, or may."""
     functions: Any = torch._C._autograd
-    enabled = functions._saved_tensors_hooks_is_enabled()
-    return bool(enabled) and functions._top_saved_tensors_default_hooks(False) is None
+    if not functions._saved_tensors_hooks_is_enabled():
+        return None
+    hooks: Any = functions._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

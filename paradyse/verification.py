@@ -16,6 +16,7 @@ from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.alone import OTHER_BLOCKS
 from paradyse.planning.tables import Rows, Shown, rich_table, text_table
 from paradyse.runtime.registry import captures_of
+from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.types import ATTENTION_STRATEGIES, BATCH, REPLICATED, Plan, Point, Workload
 from paradyse.weights.shard import check_module
 
@@ -112,7 +113,7 @@ def verify(
     batch.
 
     Args:
-        model: an uncompiled module whose output has ``.loss``.
+        model: a module whose output has ``.loss``; of what ``torch.compile`` returned, its own.
         batch: keyword arguments of one call, labels included; [B, S] tensors.
         options: options of the backend other than ``plan``.
     Returns:
@@ -127,6 +128,7 @@ def verify(
         report = paradyse.verify(model, {"input_ids": ids, "labels": ids})
         assert report.ok, str(report)
     """
+    model = original_module(model)
     _check(model, batch, options)
     axis = resolve_axis((options or {}).get("mesh"))
     kept = {n: p.grad for n, p in model.named_parameters()}
@@ -173,6 +175,8 @@ def verify(
 
 def _check(model: Any, batch: Any, options: Mapping[str, Any] | None) -> None:
     check_module(model)
+    if compiled_call_of(model) is not None:
+        raise ValueError("model.compile() was called: verify the model before, or a copy of it")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to verify")
     if not isinstance(batch, Mapping):

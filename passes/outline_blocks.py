@@ -136,11 +136,15 @@ class _Finder:
         self.split = {n: f for n, f in ctx.split.items() if n not in ctx.mixed}
         self.taken: dict[fx.Node, Block] = {}
         self.flow = nx.DiGraph()
-        """Split values in no core yet, and what reads them; nothing flows into a linear."""
+        """Split values in no core yet, and what reads them; nothing flows into a linear, nor, but
+        by attention, from one sequence to another: a core reads its own tokens."""
         self.flow.add_nodes_from(n for n in self.nodes if n in self.split)
         for node in self.split:
             if node.target != aten.linear.default:
-                self.flow.add_edges_from((a, node) for a in node.all_input_nodes if a in self.split)
+                along = None if node.target is ATTENTION else self.split[node]
+                values = (a for a in node.all_input_nodes if a in self.split)
+                mine = (a for a in values if along in (None, self.split[a]))
+                self.flow.add_edges_from((a, node) for a in mine)
 
     def find(self) -> list[Block]:
         blocks = [

@@ -87,7 +87,7 @@ def _place_all(gm: fx.GraphModule, ctx: Any, starts: Collection[fx.Node]) -> Non
                 node = _rewrite_loss(gm, node, ctx)
             along = _may_start(node, ctx) if node in starts else None
             if along is not None:
-                ctx.split[node] = along
+                _split(node, along, ctx)
             else:
                 _place(node, ctx)
 
@@ -186,12 +186,18 @@ def _place(node: fx.Node, ctx: Any) -> None:
         found = dict.fromkeys(ctx.split[a] for a in split) or (ctx.seqs if looks_up else ())
         along = None if node in ctx.whole_attention else _along(node, found, ctx)
         if along is not None:
-            ctx.split[node] = along
-            other = next((a for a in split if ctx.split[a] is not along), None)
-            if other is not None and node.target is not ATTENTION:
-                ctx.gathered.append((node, f"it reads {other}, which is of another sequence"))
+            _split(node, along, ctx)
         elif not looks_up:
             ctx.gathered.append((node, ctx.names.unnamed.get(node, f"{node.target} mixes tokens")))
+
+
+def _split(node: fx.Node, along: Factor, ctx: Any) -> None:
+    """Split ``node`` along a sequence; what it reads of another one is gathered."""
+    ctx.split[node] = along
+    values = (a for a in node.all_input_nodes if ctx.split.get(a, along) is not along)
+    other = next(values, None)
+    if other is not None and node.target is not ATTENTION:
+        ctx.gathered.append((node, f"it reads {other}, which is of another sequence"))
 
 
 def _place_rows(route: fx.Node, ctx: Any) -> None:
@@ -239,9 +245,10 @@ def each_query_alone(call: AttentionCall) -> bool:
 
 def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, Factor]) -> bool:
     """Whether each rank can compute its rows of ``node``, along ``seq``, from its rows of the
-    inputs; of attention, whether its queries are ``split`` along it, and its keys and values as
-    well, unless each query is by itself. Attention over another dim of the same tokens has ``seq``
-    in its batch.
+    inputs: not where one that has ``seq`` is ``split`` along another sequence, and arrives with all
+    of both. Of attention, whether its queries are split along it, and its keys and values as well,
+    unless each query is by itself; attention over another dim of the same tokens has ``seq`` in its
+    batch.
     """
     if node.target is ATTENTION:
         call = AttentionCall.of(node)
@@ -259,7 +266,8 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, 
     outputs = names.dims[node] if isinstance(val, tuple | list) else [names.dims[node]]
     if any(_times([resolve(d) for d in dims], seq) != 1 for dims in outputs):
         return False
-    return all(_times(names.of(a), seq) <= 1 for a in filter(is_tensor, node.all_input_nodes))
+    inputs = [(a, _times(names.of(a), seq)) for a in filter(is_tensor, node.all_input_nodes)]
+    return all(n <= 1 and not (n and split.get(a, seq) is not seq) for a, n in inputs)
 
 
 def _rewrite_loss(gm: fx.GraphModule, node: fx.Node, ctx: Any) -> fx.Node:

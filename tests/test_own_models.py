@@ -134,6 +134,24 @@ class Pairs(Decoder):
         return F.scaled_dot_product_attention(q, k, v) + short.repeat_interleave(2, 2)
 
 
+class PooledKeys(Decoder):
+    """Keys and values are summed up into slots, which are a sequence of their own."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gates = layer["gate"](x).sigmoid()  # [B, S, slots]
+        k, v = (torch.einsum("bhsd,bsk->bhkd", z, gates) for z in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class PooledTokens(Decoder):
+    """Attention is among slots alone, which tokens are pooled to and read from."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        gates = layer["gate"](x).sigmoid()
+        slots = (torch.einsum("bhsd,bsk->bhkd", z, gates) for z in (q, k, v))
+        return torch.einsum("bhkd,bsk->bhsd", F.scaled_dot_product_attention(*slots), gates)
+
+
 class GivesAttention(Decoder):
     """Returns what the last attention gives, ahead of its projection, beside the loss."""
 
@@ -199,6 +217,8 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "a bias of hidden states": (BiasOfTokens, (13, 22)),
     "one formula for two lengths": (Hourglass, (12, 22)),
     "attention over tokens, and over pairs": (Pairs, (12, 22)),
+    "keys pooled to slots": (PooledKeys, (13, 22)),
+    "tokens pooled to slots": (PooledTokens, (13, 22)),
     "a number made by cases": (ByCases, (13, 22, 90)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import private_compiling
 import private_operators
 import pytest
 import torch
@@ -472,7 +473,7 @@ check_set_compiled_call = check_compiled_call_of
 
 CHECKS: dict[str, Callable[[], None]] = {
     name.removeprefix("check_"): fn
-    for name, fn in {**vars(private_operators), **globals()}.items()
+    for name, fn in {**vars(private_operators), **vars(private_compiling), **globals()}.items()
     if name.startswith("check_")
 }
 FUNCTIONS = {

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paradyse.distributed.calls import Call
 from paradyse.distributed.facts import NO_SYNC
-from paradyse.torch_private import at_end_of_backward
+from paradyse.torch_private import at_end_of_backward, current_backward
 from paradyse.weights.no_sync import AT_ONCE, GradientSync
 
 
@@ -45,6 +45,21 @@ def refuse_second_derivatives(what: str) -> None:
             "derivatives would be wrong. Call backward without create_graph, or compute what needs "
             "it, such as a gradient penalty, with a copy of the model that is neither compiled nor "
             "sharded"
+        )
+
+
+def refuse_inside_backward() -> None:
+    """As a graph is compiled that reads no weight.
+
+    Raises:
+        RuntimeError: it is a part of a backward, as where ``backward()`` is called inside the
+            function that was compiled: Dynamo follows what the engine calls, too.
+    """
+    if current_backward() != -1 and not torch.is_grad_enabled():  # it is, where calls run again
+        raise RuntimeError(
+            "backward() was called inside a function compiled by this backend, or by another one "
+            'on what this one gave: compile the model, torch.compile(model, backend="paradyse"), '
+            "and call it and backward() outside"
         )
 
 

@@ -23,7 +23,7 @@ from paradyse.passes.retrace import InputLike, Untraceable, retrace, users_insid
 from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
-from paradyse.torch_private import is_static_input, symbol_values
+from paradyse.torch_private import is_static_input, no_saved_tensors_hooks, symbol_values
 from paradyse.weights.sharded_tensor import ShardedTensor, used_on
 
 SizeSource = Mapping[str, tuple[int, int] | int]
@@ -274,14 +274,15 @@ def build_program(
     """
     ctx = CaptureContext(options, axis, resolve_replicas(options.mesh), at_rest=at_rest)
     try:
-        traced = _traced(gm, inputs)
-        twin = None if others is None else _traced(gm, others)
-        placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-        for node, weight, given in zip(placeholders, weights, inputs, strict=True):
-            node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
-            node.meta["number"] = getattr(given, "number", None)
-        ctx.lengths = {} if twin is None else explain_numbers(traced, twin)
-        run_passes(traced, ctx, options.dump)
+        with no_saved_tensors_hooks():
+            traced = _traced(gm, inputs)
+            twin = None if others is None else _traced(gm, others)
+            placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+            for node, weight, given in zip(placeholders, weights, inputs, strict=True):
+                node.meta["weight"], node.meta["band"] = weight, getattr(given, "band", None)
+                node.meta["number"] = getattr(given, "number", None)
+            ctx.lengths = {} if twin is None else explain_numbers(traced, twin)
+            run_passes(traced, ctx, options.dump)
     except Untraceable as e:
         ctx.note(str(e))
         return None, ctx

@@ -62,7 +62,9 @@ def allow_whole(
         if any(w.requires_grad for w in weights) and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"nothing in this graph can be split: {why}. With a data-parallel axis it cannot "
-                "be trained: use a 1-D mesh, or DistributedDataParallel"
+                "be trained: use a 1-D mesh, or DistributedDataParallel; of a model that Dynamo "
+                "breaks (TORCH_LOGS=graph_breaks) paradyse.shard has the weights behind the break "
+                "trained"
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             log.warning(

@@ -19,6 +19,7 @@ from paradyse.torch_private import (
     make_wrapper_subclass,
     tree_map_only,
 )
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
 
@@ -87,6 +88,8 @@ class DeferredTensor(torch.Tensor):
         if func not in _AS_IT_IS:
             # Much of what Python offers asks for memory (numpy, tolist, pickle): a plain tensor.
             args, kwargs = tree_map_only(DeferredTensor, materialize, (args, kwargs))
+            if torch.is_grad_enabled():  # a head behind a graph break, with sharded weights
+                args, kwargs = tree_map_only(ShardedTensor, _whole, (args, kwargs))
             return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -102,6 +105,11 @@ class DeferredTensor(torch.Tensor):
             DeferredTensor, lambda x: x._value.get(x.device), (args, kwargs or {})
         )
         return func(*plain[0], **plain[1])
+
+
+def _whole(x: ShardedTensor) -> Tensor:
+    """``x``, of one that is trained all of it."""
+    return x.full_tensor() if x.requires_grad else x
 
 
 def materialize(x: DeferredTensor) -> Tensor:

@@ -140,3 +140,10 @@ def even_layout(axis: Axis, num_rows: int, dim: int = 0) -> ShardLayout:
     ends = [num_rows * r // axis.size for r in range(axis.size + 1)]
     pairs = zip(ends[:-1], ends[1:], strict=True)
     return ShardLayout(axis, dim, tuple(((a, b - a),) if b > a else () for a, b in pairs))
+
+
+def to_host(rows: Tensor) -> Tensor:
+    """``rows`` on the host; those of a device in pinned memory, which it copies from by itself."""
+    if rows.device.type in ("cpu", "meta"):
+        return rows
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)

@@ -16,8 +16,8 @@ from paradyse.distributed.axis import Axis, device_of, resolve_axis, resolve_rep
 from paradyse.distributed.checksums import checksum
 from paradyse.distributed.facts import REDUCE_DTYPE
 from paradyse.torch_private import has_gradient_hooks, parameters_of
-from paradyse.weights.layout import GradientSum, even_layout
-from paradyse.weights.sharded_tensor import ShardedTensor, to_host
+from paradyse.weights.layout import GradientSum, even_layout, to_host
+from paradyse.weights.sharded_tensor import ShardedTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -177,8 +177,9 @@ def _check(model: nn.Module) -> None:
         except RuntimeError as e:
             raise ValueError(
                 f"{name} cannot be sharded in place: something holds on to its memory, such as a "
-                "loss whose backward is still to come or a compiled model that has run. Call "
-                "paradyse.shard before the model runs for the first time"
+                "loss whose backward is still to come, a compiled model that has run, or nn.GRU "
+                "and the like, whose weights stay whole. Call paradyse.shard before the model runs "
+                "for the first time, and leave it out where there is a recurrent network"
             ) from e
         swap_tensors(p, other)
 

@@ -11,6 +11,7 @@ are; at run time the backend takes the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from paradyse.torch_private import (
 )
 from paradyse.weights import dcp
 from paradyse.weights.coming_gradient import ComingGradient
-from paradyse.weights.layout import GradientSum, ShardLayout
+from paradyse.weights.layout import GradientSum, ShardLayout, to_host
 from paradyse.weights.norms import joined_norms, local_norms
 from paradyse.weights.partial_gradient import PartialGradient
 from paradyse.weights.reductions import REDUCTIONS, every_rank
@@ -49,6 +50,8 @@ class ShardedTensor(Tensor):
     sums: GradientSum
     on_host: bool
     """Whether the rows lie on the host, and are copied to the device for use."""
+    is_alias: bool = False
+    """Whether the memory is another one's, as of ``.data``: its rows stay where they lie."""
     _token: Tensor
     """An empty tensor on the device that computes with the rows. Tracers see it in place of them,
     so no guard depends on the layout."""
@@ -69,9 +72,10 @@ class ShardedTensor(Tensor):
             assert local is not None
             token = local.new_empty(0, device=used_on)
         device = token.device if local is None else local.device
-        out: ShardedTensor = make_wrapper_subclass(
-            cls, tuple(size), dtype=token.dtype, device=device
-        )
+        kind = {"dtype": token.dtype, "device": device}
+        # in inference mode too: of one that was made there nothing could be detached or trained
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            out: ShardedTensor = make_wrapper_subclass(cls, tuple(size), **kind)
         out._token, out.sums, out.on_host = token, sums or GradientSum(), used_on is not None
         if local is not None and layout is not None:
             out.local, out.placement = local, layout
@@ -271,13 +275,6 @@ class _Whole(torch.autograd.Function):
         return x.with_rows(average(rows, x.sums.replicas, x.reduce_dtype))
 
 
-def to_host(rows: Tensor) -> Tensor:
-    """``rows`` on the host; those of a device in pinned memory, which it copies from by itself."""
-    if rows.device.type in ("cpu", "meta"):
-        return rows
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
-
-
 def is_traced(x: ShardedTensor) -> bool:
     """Whether ``x`` stands for a whole tensor inside a tracer."""
     return not hasattr(x, "local")
@@ -305,7 +302,7 @@ def lies_on_host(x: Tensor) -> bool:
 
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` with whole (fake) tensors in place of sharded ones."""
-    if func in (aten.detach.default, aten.alias.default):
+    if func in _ALIASES:
         return ShardedTensor(None, None, args[0].shape, func(args[0]._token))
     args, kwargs = tree_map_only(
         ShardedTensor, lambda x: x._token.new_empty(x.shape), (args, kwargs)
@@ -320,9 +317,10 @@ _SIZED = {
 }
 """Operators that make a tensor of a given size, and what makes the rows of one."""
 
+_ALIASES = {aten.detach.default, aten.alias.default}
+
 _LIKE = {
-    aten.detach.default,
-    aten.alias.default,
+    *_ALIASES,
     aten.clone.default,
     aten.copy_.default,
     aten._to_copy.default,
@@ -409,7 +407,9 @@ def _on_rows(func: Any, into: Any, like: ShardedTensor, args: Any, kwargs: Any) 
         return into[0] if len(into) == 1 else tuple(into)
     if isinstance(out, list | tuple):
         return [like.with_rows(x) for x in out]
-    return like.with_rows(out)
+    shard = like.with_rows(out)
+    shard.is_alias = func in _ALIASES
+    return shard
 
 
 def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
@@ -455,7 +455,7 @@ def _rows_of(x: Any, like: ShardedTensor) -> Any:
     if isinstance(x, ShardedTensor):
         if x.placement is like.placement:
             return x.local
-        if x.placement != like.placement and isinstance(x, torch.nn.Parameter):
+        if x.placement != like.placement and (x.is_alias or isinstance(x, torch.nn.Parameter)):
             # a model's weight stays where its blocks want it, whatever it is averaged with
             return like.placement.take(x.detach().full_tensor(), like.placement.axis.rank)
         relayout(x, like.placement)

@@ -107,7 +107,9 @@ OUTSIDE = (
     "each rank holds some of its rows. Compute with .full_tensor() of it, on every rank, which "
     "takes gradients back to the rows; under torch.no_grad(), or of its .detach(), whole tensors "
     "are gathered for the operator. Or run the model through torch.compile(model, "
-    'backend="paradyse"); before trainers of transformers and TRL put paradyse.TrainerMixin'
+    'backend="paradyse"): where that was done, Dynamo runs this part of it eagerly, and '
+    "TORCH_LOGS=graph_breaks says why; before trainers of transformers and TRL put "
+    "paradyse.TrainerMixin"
 )
 """What is said where gradients would be lost."""
 

@@ -1,0 +1,76 @@
+"""Checks of ``test_torch_private.py``: of Dynamo and of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paradyse import torch_private as private
+
+
+def check_CompileContext() -> None:
+    """How many graphs of the same function were compiled before."""
+    seen = []
+
+    def backend(gm: Any, examples: Any) -> Any:
+        seen.append(private.CompileContext.current_compile_id().frame_compile_id)
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    for n in (2, 3, 4):
+        compiled(torch.ones(n))
+    assert seen == [0, 1, 2]
+    assert private.CompileContext.current_compile_id() is None
+
+
+def check_current_backward() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(private.current_backward()))
+    x.sum().backward()
+    assert seen != [-1] and private.current_backward() == -1
+
+
+def check_StopRecomputation() -> None:
+    """What a checkpoint raises once it has made again what its backward asks for."""
+    raised = []
+
+    def fn(x: Tensor) -> Tensor:
+        try:
+            return x.exp() + 1
+        except private.StopRecomputation as e:
+            raised.append(e)
+            raise
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False).sum().backward()
+    assert len(raised) == 1 and x.grad is not None
+
+
+def check_top_saved_tensors_hooks() -> None:
+    assert private.top_saved_tensors_hooks() is None
+    pack, unpack = (lambda x: x), (lambda x: x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert private.top_saved_tensors_hooks() == (pack, unpack)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert private.top_saved_tensors_hooks() is None
+
+
+def check_break_of() -> None:
+    seen = []
+
+    def backend(gm: Any, examples: Any) -> Any:
+        seen.append(private.break_of(gm).graph_break)
+        return gm.forward
+
+    def fn(x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend)(torch.ones(2))
+    assert seen == [True, False]

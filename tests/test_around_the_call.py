@@ -1,0 +1,108 @@
+"""What users put around the call of a model, or behind a break of its graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankFailure, RankPool
+from models import make_batch, make_model, relative
+from test_own_models import Decoder, ids_of
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import paradyse
+
+
+def checkpointed(plan: str) -> list[float]:
+    """How far losses and gradients of calls inside a checkpoint are off, at several lengths."""
+    torch._dynamo.reset()
+    model, off = make_model("llama"), []
+    options = {"inner": "eager", "plan": plan}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    for seq_len in (9, 14, 9):
+        batch, found = make_batch("plain", 2, seq_len), []
+        for run in (model, compiled):
+            model.zero_grad()
+            loss = checkpoint(lambda r=run, b=batch: r(**b).loss, use_reentrant=False)
+            loss.backward()
+            grads = [p.grad for p in model.parameters()]
+            found.append([loss.detach(), *(g for g in grads if g is not None)])
+        off += [relative(x, y) for x, y in zip(*found, strict=True)]
+    return off
+
+
+@pytest.mark.parametrize("plan", ["megatron_cz", "megatron_cz+recompute"])
+def test_calls_inside_a_checkpoint(plan: str, pool2: RankPool) -> None:
+    for off in pool2.run(checkpointed, plan, timeout_s=100):
+        assert max(off) < 1e-4
+
+
+class BreakAhead(Decoder):
+    """Its head is behind a break of the graph."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def broken(replicas: int, sharded: bool) -> list[float]:
+    """How far gradients of each weight are off those of one process, on all replicas' batches."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = BreakAhead().double()
+    each = dist.get_world_size() // replicas
+    batches = [ids_of(13).roll(i, 1) for i in range(replicas)]
+    sum(plain(ids) for ids in batches).div(replicas).backward()  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    model: Any = BreakAhead().double()
+    mesh = dist.init_device_mesh("cpu", (replicas, each), mesh_dim_names=("data", "sequence"))
+    if sharded:
+        paradyse.shard(model, mesh)
+    options = {"inner": "eager", "mesh": mesh, "plan": "megatron_cz"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    compiled(batches[dist.get_rank() // each]).backward()
+    off = []
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            got = p.grad.full_tensor() if sharded else p.grad
+            off.append(relative(got, q.grad))
+    return off
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_head_behind_a_graph_break(sharded: bool, pool2: RankPool) -> None:
+    for off in pool2.run(broken, 1, sharded, timeout_s=100):
+        assert max(off) < 1e-8
+
+
+@pytest.mark.broad
+def test_a_head_behind_a_graph_break_of_replicas(pool4: RankPool) -> None:
+    for off in pool4.run(broken, 2, True, timeout_s=100):
+        assert max(off) < 1e-8
+    with pytest.raises(RankFailure, match="With a data-parallel axis it cannot be trained"):
+        pool4.run(broken, 2, False, timeout_s=100)
+
+
+def whole_step() -> str:
+    torch._dynamo.reset()
+    model, batch = make_model("llama"), make_batch("plain", 2, 9)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    options = {"inner": "eager", "plan": "megatron_cz"}
+    try:
+        torch.compile(step, backend="paradyse", options=options)()
+    except Exception as e:
+        return str(e)
+    return "no error"
+
+
+def test_backward_inside_what_was_compiled_is_refused(pool2: RankPool) -> None:
+    for said in pool2.run(whole_step, timeout_s=100):
+        assert "backward() was called inside a function compiled by this backend" in said
