@@ -143,6 +143,19 @@ class PooledKeys(Decoder):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class ProjectedKeys(Decoder):
+    """As Linformer has it: keys and values are projected along the tokens, by a learned table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(40, 5))
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = self.places[: x.shape[1]]
+        k, v = (torch.einsum("bhsd,sk->bhkd", z, places) for z in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
 class PooledTokens(Decoder):
     """Attention is among slots alone, which tokens are pooled to and read from."""
 
@@ -218,6 +231,7 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "one formula for two lengths": (Hourglass, (12, 22)),
     "attention over tokens, and over pairs": (Pairs, (12, 22)),
     "keys pooled to slots": (PooledKeys, (13, 22)),
+    "keys projected along tokens": (ProjectedKeys, (13, 22)),
     "tokens pooled to slots": (PooledTokens, (13, 22)),
     "a number made by cases": (ByCases, (13, 22, 90)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
