@@ -47,7 +47,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/run_again.py",
         "hooks = top_saved_tensors_hooks() if current_backward() != -1 else None",
         "hooks = None",
-        ("tests/test_around_the_call.py::test_calls_inside_a_checkpoint",),
+        ("tests/runtime/test_run_again.py::test_calls_inside_a_checkpoint",),
     ),
     Fault(
         "rows of .data move away from their weight's",
@@ -68,7 +68,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/deferred.py",
         "return x.full_tensor() if x.requires_grad else x",
         "return x",
-        ("tests/test_around_the_call.py::test_a_head_behind_a_graph_break[sharded]",),
+        ("tests/runtime/test_graph_breaks.py::test_a_head_behind_a_graph_break[sharded]",),
     ),
     Fault(
         "a mask made of hidden states is of the rank's tokens",
