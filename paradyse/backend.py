@@ -318,7 +318,7 @@ class Capture:
             args = tuple(own.get(i, a) for i, a in enumerate(args))
         out = self.output_sizes.of_call(args, graph(args))
         if self.is_broken and self.replicas.size > 1 and not self.weights.sharded:
-            # weights that what is behind reads are then a graph's, whose gradients are averaged
+            # what is behind is a graph then, which refuses weights that each replica would keep
             return [materialize(x) if isinstance(x, DeferredTensor) else x for x in out]
         return out
 

@@ -61,7 +61,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/graph_limit.py",
         "dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, most)",
         "pass",
-        ("tests/runtime/test_graph_limit.py::test_each_set_of_trained_weights_has_a_graph",),
+        ("tests/runtime/test_graph_limit.py::test_each_mode_has_a_graph",),
     ),
     Fault(
         "a head behind a graph break reads rows",

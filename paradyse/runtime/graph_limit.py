@@ -7,7 +7,14 @@ share one function, so that several of them, or a few sets of arguments, get the
 
 from __future__ import annotations
 
+import logging
+
 from paradyse.torch_private import CompileContext, dynamo_config
+
+log = logging.getLogger(__name__)
+
+MANY = (8, 64)
+"""Numbers of graphs at which the log says so; the first is Dynamo's own limit."""
 
 
 def make_room_for_graphs() -> None:
@@ -21,10 +28,14 @@ def make_room_for_graphs() -> None:
     most = dynamo_config.accumulated_recompile_limit
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, most)
     compiled = CompileContext.current_compile_id()
-    before = None if compiled is None else compiled.frame_compile_id
-    if before is not None and before + 1 >= most:
+    if compiled is None or compiled.frame_compile_id is None:
+        return
+    number = compiled.frame_compile_id + 1
+    if number in MANY:
+        log.warning("graph %d of one function: TORCH_LOGS=recompiles says why so many", number)
+    if number >= most:
         raise RuntimeError(
-            f"this is graph {most} of one function (TORCH_LOGS=recompiles says why there are so "
+            f"this is graph {number} of one function (TORCH_LOGS=recompiles says why there are so "
             "many), and those behind it would run without the backend: call "
             "torch._dynamo.reset() now and then, or raise "
             "torch._dynamo.config.accumulated_recompile_limit"
