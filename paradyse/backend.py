@@ -98,7 +98,7 @@ class Capture:
         self.is_weight = [
             is_model_state(n, e) for n, e in zip(self.placeholders, examples, strict=True)
         ]
-        if not any(self.is_weight):
+        if self.agreement is not None and not any(self.is_weight):
             refuse_inside_backward()
         self.output_sizes = OutputSizes(gm)
         self.is_broken = bool(getattr(break_of(gm), "graph_break", False))

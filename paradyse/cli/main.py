@@ -267,7 +267,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     text = "devices of the cluster (default, of a --device that is not here: 8); with neither, "
     text += "ranks of this machine run"
     _count(group, "--gpus", text)
-    text = "blocks compute in it under torch.autocast; weights are float32, or as --dtype says"
+    text = "blocks compute in it under torch.autocast, and weights are float32"
     _flag(group, "--autocast", text, choices=("bfloat16", "float16"))
     text = "at rest 1/N on each device (the default of several, or with --offload), or whole"
     _flag(group, "--weights", text, choices=("sharded", "replicated"))

@@ -49,7 +49,7 @@ def refuse_second_derivatives(what: str) -> None:
 
 
 def refuse_inside_backward() -> None:
-    """As a graph is compiled that reads no weight.
+    """As a graph is compiled that reads no weight, of which ranks would compare the inputs.
 
     Raises:
         RuntimeError: it is a part of a backward, as where ``backward()`` is called inside the

@@ -41,8 +41,7 @@ def runs() -> dict[str, DryRun]:
     ):
         model, batch = meta_model("llama")
         with whole_graphs():
-            how = {"sharded": sharded, "levers": (), "autocast": cast}
-            found[name] = dry_run(model.to(dtype), batch, 2, **how)  # type: ignore[arg-type]
+            found[name] = dry_run(model.to(dtype), batch, 2, sharded, levers=(), autocast=cast)
     return found
 
 
@@ -71,9 +70,9 @@ def test_shards_are_gathered_as_blocks_read_them_and_whole_weights_are_copied(
 ) -> None:
     for i, block in enumerate(runs["cast"].blocks):
         sizes = {k: run.block(run.blocks[i], "megatron_cz") for k, run in runs.items()}
-        n, gathered = (
-            block.num_weight_elements,
+        gathered, n = (
             {k: s.growth.gathered_bytes for k, s in sizes.items()},
+            block.num_weight_elements,
         )
         assert gathered["wide"] == gathered["whole"] == 4 * n
         # norms are no products: they come, and are read, as they lie
