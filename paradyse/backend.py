@@ -158,7 +158,7 @@ class Capture:
 
     def run_whole(self, *args: Any) -> Any:
         """Called by Dynamo with the graph's inputs, where nothing of it is split."""
-        with stops_behind():
+        with stops_behind(bool(self.weights.sharded)):
             self._begin(args)
             return self._computed_whole(args, self.fallback)
 
@@ -299,7 +299,7 @@ class Capture:
 
     def run(self, *args: Any) -> Any:
         """One call of the graph."""
-        with stops_behind():
+        with stops_behind(bool(self.weights.sharded)):
             return self._run(args)
 
     def _run(self, args: Sequence[Any]) -> Any:

@@ -13,13 +13,26 @@ from paradyse.torch_private import StopRecomputation, current_backward, top_save
 
 
 @contextmanager
-def stops_behind() -> Iterator[None]:
+def stops_behind(sharded: bool) -> Iterator[None]:
     """Inside, what a checkpoint raises once it has all tensors that it asks for waits for the end:
-    in the midst of a call it would be this rank's failure, which ends the backward under way."""
+    in the midst of a call it would be this rank's failure, which ends the backward under way.
+
+    Args:
+        sharded: the call gathers weights, whose memory it gives back behind each block.
+    Raises:
+        NotImplementedError: it does, and the checkpoint would read them later.
+    """
     hooks = top_saved_tensors_hooks() if current_backward() != -1 else None
     if hooks is None:
         yield
         return
+    if sharded:
+        raise NotImplementedError(
+            "torch.utils.checkpoint(.., use_reentrant=False) around a call with sharded weights is "
+            "not supported: it would hold all of them whole. Call "
+            "model.gradient_checkpointing_enable(), or give a plan with recompute, which "
+            "checkpoint block by block"
+        )
     pack, unpack = hooks
     stopped: list[Exception] = []
 

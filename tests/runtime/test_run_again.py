@@ -10,6 +10,8 @@ from harness import RankPool
 from models import make_batch, make_model, relative
 from torch.utils.checkpoint import checkpoint
 
+import paradyse
+
 
 def checkpointed(plan: str) -> list[float]:
     """How far losses and gradients of calls inside a checkpoint are off, at several lengths."""
@@ -29,7 +31,25 @@ def checkpointed(plan: str) -> list[float]:
     return off
 
 
-@pytest.mark.parametrize("plan", ["megatron_cz", "megatron_cz+recompute"])
+def refused() -> str:
+    torch._dynamo.reset()
+    model: Any = paradyse.shard(make_model("llama"))
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    batch = make_batch("plain", 2, 9)
+    try:
+        checkpoint(lambda: compiled(**batch).loss, use_reentrant=False).backward()
+    except NotImplementedError as e:
+        compiled(**batch).loss.backward()  # ranks are in step
+        return str(e)
+    return "no error"
+
+
+def test_a_checkpoint_around_shards_is_refused(pool2: RankPool) -> None:
+    for said in pool2.run(refused, timeout_s=100):
+        assert "model.gradient_checkpointing_enable()" in said
+
+
+@pytest.mark.parametrize("plan", ["auto", "megatron_cz", "megatron_cz+recompute", "metp"])
 def test_calls_inside_a_checkpoint(plan: str, pool2: RankPool) -> None:
     for off in pool2.run(checkpointed, plan, timeout_s=100):
         assert max(off) < 1e-4
