@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiny import Tiny, tokens
+from torch import Tensor
 
 from paradyse.verification import verify, worst_gradient
+
+
+class WithLoss(Tiny):
+    """Its output has a loss, as those of transformers do."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Any:
+        return SimpleNamespace(loss=super().forward(ids, labels, mask))
+
 
 WANT = {"weight": torch.ones(3), "norm": torch.full((3,), 1e-3), "k_proj.bias": torch.zeros(3)}
 
@@ -40,3 +51,13 @@ def test_each_module_is_in_its_own_mode_afterwards() -> None:
     with pytest.raises(ValueError, match="returned no loss"):
         verify(model, {"ids": tokens(1, 8)})
     assert model.training and model.embed.training and not model.head.training
+
+
+def test_a_compiled_model_is_taken_and_one_that_compiled_itself_is_not() -> None:
+    model, batch = WithLoss(layers=1), {"ids": tokens(1, 8), "labels": tokens(1, 8)}
+    options = {"inner": "eager"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    assert verify(compiled, batch, options).ok
+    model.compile(backend="paradyse", options=options)
+    with pytest.raises(ValueError, match=r"model.compile\(\) was called: verify the model before"):
+        verify(model, batch, options)

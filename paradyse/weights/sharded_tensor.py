@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +25,17 @@ from paradyse.torch_private import (
     disabled_torch_function,
     join_foreach_types,
     make_wrapper_subclass,
-    schema_of,
     tree_map_only,
 )
 from paradyse.weights import dcp
 from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.layout import GradientSum, ShardLayout, to_host
 from paradyse.weights.norms import joined_norms, local_norms
+from paradyse.weights.operator_kinds import ALIASES, SIZED, kind_of
 from paradyse.weights.partial_gradient import PartialGradient
 from paradyse.weights.reductions import REDUCTIONS, every_rank
 from paradyse.weights.shard_comm import gather_shards
+from paradyse.weights.versions import count_write
 from paradyse.weights.whole_operators import ShardedView, on_whole, written_by
 
 aten = torch.ops.aten
@@ -161,8 +161,11 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> Any:
-        """As of any tensor: the same rows, without gradients."""
-        return self.detach()
+        """As of any tensor: the same rows, without gradients, and writes to it are not noticed."""
+        out: Any = Tensor.data.__get__(self)  # counts of writes of its own
+        if not is_traced(self):
+            out.local = self.local.data
+        return out
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -239,12 +242,12 @@ class ShardedTensor(Tensor):
         reduced = _REDUCTIONS.get(func)
         if reduced is not None and ShardedView not in types:
             return reduced(*args, **kwargs)
-        kind = _kind_of(func)
+        kind = kind_of(func)
         if func == aten.new_empty.default and "device" not in kwargs:  # who copies states names one
             return func(args[0].local, *args[1:], **kwargs)  # initializers transpose it in place
         if not kind.on_rows or ShardedView in types:
             return on_whole(func, args, kwargs)
-        if func in _SIZED:
+        if func in SIZED:
             return _sized(func, args, kwargs)
         if kind.on_lists:
             return _on_lists(func, kind.writes, args, kwargs)
@@ -302,66 +305,12 @@ def lies_on_host(x: Tensor) -> bool:
 
 def _traced(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` with whole (fake) tensors in place of sharded ones."""
-    if func in _ALIASES:
+    if func in ALIASES:
         return ShardedTensor(None, None, args[0].shape, func(args[0]._token))
     args, kwargs = tree_map_only(
         ShardedTensor, lambda x: x._token.new_empty(x.shape), (args, kwargs)
     )
     return func(*args, **kwargs)
-
-
-_SIZED = {
-    aten.new_empty_strided.default: torch.empty_like,
-    aten.new_empty.default: torch.empty_like,
-    aten.new_zeros.default: torch.zeros_like,
-}
-"""Operators that make a tensor of a given size, and what makes the rows of one."""
-
-_ALIASES = {aten.detach.default, aten.alias.default}
-
-_LIKE = {
-    *_ALIASES,
-    aten.clone.default,
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    *_SIZED,
-}
-"""Operators that treat elements alike, besides those tagged pointwise."""
-
-
-class _Kind(NamedTuple):
-    """How an operator treats sharded tensors."""
-
-    on_rows: bool
-    """It runs on the rows; else it is refused."""
-    on_lists: bool
-    """It takes lists of tensors, each tensor for itself."""
-    writes: bool
-    """It returns what it was given."""
-
-
-_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach_")
-"""How the names of operators begin that take lists of tensors, each for itself."""
-
-_REDUCE_LISTS = ("_foreach_max", "_foreach_powsum")
-"""Those of them that give one number for each tensor, and have no reduction of ours."""
-
-
-@cache
-def _kind_of(func: Any) -> _Kind:
-    name = func.name().removeprefix("aten::").partition(".")[0]
-    on_lists = name.startswith(_LISTS) and name not in _REDUCE_LISTS
-    on_rows = on_lists or func in _LIKE or torch.Tag.pointwise in func.tags
-    schema = schema_of(func)
-    into_lists = on_lists and any(a.is_out for a in schema.arguments)
-    return _Kind(on_rows and not into_lists, on_lists, schema.is_mutable)
 
 
 def _flat(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -379,7 +328,7 @@ def _sized(func: Any, args: Any, kwargs: Any) -> Tensor:
     if size != tuple(like.shape):
         return func(like.local, *args[1:], **kwargs)
     options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
-    return like.with_rows(_SIZED[func](like.local, **options))
+    return like.with_rows(SIZED[func](like.local, **options))
 
 
 def _lies_as(x: Any, like: ShardedTensor) -> bool:
@@ -404,12 +353,15 @@ def _on_rows(func: Any, into: Any, like: ShardedTensor, args: Any, kwargs: Any) 
     own = {k: _rows_of(v, like) for k, v in kwargs.items()} if kwargs else kwargs
     out = func(*[_rows_of(x, like) for x in args], **own)
     if into:
+        count_write(into)
         return into[0] if len(into) == 1 else tuple(into)
     if isinstance(out, list | tuple):
         return [like.with_rows(x) for x in out]
-    shard = like.with_rows(out)
-    shard.is_alias = func in _ALIASES
-    return shard
+    if func not in ALIASES:
+        return like.with_rows(out)
+    alias = like.with_rows(like.local)  # one count of writes to both
+    alias.is_alias = True
+    return alias
 
 
 def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
@@ -421,7 +373,8 @@ def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
     if writes:  # into whole tensors: whole ones
         likes = [like if isinstance(x, ShardedTensor) else None for x, like in zip(args[0], likes)]
 
-    written = {id(x) for x in written_by(func, args, kwargs)}
+    into = written_by(func, args, kwargs)
+    written = set(map(id, into))
     back: list[tuple[Tensor, ShardedTensor]] = []
 
     def rows_of(x: Any, like: ShardedTensor) -> Any:
@@ -444,6 +397,7 @@ def _on_lists(func: Any, writes: bool, args: Any, kwargs: Any) -> Any:
         compare(first.placement.axis, "looks for infinite gradients")
         args[1].copy_(every_rank(args[1], first).amax(0))
     if writes:
+        count_write(into)
         return out
     return [x if like is None else like.with_rows(x) for x, like in zip(out, likes, strict=True)]
 

@@ -22,6 +22,7 @@ from paradyse.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from paradyse.weights.versions import count_write
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ def on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         whole(x).copy_(rooms[i])
     for base in {id(_base(x)): _base(x) for x in written}.values():
         base.local.copy_(base.placement.take_own(wholes[id(base)]))
+        count_write([base])
     back = {id(whole(x)): x for x in written if not isinstance(x, ShardedView)}
     back |= {id(rooms[i]): x for i, x in outs.items()}
     views = [x for x in written if isinstance(x, ShardedView)]

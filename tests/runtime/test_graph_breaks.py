@@ -25,16 +25,19 @@ class BreakAhead(Decoder):
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def broken(replicas: int, sharded: bool) -> list[float]:
-    """How far gradients of each weight are off those of one process, on all replicas' batches."""
+def broken(replicas: int, sharded: bool, frozen: bool = False) -> list[float]:
+    """How far gradients of each weight are off those of one process, on all replicas' batches;
+    ``frozen``: the head has none."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = BreakAhead().double()
+    plain.head.requires_grad_(not frozen)
     each = dist.get_world_size() // replicas
     batches = [ids_of(13).roll(i, 1) for i in range(replicas)]
     torch.stack([plain(ids) for ids in batches]).mean().backward()
     torch.manual_seed(0)
     model: Any = BreakAhead().double()
+    model.head.requires_grad_(not frozen)
     mesh = dist.init_device_mesh("cpu", (replicas, each), mesh_dim_names=("data", "sequence"))
     if sharded:
         paradyse.shard(model, mesh)
@@ -53,6 +56,11 @@ def broken(replicas: int, sharded: bool) -> list[float]:
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_a_head_behind_a_graph_break(sharded: bool, pool2: RankPool) -> None:
     for off in pool2.run(broken, 1, sharded, timeout_s=100):
+        assert max(off) < 1e-8
+
+
+def test_a_frozen_head_behind_a_graph_break(pool2: RankPool) -> None:
+    for off in pool2.run(broken, 1, True, True, timeout_s=100):
         assert max(off) < 1e-8
 
 
