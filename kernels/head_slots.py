@@ -113,6 +113,8 @@ class HeadSlots:
         """The transpose of ``spread_keys``, to [B, s, Hk, D]: replicas are summed."""
         b, s = x.shape[:2]
         x = x.reshape(b, s, -1, width)[:, :, : self.num_kv_heads * self.replicas]
+        if self.replicas == 1:
+            return x
         return x.reshape(b, s, self.num_kv_heads, self.replicas, width).sum(3)
 
     def _to_ranks(self, x: Tensor) -> Tensor:

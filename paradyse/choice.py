@@ -21,6 +21,7 @@ from paradyse.config import AUTO, BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, GroupMesh, device_of
 from paradyse.distributed.facts import PLAN
+from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import gathered_notes
 from paradyse.planning.alone import REPLICAS, SHARDED, Alone
@@ -189,6 +190,7 @@ class Choice:
             rates = replace(rates, capacity_bytes=capacity_bytes, host_capacity_bytes=host_bytes)
             on_cpu = device_of(self.axis.group).type == "cpu"
             self._rates = replace(rates, host_bandwidth=None) if on_cpu else rates
+            self.axis.session.of(Overlap).hidden = rates.overlap
         return self._rates
 
     def _plan(self, workload: Workload) -> Plan:

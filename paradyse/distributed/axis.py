@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,6 +75,11 @@ class Axis:
     lane: str = ""
     """What the messages of ``group`` are for, where it carries those of one purpose alone
     (``distributed/lanes.py``); "": all others."""
+
+    @cached_property
+    def backend(self) -> str:
+        """What carries its messages, as ``backend_of`` the process group."""
+        return backend_of(self.group)
 
     def layout(self, seq_len: int) -> TokenLayout:
         """Where the tokens of a sequence of ``seq_len`` lie."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradyse.distributed.axis import SINGLE, Axis, backend_of, device_of, resolve_axis
+from paradyse.distributed.axis import SINGLE, Axis, device_of, resolve_axis
 from paradyse.distributed.crossing import start_all_to_all
 from paradyse.distributed.lanes import lane_of
 from paradyse.distributed.regions import WAIT, region
@@ -39,17 +39,13 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 TIMEOUT_VARIABLE = "PARADYSE_COLLECTIVE_TIMEOUT_S"
 """Environment variable: seconds after which a rank that waits in a collective gives up. Default
 300. What NCCL carries ends by the process group's own time-out: asked for another one, NCCL keeps
-the host waiting for each message.
-"""
+the host waiting for each message."""
 
-LONGEST_S = 10**7
-"""Of a time-out: some months."""
+LONGEST_S = 10**7  # of a time-out: some months
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed or timed out; the message names it, the block, and the rank that
-    noticed.
-    """
+    """A collective failed or timed out; its text names it, the block, and the rank that noticed."""
 
 
 @dataclass
@@ -103,11 +99,14 @@ def timeout() -> timedelta:
     Raises:
         ValueError: the environment variable is no number of seconds above 0.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "300")
-    try:
+    return _seconds_of(os.environ.get(TIMEOUT_VARIABLE, "300"))
+
+
+@lru_cache(maxsize=8)
+def _seconds_of(text: str) -> timedelta:
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = math.nan
     if not 0 < seconds <= LONGEST_S:
         raise ValueError(
             f"{TIMEOUT_VARIABLE} is {text!r}: give a number of seconds above 0, at most "
@@ -240,6 +239,8 @@ class Pending:
             CollectiveError: it failed, or took longer than ``TIMEOUT_VARIABLE`` says.
             torch.OutOfMemoryError: as the collective raised it.
         """
+        if self._finish is None and not self._works:  # it was waited for, or there was none
+            return self._result
         try:
             if self._works:
                 what, axis, block_id = self._context
@@ -283,9 +284,8 @@ class Pending:
             raise RuntimeError("wait returned False")
 
     def _watch(self) -> None:
-        if self._watched:
-            for watch in resolve_axis().session.of(Watchers):
-                watch(self._context[1])
+        for watch in resolve_axis().session.of(Watchers) if self._watched else ():
+            watch(self._context[1])
 
 
 def _start(
@@ -322,7 +322,7 @@ def _start(
 def waits_on_host(axis: Axis) -> bool:
     """Whether a message over ``axis`` is over when its ``wait`` is, as on gloo, or where one rank
     sends none; on NCCL the host goes on, and the device waits."""
-    return axis.size == 1 or backend_of(axis.group) == "gloo"
+    return axis.size == 1 or axis.backend == "gloo"
 
 
 def start_exchange(
@@ -332,8 +332,8 @@ def start_exchange(
     if axis.size == 1:
         return Pending([], x, what, axis, block_id, None)
     x = x.contiguous()
-    out, each = torch.empty_like(x), [x[0].numel()] * axis.size
-    num_bytes = x.nbytes - x[0].nbytes if num_bytes is None else num_bytes
+    out, each = torch.empty_like(x), [x.numel() // axis.size] * axis.size
+    num_bytes = x.nbytes - x.nbytes // axis.size if num_bytes is None else num_bytes
     launch = partial(start_all_to_all, out.view(-1), x.view(-1), each, each, axis)
     return _start(what, x, axis, block_id, num_bytes, launch, out, "all_to_all")
 
@@ -366,8 +366,8 @@ def gather_objects(x: Any, axis: Axis, block_id: int) -> list[Any]:
     """``x`` of every rank of ``axis``. Ranks trust each other: what one pickles, all unpickle."""
     if axis.size == 1:
         return [x]
-    mine = torch.frombuffer(bytearray(pickle.dumps(x)), dtype=torch.uint8)
-    mine = mine.to(device_of(axis.group))
+    pickled = bytearray(pickle.dumps(x))
+    mine = torch.frombuffer(pickled, dtype=torch.uint8).to(device_of(axis.group))
     sizes = all_gather(mine.new_tensor([mine.numel()], dtype=torch.int64), axis, block_id)
     padded = pad(mine, (0, int(sizes.max()) - mine.numel()))
     rows = all_gather(padded, axis, block_id).cpu()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paradyse.distributed.axis import Axis, backend_of, is_alive
+from paradyse.distributed.axis import Axis, is_alive
 
 GATHERS = "weights"
 """The lane of sharded weights on their way to the ranks that compute with them."""
@@ -37,6 +37,9 @@ class Overlap:
     on: bool = True
     """The next block's weights are fetched while the present block runs, and gradients are sent
     while backward goes on; False: each is waited for as it is asked for."""
+    hidden: float = 1.0
+    """Share of a message's time that is gone where something is computed meanwhile, as measured on
+    all ranks of the axis (``Machine.overlap``); 1 where nothing was."""
 
 
 class _Lanes(dict[str, Axis]):
@@ -72,7 +75,7 @@ def open_lanes(axis: Axis, make_group: Callable[[], Any]) -> None:
     downward = axis.session.of(_Downward)
     for purpose in PURPOSES:
         lanes[purpose] = replace(axis, group=make_group(), lane=purpose)
-    if backend_of(axis.group) == "gloo":
+    if axis.backend == "gloo":
         downward.update({lane: make_group() for lane in ("", *PURPOSES)})
     axis.session.at_end.append(partial(_close, lanes, downward))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis, device_of
 from paradyse.distributed.checksums import repeatable
+from paradyse.distributed.lanes import Overlap
 from paradyse.planning.costs import COLLECTIVES, Link, Machine
 from paradyse.torch_private import disable_current_modes
 
@@ -197,6 +198,7 @@ def measure_machine(
         # leak in.
         with disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             known[key] = _measure(axis, dtype, device)
+        axis.session.of(Overlap).hidden = known[key].overlap
         log.info("measured in %.2f s: %s", time.perf_counter() - start, known[key])
     return known[key]
 

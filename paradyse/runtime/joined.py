@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from paradyse.distributed.lanes import Overlap
 from paradyse.graph.subgraph import is_weight
 from paradyse.passes.split_steps import Step
 from paradyse.runtime.program import Program
@@ -54,8 +55,17 @@ class JoinedGradients:
         if first and self.compares:
             self._sums = {min(first): nodes}
         else:
-            found = joined_by_use(first, [self.env[n].nbytes for n in nodes])
+            sizes = [self.env[n].nbytes for n in nodes]
+            found = joined_by_use(first, sizes, self._hidden())
             self._sums = {at: [nodes[i] for i in index] for at, index in found.items()}
+
+    def _hidden(self) -> float:
+        """Share of a message that computations hide. Other replicas or groups, which must send the
+        same, may have measured another one."""
+        program = self.program
+        if program.replicas.size > 1 or program.in_group:
+            return 1.0
+        return program.axis.session.of(Overlap).hidden
 
     @property
     def sums(self) -> frozenset[int]:

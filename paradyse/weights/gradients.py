@@ -25,23 +25,28 @@ DistributedDataParallel does (arXiv 2006.15704, section 3.2.2)."""
 
 NUM_SUMS = 8
 """Where all gradients together are few, they are summed in so many parts: what is left for the end
-of backward, where nothing hides it, is one of them."""
+of backward, where nothing hides it, is one of them. Where messages hide less, as where they need
+the processors that compute, it is that share of so many: each part costs time of its own."""
 
 LEAST_BYTES = 2**20
 """Parts are no smaller, as latency rules then."""
 
 
-def joined_by_use(uses: Sequence[int], sizes: Sequence[int]) -> dict[int, list[int]]:
+def joined_by_use(
+    uses: Sequence[int], sizes: Sequence[int], hidden: float = 1.0
+) -> dict[int, list[int]]:
     """Which gradients are summed together: by the step before which their weights pass through
     ``SumGradients``, the indices of weights, so that backward has ``TOGETHER_BYTES`` of gradients
-    when it comes there, or a part of ``NUM_SUMS`` of all.
+    when it comes there, or a part of all, of ``NUM_SUMS`` times ``hidden``.
 
     Args:
         uses: per weight, the first step that reads it; backward has its gradient after that one.
         sizes: bytes of each.
+        hidden: share of a message that computations hide, from 0 to 1.
     """
     found: dict[int, list[int]] = {}
-    enough = min(TOGETHER_BYTES, max(LEAST_BYTES, sum(sizes) // NUM_SUMS))
+    num_parts = max(1, round(NUM_SUMS * hidden))
+    enough = min(TOGETHER_BYTES, max(LEAST_BYTES, sum(sizes) // num_parts))
     together, num_bytes = list[int](), 0
     last_first = sorted(range(len(uses)), key=lambda i: -uses[i])
     for at, i in enumerate(last_first):

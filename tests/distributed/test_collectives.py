@@ -219,7 +219,7 @@ class Patient:
 def test_the_host_polls_for_no_message_on_nccl(
     backend: str, waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collectives, "backend_of", lambda group: backend)
+    monkeypatch.setattr(Axis, "backend", backend)
     axis = Axis("of a test of waiting", 2, 0, object())
     work = Patient()
     Pending([work], None, "all_gather", axis, register_block(axis, "a"), None).wait()

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import paradyse
+from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.lanes import Overlap
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.frame_maker import frames_by
 from paradyse.runtime.joined import JoinedGradients
@@ -72,6 +74,43 @@ def test_every_whole_weight_is_summed_before_it_is_read(frozen: bool, pool2: Ran
 def test_shards_are_not_summed_here(pool2: RankPool) -> None:
     for found, left, number in pool2.run(summed_before, True, False):
         assert not found and len(left) == number
+
+
+def places_of_sums(replicas: int) -> list[int]:
+    """At how many places of a step gradients are sent: where nothing was measured, where messages
+    hide, and where on some ranks, or on all, they do not."""
+    each = dist.get_world_size() // replicas
+    mesh = dist.init_device_mesh("cpu", (replicas, each), mesh_dim_names=("data", "sequence"))
+    compiled: Any = torch.compile(
+        Tiny(), backend="paradyse", options={"inner": "eager", "plan": "megatron_cz", "mesh": mesh}
+    )
+    overlap, found = resolve_axis(mesh).session.of(Overlap), list[int]()
+    original = JoinedGradients.begin
+
+    def begin(self: JoinedGradients) -> None:
+        original(self)
+        found.append(len(self.sums))
+
+    measured = overlap.hidden  # by a test before
+    shares = [Overlap().hidden, 1.0, float(dist.get_rank() // each), 0.0]
+    with patch.object(JoinedGradients, "begin", begin), patch.object(gradients, "LEAST_BYTES", 1):
+        for share in shares if replicas > 1 else [*shares[:2], *shares[3:]]:
+            overlap.hidden = share
+            compiled(tokens(2, 11), tokens(2, 11)).backward()
+    overlap.hidden = measured
+    return found
+
+
+def test_gradients_are_sent_at_fewer_places_where_messages_do_not_hide(pool2: RankPool) -> None:
+    for unknown, hidden, exposed in pool2.run(places_of_sums, 1):
+        assert unknown == hidden > 2
+        assert exposed == 1
+
+
+@pytest.mark.broad
+def test_replicas_send_alike_whatever_each_has_measured(pool4: RankPool) -> None:
+    for places in pool4.run(places_of_sums, 2):
+        assert len(set(places)) == 1 and places[0] > 2
 
 
 class Shared(Tiny):

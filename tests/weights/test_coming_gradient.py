@@ -141,6 +141,11 @@ def test_few_gradients_are_summed_in_parts_that_are_not_too_small() -> None:
     assert len(parts) == 64
 
 
+@pytest.mark.parametrize(("hidden", "num_parts"), [(1.0, 8), (0.5, 4), (0.1, 1), (0.0, 1)])
+def test_parts_are_fewer_where_less_of_them_hides(hidden: float, num_parts: int) -> None:
+    assert len(joined_by_use(range(64), [LEAST_BYTES // 4] * 64, hidden)) == num_parts
+
+
 # On ranks
 
 
