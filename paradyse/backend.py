@@ -276,10 +276,10 @@ class Capture:
         """Trace once more at other sizes: a size that no dim explains makes the programs differ."""
         again = self.trace.again(self.keyed_dims)
         how = self.is_weight, self.options, self.axis
-        if again is None or serves(graph.program, self.gm, again, *how):
+        if again is None or (again and serves(graph.program, self.gm, again, *how)):
             return
         explained: PlannedProgram | None = None
-        if not self.keyed_dims:  # what looks like a constant may be made of a length
+        if again and not self.keyed_dims:  # what looks like a constant may be made of a length
             self.others = again
             explained = self._graph(self.trace.values)
         at = self.gm, again, *how, self.trace.values

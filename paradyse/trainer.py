@@ -209,9 +209,10 @@ class TrainerMixin(_Trainer):
         return inputs.loss.to(self.args.device, torch.float32)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Trainer's own of ``inputs``; a batch of mixed lengths is not counted."""
+        """Trainer's own of ``inputs``, of which it adds up those of all ranks: this rank's part. A
+        batch of mixed lengths is not counted."""
         of = super().floating_point_ops
-        return 0 if isinstance(inputs, MixedStep) else int(of(inputs))
+        return 0 if isinstance(inputs, MixedStep) else int(of(inputs)) // self._sequence.size
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         skips = kwargs.get("steps_trained_in_current_epoch", 0) and kwargs["epoch"] == 0

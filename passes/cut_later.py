@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 _STEEP = {
     **dict.fromkeys(("log", "log1p", "logit", "sqrt", "rsqrt", "reciprocal", "std"), (0,)),
+    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh"), (0,)),
     **dict.fromkeys(("acos", "asin", "atanh", "pow", "float_power"), (0,)),
     **dict.fromkeys(("div", "divide", "true_divide", "floor_divide"), (1,)),
     **dict.fromkeys(("fmod", "remainder", "xlogy"), (1,)),

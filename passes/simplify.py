@@ -102,7 +102,7 @@ def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
 
     before: a = unsqueeze(cos, 1); ..; b = unsqueeze(cos, 1)
     after:  a = unsqueeze(cos, 1); ..
-    Refuses random operators.
+    Refuses random operators, and what the graph gives twice: the caller may write into one.
     """
     count = 0
     seen: dict[Any, fx.Node] = {}
@@ -110,13 +110,18 @@ def merge_equals(gm: fx.GraphModule, ctx: Any) -> int:
         if node.op != "call_function" or draws(node):
             continue
         key = (node.target, repr(node.args), repr(node.kwargs))  # 1, 1.0 and True stay apart
-        if key in seen:
+        if key not in seen:
+            seen[key] = node
+        elif not (_is_given(node) and _is_given(seen[key])):
             node.replace_all_uses_with(seen[key])
             gm.graph.erase_node(node)
             count += 1
-        else:
-            seen[key] = node
     return count
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether the caller is given what ``node`` computes."""
+    return any(user.op == "output" for user in node.users)
 
 
 def unify_linears(gm: fx.GraphModule, ctx: Any) -> int:

@@ -283,4 +283,48 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "    return [i for i in at[:0] if isinstance(node.args[i], fx.Node)]",
         ("tests/passes/test_cut_later.py::test_rows_that_are_cut_off_are_no_danger[no sum]",),
     ),
+    Fault(
+        "sizes that guards exclude are compared with none",
+        "paradyse/runtime/trace_sizes.py",
+        "for value in _candidates(values[group[0]]):",
+        "for value in ():",
+        ("tests/runtime/test_trace_sizes.py::test_it_is_one_that_guards_allow",),
+    ),
+    Fault(
+        "what is padded looks like a constant",
+        "paradyse/runtime/trace_sizes.py",
+        "(gcd(v - traced, 210) > 1, v % 2 == 0)",
+        "v % 2 == 0",
+        ("tests/runtime/test_trace_sizes.py::test_the_other_size_is_padded_otherwise",),
+    ),
+    Fault(
+        "what is read late is of weights as they are then",
+        "paradyse/runtime/deferred.py",
+        "any(version_of(x) != version for x, version in self._weights)",
+        "False",
+        (
+            "tests/runtime/test_deferred.py::test_what_is_read_after_a_step_is_not_of_other_weights[False]",
+        ),
+    ),
+    Fault(
+        "each rank writes into its first row",
+        "paradyse/graph/layer_rules.py",
+        "if mine and not theirs:",
+        "if False:",
+        (f"{EQUAL}[one row is written]",),
+    ),
+    Fault(
+        "two copies are one",
+        "passes/simplify.py",
+        "elif not (_is_given(node) and _is_given(seen[key])):",
+        "else:",
+        ("tests/test_own_models.py::test_copies_are_the_callers",),
+    ),
+    Fault(
+        "exponentials of cut tokens overflow",
+        "passes/cut_later.py",
+        '("exp", "exp2", "expm1", "sinh", "cosh")',
+        '("exp2", "expm1", "sinh", "cosh")',
+        (f"{EQUAL}[exponentials of cut tokens]",),
+    ),
 )

@@ -221,6 +221,64 @@ class ByFrequency(Decoder):
         self.embed = nn.Embedding(VOCAB, WIDTH, scale_grad_by_freq=True)
 
 
+class LastTokens(Decoder):
+    """The last 40 tokens count, of as many as there are at least; a share of all."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        logits = self.head(x)[:, -40:-1]
+        summed = F.cross_entropy(logits.flatten(0, 1), ids[:, -39:].flatten(), reduction="sum")
+        return summed / ids.shape[1]
+
+
+class ShortTable(Decoder):
+    """A table of 32 places, read from both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(32, WIDTH))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        n = ids.shape[1]
+        return super().hidden(ids) + self.places[:n] + self.places[n - 1 - torch.arange(n)]
+
+
+class Pieces(Decoder):
+    """A loss of 16 rows at a time, of which there are as many at several lengths."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        rows, labels = x[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        pairs = zip(rows.split(16), labels.split(16), strict=True)
+        losses = [F.cross_entropy(self.head(a), b, reduction="sum") for a, b in pairs]
+        return torch.stack(losses).sum() / ids.numel()
+
+
+class InThrees(Decoder):
+    """Zeros in front, up to a multiple of three."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x, n = super().hidden(ids), ids.shape[1]
+        padded = torch.cat([x.new_zeros(x.shape[0], -n % 3, WIDTH), x], 1)
+        return x + padded.cumsum(1)[:, :n] / 10
+
+
+class OneRowWritten(Decoder):
+    """Words of one token are told from logits of the first."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        logits = self.head(x).scatter(-1, ids[:, 3:4, None], -3.0)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class ExpOfCut(Decoder):
+    """Exponentials, of which those of the last token would overflow."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        n = ids.shape[1]
+        last = torch.where(torch.arange(n) == n - 1, 1e5, 1.0).double()[:, None]
+        e = (self.head(x) * last)[:, :-1].exp()
+        return (e / e.sum(-1, keepdim=True)).square().sum(-1).mean()
+
+
 MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "labels made behind the cut": (ClassOrNone, (13, 22)),
     "a logarithm of cut tokens": (LogOfCut, (13, 22)),
@@ -238,6 +296,12 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
     "values are returned": (GivesValues, (13, 22)),
+    "a loss of the last tokens": (LastTokens, (44, 50, 61)),
+    "a table that ends": (ShortTable, (13, 22, 31)),
+    "a loss in pieces": (Pieces, (20, 22, 24)),
+    "padding to threes": (InThrees, (13, 22, 17)),
+    "one row is written": (OneRowWritten, (13, 22)),
+    "exponentials of cut tokens": (ExpOfCut, (13, 22)),
 }
 
 
@@ -361,7 +425,8 @@ class Copying(Decoder):
         loss = super().forward(ids)
         weight = self.head.weight.detach().clone()[1:]
         copied = ids.to(ids.dtype, copy=True)
-        return loss, ids.clone().flatten(), copied, loss.detach().clone(), weight
+        twice = ids.clone(), ids.clone()
+        return loss, ids.clone().flatten(), copied, loss.detach().clone(), weight, *twice
 
 
 def written() -> None:
@@ -371,6 +436,8 @@ def written() -> None:
     before = copy.deepcopy((ids, model.head.weight.detach()))
     loss, *copies = compiled(ids)
     value = loss.item()
+    copies[-2].zero_()
+    assert torch.equal(copies[-1], ids)
     for x in copies:
         x.zero_()
     assert loss.item() == value != 0

@@ -347,6 +347,22 @@ def test_what_is_refused(pool2: RankPool, tmp_path: Path) -> None:
         assert "another backend than paradyse" in other
 
 
+def test_operations_of_a_batch_are_counted_once() -> None:
+    """Trainer adds them up over ranks."""
+    from paradyse.distributed.axis import Axis
+    from paradyse.trainer import TrainerMixin
+
+    class Counting:
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 96
+
+    class Both(TrainerMixin, Counting):
+        def __init__(self) -> None:
+            self._sequence = Axis("of a test of operations", 2, 0)
+
+    assert Both().floating_point_ops({}) == 48
+
+
 def seeds_of_workers(folder: str) -> int:
     """The process that workers of this rank's loader take their seeds for."""
     module = example()

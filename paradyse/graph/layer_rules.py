@@ -129,6 +129,8 @@ def scatter(names: Names, node: fx.Node) -> Any:
                 names.mix(node, theirs)
             else:
                 names.unify_at(node, mine, theirs)
+                if mine and not theirs:  # of the first alone
+                    names.mix(node, mine)
     return dims
 
 

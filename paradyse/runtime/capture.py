@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import Tensor, fx
 
@@ -22,8 +20,9 @@ from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace, users_inside
 from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
+from paradyse.runtime.trace_sizes import allowed, choose_sizes
 from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
-from paradyse.torch_private import is_static_input, no_saved_tensors_hooks, symbol_values
+from paradyse.torch_private import is_static_input, no_saved_tensors_hooks
 from paradyse.weights.sharded_tensor import ShardedTensor, used_on
 
 SizeSource = Mapping[str, tuple[int, int] | int]
@@ -48,10 +47,6 @@ def is_model_state(node: fx.Node, example: Any) -> bool:
 
 NUMBER, _CPU = torch.float64, torch.device("cpu")
 """Of a Python number that is an input: what is computed with it has nothing to wait for."""
-
-_PRIMES = (37, 41, 53, 67, 97, 131, 193, 257, 389, 521, 1031, 2053)
-_CLOSE = (43, 47, 59, 71)
-"""More of them that leave 3 when divided by 4, as few of the others do."""
 
 
 def _as_input(example: Any, meta: Any, values: Mapping[Any, int]) -> Any:
@@ -82,8 +77,8 @@ class TraceInputs:
     sizes: Mapping[int, Any] = field(default_factory=dict)
     """Placeholder that is such a size -> it."""
     again: Callable[[Iterable[tuple[int, int]]], tuple[Any, ...] | None] = lambda keyed: None
-    """(placeholder, dim)s to be kept -> ``values`` at other sizes; None where Dynamo's guards
-    allow none."""
+    """(placeholder, dim)s to be kept -> ``values`` where all other sizes are others; None where
+    there are none; () where Dynamo's guards allow no others."""
     merged: bool = False
     """Whether sizes that may differ in another call are equal in ``values``, for want of others
     that the guards allow."""
@@ -108,7 +103,7 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         for d, n in enumerate(meta.shape if isinstance(meta, Tensor) else ()):
             if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is None:
                 symbols[i, d] = n
-    values, others, merged = _choose_sizes(list(symbols.values()), metas)
+    values, others, merged = choose_sizes(list(symbols.values()), metas)
     sizes = {n.node.expr for n in symbols.values()}
     scalars: dict[int, Any] = {}
     shown: dict[int, Any] = {}
@@ -146,9 +141,11 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         kept = {s for at in keyed for s in symbols[at].node.expr.free_symbols}
         while more := {s for e in sizes if e.free_symbols & kept for s in e.free_symbols} - kept:
             kept |= more
-        mixed = {s: n if s in kept else others.get(s, n) for s, n in values.items()}
-        env = next(iter(symbols.values())).node.shape_env if symbols else None
-        return inputs(mixed) if mixed != values and _allowed(env, mixed) else None
+        if not (moved := values.keys() - kept):
+            return None
+        mixed = {s: others.get(s, n) if s in moved else n for s, n in values.items()}
+        env = next(iter(symbols.values())).node.shape_env
+        return inputs(mixed) if moved <= others.keys() and allowed(env, mixed) else ()
 
     return TraceInputs(inputs(values), tuple(scalars), tuple(scales), symbols, shown, again, merged)
 
@@ -162,88 +159,6 @@ def _is_number(node: fx.Node, example: Any) -> bool:
     """A Python float that Dynamo passes as a scalar tensor (``dynamic=True``)."""
     items = [u.op == "call_method" and u.target == "item" for u in users_inside(node)]
     return isinstance(example, Tensor) and example.ndim == 0 and bool(items) and all(items)
-
-
-def _choose_sizes(
-    sizes: Sequence[torch.SymInt], metas: Sequence[Any]
-) -> tuple[dict[Any, int], dict[Any, int], bool]:
-    """Symbol -> the value to trace with; other values to compare with ({} where none is legal); and
-    whether sizes got one value that may differ in another call.
-
-    Symbols that Dynamo holds apart get values apart, also where they are equal in this call, unless
-    its guards want them equal.
-    """
-    taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
-    hints: dict[Any, int] = {}
-    env: Any = None
-    for size in sizes:
-        env = size.node.shape_env
-        known = symbol_values(env)
-        hints.update({symbol: int(known[symbol]) for symbol in size.node.expr.free_symbols})
-    if not hints:
-        return {}, {}, False
-    groups = _equal_by_guards(env, hints)
-    primes = (v for v in _PRIMES if v not in taken)
-    values: dict[Any, int] = {}
-    for group in groups:
-        hint = hints[group[0]]
-        value = hint if hint not in taken else next(primes, hint)
-        taken.add(value)
-        values.update(dict.fromkeys(group, value))
-    merged = False
-    if not _allowed(env, values):
-        values, merged = hints, len({hints[g[0]] for g in groups}) < len(groups)
-    others: dict[Any, int] = {}
-    for group in groups:
-        left = sorted({*_PRIMES, *_CLOSE} - taken - set(others.values()))
-        traced = values[group[0]]
-        # Padding to a multiple of 4, 8, .. is another one then, and does not look like a constant.
-        value = next((v for v in left if (v - traced) % 4), next(iter(left), traced))
-        others.update(dict.fromkeys(group, value))
-    return values, others if _allowed(env, others) else {}, merged
-
-
-def _equal_by_guards(env: Any, hints: Mapping[Any, int]) -> list[list[Any]]:
-    """The symbols of ``hints``, those together that guards of ``env`` want equal."""
-    equal = nx.Graph()
-    equal.add_nodes_from(hints)
-    while True:
-        groups = [sorted(g, key=str) for g in nx.connected_components(equal)]
-        apart = {s: v for g, v in zip(groups, _PRIMES, strict=False) for s in g}
-        more = [pair for g in _guards(env, apart) for pair in _wanted_equal(g, apart, hints)]
-        if not more:
-            return groups
-        equal.add_edges_from(more)
-
-
-def _wanted_equal(
-    guard: Any, values: Mapping[Any, int], hints: Mapping[Any, int]
-) -> tuple[tuple[Any, Any], ...]:
-    """The fewest pairs of symbols, equal in the call, that must be equal for an equation to
-    hold."""
-    if getattr(guard, "rel_op", "") != "==" or guard.xreplace(values):
-        return ()
-    symbols = sorted(guard.free_symbols, key=str)
-    pairs = [(a, b) for a, b in combinations(symbols, 2) if hints[a] == hints[b]]
-    for number in (1, 2, 3):  # [B, S] flattened against another [B, S]: two; [B, T, S]: three
-        for chosen in combinations(pairs, number):
-            if guard.xreplace({**values, **{a: values[b] for a, b in chosen}}):
-                return chosen
-    return ()
-
-
-def _guards(env: Any, values: Mapping[Any, int]) -> list[Any]:
-    """Dynamo's guards that speak of symbols of ``values`` alone."""
-    return [g.expr for g in env.guards if g.expr.free_symbols <= set(values)]
-
-
-def _allowed(env: Any, values: Mapping[Any, int]) -> bool:
-    """Whether Dynamo's guards, as far as they speak of ``values`` alone, hold for them."""
-    for symbol, value in values.items():
-        bounds = env.var_to_range.get(symbol)
-        if bounds is not None and not (bounds.lower <= value and bool(value <= bounds.upper)):
-            return False
-    return all(bool(e.xreplace(values)) for e in _guards(env, values))
 
 
 def build_program(

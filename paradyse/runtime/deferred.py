@@ -20,6 +20,7 @@ from paradyse.torch_private import (
     tree_map_only,
 )
 from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.versions import version_of
 
 aten = torch.ops.aten
 
@@ -40,19 +41,31 @@ _SAME_VALUE = {aten.alias.default, aten.detach.default, aten.view.default}
 """Where the shape stays, the result is deferred as well."""
 
 
-class _Value:
-    """A value to come, of one or several tensors."""
+CHANGED = (
+    "an output that is computed when it is first read, such as logits or a cache of keys and "
+    "values, is read after weights that it is made of were changed in place (by an optimizer's "
+    "step, load_state_dict, ...), so it would be another model's: read it before, as by "
+    "logits = output.logits.clone()"
+)
+"""What is said of a value that is asked for too late."""
 
-    def __init__(self, compute: Callable[[], Tensor]):
+
+class _Value:
+    """A value to come, of one or several tensors; ``weights`` may not change until then."""
+
+    def __init__(self, compute: Callable[[], Tensor], weights: Sequence[Tensor]):
         self._compute: Callable[[], Tensor] | None = compute
+        self._weights = [(x, version_of(x)) for x in weights]
         self._tensor: Tensor | None = None
 
     def get(self, device: torch.device) -> Tensor:
         if self._tensor is None:
             assert self._compute is not None
+            if any(version_of(x) != version for x, version in self._weights):
+                raise RuntimeError(CHANGED)
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 self._tensor = self._compute()
-            self._compute = None
+            self._compute, self._weights = None, []
         return self._tensor
 
 
@@ -137,6 +150,11 @@ class _Read(torch.autograd.Function):
         return grad
 
 
+def _is_weight(x: Tensor) -> bool:
+    """Whether ``x`` is a parameter, or what passes it on."""
+    return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
+
+
 class _Defer(torch.autograd.Function):
     """Inputs to a ``DeferredTensor``; backward asks ``pull`` or computes again."""
 
@@ -147,7 +165,8 @@ class _Defer(torch.autograd.Function):
         if pull is None:
             ctx.save_for_backward(*inputs)
         held = [x.detach() for x in inputs]
-        return DeferredTensor(_Value(lambda: compute(*held)), *like)
+        weights = [x for x in inputs if _is_weight(x)]
+        return DeferredTensor(_Value(lambda: compute(*held), weights), *like)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""Whether sharded weights change between forward and the backward that reads them again.
+"""Whether weights change between forward and what reads them again: backward, or a late output.
 
 Autograd raises where a tensor that it saved was written to since: PyTorch counts the writes to each
 (``_version``). Below a tensor subclass it does not, so those to rows are counted here; and weights
@@ -18,6 +18,12 @@ def count_write(written: Iterable[Any]) -> None:
     """The rows of those of ``written`` that are sharded tensors have been written to."""
     shards = [x for x in written if hasattr(x, "placement")]
     increment_version([*shards, *(x.local for x in shards)])
+
+
+def version_of(x: Tensor) -> int:
+    """How often ``x`` has been written to; 0 of what was made in inference mode, where PyTorch does
+    not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def check_unchanged(weights: Iterable[Tensor], versions: Iterable[int]) -> None:

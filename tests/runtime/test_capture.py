@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import BartConfig, BartForConditionalGeneration
 
 import paradyse.backend
-from paradyse.runtime.capture import _choose_sizes
 from paradyse.runtime.registry import captures_of
 
 
@@ -158,24 +157,6 @@ def test_a_length_of_its_own_does_not_stop_another_one_from_being_served() -> No
     several = [list(c.graphs) for c in captures_of(compiled)]
     assert [len(keys) for keys in several] == [1, 2]
     assert not any(c._whole_at for c in captures_of(compiled))
-
-
-@pytest.mark.parametrize("length", [9, 37, 41, 64, 131])
-def test_a_graph_is_compared_at_a_length_that_is_padded_otherwise(length: int) -> None:
-    """To a multiple of four or of eight, so that what is padded does not look like a constant."""
-    chosen = []
-
-    def backend(gm: Any, examples: Any) -> Any:
-        symbols = [x for x in examples if isinstance(x, torch.SymInt)]
-        values, others, _ = _choose_sizes(symbols, examples)
-        chosen.append([(values[s], others[s]) for s in values])
-        return gm.forward
-
-    torch.compile(lambda x: x.sum(1), backend=backend, dynamic=True)(torch.ones(3, length))
-    (sizes,) = chosen
-    assert len(sizes) == 2
-    for traced, other in sizes:
-        assert traced != other and -traced % 4 != -other % 4 and -traced % 8 != -other % 8
 
 
 class Choices(Tiny):

@@ -277,3 +277,38 @@ def test_logits_go_with_the_outputs(nproc: int, ranks: Ranks) -> None:
     """With them goes what they would be made of: a frame that held them would hold the tokens of
     one step while others run."""
     assert ranks(nproc).run(whose_logits_stay, timeout_s=200) == [[]] * nproc
+
+
+def read_late(head: str, sharded: bool) -> list[str]:
+    """What is said of logits and of a cache that are read behind an optimizer's step."""
+    torch._dynamo.reset()
+    model, said = make_model("llama", use_cache=True), []
+    if sharded:
+        paradyse.shard(model)
+    plan = {"attention": ["megatron_cz"] * 2, "mlp": ["megatron_cz"] * 2, "head": head}
+    options = {"inner": "eager", "plan": plan}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    out = compiled(**make_batch("plain", 2, 9))
+    early, keys = out.logits.clone(), out.past_key_values.layers[0].keys + 0
+    out.loss.backward()
+    optimizer.step()
+    assert torch.equal(out.logits, early)  # what was read stays
+    assert torch.equal(out.past_key_values.layers[0].keys, keys)
+    out = compiled(**make_batch("plain", 2, 9))
+    out.loss.backward()
+    optimizer.step()
+    for read in (lambda: out.logits + 0, lambda: out.past_key_values.layers[1].keys + 0):
+        try:
+            read()
+            said.append("")
+        except RuntimeError as e:
+            said.append(str(e))
+    return said
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_read_after_a_step_is_not_of_other_weights(sharded: bool, pool2: RankPool) -> None:
+    for logits, cache in pool2.run(read_late, "tiled", sharded, timeout_s=100):
+        assert "read after weights that it is made of were changed" in logits
+        assert "read after weights that it is made of were changed" in cache
