@@ -30,6 +30,10 @@ def choose_sizes(
 
     Symbols that Dynamo holds apart get values apart, also where they are equal in this call, unless
     its guards want them equal.
+
+    Args:
+        sizes: symbolic ones of a graph of Dynamo's.
+        metas: what its placeholders stand for; no size is that of a dim of theirs that is fixed.
     """
     taken = {n for m in metas if isinstance(m, Tensor) for n in m.shape if isinstance(n, int)}
     hints: dict[Any, int] = {}
@@ -126,7 +130,8 @@ def _guards(env: Any, values: Mapping[Any, int]) -> list[Any]:
 
 
 def allowed(env: Any, values: Mapping[Any, int]) -> bool:
-    """Whether Dynamo's guards, as far as they speak of ``values`` alone, hold for them."""
+    """Whether Dynamo's guards, those of ``env``, hold for ``values``, as far as they speak of these
+    alone."""
     for symbol, value in values.items():
         bounds = env.var_to_range.get(symbol)
         if bounds is not None and not (bounds.lower <= value and bool(value <= bounds.upper)):
