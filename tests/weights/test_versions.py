@@ -19,6 +19,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "an optimizer by lists": lambda m: SGD(m.parameters(), 0.1, foreach=True).step(),
     "a fused optimizer": lambda m: SGD(m.parameters(), 0.1, fused=True).step(),
     "load_state_dict": lambda m: m.load_state_dict(paradyse.full_state_dict(m)),
+    "one matrix": lambda m: m.model.layers[0].mlp.down_proj.weight.mul_(2),
     "through detach": lambda m: [p.detach().zero_() for p in m.parameters()],
     "an operator on whole tensors": lambda m: [
         p.detach().t().zero_() for p in m.parameters() if p.ndim == 2
@@ -53,7 +54,10 @@ def test_a_backward_with_other_weights_is_an_error(plan: str, pool2: RankPool) -
     for said in pool2.run(changed, plan, timeout_s=100):
         assert said.pop("through .data") == ""
         for name, text in said.items():
-            assert "changed in place" in text or "modified by an inplace" in text, (name, text)
+            assert "changed in place" in text or "inplace" in text, (
+                name,
+                text,
+            )  # ours, or PyTorch's
 
 
 def stepped_in_backward() -> list[float]:
