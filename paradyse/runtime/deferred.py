@@ -152,6 +152,8 @@ class _Read(torch.autograd.Function):
 
 def _is_weight(x: Tensor) -> bool:
     """Whether ``x`` is a parameter, or what passes it on."""
+    if isinstance(x, DeferredTensor):  # whose base would be its value
+        return False
     return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
 
 

@@ -63,6 +63,7 @@ def _other_values(
 ) -> dict[Any, int]:
     """Symbol -> another size than in ``values``, none of ``taken``; without those of which the
     guards of ``env`` allow none."""
+    taken = {*taken, *values.values()}
     others: dict[Any, int] = {}
     for group in groups:
         used = {*taken, *others.values()}

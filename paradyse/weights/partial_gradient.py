@@ -56,7 +56,8 @@ class PartialGradient(Tensor):
 NOT_SUMMED = (
     "gradients that paradyse.no_sync keeps back are this rank's part until they are summed over "
     "ranks. Run the last backward before optimizer.step() outside paradyse.no_sync, and clip or "
-    "read gradients after it, or clear them with zero_grad()"
+    "read gradients after it, or clear them with zero_grad(). A hook on a weight that computes "
+    "with its gradient needs every backward outside (Trainer's accumulation: sync_each_batch)"
 )
 """What errors say, and the way out."""
 
