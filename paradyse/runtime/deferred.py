@@ -150,24 +150,16 @@ class _Read(torch.autograd.Function):
         return grad
 
 
-def _is_weight(x: Tensor) -> bool:
-    """Whether ``x`` is a parameter, or what passes it on."""
-    if isinstance(x, DeferredTensor):  # whose base would be its value
-        return False
-    return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
-
-
 class _Defer(torch.autograd.Function):
     """Inputs to a ``DeferredTensor``; backward asks ``pull`` or computes again."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Any, pull: Any, like: Any, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, compute: Any, pull: Any, like: Any, weights: Any, *inputs: Tensor) -> Any:
         ctx.compute, ctx.pull = compute, pull
         ctx.set_materialize_grads(False)
         if pull is None:
             ctx.save_for_backward(*inputs)
         held = [x.detach() for x in inputs]
-        weights = [x for x in inputs if _is_weight(x)]
         return DeferredTensor(_Value(lambda: compute(*held), weights), *like)
 
     @staticmethod
@@ -176,8 +168,8 @@ class _Defer(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         refuse_second_derivatives("an output that is computed when it is read")
         if ctx.pull is not None:
-            return None, None, None, *ctx.pull(grad)
-        needs = ctx.needs_input_grad[3:]
+            return None, None, None, None, *ctx.pull(grad)
+        needs = ctx.needs_input_grad[4:]
         inputs = [
             x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needs, strict=True)
         ]
@@ -185,7 +177,7 @@ class _Defer(torch.autograd.Function):
         with torch.enable_grad():
             value = ctx.compute(*inputs)
         found = iter(torch.autograd.grad(value, asked, grad, allow_unused=True))
-        return None, None, None, *(next(found) if n else None for n in needs)
+        return None, None, None, None, *(next(found) if n else None for n in needs)
 
 
 def defer(
@@ -195,6 +187,7 @@ def defer(
     dtype: torch.dtype,
     device: torch.device,
     pull: Callable[[Tensor], Sequence[Tensor | None]] | None = None,
+    weights: Sequence[Tensor] = (),
 ) -> DeferredTensor:
     """``compute(*inputs)``, of ``shape``, ``dtype`` and ``device``, at first use.
 
@@ -202,6 +195,7 @@ def defer(
         compute: may be called again in backward, with gradients enabled, where ``pull`` is None.
         inputs: all tensors that gradients flow to, and numbers.
         pull: gradient of the result -> gradients of the tensors in ``inputs``.
+        weights: parameters that the result is made of; once they change it cannot be read.
 
     Its backward refuses to make a graph of its own (NotImplementedError).
     """
@@ -214,5 +208,5 @@ def defer(
         return compute(*(next(left) if t else x for t, x in zip(is_tensor, numbers, strict=True)))
 
     like = (tuple(shape), dtype, device)
-    out: DeferredTensor = _Defer.apply(of_tensors, pull, like, *tensors)
+    out: DeferredTensor = _Defer.apply(of_tensors, pull, like, weights, *tensors)
     return out

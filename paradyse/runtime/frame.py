@@ -71,7 +71,9 @@ class Frame:
             # What kernels keep of a mask goes with the tensor that it was made of: at the end of
             # the call, as a collective may fill the caller's own without counting as a write.
             self.env[node] = self.env[node].detach()
-        weights = [x for n in program.weight_nodes if isinstance(x := self.env[n], Tensor)]
+        held = ((n, self.env[n]) for n in program.weight_nodes)
+        self._given = {n: x for n, x in held if isinstance(x, Tensor)}
+        """The weights of the call; in ``env`` are those that gradients are averaged behind."""
         self.env.update(program.constants)
         self.forms: dict[fx.Node, dict[str, Any]] = {}
         """Values in layouts other than the one that they were made in."""
@@ -82,7 +84,7 @@ class Frame:
             n = 1 + max(program.schedule.seed_of)
             self._seeds = seeds_of(number, n, program.device).unbind(0)
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
-        self.sync = GradientSync(weights, program.ranks, program.replicas, between)
+        self.sync = GradientSync([*self._given.values()], program.ranks, program.replicas, between)
         self.gathering = Gathering(program, constants, self.env, self.sync)
         self._begin = BeginOnce(self.call, self.sync)
         self._on_host = SavedByCall(self.axis.session.of(HostMemories)[program.device])
@@ -405,7 +407,8 @@ class Frame:
             return self._gather(node, value)
 
         values = [self.get(step, n, body.layout) for n in body.inputs]
-        return self._deferred(node, compute, [*values, *map(self.raw, body.weight_nodes)])
+        given = [*values, *map(self.raw, body.weight_nodes)]
+        return self._deferred(node, compute, given, body.weight_nodes)
 
     def _tail(self, node: fx.Node, piece: Piece) -> DeferredTensor:
         """An output made from the inside of blocks, on whole values, if it is ever read."""
@@ -431,12 +434,17 @@ class Frame:
 
         self._joined.average(piece.inputs)
         given = [self._joined.replicated.get(n, self.env[n]) for n in piece.inputs]
-        return self._deferred(node, compute, given)
+        return self._deferred(node, compute, given, piece.inputs)
 
     def _deferred(
-        self, node: fx.Node, compute: Callable[..., Tensor], inputs: Sequence[Any], pull: Any = None
+        self,
+        node: fx.Node,
+        compute: Callable[..., Tensor],
+        inputs: Sequence[Any],
+        of: Sequence[fx.Node] = (),
+        pull: Any = None,
     ) -> DeferredTensor:
-        """``node`` whole, by ``compute`` of ``inputs`` once it is read."""
+        """``node`` whole, by ``compute`` of ``inputs`` and weights in ``of``, once it is read."""
         scope, val, call = self.program.scope, node.meta["val"], self.call
         sizes = bind_factors(scope, WHOLE, self.sizes)
         shape = [size_of(d, sizes) for d in scope.names.of(node)]
@@ -447,7 +455,8 @@ class Frame:
                     return compute(*given)
                 return call.read(node.name, lambda: compute(*given))
 
-        return defer(read, inputs, shape, val.dtype, val.device, pull)
+        weights = [self._given[n] for n in of if n in self._given]
+        return defer(read, inputs, shape, val.dtype, val.device, pull, weights)
 
     def result(self, node: fx.Node) -> Any:
         """``node`` as an output of the program."""
@@ -476,4 +485,4 @@ class Frame:
             rows = on_tokens(scope, node, grad, factors, lambda x, d: take_own(x, layout, rank, d))
             return (rows,)
 
-        return self._deferred(node, lambda x: self._gather(node, x), [value], own_rows)
+        return self._deferred(node, lambda x: self._gather(node, x), [value], pull=own_rows)

@@ -279,14 +279,16 @@ def test_logits_go_with_the_outputs(nproc: int, ranks: Ranks) -> None:
     assert ranks(nproc).run(whose_logits_stay, timeout_s=200) == [[]] * nproc
 
 
-def read_late(head: str, sharded: bool) -> list[str]:
+def read_late(replicas: int, sharded: bool) -> list[str]:
     """What is said of logits and of a cache that are read behind an optimizer's step."""
     torch._dynamo.reset()
     model, said = make_model("llama", use_cache=True), []
+    shape = replicas, torch.distributed.get_world_size() // replicas
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
     if sharded:
-        paradyse.shard(model)
-    plan = {"attention": ["megatron_cz"] * 2, "mlp": ["megatron_cz"] * 2, "head": head}
-    options = {"inner": "eager", "plan": plan}
+        paradyse.shard(model, mesh)
+    plan = {"attention": ["megatron_cz"] * 2, "mlp": ["megatron_cz"] * 2, "head": "tiled"}
+    options = {"inner": "eager", "plan": plan, "mesh": mesh}
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     out = compiled(**make_batch("plain", 2, 9))
@@ -309,6 +311,12 @@ def read_late(head: str, sharded: bool) -> list[str]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_is_read_after_a_step_is_not_of_other_weights(sharded: bool, pool2: RankPool) -> None:
-    for logits, cache in pool2.run(read_late, "tiled", sharded, timeout_s=100):
+    for logits, cache in pool2.run(read_late, 1, sharded, timeout_s=100):
         assert "read after weights that it is made of were changed" in logits
         assert "read after weights that it is made of were changed" in cache
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_replicas_read_after_a_step_is_not_either(sharded: bool, pool2: RankPool) -> None:
+    for logits, _ in pool2.run(read_late, 2, sharded, timeout_s=100):
+        assert "read after weights that it is made of were changed" in logits
