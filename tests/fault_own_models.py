@@ -327,4 +327,28 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         '("exp2", "expm1", "sinh", "cosh")',
         (f"{EQUAL}[exponentials of cut tokens]",),
     ),
+    Fault(
+        "attention gives rows of 0 past the end",
+        "paradyse/strategies/attention/operators.py",
+        "if num_past:",
+        "if False:",
+        ("tests/test_own_models.py::test_rows_past_the_end_have_gradients_in_a_norm",),
+    ),
+    Fault(
+        "linears whose sums are scattered give rows of 0 past the end",
+        "paradyse/distributed/token_linears.py",
+        "None, of, int(info[1]), None)",
+        "None, of, int(info[1]), 0)",
+        (
+            "tests/test_own_models.py::test_rows_past_the_end_have_gradients_in_a_norm",
+            "tests/distributed/test_token_linears.py::test_values_and_gradients[3-13-False-]",
+        ),
+    ),
+    Fault(
+        "sums that are scattered are 0 past the end",
+        "paradyse/distributed/tokens.py",
+        "axis_named(axis), 0 if is_gradient else None",
+        "axis_named(axis), 0",
+        ("tests/distributed/test_tokens.py::test_values_and_gradients[7]",),
+    ),
 )

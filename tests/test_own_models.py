@@ -279,6 +279,33 @@ class ExpOfCut(Decoder):
         return (e / e.sum(-1, keepdim=True)).square().sum(-1).mean()
 
 
+class UnitVectors(Decoder):
+    """Nothing but unit vectors, as nGPT has them (arXiv 2410.01131): no norm has an epsilon, and no
+    linear before one a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer["out"], layer["down"] = (
+                nn.Linear(layer[name].in_features, WIDTH, bias=False) for name in ("out", "down")
+            )
+        self.embed, self.head = nn.Embedding(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        def unit(x: Tensor) -> Tensor:
+            return x / x.square().sum(-1, keepdim=True).sqrt()
+
+        x = unit(self.embed(ids))
+        for layer in self.layers:
+            q, k, v = (
+                z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in layer["qkv"](x).chunk(3, -1)
+            )
+            y = unit(self.attend(layer, x, q, k, v)).transpose(1, 2).flatten(2)
+            x = unit(x + unit(layer["out"](y)) / 2)
+            x = unit(x + unit(layer["down"](F.silu(layer["up"](x)))) / 2)
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "labels made behind the cut": (ClassOrNone, (13, 22)),
     "a logarithm of cut tokens": (LogOfCut, (13, 22)),
@@ -302,6 +329,7 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "padding to threes": (InThrees, (13, 22, 17)),
     "one row is written": (OneRowWritten, (13, 22)),
     "exponentials of cut tokens": (ExpOfCut, (13, 22)),
+    "unit vectors": (UnitVectors, (4, 13, 397)),
 }
 
 
@@ -310,7 +338,7 @@ def ids_of(seq_len: int) -> Tensor:
     return torch.randint(VOCAB, (2, seq_len), generator=g)
 
 
-def compared(name: str, strategies: Sequence[str]) -> list[str]:
+def compared(name: str, strategies: Sequence[Any]) -> list[str]:
     """What is off, under each of ``strategies`` at each length."""
     make, lengths = MODELS[name]
     torch.manual_seed(0)
@@ -349,6 +377,16 @@ def test_loss_and_gradients_are_those_of_the_model(
 ) -> None:
     assert pool1.run(compared, name, ["auto"], timeout_s=100) == [[]]
     for off in pool2.run(compared, name, [*WHOLE, "auto"], timeout_s=200):
+        assert off == []
+
+
+@pytest.mark.broad
+def test_rows_past_the_end_have_gradients_in_a_norm(pool2: RankPool, pool3: RankPool) -> None:
+    rows = {"head": "vocabulary"}
+    everyone = ["megatron_ts", "metp", "colossal_z", "ulysses_z", "megatron_cz", "auto", rows]
+    for off in pool2.run(compared, "unit vectors", everyone, timeout_s=200):
+        assert off == []
+    for off in pool3.run(compared, "unit vectors", everyone, timeout_s=200):
         assert off == []
 
 

@@ -109,11 +109,12 @@ def _scattered(
     beside: Tensor | None,
     of: _Rows,
     block_id: int,
+    fill: int | None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """This rank's tokens [B, s, m] of the sum over ranks, and over ``xs`` [B, S, h] and ``weights``
     [h, m], of the products, and of ``beside`` [B, S, m]; ``meanwhile`` is called before the others'
-    summands are waited for."""
+    summands are waited for. Rows past the end are ``fill``; for None, as the last token's."""
     batch, width = xs[0].shape[0], weights[0].shape[1]
 
     def multiply(start: int, n: int, out: Tensor) -> None:
@@ -130,13 +131,16 @@ def _scattered(
     summed = torch.promote_types(summands.dtype, torch.float32)
     if collectives.travel_dtype(summands.dtype, summed, of.axis) != summands.dtype:
         summed = summands.dtype
-    stacked = rank_order(summands, of.layout, 1)
+    stacked = rank_order(summands, of.layout, 1, fill)
     del summands
     coming = collectives.start_reduce_scatter(stacked, of.axis, block_id, summed)
     mine = xs[0].new_zeros((batch, of.layout.local_len, width)) if of.apart else None
     if mine is not None:
         for start, at, n in of.own:
             multiply(start, n, mine.narrow(1, at, n))
+        if fill is None and of.own:
+            _, at, n = of.own[-1]
+            mine[:, at + n :] = mine[:, at + n - 1 : at + n]
     meanwhile()
     total: Tensor = coming.wait()
     return (total if mine is None else total + mine).to(xs[0].dtype)
@@ -225,7 +229,7 @@ def gather_linears_backward(
         of_weights()
         return found
     other = None if beside is None else _three_dims(beside)
-    mine = _scattered(columns, weights, other, of, int(info[1]), of_weights)
+    mine = _scattered(columns, weights, other, of, int(info[1]), 0, of_weights)
     return [mine.view(*grads[0].shape[:-2], *mine.shape[1:]), *found]
 
 
@@ -259,7 +263,7 @@ def linear_scatter(
         local, whole, info, axis: as for ``gather_linears``.
     """
     of = _Rows(axis_named(axis), whole.shape[0])
-    mine = _scattered([_three_dims(x)], [weight.T], None, of, int(info[1]))
+    mine = _scattered([_three_dims(x)], [weight.T], None, of, int(info[1]), None)
     return mine.view(*x.shape[:-2], *mine.shape[1:])
 
 
@@ -362,7 +366,7 @@ def _gradient_of_gathered(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
             of_weights[there[at][0]] = next(found)
     elif beside is not None and needs_x:
         of_x = torch.ops.paradyse.reduce_scatter_tokens(
-            beside, local, whole, info, beside.ndim - 2, ctx.axis
+            beside, local, whole, info, beside.ndim - 2, ctx.axis, True
         )
     of_biases: list[Tensor | None] = [None] * ctx.num_biases
     for i, g in there:

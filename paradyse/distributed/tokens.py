@@ -50,10 +50,11 @@ def natural_order(stacked: Tensor, dim: int) -> Tensor:
     return torch.cat([h[0] for h in halves] + [halves[r][1] for r in range(p - 1, -1, -1)], dim)
 
 
-def rank_order(x: Tensor, layout: TokenLayout, dim: int) -> Tensor:
+def rank_order(x: Tensor, layout: TokenLayout, dim: int, fill: int | None = 0) -> Tensor:
     """``x`` [.., S, ..], in sequence order along ``dim``, as the rows that every rank holds in
-    ``layout``, [p, .., s, ..]; padding is 0."""
-    return torch.stack([take_rows(x, layout, r, dim, 0) for r in range(layout.num_ranks)])
+    ``layout``, [p, .., s, ..]; rows past the end are ``fill``, or where that is None, copies of the
+    last."""
+    return torch.stack([take_rows(x, layout, r, dim, fill) for r in range(layout.num_ranks)])
 
 
 def take_own(x: Tensor, layout: TokenLayout, rank: int, dim: int) -> Tensor:
@@ -92,7 +93,13 @@ def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
 
 @torch.library.custom_op("paradyse::reduce_scatter_tokens", mutates_args=())
 def reduce_scatter_tokens(
-    x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
+    x: Tensor,
+    local: Tensor,
+    whole: Tensor,
+    info: Tensor,
+    dim: int,
+    axis: str,
+    is_gradient: bool = False,
 ) -> Tensor:
     """The rank's rows [.., s, ..] of the sum over ranks of ``x`` [.., S, ..].
 
@@ -101,13 +108,24 @@ def reduce_scatter_tokens(
     Args:
         x: one summand, [.., S, ..] in sequence order.
         local, whole, info, dim, axis: as for ``gather_tokens``.
+        is_gradient: rows past the end are 0; else they are copies of the last row, of which a norm
+            without an epsilon has a gradient.
     """
-    a = axis_named(axis)
-    return collectives.reduce_scatter(rank_order(x, a.layout(x.shape[dim]), dim), a, int(info[1]))
+    a, fill = axis_named(axis), 0 if is_gradient else None
+    rows = rank_order(x, a.layout(x.shape[dim]), dim, fill)
+    return collectives.reduce_scatter(rows, a, int(info[1]))
 
 
 @reduce_scatter_tokens.register_fake
-def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str) -> Tensor:
+def _(
+    x: Tensor,
+    local: Tensor,
+    whole: Tensor,
+    info: Tensor,
+    dim: int,
+    axis: str,
+    is_gradient: bool = False,
+) -> Tensor:
     return x.new_empty([*x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]])
 
 
@@ -155,20 +173,22 @@ def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, axis: str
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, local, whole, info, ctx.dim, ctx.axis = inputs
+    _, local, whole, info, ctx.dim, ctx.axis, *_ = inputs
     ctx.save_for_backward(local, whole, info)
 
 
-def _register_gradient(op: Any, of_gradient: Any) -> None:
-    op.register_autograd(
-        lambda ctx, g: (of_gradient(g, *ctx.saved_tensors, ctx.dim, ctx.axis), *[None] * 5),
-        setup_context=_save,
-    )
+def _register_gradient(op: Any, of_gradient: Any, *more: bool) -> None:
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found = of_gradient(grad, *ctx.saved_tensors, ctx.dim, ctx.axis, *more)
+        return found, *[None] * (len(ctx.needs_input_grad) - 1)
+
+    op.register_autograd(backward, setup_context=_save)
 
 
-for _one, _other in ((gather_tokens, reduce_scatter_tokens), (exchange_tokens, return_tokens)):
-    _register_gradient(_one, _other)
-    _register_gradient(_other, _one)
+_register_gradient(gather_tokens, reduce_scatter_tokens, True)
+_register_gradient(reduce_scatter_tokens, gather_tokens)
+_register_gradient(exchange_tokens, return_tokens)
+_register_gradient(return_tokens, exchange_tokens)
 
 
 class SplitTokens(torch.autograd.Function):

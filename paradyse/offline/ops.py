@@ -94,7 +94,9 @@ def bodies(axis: Axis) -> dict[Any, Callable[..., Any]]:
         del stacked
         return ordered.narrow(dim, 0, whole.shape[0]).contiguous()
 
-    def scatter(x: Tensor, local: Tensor, whole: Tensor, info: Any, dim: int, name: str) -> Tensor:
+    def scatter(
+        x: Tensor, local: Tensor, whole: Tensor, info: Any, dim: int, name: str, *_: bool
+    ) -> Tensor:
         shape = [p, *x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]]
         parts = x.new_empty(shape)
         stacked = torch.empty_like(parts)

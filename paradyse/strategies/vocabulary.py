@@ -49,20 +49,21 @@ class TokenMoves:
         """All tokens of ``x``, which has the rank's own and otherwise the dims of ``node``."""
         return self._moved(ops.gather_tokens, SPLIT, node, x)
 
-    def scatter(self, node: fx.Node, x: Tensor) -> Tensor:
-        """The rank's tokens of the sum over ranks of ``x``, which has the dims of ``node``."""
-        return self._moved(ops.reduce_scatter_tokens, WHOLE, node, x)
+    def scatter(self, node: fx.Node, x: Tensor, is_gradient: bool = False) -> Tensor:
+        """The rank's tokens of the sum over ranks of ``x``, which has the dims of ``node``; rows
+        past the end of what ``is_gradient`` are 0."""
+        return self._moved(ops.reduce_scatter_tokens, WHOLE, node, x, is_gradient)
 
     def exchange(self, node: fx.Node, x: Tensor) -> Tensor:
         """The rank's tokens [.., s, .., p] of every rank's ``x``, with the dims of ``node``."""
         return self._moved(ops.exchange_tokens, WHOLE, node, x)
 
-    def _moved(self, op: Any, layout: str, node: fx.Node, x: Tensor) -> Tensor:
+    def _moved(self, op: Any, layout: str, node: fx.Node, x: Tensor, *more: bool) -> Tensor:
         whole, local, _, info, _ = self.common
         name, factors = self.scope.axis.name, bind_factors(self.scope, layout, self.sizes)
 
         def move(x: Tensor, dim: int) -> Tensor:
-            moved: Tensor = op(x, local, whole, info, dim, name)
+            moved: Tensor = op(x, local, whole, info, dim, name, *more)
             return moved
 
         return on_tokens(self.scope, node, x, factors, move)
@@ -192,7 +193,7 @@ class VocabularyHead(TiledHead):
     ) -> Mapping[fx.Node, Tensor]:
         """See ``TiledHead``, of ``sizes``, ``common`` and ``grads``: summed over ranks."""
         moves = TokenMoves(self.scope, sizes, common)
-        return {x: moves.scatter(x, grad) for x, grad in grads.items()}
+        return {x: moves.scatter(x, grad, True) for x, grad in grads.items()}
 
     def run_loss(
         self, sizes: Mapping[str, Any], common: Sequence[Tensor], values: Sequence[Tensor]

@@ -40,9 +40,11 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
     want, past = (x.detach() * w).sum(), positions >= seq_len
     everywhere = torch.arange(seq_len)
     info = torch.tensor([seq_len, block])
-    from_all = torch.ops.paradyse.exchange_tokens(
-        x * (axis.rank + 1), positions, everywhere, info, 1, axis.name
-    )
+    told = positions, everywhere, info, 1, axis.name
+    from_all = torch.ops.paradyse.exchange_tokens(x * (axis.rank + 1), *told)
+    scattered = torch.ops.paradyse.reduce_scatter_tokens(x, *told)
+    of_gradient = torch.ops.paradyse.reduce_scatter_tokens(x.detach(), *told, True)
+    (from_parts,) = torch.autograd.grad((scattered * mine).sum(), x)
     numbers = torch.arange(1, axis.size + 1)
     (exchanged,) = torch.autograd.grad(
         (from_all * mine[..., None] * numbers * (axis.rank + 1)).sum(), x
@@ -60,6 +62,11 @@ def there_and_back(seq_len: int) -> dict[str, Tensor]:
         "gradient of what is gathered": gathered - w,
         "gradient of what each rank reads": parts - w * sum(range(1, axis.size + 1)),
         "gradient of what is used for a part": scale.grad - want,
+        "sums over ranks, of which those past the end are the last": scattered.detach()
+        - axis.size * x.detach()[:, positions.clamp(max=seq_len - 1)],
+        "sums of gradients, of which those past the end are 0": of_gradient
+        - axis.size * pad(x.detach(), (0, num_past))[:, positions],
+        "gradient of what is summed and split": from_parts - w,
         "what every rank has": from_all.detach()
         - pad(x.detach(), (0, num_past))[:, positions, None] * numbers,
         "gradient of what every rank has": exchanged - w * owners[:seq_len] * (axis.rank + 1) ** 2,

@@ -67,14 +67,26 @@ def attention_across_ranks(
             required: the sequence's length S, the block id; and of another, the number of keys.
     Returns:
         this rank's out [B, H, s, Dv], and what the method's backward needs besides. Rows of padding
-        tokens are 0.
+        tokens are those of the rank's last values, as if they attended to one token: rows of 0 have
+        no gradient in a norm without an epsilon.
     Raises:
         CollectiveError: another rank did not take part.
         ValueError: a mask that does not fit the sequence.
     """
     context = _context(k.shape[1], q.shape[3], axis, rest)
     out, kept = METHODS[method].forward(q, k, v, context)
+    num_past = _rows_past_the_end(context)
+    if num_past:
+        last = v[:, :, -1:].repeat_interleave(out.shape[1] // v.shape[1], 1)
+        out[:, :, -num_past:] = last
     return token_major(out), kept
+
+
+def _rows_past_the_end(context: Context) -> int:
+    """How many of the rank's queries are padding, which lies at the end."""
+    layout, num_queries = context.layouts[0], context.spec.num_queries
+    runs = layout.runs(context.axis.rank)
+    return sum(n - max(0, min(n, num_queries - start)) for start, n in runs)
 
 
 @torch.library.custom_op(
