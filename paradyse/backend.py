@@ -137,7 +137,7 @@ class Capture:
         self.trace = trace_inputs(self.placeholders, examples)
         self._compared = sorted({*self.data, *self.trace.scales})  # with what scales tensors
         self.keyed_dims = tuple(self.trace.symbols) if self.trace.merged else ()
-        if made_by_cases(gm, self.trace.size_symbols):
+        if made_by_cases(gm, self.trace.traces):
             self._key_all()
         graph = self._graph(self.trace.values)
         if graph is not None:

@@ -6,7 +6,7 @@ look like constants. Two traces at different sizes tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from math import prod
 from typing import Any
@@ -18,25 +18,36 @@ from paradyse.graph.factors import Length, Product
 from paradyse.graph.subgraph import is_tensor, is_weight
 
 
-def made_by_cases(gm: fx.GraphModule, sizes: Collection[Any]) -> bool:
-    """Whether tensors of Dynamo's graph ``gm`` are computed with a number that is made of ``sizes``
-    by cases, such as ``max(S, 64)`` or ``S // 64``: two traces need not tell it from a constant.
-    Where it is but a size of what is computed, as in a reshape, dims tell.
+def made_by_cases(gm: fx.GraphModule, traces: Sequence[Mapping[Any, int]]) -> bool:
+    """Whether tensors of Dynamo's graph ``gm`` are computed with a number that is made of sizes by
+    cases, such as ``max(S, 64)`` or ``S // 64``: two traces need not tell it from a constant. Where
+    it is but a size of what is computed, as in a reshape, dims tell, unless it is a constant or one
+    of the sizes in both traces.
 
     Args:
-        sizes: symbols.
+        traces: symbol -> its size in the first trace, and in the second.
     """
-    known = set(sizes)
+    known = set(traces[0])
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            if _gives_number(node) or _is_of_sizes(node):
+            if _gives_number(node):
                 continue
+            shown = _is_of_sizes(node)
             for number in (a.meta.get("example_value") for a in node.all_input_nodes):
                 if isinstance(number, torch.SymInt | torch.SymFloat):
                     made = number.node.expr
-                    if made.free_symbols & known and not _is_polynomial(made):
+                    by_cases = made.free_symbols & known and not _is_polynomial(made)
+                    if by_cases and not (shown and _is_told(made, traces)):
                         return True
     return False
+
+
+def _is_told(made: Any, traces: Sequence[Mapping[Any, int]]) -> bool:
+    """Whether the SymPy expression ``made`` looks like no constant in ``traces``, and like none of
+    the sizes."""
+    one, other = (int(made.xreplace(at)) for at in traces)
+    alike = any((traces[0][s], traces[1][s]) == (one, other) for s in traces[0])
+    return one != other and not alike
 
 
 _OF_SIZES = {torch.zeros, torch.ones, torch.empty, torch.reshape, torch.broadcast_to}

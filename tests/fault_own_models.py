@@ -251,7 +251,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     Fault(
         "numbers made by cases are those of the first length",
         "paradyse/backend.py",
-        "if made_by_cases(gm, self.trace.size_symbols):",
+        "if made_by_cases(gm, self.trace.traces):",
         "if False:",
         (f"{EQUAL}[a number made by cases]",),
     ),
@@ -326,6 +326,17 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         '("exp", "exp2", "expm1", "sinh", "cosh")',
         '("exp2", "expm1", "sinh", "cosh")',
         (f"{EQUAL}[exponentials of cut tokens]",),
+    ),
+    Fault(
+        "dims tell any size that is made by cases",
+        "passes/explain_numbers.py",
+        "if by_cases and not (shown and _is_told(made, traces)):",
+        "if by_cases and not shown:",
+        (
+            f"{EQUAL}[as few as tokens, or 16]",
+            f"{EQUAL}[as many as tokens, or 16]",
+            f"{EQUAL}[one, and for 64 tokens one]",
+        ),
     ),
     Fault(
         "attention gives rows of 0 past the end",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,6 +194,26 @@ class ByCases(Decoder):
         return super().loss(x.roll(longest - 60, 1), ids) * longest
 
 
+class SizeByCases(Decoder):
+    """Something has a size that the length makes by cases."""
+
+    def __init__(self, size: Callable[[int], int]) -> None:
+        super().__init__()
+        self.size = size
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        places = torch.arange(self.size(ids.shape[1])).flip(0)
+        return super().loss(x + places[:1].double(), ids)
+
+
+class NoFewerPlaces(Decoder):
+    """There are 16 places at least, counted from the last."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        n = ids.shape[1]
+        return super().loss(x + torch.arange(max(n, 16)).flip(0)[:n, None].double() / 20, ids)
+
+
 class FreshNoise(Decoder):
     """Embeddings and the head read one table with noise; MLPs draw their own."""
 
@@ -319,6 +340,9 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "keys projected along tokens": (ProjectedKeys, (13, 22)),
     "tokens pooled to slots": (PooledTokens, (13, 22)),
     "a number made by cases": (ByCases, (13, 22, 90)),
+    "as many as tokens, or 16": (NoFewerPlaces, (22, 90, 150, 9)),
+    "as few as tokens, or 16": (partial(SizeByCases, lambda n: min(n, 16)), (22, 41, 9)),
+    "one, and for 64 tokens one": (partial(SizeByCases, lambda n: n // 64 + 1), (13, 22, 90, 150)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),

@@ -79,14 +79,11 @@ class TraceInputs:
     again: Callable[[Iterable[tuple[int, int]]], tuple[Any, ...] | None] = lambda keyed: None
     """(placeholder, dim)s to be kept -> ``values`` where all other sizes are others; None where
     there are none; () where Dynamo's guards allow no others."""
+    traces: tuple[Mapping[Any, int], Mapping[Any, int]] = field(default_factory=lambda: ({}, {}))
+    """Symbol of a size -> what it is in ``values``, and in what they are compared with."""
     merged: bool = False
     """Whether sizes that may differ in another call are equal in ``values``, for want of others
     that the guards allow."""
-
-    @property
-    def size_symbols(self) -> set[Any]:
-        """What the sizes are made of."""
-        return {s for n in self.symbols.values() for s in n.node.expr.free_symbols}
 
 
 def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> TraceInputs:
@@ -147,7 +144,8 @@ def trace_inputs(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> Tr
         env = next(iter(symbols.values())).node.shape_env
         return inputs(mixed) if moved <= others.keys() and allowed(env, mixed) else ()
 
-    return TraceInputs(inputs(values), tuple(scalars), tuple(scales), symbols, shown, again, merged)
+    numbers, traces = (tuple(scalars), tuple(scales)), (values, {**values, **others})
+    return TraceInputs(inputs(values), *numbers, symbols, shown, again, traces, merged)
 
 
 def as_tensor_of(number: Any) -> Tensor:
