@@ -30,19 +30,22 @@ def hash_index(index: Tensor, seed: Tensor) -> Tensor:
     return _shift_right(_mixed(index * _GOLDEN + seed), 40)
 
 
-def seeds_of(number: int, count: int, device: torch.device) -> Tensor:
+def seeds_of(number: int, count: int, in_a_row: int, device: torch.device) -> Tensor:
     """Seeds that are unlike: the splitmix64 sequence from a number on, which goes along with a
     kernel, so that nothing is copied from the host.
 
     Args:
         number: below 2**62.
         count: how many seeds.
+        in_a_row: how many more follow, each 1 above the one before, the first of them unlike the
+            others.
         device: of the seeds.
     Returns:
-        int64 [count], in [0, 2**62).
+        int64 [count + in_a_row], from 0 on, below 2**62 + ``in_a_row``.
     """
-    steps = torch.arange(1, count + 1, device=device) * _GOLDEN
-    return _shift_right(_mixed(steps + number), 2)
+    places = torch.arange(count + in_a_row, device=device)
+    unlike = places.clamp(max=count)
+    return _shift_right(_mixed((unlike + 1) * _GOLDEN + number), 2) + (places - unlike)
 
 
 def hashed_dropout(x: Tensor, p: float, seed: Tensor, index: Tensor) -> Tensor:

@@ -195,11 +195,18 @@ class _Region:
             return False
         if node.target is aten.acosh.default:  # NaN of such a number as well
             return False
-        if self.kind.factor in self.names.mixed(node):
+        if self.kind.factor in self.names.mixed(node) or self._is_cut_before(node):
             return False
         if any(self._count(dims) != 1 for dims in self._dims(node)):
             return False
         return all(self._may_read(a) for a in node.all_input_nodes)
+
+    def _is_cut_before(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a cut along a dim in front of the tokens'. Such cuts come last: of
+        two, each could be put behind the other for ever."""
+        dims = self.names.of(node) if _is_cut(node) else []
+        at = next((d for d, dim in enumerate(dims) if self._count([dim])), 0)
+        return bool(dims) and argument(node, "dim") % len(dims) < at
 
     def _may_read(self, a: fx.Node) -> bool:
         if a in self.roots or a in self.whole or not is_tensor(a) or not self._times(a):

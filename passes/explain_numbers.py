@@ -45,9 +45,9 @@ def made_by_cases(gm: fx.GraphModule, traces: Sequence[Mapping[Any, int]]) -> bo
 def _is_told(made: Any, traces: Sequence[Mapping[Any, int]]) -> bool:
     """Whether the SymPy expression ``made`` looks like no constant in ``traces``, and like none of
     the sizes."""
-    one, other = (int(made.xreplace(at)) for at in traces)
+    one, other = (made.xreplace(at) for at in traces)
     alike = any((traces[0][s], traces[1][s]) == (one, other) for s in traces[0])
-    return one != other and not alike
+    return bool(one.is_Integer and other.is_Integer and one != other) and not alike
 
 
 _OF_SIZES = {torch.zeros, torch.ones, torch.empty, torch.reshape, torch.broadcast_to}

@@ -11,6 +11,7 @@ from torch import fx
 
 from paradyse.distributed.axis import GroupMesh
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
+from paradyse.graph.dropouts import number_dropouts
 from paradyse.graph.factors import Dim, Factor, Names
 from paradyse.graph.infer import infer_names
 from paradyse.passes.looked_up import cut_sequences, inputs_of, looked_up_sequences
@@ -22,7 +23,7 @@ _MERGES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 
 
 def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
-    """Name every dim; the graph itself is unchanged.
+    """Name every dim, and number the dropouts; the graph itself is unchanged.
 
     before: q[2, 4, 37, 16]
     after:  ctx.names.of(q) = [(B,), (H,), (S,), (D,)], ctx.seq = S, ctx.batch = B (None for one
@@ -38,6 +39,7 @@ def name_dims(gm: fx.GraphModule, ctx: Any) -> int:
     looked up. It stays one dim where views cut it into chunks, or merge these again.
     Refuses nothing: ctx.seq is None where neither says what the sequence is.
     """
+    number_dropouts(gm.graph)
     ctx.names = infer_names(gm.graph)
     calls = [AttentionCall.of(n) for n in gm.graph.nodes if n.target is ATTENTION]
     heads = [x for call in calls for x in (call.q, call.k)]

@@ -133,6 +133,7 @@ class _Finder:
         self.ctx = ctx
         self.nodes = list(graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
+        self.attentions = [n for n in self.nodes if n.target is ATTENTION]
         self.split = {n: f for n, f in ctx.split.items() if n not in ctx.mixed}
         self.taken: dict[fx.Node, Block] = {}
         self.flow = nx.DiGraph()
@@ -147,9 +148,7 @@ class _Finder:
                 self.flow.add_edges_from((a, node) for a in mine)
 
     def find(self) -> list[Block]:
-        blocks = [
-            self._attention(n) for n in self.nodes if n.target is ATTENTION and n in self.split
-        ]
+        blocks = [self._attention(n) for n in self.attentions if n in self.split]
         if self.ctx.seq is not None:
             regions = expert_regions(self.nodes[0].graph, self.ctx.names, self.ctx.seq, self.split)
             blocks += [self._experts(region) for region in regions]
@@ -387,6 +386,7 @@ class _Finder:
     def _pre(self, block: Block) -> list[fx.Node]:
         """What nothing but the block reads, so that it may be computed inside."""
         free = {n for n, f in self.split.items() if f is block.seq} - self.taken.keys()
+        free -= {*self.attentions}  # of what no linear made: none but a block's own has a strategy
         if block.attention is not None:
             call = AttentionCall.of(block.attention)
             if block.seq not in self.ctx.names.of(call.q)[0]:
@@ -443,7 +443,7 @@ class _Finder:
             if not users or any(u.op == "output" for u in users):
                 return absorbed, cuts
             node = users[0]
-            along = self.split.get(node) is block.seq
+            along = self.split.get(node) is block.seq and node not in self.attentions
             if node.op != "call_function" or not along or node in self.taken:
                 return absorbed, cuts
             for arg in node.all_input_nodes:

@@ -23,8 +23,8 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
             loss = cross_entropy_loss(y, t)
     after:  y = flatten(x, 0, 1); t = flatten(pad(slice(labels, 1, 1), [0, 1], -100), 0, 1)
             loss = cross_entropy_loss(y, t)
-    Refuses losses of single tokens, labels that are probabilities or were not cut from as many
-            tokens, and logits that are more than scaled and flattened in between.
+    Refuses losses of single tokens or of every second, labels that are probabilities or were not
+            cut from as many tokens, and logits that are more than scaled and flattened in between.
     """
     count = 0
     for node in gm.graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
@@ -35,6 +35,7 @@ def pad_labels(gm: fx.GraphModule, ctx: Any) -> int:
         cut, whole = logits[0], logits[0].args[0].meta["val"].shape
         dim, length = argument(cut, "dim") % len(whole), cut.meta["val"].shape[1]
         from_start = not argument(cut, "start") and (argument(cut, "end") or 0) < 0
+        from_start &= argument(cut, "step") == 1
         alike = labels[0].args[0].meta["val"].shape == whole[:2]
         if dim != 1 or not from_start or not alike or labels[0].meta["val"].shape[1] != length:
             continue

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from paradyse.distributed import collectives
+from paradyse.graph.dropouts import first_place, has_dropout
 from paradyse.graph.factors import Factor
 from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import (
@@ -25,7 +26,6 @@ from paradyse.graph.subgraph import (
 )
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.outline_head import Head
-from paradyse.strategies.dropout import has_dropout
 from paradyse.types import VOCABULARY
 
 aten = torch.ops.aten
@@ -196,18 +196,13 @@ class Schedule:
 
     @cached_property
     def seed_of(self) -> tuple[int, ...]:
-        """Per step the place of its seed: a block's is its own, and behind those of all blocks, and
-        of pieces without dropout, a piece has that of its first one among the graph's. So pieces
-        drop other elements than each other, and the same however many ranks there are."""
-        known: dict[fx.Node, int] = {}
-        for step in self.steps[:1]:
-            graph = (step.piece.nodes or step.piece.outputs)[0].graph
-            found = graph.find_nodes(op="call_function", target=aten.dropout.default)
-            known = {node: i for i, node in enumerate(found)}
+        """Per step the place of its seed: a block's is its own, and behind those of all blocks, a
+        piece has that of its first one among the graph's. So pieces drop other elements than each
+        other, and the same however many ranks there are."""
         num, places = len(self.block_steps), list[int]()
         for step in self.steps:
-            first = min((known[n] for n in step.piece.nodes if n in known), default=-1)
-            places.append(step.index if isinstance(step, BlockStep) else num + 1 + first)
+            own = step.index if isinstance(step, BlockStep) else None
+            places.append(num + first_place(step.piece.nodes) if own is None else own)
         return tuple(places)
 
     @cached_property

@@ -59,8 +59,8 @@ DEVICE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "seeds of dropout copied from the host",
         "paradyse/runtime/frame.py",
-        "self._seeds = seeds_of(number, n, program.device).unbind(0)",
-        "self._seeds = torch.tensor([number] * n, device=program.device).unbind(0)",
+        "self._seeds = seeds_of(number, blocks, rest, program.device).unbind(0)",
+        "self._seeds = torch.tensor([number] * (blocks + rest), device=program.device).unbind(0)",
         ("tests/runtime/test_host_copies.py",),
     ),
     Fault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fault import Fault
 
+CUTS = "tests/test_own_cuts.py::test_loss_and_gradients_are_those_of_the_model"
 EQUAL = "tests/test_own_models.py::test_loss_and_gradients_are_those_of_the_model"
 
 OWN_MODEL_FAULTS: tuple[Fault, ...] = (
@@ -12,7 +13,7 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "passes/place_tokens.py",
         "if not dense and len(labels.users) > 1:",
         "if False:",
-        (f"{EQUAL}[two losses, turned]", f"{EQUAL}[two losses of the same labels]"),
+        (f"{CUTS}[two losses, turned]", f"{CUTS}[two losses of the same labels]"),
     ),
     Fault(
         "attention over several dims split along one of them",
@@ -87,16 +88,16 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     Fault(
         "pieces drop the same elements",
         "passes/split_steps.py",
-        "else num + 1 + first)",
-        "else num)",
-        ("tests/test_own_models.py::test_two_drops_are_independent_at_any_length",),
+        "num + first_place(step.piece.nodes) if own is None else own",
+        "num if own is None else own",
+        ("tests/test_own_dropouts.py::test_two_drops_are_independent_at_any_length",),
     ),
     Fault(
         "a cut dim has the traced length in dropout",
         "paradyse/strategies/dropout.py",
         "size_of((f,), known)",
         'sizes.get(scope.labels(layout).of.get(f, ""), f.size)',
-        ("tests/test_own_models.py::test_two_drops_are_independent_at_any_length",),
+        ("tests/test_own_dropouts.py::test_two_drops_are_independent_at_any_length",),
     ),
     Fault(
         "a copy for the caller is the tensor itself",
@@ -309,9 +310,9 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank writes into its first row",
         "paradyse/graph/layer_rules.py",
-        "if mine and not theirs:",
-        "if False:",
-        (f"{EQUAL}[one row is written]",),
+        "same_or_shorter(names, node, mine, theirs)",
+        "names.unify_at(node, mine, theirs)",
+        (f"{CUTS}[one row is written]",),
     ),
     Fault(
         "two copies are one",
@@ -325,7 +326,42 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         "passes/cut_later.py",
         '("exp", "exp2", "expm1", "sinh", "cosh")',
         '("exp2", "expm1", "sinh", "cosh")',
-        (f"{EQUAL}[exponentials of cut tokens]",),
+        (f"{CUTS}[exponentials of cut tokens]",),
+    ),
+    Fault(
+        "logits of every second token meet labels of the first ones",
+        "passes/pad_labels.py",
+        'from_start &= argument(cut, "step") == 1',
+        "from_start &= True",
+        (f"{CUTS}[every second token]",),
+    ),
+    Fault(
+        "slices end where they would without a stride",
+        "paradyse/graph/subgraph.py",
+        "_plus(start, size(dim), *args[4:]), *args[4:])",
+        "_plus(start, size(dim)), *args[4:])",
+        (f"{CUTS}[a table with a stride]",),
+    ),
+    Fault(
+        "attention of what no linear made is a part of the block beside it",
+        "passes/outline_blocks.py",
+        "free -= {*self.attentions}",
+        "free -= set()",
+        (f"{EQUAL}[attention without projections]",),
+    ),
+    Fault(
+        "dropouts are numbered by the pieces that ranks cut",
+        "paradyse/graph/dropouts.py",
+        '{n: n.meta["dropout"] - first for n in nodes if is_dropout(n)}',
+        "{n: i for i, n in enumerate(filter(is_dropout, nodes))}",
+        ("tests/test_own_dropouts.py::test_masks_are_the_same_on_any_ranks[of shifted tokens]",),
+    ),
+    Fault(
+        "dropout has the first length behind a convolution",
+        "paradyse/strategies/dropout.py",
+        "num = alone.get(f, num)",
+        "num = num + 0",
+        ("tests/test_own_dropouts.py::test_masks_are_the_same_on_any_ranks[between convolutions]",),
     ),
     Fault(
         "dims tell any size that is made by cases",

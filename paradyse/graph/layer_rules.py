@@ -17,6 +17,7 @@ from paradyse.graph.rules import (
     factor_map,
     mix_along,
     overloads,
+    same_or_shorter,
     shape_of,
     shifted,
 )
@@ -128,9 +129,7 @@ def scatter(names: Names, node: fx.Node) -> Any:
             if i == d:
                 names.mix(node, theirs)
             else:
-                names.unify_at(node, mine, theirs)
-                if mine and not theirs:  # of the first alone
-                    names.mix(node, mine)
+                same_or_shorter(names, node, mine, theirs)
     return dims
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.factors import Dim, Names, Rule, resolve, rule
+from paradyse.graph.factors import Dim, Names, Rule, resolve, rule, size_of
 from paradyse.graph.subgraph import is_tensor
 from paradyse.torch_private import schema_of
 
@@ -475,5 +475,14 @@ def gather(names: Names, node: fx.Node) -> Any:
     chosen = names.of(node.args[2])
     for d, (mine, theirs) in enumerate(zip(dims, chosen, strict=True)):
         if d != over:
-            names.unify_at(node, mine, theirs)
+            same_or_shorter(names, node, mine, theirs)
     return chosen
+
+
+def same_or_shorter(names: Names, node: fx.Node, mine: Dim, theirs: Dim) -> None:
+    """``mine`` and ``theirs`` are the same dim of what ``node`` reads, unless its index is shorter
+    there: then it is of the first rows alone, and both are mixed."""
+    if size_of(mine, {}) == size_of(theirs, {}):
+        names.unify_at(node, mine, theirs)
+    else:
+        names.mix(node, mine, theirs)

@@ -123,12 +123,12 @@ def with_sizes(
         start, end = args[2] or 0, args[3]
         dim = names.of(node)[args[1]]
         if isinstance(start, int) and start >= 0 and 0 < end < _END and varies(dim):
-            return (*args[:3], _plus(start, size(dim)), *args[4:])
-    if node.target == aten.slice_scatter.default and len(args) == 5:
+            return (*args[:3], _plus(start, size(dim), *args[4:]), *args[4:])
+    if node.target == aten.slice_scatter.default and len(args) > 4:
         start, end = args[3] or 0, args[4]
         dim = names.of(args[1])[args[2]]
         if start >= 0 and 0 < end < _END and varies(dim):
-            return (*args[:4], _plus(start, size(dim)))
+            return (*args[:4], _plus(start, size(dim), *args[5:]), *args[5:])
     made = names.lengths.get(node, {})
     if not made:
         return args

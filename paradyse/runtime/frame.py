@@ -81,8 +81,9 @@ class Frame:
         if program.schedule.has_dropout:
             with unset_fake_temporarily():  # a dry run draws a number as well
                 number = int(torch.randint(2**62, (), device="cpu"))
-            n = 1 + max(program.schedule.seed_of)
-            self._seeds = seeds_of(number, n, program.device).unbind(0)
+            blocks, last = len(program.schedule.block_steps), max(program.schedule.seed_of)
+            rest = max(0, last + 1 - blocks)
+            self._seeds = seeds_of(number, blocks, rest, program.device).unbind(0)
         between = collectives.OPTIMIZER if program.alone else program.schedule.between_id
         self.sync = GradientSync([*self._given.values()], program.ranks, program.replicas, between)
         self.gathering = Gathering(program, constants, self.env, self.sync)

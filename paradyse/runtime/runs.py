@@ -14,9 +14,9 @@ from torch import fx
 
 from paradyse.distributed import collectives
 from paradyse.distributed.session import Recent
+from paradyse.graph.dropouts import has_dropout
 from paradyse.passes.split_steps import BlockStep, Schedule, Step
 from paradyse.strategies.base import SPLIT, WHOLE, Common, PieceVariant, Scope, StepContext
-from paradyse.strategies.dropout import has_dropout
 from paradyse.strategies.fused import FusedPiece, Member
 from paradyse.types import Plan, Point
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from paradyse.distributed.axis import Axis
 from paradyse.graph.attention_call import Apply, apply_operator
+from paradyse.graph.dropouts import dropout_places
 from paradyse.graph.factors import Factor, Names
 from paradyse.graph.lower import LONG, Compiled, Dims, Size, Spec, compile_function
 from paradyse.graph.subgraph import Labels, Piece, is_weight, structure
@@ -420,6 +421,8 @@ def bind_factors(scope: Scope, layout: str, sizes: Mapping[str, Any]) -> dict[Fa
 
 def piece_key(scope: Scope, piece: Piece, layout: str, extra: str) -> str:
     """Text that is equal for pieces that compute the same; ``extra`` tells apart what runs them."""
+    places = [*dropout_places(piece.nodes).values()]
+    extra += "" if places == [*range(len(places))] else f" dropouts at {places}"
     return f"{extra} {layout}\n{structure(piece, scope.names, scope.labels(layout))}"
 
 

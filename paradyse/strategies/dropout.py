@@ -10,21 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.graph.attention_call import ATTENTION, AttentionCall
+from paradyse.graph.attention_call import AttentionCall
+from paradyse.graph.dropouts import DROPOUT, dropout_places
 from paradyse.graph.factors import Dim, Factor, size_of
-from paradyse.graph.subgraph import Override, Piece
+from paradyse.graph.subgraph import Override
 from paradyse.kernels.dropout import hashed_dropout
 from paradyse.strategies.base import SPLIT, Scope, bind_factors
 from paradyse.strategies.groups.model import Groups
-
-
-def has_dropout(piece: Piece) -> bool:
-    """Whether ``piece`` has one, of values or of attention's probabilities."""
-    return any(
-        n.target == torch.ops.aten.dropout.default
-        or (n.target is ATTENTION and AttentionCall.of(n).dropout_p > 0)
-        for n in piece.nodes
-    )
 
 
 def dropout_overrides(
@@ -41,7 +33,7 @@ def dropout_overrides(
 
     Args:
         scope: what all variants of the capture share.
-        nodes: of the whole piece or block: a dropout's number among them is a part of its seed.
+        nodes: of the whole piece or block: a dropout's place among them is a part of its seed.
         layout: of the tokens where it runs, ``SPLIT`` or ``WHOLE``.
         sizes: of the letters, at hand.
         common: ``StepContext.common``.
@@ -52,11 +44,13 @@ def dropout_overrides(
     seed, at = common[-1], own or {}
     out: dict[fx.Node, Override] = {}
     core = set(groups.core.nodes) if groups is not None else nodes
-    for i, node in enumerate(n for n in nodes if n.target == torch.ops.aten.dropout.default):
+    for node, i in dropout_places(nodes).items():
+        if node.target != DROPOUT:
+            continue
 
         def drop(x: Tensor, p: float, train: bool, node: fx.Node = node, i: int = i) -> Tensor:
             dims = scope.names.of(node)
-            index = _element_index(scope, dims, layout, sizes, common, at, groups, heads)
+            index = _element_index(scope, dims, layout, sizes, common, at, groups, heads, x.shape)
             return hashed_dropout(x, p, seed + (i + 1), index.expand(x.shape))
 
         if node in core:
@@ -93,9 +87,11 @@ def _element_index(
     own: Mapping[Factor, tuple[Tensor, Any]],
     groups: Groups | None = None,
     heads: Tensor | None = None,
+    shape: Sequence[Any] = (),
 ) -> Tensor:
     """Where each element of a value of ``dims``, or of a group's part of it, lies in the whole
-    tensor: int64, of the value's shape. The rank's tokens may be any of the sequence's.
+    tensor: int64, of the value's shape. The rank's tokens may be any of the sequence's. ``shape``,
+    if given, tells of dims that no letter stands for, such as what a convolution makes.
     """
     whole, local, _, info, _ = common
     positions = local if layout == SPLIT else whole
@@ -105,6 +101,7 @@ def _element_index(
     if groups is not None and heads is not None:
         outer, inner, ratio = groups.outer, groups.inner, groups.slots.group
         table = heads.view(-1, groups.slots.heads_per_slot)
+    alone = {dim[0]: n for dim, n in zip(dims, shape) if len(dim) == 1}
     index: Tensor = torch.zeros((), dtype=torch.int64, device=positions.device)
     for at, f in enumerate(factors):
         num: Any = size_of((f,), known)
@@ -120,6 +117,7 @@ def _element_index(
         elif f is inner:
             digit = table.flatten() % ratio
         else:
+            num = alone.get(f, num)
             digit = torch.arange(num, device=positions.device)
         index = index[..., None] * num + digit
     local = dict(zip(factors, index.shape, strict=True))

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
+from paradyse.graph.attention_call import ATTENTION, Apply, AttentionCall, apply_operator
+from paradyse.graph.dropouts import dropout_places
 from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece, run
@@ -128,9 +129,25 @@ class LocalPiece(PieceVariant):
                 ids = sequence_ids(scope, self.attention, self.layout, sizes, common)
             way = attention_override(scope, self.strategy, common, apply, ids)
             overrides[self.attention] = way
+        overrides |= self._attention_beside(sizes, common, apply)
         given = dict(zip(self.order, own))
         factors = {**bind_factors(scope, self.layout, sizes), **self.parts}
         return run(piece, [given[n] for n in piece.inputs], scope.names, factors, overrides)
+
+    def _attention_beside(
+        self, sizes: dict[str, Any], common: Sequence[Tensor], apply: Apply
+    ) -> dict[fx.Node, Override]:
+        """What runs in place of attention with dropout that is in no block."""
+        out: dict[fx.Node, Override] = {}
+        for node, i in dropout_places(self.within.nodes).items():
+            if node.target is ATTENTION and node is not self.attention:
+                ids = sequence_ids(self.scope, node, self.layout, sizes, common)
+
+                def attend(*args: Any, seed: Tensor = common[-1] + (i + 1), ids: Any = ids) -> Any:
+                    return AttentionCall(*args).seeded(seed, ids).run(apply)
+
+                out[node] = attend
+        return out
 
     def tensors(self, step: StepContext) -> list[Tensor]:
         """See ``PieceVariant``, of ``step``."""

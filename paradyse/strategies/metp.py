@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.graph.attention_call import AttentionCall
+from paradyse.graph.dropouts import has_dropout
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece, cast_of
 from paradyse.strategies.attention.operators import attend_across_ranks, backward_across_ranks
@@ -37,7 +38,7 @@ from paradyse.strategies.base import (
     gradients,
     piece_key,
 )
-from paradyse.strategies.dropout import dropout_overrides, has_dropout
+from paradyse.strategies.dropout import dropout_overrides
 from paradyse.strategies.experts.streamed import StreamedExpertsVariant, count_streamed_experts
 from paradyse.strategies.groups.analyse import analyse, closure, may_be_split
 from paradyse.strategies.groups.evaluate import (

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from paradyse.distributed.token_linears import gather_linears, linear_scatter
 from paradyse.graph.attention_call import Apply, AttentionCall, apply_operator
+from paradyse.graph.dropouts import has_dropout
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Override, Piece
 from paradyse.strategies.base import (
@@ -34,7 +35,7 @@ from paradyse.strategies.base import (
     piece_key,
     spec_dims,
 )
-from paradyse.strategies.dropout import dropout_overrides, has_dropout
+from paradyse.strategies.dropout import dropout_overrides
 from paradyse.strategies.experts.parallel import ExpertParallelVariant, count_expert_parallel
 from paradyse.strategies.groups.analyse import analyse
 from paradyse.strategies.groups.evaluate import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rules import infer, t
+from test_rules import infer, ints, t
 from torch import fx
 
 from paradyse.graph.factors import Names
@@ -43,6 +43,14 @@ def test_a_convolution_keeps_the_batch_and_what_it_gives() -> None:
     assert mixed(aten.conv1d.default, x, w, b) == {4, 9, 3}
     grouped = (t(2, 4, 9), t(8, 1, 3), None, [1], [0], [1], 4)
     assert mixed(aten.conv1d.default, *grouped) >= {4, 9, 3, 8}
+
+
+def test_an_index_of_fewer_rows_is_of_the_first_ones() -> None:
+    x, one, half = t(6, 5, 7), ints(6, 1, 4), ints(3, 5, 4)
+    assert mixed(aten.gather.default, x, -1, one) == {5, 7}
+    assert mixed(aten.gather.default, x, -1, half) == {6, 3, 7}
+    assert mixed(aten.scatter.value, x, -1, one, 2.0) == {5, 7, 4}
+    assert mixed(aten.scatter.value, x, -1, half, 2.0) == {6, 3, 7, 4}
 
 
 def test_a_write_of_a_part_mixes_the_dim_that_it_is_along() -> None:

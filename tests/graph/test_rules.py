@@ -199,7 +199,13 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t(5), 0, ints((2, 3))),
         (t(*X), 1, ints()),
     ],
-    "gather": [(t(*X), -1, ints(6, 5, 2)), (t(*X), 1, ints(6, 2, 4)), (t(7, 5), 0, ints(7, 5))],
+    "gather": [
+        (t(*X), -1, ints(6, 1, 4)),
+        (t(*X), -1, ints(3, 5, 4)),
+        (t(*X), -1, ints(6, 5, 2)),
+        (t(*X), 1, ints(6, 2, 4)),
+        (t(7, 5), 0, ints(7, 5)),
+    ],
     "squeeze": [(t(3, 1, 5),)],
     "scaled_dot_product_attention": [
         (t(2, 4, 5, 3), t(2, 4, 7, 3), t(2, 4, 7, 6)),
@@ -232,7 +238,12 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "repeat": [(t(*X), [1, 2, 1]), (t(5, 7), [2, 1, 3])],
     "repeat_interleave.self_int": [(t(*X), 3, 1), (t(*X), 2, 0), (t(5), 3)],
     "scatter.src": [(t(*X), 1, ints(6, 2, 7, high=5), t(6, 2, 7))],
-    "scatter.value": [(t(*X), 1, ints((2, 3), 2, 7, high=5), 2.0), (t(5), 0, ints(5), 2.0)],
+    "scatter.value": [
+        (t(*X), -1, ints(6, 1, 4), 2.0),
+        (t(*X), -1, ints(3, 5, 4), 2.0),
+        (t(*X), 1, ints((2, 3), 2, 7, high=5), 2.0),
+        (t(5), 0, ints(5), 2.0),
+    ],
     "route_rows": [(ints(7, high=3), 3)],
     "take_rows": [(t(4, (2, 3)), ints(8, high=8), ints(8, high=8), 2)],
     "grouped_mm": [(t(7, 3), t(4, 3, 5), ints(4, high=8))],

@@ -209,5 +209,5 @@ def test_rows_of_weights_by_index_are_found_on_the_device() -> None:
 
 
 def test_seeds_of_dropout_go_along_with_a_kernel() -> None:
-    copies, _ = traffic_of(lambda: seeds_of(12345, 7, torch.device("meta")), warm_up=0)
+    copies, _ = traffic_of(lambda: seeds_of(12345, 7, 2, torch.device("meta")), warm_up=0)
     assert not copies, copies

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from harness import RankFailure, RankPool
 from models import make_batch, make_model, relative
-from test_own_models import Decoder, ids_of
+from own_models import Decoder, ids_of
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from paradyse.graph.dropouts import has_dropout
 from paradyse.graph.expert_rules import ENDS, GROUPED_MM, IN_ORDER
 from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import Piece, is_weight, make_piece
 from paradyse.strategies.base import Scope
-from paradyse.strategies.dropout import has_dropout
 from paradyse.strategies.groups.analyse import closure, factors_of
 from paradyse.strategies.groups.model import Unsplittable
 from paradyse.weights.slices import Form, Rows
