@@ -26,6 +26,16 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         REDUCED,
     ),
     Fault(
+        "gradients that were kept back come in tensors of their own",
+        "paradyse/weights/no_sync.py",
+        "w.grad = grad if part.place is None else part.place.copy_(grad)",
+        "w.grad = grad",
+        (
+            "tests/weights/test_no_sync.py::"
+            "test_gradients_arrive_in_the_tensors_that_stood_there[False]",
+        ),
+    ),
+    Fault(
         "what is written through a view is lost",
         "paradyse/weights/whole_operators.py",
         "base.local.copy_(base.placement.take_own(wholes[id(base)]))",

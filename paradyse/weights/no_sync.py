@@ -249,8 +249,9 @@ class GradientSync:
         if replicas.size > 1:
             joined = average(flatten(totals), replicas, _sum_dtype(weights[0]))
             totals = unflatten(joined, [x.shape for x in totals])
-        for w, total in zip(weights, totals, strict=True):
-            w.grad = w.detach().with_rows(total) if isinstance(w, ShardedTensor) else total
+        for w, part, total in zip(weights, parts, totals, strict=True):
+            grad = w.detach().with_rows(total) if isinstance(w, ShardedTensor) else total
+            w.grad = grad if part.place is None else part.place.copy_(grad)
 
     def _summed(
         self, weights: Sequence[Any], parts: Sequence[PartialGradient]

@@ -24,17 +24,24 @@ class PartialGradient(Tensor):
     """This rank's summand, whole; None: there is none."""
     rest: Tensor | None
     """What needs no sum over ranks, as the weight lies at rest: whole, or the rank's rows."""
+    place: Tensor | None
+    """What stood in ``.grad`` before, into which the gradient goes: others may have kept it, such
+    as a view of a buffer of all gradients. None: nothing did."""
 
     __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(
-        cls, like: Tensor, own: Tensor | None = None, rest: Tensor | None = None
+        cls,
+        like: Tensor,
+        own: Tensor | None = None,
+        rest: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> PartialGradient:
         out: PartialGradient = make_wrapper_subclass(
             cls, tuple(like.shape), dtype=like.dtype, device=like.device
         )
-        out.own, out.rest = own, rest
+        out.own, out.rest, out.place = own, rest, place
         return out
 
     @property
@@ -69,7 +76,7 @@ def own_part(weight: Tensor, grad: Tensor) -> PartialGradient:
 
 def rest_part(weight: Tensor, grad: Tensor) -> PartialGradient:
     """What needs no sum over ranks of the gradient of ``weight``: ``grad``, as it lies at rest."""
-    return PartialGradient(weight, rest=_cast(grad, kept_dtype(weight)))
+    return PartialGradient(weight, rest=_cast(grad, kept_dtype(weight)), place=grad)
 
 
 def kept_dtype(weight: Tensor) -> torch.dtype:
@@ -95,7 +102,7 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _add(a: Tensor, b: Tensor) -> PartialGradient:
     partial = a if isinstance(a, PartialGradient) else b
     x, y = (g if isinstance(g, PartialGradient) else rest_part(g, g) for g in (a, b))
-    return PartialGradient(partial, _plus(x.own, y.own), _plus(x.rest, y.rest))
+    return PartialGradient(partial, _plus(x.own, y.own), _plus(x.rest, y.rest), x.place)
 
 
 def _add_into(a: Tensor, b: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ def _copy(a: PartialGradient, b: PartialGradient) -> PartialGradient:
 
 
 def _same(a: PartialGradient, *args: Any, **options: Any) -> PartialGradient:
-    return PartialGradient(a, a.own, a.rest)
+    return PartialGradient(a, a.own, a.rest, a.place)
 
 
 def _empty(a: PartialGradient, *args: Any, **options: Any) -> PartialGradient:

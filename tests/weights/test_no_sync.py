@@ -278,6 +278,32 @@ def test_cleared_gradients_are_gone_and_others_stay(pool2: RankPool) -> None:
         assert max(found) < EXACT
 
 
+def into_the_same_tensors(sharded: bool) -> tuple[bool, float]:
+    """Whether ``.grad`` are the tensors that they were before a step, and how far they are off."""
+    run, other = Run(["megatron_cz", "ulysses_z"], sharded), Run(["megatron_cz"], sharded)
+    want = other.step(later=False)
+    weights = [*run.model.parameters()]
+    flat = torch.zeros(sum(p.numel() for p in weights), dtype=torch.float64)
+    for p, x in zip(weights, flat.split([p.numel() for p in weights]), strict=True):
+        p.grad = torch.zeros_like(p) if sharded else x.view_as(p)
+    before = [p.grad for p in weights]
+    run.step(later=True)
+    run.model.zero_grad(set_to_none=False)
+    got = run.step(later=True)
+    if not sharded:
+        parts = flat.split([p.numel() for p in weights])
+        names = [name for name, _ in run.model.named_parameters()]
+        assert all(torch.equal(x, got[n].flatten()) for n, x in zip(names, parts, strict=True))
+    kept = all(p.grad is g for p, g in zip(weights, before, strict=True))
+    return kept, largest_error(got, want)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_arrive_in_the_tensors_that_stood_there(sharded: bool, pool2: RankPool) -> None:
+    for kept, off in pool2.run(into_the_same_tensors, sharded, timeout_s=60):
+        assert kept and off < EXACT
+
+
 def of_two_models() -> tuple[float, bool]:
     """A backward of another model sends what waits, but not of a model inside."""
     run, other = Run(["megatron_cz"]), Run(["megatron_cz"])
