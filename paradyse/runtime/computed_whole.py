@@ -64,7 +64,7 @@ def allow_whole(
                 f"nothing in this graph can be split: {why}. With a data-parallel axis it cannot "
                 "be trained: use a 1-D mesh, or DistributedDataParallel; of a model that Dynamo "
                 "breaks (TORCH_LOGS=graph_breaks) paradyse.shard has the weights behind the break "
-                "trained"
+                "trained; of an input that another compiled model gave, pass the .clone()"
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             log.warning(

@@ -109,7 +109,8 @@ OUTSIDE = (
     "takes gradients back to the rows; under torch.no_grad(), or of its .detach(), whole tensors "
     "are gathered for the operator. Or run the model through torch.compile(model, "
     'backend="paradyse"): where that was done, Dynamo runs this part of it eagerly, and '
-    "TORCH_LOGS=graph_breaks says why; before trainers of transformers and TRL put "
+    "TORCH_LOGS=graph_breaks says why (of an input that another compiled model gave, pass the "
+    ".clone()); before trainers of transformers and TRL put "
     "paradyse.TrainerMixin"
 )
 """What is said where gradients would be lost."""
