@@ -161,6 +161,14 @@ def input_of(steps: Sequence[Step], step: Step) -> fx.Node | None:
     return output if is_pair and output in step.piece.inputs else None
 
 
+def _before_alias(node: fx.Node) -> fx.Node:
+    """The weight that ``node`` is another name of, which strategies may take a part of as well
+    (``place_tokens`` makes them); of others ``node``."""
+    while node.target == aten.alias.default:
+        (node,) = node.all_input_nodes
+    return node
+
+
 _Unit = tuple[int, bool, int, int, int]
 """What a step is made of, and when it runs: number of blocks before it, whether it is one itself,
 changes of layout since, number of the head if it is one (of what mixes tokens: counted on from
@@ -211,8 +219,9 @@ class Schedule:
         their gradients."""
         readers: dict[fx.Node, Step] = {}
         for step in self.steps:
-            for node in filter(is_weight, step.piece.inputs if step.split else ()):
-                readers.setdefault(node, step)
+            for node in map(_before_alias, step.piece.inputs if step.split else ()):
+                if is_weight(node):
+                    readers.setdefault(node, step)
         return readers
 
     @cached_property

@@ -364,6 +364,20 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
         ("tests/test_own_dropouts.py::test_masks_are_the_same_on_any_ranks[between convolutions]",),
     ),
     Fault(
+        "gradients of weights with another name are the rank's own",
+        "passes/split_steps.py",
+        "while node.target == aten.alias.default:",
+        "while False:",
+        ("tests/test_own_models.py::test_groups_of_columns_of_weights_that_have_a_sequence",),
+    ),
+    Fault(
+        "a mask of tokens by tokens is switched",
+        "paradyse/strategies/dsp.py",
+        "if self._factors(node).count(self.scope.seq) > 1:",
+        "if False:",
+        (f"{EQUAL}[a mask of a table]",),
+    ),
+    Fault(
         "dims tell any size that is made by cases",
         "passes/explain_numbers.py",
         "if by_cases and not (shown and _is_told(made, traces)):",

@@ -41,7 +41,9 @@ class Decoder(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        return self.layers_of(self.embed(ids))
+
+    def layers_of(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             y = layer["norm"](x)
             q, k, v = (

@@ -149,6 +149,31 @@ class Unprojected(Decoder):
         return super().loss(x + y.transpose(1, 2).flatten(2), ids)
 
 
+class AmongChannels(Decoder):
+    """Ahead of all layers channels attend to each other, so that the width is a sequence too."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q = F.normalize(x.unflatten(-1, (2, -1)).permute(0, 2, 3, 1), dim=-1)
+        x = x + F.scaled_dot_product_attention(q, q, q, scale=1.0).permute(0, 3, 1, 2).flatten(2)
+        return self.layers_of(x)
+
+
+class MaskOfTable(Decoder):
+    """A mask of its own for each sequence and head, of a table of distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, HEADS)
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        near = self.table((at[:, None] - at).clamp(0, 7)).permute(2, 0, 1)[None]
+        seen = (at <= at[:, None]) & (x[..., 0] < 1e3)[:, None, None]
+        mask = torch.where(seen, near, torch.finfo(x.dtype).min)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+
 class FreshNoise(Decoder):
     """Embeddings and the head read one table with noise; MLPs draw their own."""
 
@@ -229,6 +254,8 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "as few as tokens, or 16": (partial(SizeByCases, lambda n: min(n, 16)), (22, 41, 9)),
     "one, and for 64 tokens one": (partial(SizeByCases, lambda n: n // 64 + 1), (13, 22, 90, 150)),
     "attention without projections": (Unprojected, (13, 22)),
+    "attention among channels": (AmongChannels, (13, 22)),
+    "a mask of a table": (MaskOfTable, (13, 22)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
@@ -264,6 +291,13 @@ def test_rows_past_the_end_have_gradients_in_a_norm(pool2: RankPool, pool3: Rank
     for off in pool2.run(compare, "unit vectors", everyone, timeout_s=200):
         assert off == []
     for off in pool3.run(compare, "unit vectors", everyone, timeout_s=200):
+        assert off == []
+
+
+@pytest.mark.broad
+def test_groups_of_columns_of_weights_that_have_a_sequence(pool2: RankPool) -> None:
+    plans = [{"attention": "megatron_cz", "mlp": name} for name in ("megatron_ts", "metp")]
+    for off in pool2.run(compare, "attention among channels", plans, timeout_s=100):
         assert off == []
 
 

@@ -251,6 +251,7 @@ def environment(rank: int, size: int, setting: Setting) -> dict[str, str]:
         env["GLOO_SOCKET_IFNAME"] = links.INTERFACE
     elif sys.platform == "linux":  # ranks are local: the host's name need not resolve
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.setdefault("PYTHONHASHSEED", "0")  # what goes through a set does so alike on all ranks
     env.update(setting.env)
     # Whatever lies in the current folder is not this program's to import, nor its children's.
     env["PYTHONSAFEPATH"] = "1"

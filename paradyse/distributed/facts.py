@@ -33,7 +33,8 @@ WAYS_OUT = {
     PROFILE: "give option 'cost_model' a copy of one file on every rank",
     OPTIMIZERS: "call optimizer.step() on every rank or on none",
     PROGRAM: "the model must be in the same state on every rank: training or evaluation, autocast, "
-    "gradient checkpointing, what is trained",
+    "gradient checkpointing, what is trained; where its code goes through a set (as Gemma 4's "
+    "does), start all ranks with one PYTHONHASHSEED, such as 0",
     REDUCE_DTYPE: "give paradyse.shard one reduce_dtype on every rank",
     NO_SYNC: "enter paradyse.no_sync, and clear gradients, on every rank alike",
     GATHERS: "groups of ranks side by side must gather the same weights in the same order: give "

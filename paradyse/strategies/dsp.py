@@ -71,8 +71,11 @@ class SwitchedPiece(PieceVariant):
         self.lowered = LoweredPiece(scope, key, self.compute, dims)
 
     def _is_whole(self, node: fx.Node) -> bool:
-        """Whether ``node`` is taken whole: it is so at rest, or lacks a dim to switch."""
+        """Whether ``node`` is taken whole: it is so at rest, or lacks a dim to switch, or has two
+        of tokens, as a mask does."""
         if node.op == "placeholder" or not may_be_split(node):
+            return True
+        if self._factors(node).count(self.scope.seq) > 1:
             return True
         return not {self.scope.seq, self.to} <= factors_of(self.scope, node)
 

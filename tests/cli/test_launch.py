@@ -73,6 +73,13 @@ def test_the_allocator_of_gpus_is_set_unless_the_user_has(monkeypatch: pytest.Mo
     assert new not in launch.environment(0, 2, SETTING)
 
 
+def test_ranks_hash_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert launch.environment(1, 2, SETTING)["PYTHONHASHSEED"] == "0"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert launch.environment(1, 2, SETTING)["PYTHONHASHSEED"] == "7"
+
+
 @pytest.mark.broad
 def test_results_come_in_order_and_reports_with_their_rank() -> None:
     heard: dict[int, Any] = {}
