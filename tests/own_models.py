@@ -3,10 +3,12 @@ without the backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
+from harness import RankPool
 from models import relative
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,3 +96,17 @@ def compared(
             if not (of.keys() == mine.keys() and is_exact):  # nor with NaN
                 off.append(f"{strategy}, {seq_len} tokens: loss {got} for {want}, {each} off")
     return off
+
+
+def in_tiers(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """``names`` as parameters of a test, which but for the ``quick`` ones are broad."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.broad) for n in names]
+
+
+def check_on_ranks(
+    compare: Callable[..., list[str]], name: str, pool1: RankPool, pool2: RankPool
+) -> None:
+    """Of the model ``name``, ``compare`` finds nothing off, on one rank and on two."""
+    assert pool1.run(compare, name, ["auto"], timeout_s=100) == [[]]
+    for off in pool2.run(compare, name, [*WHOLE, "auto"], timeout_s=200):
+        assert off == []

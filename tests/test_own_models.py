@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import RankPool
 from models import relative
-from own_models import HEADS, VOCAB, WHOLE, WIDTH, Decoder, compared, ids_of
+from own_models import HEADS, VOCAB, WIDTH, Decoder, check_on_ranks, compared, ids_of, in_tiers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -273,15 +273,11 @@ def compare(name: str, strategies: Sequence[Any]) -> list[str]:
 QUICK = ("attention over tokens, and over pairs",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.broad) for n in MODELS]
-)
+@pytest.mark.parametrize("name", in_tiers(MODELS, QUICK))
 def test_loss_and_gradients_are_those_of_the_model(
     name: str, pool1: RankPool, pool2: RankPool
 ) -> None:
-    assert pool1.run(compare, name, ["auto"], timeout_s=100) == [[]]
-    for off in pool2.run(compare, name, [*WHOLE, "auto"], timeout_s=200):
-        assert off == []
+    check_on_ranks(compare, name, pool1, pool2)
 
 
 @pytest.mark.broad

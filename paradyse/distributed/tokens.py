@@ -117,15 +117,7 @@ def reduce_scatter_tokens(
 
 
 @reduce_scatter_tokens.register_fake
-def _(
-    x: Tensor,
-    local: Tensor,
-    whole: Tensor,
-    info: Tensor,
-    dim: int,
-    axis: str,
-    is_gradient: bool = False,
-) -> Tensor:
+def _(x: Tensor, local: Tensor, whole: Tensor, info: Tensor, dim: int, *_: Any) -> Tensor:
     return x.new_empty([*x.shape[:dim], local.shape[0], *x.shape[dim + 1 :]])
 
 
