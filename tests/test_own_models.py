@@ -174,6 +174,24 @@ class MaskOfTable(Decoder):
         return F.scaled_dot_product_attention(q, k, v, mask)
 
 
+class Windowed(Decoder):
+    """Attention in windows of four tokens that are folded into the batch, ahead of all layers, and
+    places of a table; the next word is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv = nn.Parameter(torch.randn(64, WIDTH)), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.table[: ids.shape[1]]
+        folded = x.reshape(-1, 4, WIDTH)
+        q, k, v = (
+            z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in self.qkv(folded).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.layers_of(x + y.view_as(x))
+
+
 class FreshNoise(Decoder):
     """Embeddings and the head read one table with noise; MLPs draw their own."""
 
@@ -256,6 +274,7 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "attention without projections": (Unprojected, (13, 22)),
     "attention among channels": (AmongChannels, (13, 22)),
     "a mask of a table": (MaskOfTable, (13, 22)),
+    "windows in the batch": (Windowed, (8, 24)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
@@ -287,6 +306,13 @@ def test_rows_past_the_end_have_gradients_in_a_norm(pool2: RankPool, pool3: Rank
     for off in pool2.run(compare, "unit vectors", everyone, timeout_s=200):
         assert off == []
     for off in pool3.run(compare, "unit vectors", everyone, timeout_s=200):
+        assert off == []
+
+
+@pytest.mark.broad
+def test_tiles_of_tokens_that_are_folded_into_the_batch(pool2: RankPool) -> None:
+    plan = {"attention": "megatron_cz", "mlp": "megatron_cz+tiled"}
+    for off in pool2.run(compare, "windows in the batch", [plan], timeout_s=100):
         assert off == []
 
 

@@ -44,28 +44,29 @@ _SAME_VALUE = {aten.alias.default, aten.detach.default, aten.view.default}
 CHANGED = (
     "an output that is computed when it is first read, such as logits or a cache of keys and "
     "values, is read after weights that it is made of were changed in place (by an optimizer's "
-    "step, load_state_dict, ...), so it would be another model's: read it before, as by "
-    "logits = output.logits.clone()"
+    "step, load_state_dict, ...), or inputs of the call, or other outputs, so it would be another "
+    "model's: read it before, as by logits = output.logits.clone()"
 )
 """What is said of a value that is asked for too late."""
 
 
 class _Value:
-    """A value to come, of one or several tensors; ``weights`` may not change until then."""
+    """A value to come, of one or several tensors; what it is ``made_of`` may not change until
+    then."""
 
-    def __init__(self, compute: Callable[[], Tensor], weights: Sequence[Tensor]):
+    def __init__(self, compute: Callable[[], Tensor], made_of: Sequence[Tensor]):
         self._compute: Callable[[], Tensor] | None = compute
-        self._weights = [(x, version_of(x)) for x in weights]
+        self._made_of = [(x, version_of(x)) for x in made_of]
         self._tensor: Tensor | None = None
 
     def get(self, device: torch.device) -> Tensor:
         if self._tensor is None:
             assert self._compute is not None
-            if any(version_of(x) != version for x, version in self._weights):
+            if any(version_of(x) != version for x, version in self._made_of):
                 raise RuntimeError(CHANGED)
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 self._tensor = self._compute()
-            self._compute, self._weights = None, []
+            self._compute, self._made_of = None, []
         return self._tensor
 
 
@@ -160,7 +161,7 @@ class _Defer(torch.autograd.Function):
         if pull is None:
             ctx.save_for_backward(*inputs)
         held = [x.detach() for x in inputs]
-        return DeferredTensor(_Value(lambda: compute(*held), weights), *like)
+        return DeferredTensor(_Value(lambda: compute(*held), [*weights, *held]), *like)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

@@ -398,6 +398,8 @@ def spec_dims(scope: Scope, node: fx.Node, layout: str) -> Dims:
     labels = scope.labels(layout).of
 
     def size(f: Factor) -> Size:
+        if f in labels:  # also where it is another one and some more
+            return labels[f]
         base, k = f.origin()
         letter = labels.get(base)
         return f.size if letter is None else (letter, k) if k else letter

@@ -279,6 +279,18 @@ def test_logits_go_with_the_outputs(nproc: int, ranks: Ranks) -> None:
     assert ranks(nproc).run(whose_logits_stay, timeout_s=200) == [[]] * nproc
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_read_behind_a_write_to_an_input_is_an_error(train: bool) -> None:
+    x = torch.ones(3, requires_grad=train).clone()
+    early, late = make([], x), make([], x)
+    assert early.sum() == 6
+    with torch.no_grad():
+        x.zero_()
+    assert early.sum() == 6  # what was read stays
+    with pytest.raises(RuntimeError, match="inputs of the call, or other outputs"):
+        late.sum()
+
+
 def read_late(replicas: int, sharded: bool) -> list[str]:
     """What is said of logits and of a cache that are read behind an optimizer's step."""
     torch._dynamo.reset()
