@@ -45,8 +45,8 @@ class Decoder(nn.Module):
     def hidden(self, ids: Tensor) -> Tensor:
         return self.layers_of(self.embed(ids))
 
-    def layers_of(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def layers_of(self, x: Tensor, layers: Iterable[Any] | None = None) -> Tensor:
+        for layer in layers or self.layers:
             y = layer["norm"](x)
             q, k, v = (
                 z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in layer["qkv"](y).chunk(3, -1)

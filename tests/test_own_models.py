@@ -175,21 +175,21 @@ class MaskOfTable(Decoder):
 
 
 class Windowed(Decoder):
-    """Attention in windows of four tokens that are folded into the batch, ahead of all layers, and
-    places of a table; the next word is told."""
+    """The first layer is of windows of four tokens that are folded into the batch, with places of a
+    table; the next word is told."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.table, self.qkv = nn.Parameter(torch.randn(64, WIDTH)), nn.Linear(WIDTH, 3 * WIDTH)
+        super().__init__(num_layers=3)
+        self.table = nn.Parameter(torch.randn(64, WIDTH))
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
 
     def hidden(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.table[: ids.shape[1]]
-        folded = x.reshape(-1, 4, WIDTH)
-        q, k, v = (
-            z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in self.qkv(folded).chunk(3, -1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.layers_of(x + y.view_as(x))
+        (batch, n, width), (first, *rest) = x.shape, self.layers
+        windows = self.layers_of(x.reshape(batch * n // 4, 4, width), [first])
+        return self.layers_of(windows.reshape(batch, n, width), rest)
 
 
 class FreshNoise(Decoder):
