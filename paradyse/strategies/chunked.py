@@ -190,6 +190,7 @@ class ChunkedVariant:
             x.settle()
         with computing_a_tile(call.several):
             out, lse = attend(q, k, v, call.chunks, call.spec)
+            call.fill_past_the_end(out, v)
         coming = call.fetched(out, dtype=out.dtype)
 
         def follow(sizes: Any, common: Any, own: Sequence[Tensor]) -> Any:

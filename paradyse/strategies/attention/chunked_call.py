@@ -113,6 +113,17 @@ class ChunkedCall:
         found = self.own.scatter([by_heads(x) for x in rows], widths)
         return [x.transpose(1, 2).contiguous() for x in found]
 
+    def fill_past_the_end(self, out: HostRows, v: HostRows) -> None:
+        """Give rows of ``out`` past the end the last of ``v``, as ``attention_across_ranks``
+        does."""
+        end, heads = self.spec.num_queries, out.shape[1]
+        if out.num_rows > end and heads:
+            last = v.read(((end - 1, 1),)).get()
+            of_head = torch.arange(heads, device=last.device) * last.shape[2] // heads
+            past = last[:, :, of_head].expand(out.num_rows - end, -1, -1, -1)
+            out.write(((end, out.num_rows - end),), past.contiguous())
+            out.settle()
+
     def fetched(self, *rows: HostRows, dtype: torch.dtype) -> Iterator[list[Tensor]]:
         """Of each tile in turn what ``rows`` have of it, one ahead, as ``scatter`` gives it, in
         ``dtype``."""
