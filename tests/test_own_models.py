@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from models import relative
 from own_models import HEADS, VOCAB, WIDTH, Decoder, check_on_ranks, compared, ids_of, in_tiers
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from paradyse.strategies.attention import chunked_call
 
 
 class MaskOfTokens(Decoder):
@@ -306,6 +309,17 @@ def test_rows_past_the_end_have_gradients_in_a_norm(pool2: RankPool, pool3: Rank
     for off in pool2.run(compare, "unit vectors", everyone, timeout_s=200):
         assert off == []
     for off in pool3.run(compare, "unit vectors", everyone, timeout_s=200):
+        assert off == []
+
+
+def in_chunks() -> list[str]:
+    plan = {"attention": "ulysses_z+chunked", "mlp": "megatron_cz"}
+    with patch.object(chunked_call, "chunk_tokens", lambda batch: 5):
+        return compared(UnitVectors, (13, 45), [plan])
+
+
+def test_rows_past_the_end_of_attention_by_chunks(pool2: RankPool) -> None:
+    for off in pool2.run(in_chunks, timeout_s=100):
         assert off == []
 
 

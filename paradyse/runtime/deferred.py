@@ -56,18 +56,28 @@ class _Value:
 
     def __init__(self, compute: Callable[[], Tensor], made_of: Sequence[Tensor]):
         self._compute: Callable[[], Tensor] | None = compute
-        self._made_of = [(x, version_of(x)) for x in made_of]
+        self._made_of = [(x, _writes_to(x)) for x in made_of]
         self._tensor: Tensor | None = None
+        self._version = 0
 
     def get(self, device: torch.device) -> Tensor:
         if self._tensor is None:
             assert self._compute is not None
-            if any(version_of(x) != version for x, version in self._made_of):
+            if any(_writes_to(x) != writes for x, writes in self._made_of):
                 raise RuntimeError(CHANGED)
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 self._tensor = self._compute()
             self._compute, self._made_of = None, []
+            self._version = version_of(self._tensor)
         return self._tensor
+
+    def writes(self) -> int:
+        """How often the value has been written to since it was computed."""
+        return 0 if self._tensor is None else version_of(self._tensor) - self._version
+
+
+def _writes_to(x: Tensor) -> int:
+    return x._value.writes() if isinstance(x, DeferredTensor) else version_of(x)
 
 
 class DeferredTensor(torch.Tensor):
@@ -139,12 +149,12 @@ def materialize(x: DeferredTensor) -> Tensor:
 
 
 class _Read(torch.autograd.Function):
-    """The value of a ``DeferredTensor``, no view of it: tracers would look into what it is of."""
+    """The value of a ``DeferredTensor``, no view of it: tracers would look into what it is of. Both
+    count what is written to either."""
 
     @staticmethod
     def forward(ctx: Any, x: DeferredTensor) -> Tensor:
-        value = x._value.get(x.device)
-        return value.new_empty(0).set_(value)
+        return x._value.get(x.device).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -291,6 +291,21 @@ def test_what_is_read_behind_a_write_to_an_input_is_an_error(train: bool) -> Non
         late.sum()
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_made_of_another_late_output(train: bool) -> None:
+    """It may be read before that one or behind it, but not behind a write to it."""
+    for reads_first in (False, True):
+        first = make([], torch.ones(3, requires_grad=train).clone())
+        second, late = make([], first), make([], first)
+        if reads_first:
+            assert first.sum() == 6
+        assert second.sum() == 12
+        first *= 3
+        assert first.sum() == 18 and second.sum() == 12
+        with pytest.raises(RuntimeError, match="inputs of the call, or other outputs"):
+            late.sum()
+
+
 def read_late(replicas: int, sharded: bool) -> list[str]:
     """What is said of logits and of a cache that are read behind an optimizer's step."""
     torch._dynamo.reset()
