@@ -46,6 +46,7 @@ from paradyse.weights.gradients import SumGradients
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.sharded_tensor import ShardedTensor, rows_here
 from paradyse.weights.unshard import Gathered, group_rows
+from paradyse.weights.versions import Read
 
 _REPLICATED = "replicated"
 """Layout of a value that is whole on every rank, for work that every rank repeats."""
@@ -221,13 +222,16 @@ class Frame:
         gathers what is ``unsharded`` now. Its inputs go where ``saved`` says."""
         variant, context = self.program.variant(step, strategy), self.context(step, {})
         inputs, (wholes, gathered) = Inputs(context.get), unsharded
-        first = [wholes]
+        first, asked = [wholes], (self.env[n] for n in step.piece.inputs if n in self._given)
+        weights = [Read.of(x) for x in asked]
         context, read_again = replace(context, get=inputs.get), self._read_again(step, strategy)
 
         def compute() -> tuple[Any, ...]:
             if first:
                 mine = first.pop()
             else:
+                for weight in weights:
+                    weight.again()
                 mine, _ = self.gathering.unshard(step)
                 if gathered is not None:
                     gathered.fetch_before()

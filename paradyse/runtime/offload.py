@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from paradyse.strategies.host_memory import HostMemory, Wait, nothing
 from paradyse.torch_private import is_traceable_wrapper_subclass, storage_key
+from paradyse.weights.versions import Read
 
 MIN_BYTES = 1 << 20
 """Memory of fewer bytes stays on the device. At 25 GB/s, of PCIe 4.0, this takes 40 us, no more
@@ -75,10 +76,11 @@ class SavedBlock:
         self._wait: Wait = nothing
         """For the copies that were started last."""
 
-    def pack(self, x: Tensor) -> Tensor | Moved:
+    def pack(self, x: Tensor) -> Read | Moved:
         """What autograd is to keep in place of ``x``."""
         if not self._moves(x):
-            return x.detach()  # an output would hold the node that saves it, and that the output
+            # An output would hold the node that saves it, and that the output.
+            return Read.of(x.detach())
         key = storage_key(x)
         if key not in self._index:
             self._index[key] = len(self._sizes)
@@ -178,8 +180,8 @@ class SavedByCall:
             self._last = None
 
 
-def _unpack(kept: Tensor | Moved) -> Tensor:
-    return kept.get() if isinstance(kept, Moved) else kept
+def _unpack(kept: Read | Moved) -> Tensor:
+    return kept.get() if isinstance(kept, Moved) else kept.again()
 
 
 class Inputs:
@@ -202,13 +204,15 @@ class Inputs:
             moved, needs = self._moved[key]
             return moved.get().requires_grad_(needs)
         if key not in self._known:
-            self._known[key] = self._get(node, layout)
-        return self._known[key]
+            x = self._get(node, layout)
+            self._known[key] = Read.of(x) if isinstance(x, Tensor) else x
+        known = self._known[key]
+        return known.again() if isinstance(known, Read) else known
 
     def move(self, block: SavedBlock) -> None:
         """Keep them as ``block`` keeps what is saved, now that it has run for the first time."""
         for key, x in list(self._known.items()):
-            kept = block.pack(x) if isinstance(x, Tensor) else x
+            kept = block.pack(x.tensor) if isinstance(x, Read) else x
             if isinstance(kept, Moved):
-                self._moved[key] = kept, x.requires_grad
+                self._moved[key] = kept, x.tensor.requires_grad
                 del self._known[key]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paradyse.torch_private import storage_key
+from paradyse.weights.versions import Read
 
 
 class _Remade(torch.autograd.Function):
@@ -47,10 +48,10 @@ def not_kept(x: Tensor, node: Any) -> Iterator[None]:
 
     def pack(saved: Tensor) -> Any:
         is_input = saved.shape == shape and storage_key(saved) == mine
-        return node if is_input else saved.detach()
+        return node if is_input else Read.of(saved.detach())
 
     def unpack(kept: Any) -> Tensor:
-        value: Tensor = kept.saved_tensors[0] if kept is node else kept
+        value: Tensor = kept.saved_tensors[0] if kept is node else kept.again()
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

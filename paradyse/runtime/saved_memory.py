@@ -16,6 +16,7 @@ from paradyse.torch_private import (
     storage_bytes,
     storage_key,
 )
+from paradyse.weights.versions import Read
 
 
 def storages(values: Iterable[Any]) -> dict[int, int]:
@@ -37,13 +38,14 @@ class Saved:
     def watch(self) -> AbstractContextManager[Any]:
         """Inside, every tensor saved is recorded."""
 
-        def pack(x: Tensor) -> Tensor:
+        def pack(x: Tensor) -> Read:
             if not is_traceable_wrapper_subclass(x):
                 storage = x.untyped_storage()
                 self.found[storage_key(x)] = (StorageWeakRef(storage), storage.nbytes())
-            return x.detach()  # an output would hold the node that saves it, and that the output
+            # An output would hold the node that saves it, and that the output.
+            return Read.of(x.detach())
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+        return torch.autograd.graph.saved_tensors_hooks(pack, Read.again)
 
     def num_bytes(self, but: Iterable[Any]) -> int:
         """Bytes of all memory that is still kept, without that of ``but``."""

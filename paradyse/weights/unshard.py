@@ -22,7 +22,7 @@ from paradyse.weights.partial_gradient import own_part
 from paradyse.weights.shard_comm import Gathers, gather_shards, start_gather, start_scatter
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
-from paradyse.weights.versions import check_unchanged
+from paradyse.weights.versions import Read
 
 Shards = Sequence[ShardedTensor | CastShard]
 """Weights at rest; those that a step casts, as it takes them."""
@@ -99,8 +99,8 @@ class Gathered:
         """With ``summed`` each rank computes a part of the gradients, else each the whole."""
         self.shards, self.block_id, self.summed, self.shelf = shards, block_id, summed, shelf
         self.wholes: list[Tensor] = []
-        self._versions: list[int] = []
-        """Of the weights at rest, when forward has read them."""
+        self._read: list[Read] = []
+        """The weights at rest."""
         self.again: Sequence[int] = range(len(shards))
         """Which of the weights backward reads."""
         self.is_filled = False
@@ -112,7 +112,7 @@ class Gathered:
         """The whole tensors, for the first time."""
         out = gather_shards(self.shards, self.block_id, coming=self.shelf.take(self.shards))
         self.wholes = [w.data for w in out]  # a version counter of their own
-        self._versions = [at_rest(s)._version for s in self.shards]
+        self._read = [Read.of(at_rest(s)) for s in self.shards]
         self.is_filled = True
         return out
 
@@ -124,7 +124,8 @@ class Gathered:
         shelf.filled = self
         if not self.is_filled:
             shards, wholes = self.read_again(), [self.wholes[i] for i in self.again]
-            check_unchanged(map(at_rest, shards), [self._versions[i] for i in self.again])
+            for i in self.again:
+                self._read[i].again()
             coming = shelf.take(shards)
             for w in wholes:
                 w.untyped_storage().resize_(w.numel() * w.element_size())

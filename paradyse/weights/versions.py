@@ -1,13 +1,15 @@
 """Whether weights change between forward and what reads them again: backward, or a late output.
 
 Autograd raises where a tensor that it saved was written to since: PyTorch counts the writes to each
-(``_version``). Below a tensor subclass it does not, so those to rows are counted here; and weights
-that backward gathers anew are not saved, so their counts are compared here.
+(``_version``). Below a tensor subclass it does not, so those to rows are counted here; and it does
+not compare the counts of what hooks keep in a saved tensor's place, nor of what is not saved at
+all, as weights that are gathered anew and what a block reads that runs again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,20 +28,30 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def check_unchanged(weights: Iterable[Tensor], versions: Iterable[int]) -> None:
-    """Whether nobody has written to ``weights``, which are sharded, since forward has read them.
+@dataclass(frozen=True)
+class Read:
+    """A tensor that forward has read, for backward to read again."""
 
-    Args:
-        weights: that backward reads.
-        versions: what ``_version`` of each was in forward.
-    Raises:
-        RuntimeError: one has another version now.
-    """
-    for weight, version in zip(weights, versions, strict=True):
-        if weight._version != version:
+    tensor: Tensor
+    version: int
+    """How often it had been written to when forward read it."""
+
+    @staticmethod
+    def of(x: Tensor) -> Read:
+        """``x`` as it is now."""
+        return Read(x, version_of(x))
+
+    def again(self) -> Tensor:
+        """The tensor, as it was.
+
+        Raises:
+            RuntimeError: it has been written to since.
+        """
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
-                f"a sharded weight of shape {list(weight.shape)} was changed in place after the "
-                "forward that this backward belongs to (by an optimizer's step, load_state_dict, "
-                "...): gradients would be those of other weights. Call backward() before weights "
-                "change, or forward once more"
+                f"a weight, buffer or other tensor of shape {list(self.tensor.shape)} was changed "
+                "in place after the forward that this backward belongs to (by an optimizer's step, "
+                "load_state_dict, ...), and backward reads it again: gradients would be those of "
+                "other values. Call backward() before it changes, or forward once more"
             )
+        return self.tensor

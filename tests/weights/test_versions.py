@@ -1,4 +1,5 @@
-"""Sharded weights that change between forward and backward: an error where PyTorch has one."""
+"""What changes between forward and backward: an error where PyTorch has one, and where a block that
+runs again would read other values."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from harness import RankPool
 from models import make_batch, make_model, relative
+from own_models import HEADS, WIDTH, Decoder, ids_of
+from torch import Tensor
 
 import paradyse
+from paradyse.runtime.saved_memory import Saved
 from paradyse.types import ALONG_SEQUENCE
 
 SGD: Any = torch.optim.SGD
@@ -84,3 +88,77 @@ def stepped_in_backward() -> list[float]:
 def test_steps_inside_backward_are_no_error(pool2: RankPool) -> None:
     for off in pool2.run(stepped_in_backward, timeout_s=100):
         assert max(off) < 1e-5
+
+
+class Centred(Decoder):
+    """Blocks subtract a buffer and an input, which they need to run again, not for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH // HEADS))
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(layer, x, q, k, v) - self.mean - self.given
+
+    def forward(self, ids: Tensor, given: Tensor) -> Any:
+        self.given = given
+        return super().forward(ids)
+
+
+AGAIN: dict[str, Any] = {
+    "recompute": "megatron_cz+recompute",
+    "recompute, tensor parallel": "megatron_ts+recompute",
+    "offload": "megatron_cz+offload",
+    "recompute and tiled": {"attention": "megatron_cz+recompute", "mlp": "megatron_cz+tiled"},
+}
+
+
+def read_again(plan: Any, part: str, sharded: bool) -> str:
+    """What backward says where ``part`` was changed in place since forward."""
+    torch._dynamo.reset()
+    model: Any = Centred()
+    if sharded:
+        paradyse.shard(model)
+    options = {"inner": "eager", "plan": plan}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    given = torch.zeros(WIDTH // HEADS)
+    parts = {"mean": model.mean, "given": given}
+    loss = compiled(ids_of(13), given)
+    with torch.no_grad():
+        (parts[part] if part in parts else model.layers[-1][part].weight).add_(1)
+    try:
+        loss.backward()
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", AGAIN)
+def test_what_backward_reads_again_may_not_change(
+    how: str, sharded: bool, pool1: RankPool, pool2: RankPool
+) -> None:
+    for part in ("qkv", "down"):
+        for pool in (pool1, pool2):
+            for text in pool.run(read_again, AGAIN[how], part, sharded, timeout_s=100):
+                assert "was changed in place after the forward" in text
+
+
+@pytest.mark.parametrize("part", ["mean", "given"])
+@pytest.mark.parametrize("how", AGAIN)
+def test_no_other_tensor_may_change_where_a_block_reads_it_again(
+    how: str, part: str, pool2: RankPool
+) -> None:
+    """Of what is not saved, as here by attention, eager has nothing to say either."""
+    for text in pool2.run(read_again, AGAIN[how], part, False, timeout_s=100):
+        assert ("was changed in place after the forward" in text) == how.startswith("recompute")
+
+
+def test_what_is_saved_while_memory_is_measured_may_not_change() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with Saved().watch():
+        y = weight.clone().square() * weight
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="was changed in place after the forward"):
+        y.sum().backward()
