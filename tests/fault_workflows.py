@@ -174,7 +174,9 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         "paradyse/runtime/offload.py",
         "return known.again() if isinstance(known, Read) else known",
         "return known.tensor if isinstance(known, Read) else known",
-        (f"{VERSIONS}test_no_other_tensor_may_change_where_a_block_reads_it_again[recompute-given]",),
+        (
+            f"{VERSIONS}test_no_other_tensor_may_change_where_a_block_reads_it_again[recompute-given]",
+        ),
     ),
     Fault(
         "what stays on the device is not looked at",
