@@ -8,7 +8,7 @@ test of its name (``tests/test_torch_private.py``). Tried on torch 2.11, 2.13 an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any
@@ -124,14 +124,29 @@ def no_saved_tensors_hooks() -> Iterator[None]:
         yield
 
 
-def compiling_backward_at_once() -> AbstractContextManager[Any]:
+@contextmanager
+def compiling_backward_at_once() -> Iterator[None]:
     """Inside, AOTAutograd compiles backward with forward, and not when it first runs. What its
     compiler assumes of sizes is known then, and noted in AOTAutograd's cache, which would hand to
-    all sizes what was compiled for some."""
+    all sizes what was compiled for some. As nobody knows yet whether the graph will be kept for
+    another backward (``retain_graph``), nothing that is saved may be written to (no donated
+    buffers): a backward that writes there refuses to run where it is."""
     from torch._functorch import config
+    from torch._functorch._aot_autograd import graph_compile
 
-    context: AbstractContextManager[Any] = config.patch(force_non_lazy_backward_lowering=True)
-    return context
+    tag, name = torch.compiler.config.cache_key_tag, "collect_bw_donated_buffer_idxs"
+    found = getattr(graph_compile, name, None)  # torch 2.11 to 2.14
+    with (
+        config.patch(force_non_lazy_backward_lowering=True),
+        torch.compiler.config.patch(cache_key_tag=f"{tag} donates nothing"),
+    ):
+        if found is not None:
+            setattr(graph_compile, name, lambda *args, **kwargs: [])
+        try:
+            yield
+        finally:
+            if found is not None:
+                setattr(graph_compile, name, found)
 
 
 def break_of(gm: Any) -> Any:

@@ -332,9 +332,12 @@ def check_compiling_backward_at_once() -> None:
     """What comes of it: ``tests/graph/test_lower.py``."""
     from torch._functorch import config
 
+    tag = torch.compiler.config.cache_key_tag
     with private.compiling_backward_at_once():
         assert config.force_non_lazy_backward_lowering
+        assert torch.compiler.config.cache_key_tag != tag
     assert not config.force_non_lazy_backward_lowering
+    assert torch.compiler.config.cache_key_tag == tag
 
 
 def check_is_static_input() -> None:

@@ -41,6 +41,25 @@ def test_one_compilation_serves_all_sizes_with_gradients(inner):
             torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_graph_may_be_kept_for_another_backward(inner, cached):
+    """Also of what comes from the compiler's cache."""
+    w, positions = torch.randn(4, 8, dtype=torch.float64), torch.arange(11)
+
+    def gated(x, w, positions):
+        return (torch.nn.functional.gelu(fn(x, w, positions)[0]).exp(),)
+
+    for _ in range(1 + cached):
+        torch._dynamo.reset()
+        compiled = compile_function(gated, specs(), inner, SIZES)
+    x = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
+    (y,) = compiled.fn(x, w.requires_grad_(), positions)
+    first, again = (torch.autograd.grad(y.sum(), (x, w), retain_graph=k) for k in (True, False))
+    want = torch.autograd.grad(gated(x, w, positions)[0].sum(), (x, w))
+    torch.testing.assert_close((*first, *again), (*want, *want), rtol=1e-12, atol=1e-12)
+
+
 def test_what_the_compiler_assumed_is_checked():
     def branchy(x, w, positions):
         return (x * 2 if x.shape[1] < 2000 else x,)
