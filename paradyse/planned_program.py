@@ -135,7 +135,8 @@ class PlannedProgram:
         if call is None:
             return self._run(args, sizes, self._plan(shape), workload)
         call.out_of_memory = partial(self.choice.ran_out, workload)
-        random_state = torch.get_rng_state() if self.program.schedule.has_dropout else None
+        schedule, device = self.program.schedule, self.program.device
+        set_back = _random_state_of(device) if schedule.is_random else None
         tried: list[Plan] = []
 
         def compute() -> Any:
@@ -153,8 +154,8 @@ class PlannedProgram:
             if safer in tried:
                 raise
             log.warning("%s. This forward is run again by the plan %s", e, safer.key)
-        if random_state is not None:
-            torch.set_rng_state(random_state)
+        if set_back is not None:
+            set_back()
         return call.forward(compute)
 
     def _run(
@@ -325,3 +326,18 @@ def _sendable(argument: Any) -> Any:
     if isinstance(argument, nn.Parameter) or not isinstance(argument, Tensor):
         return argument
     return argument.contiguous()
+
+
+def _random_state_of(device: torch.device) -> Callable[[], None]:
+    """What sets the generators of random numbers of the host and of ``device`` back to now."""
+    of_host = torch.get_rng_state()
+    if device.type == "cpu":
+        return partial(torch.set_rng_state, of_host)
+    generators = torch.get_device_module(device)
+    of_device = generators.get_rng_state(device)
+
+    def set_back() -> None:
+        torch.set_rng_state(of_host)
+        generators.set_rng_state(of_device, device)
+
+    return set_back

@@ -256,7 +256,9 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, 
         if any(seq in names.of(x)[0] for x in call.qkv):  # each rank has all that its tokens see
             apart = all(seq in names.of(x)[0] for x in call.qkv)
             return apart and split.get(call.q) is seq and keys == (seq, seq)
-        if tuple(names.of(call.q)[2]) != (seq,):  # nor tokens of which it is one of several dims
+        tokens = [tuple(names.of(x)[2]) for x in call.qkv]
+        # Nor tokens of which it is one of several dims.
+        if seq not in tokens[0] or any(seq in dim and dim != (seq,) for dim in tokens):
             return False
         own = (seq, seq) if not call.is_cross else (*names.of(call.k)[2], *names.of(call.v)[2])
         return split.get(call.q) is seq and (keys == own or each_query_alone(call))

@@ -301,9 +301,11 @@ def split_steps(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _levels(nodes: Sequence[fx.Node], ctx: Any, fixed: nx.DiGraph) -> dict[fx.Node, _Unit]:
-    """The unit of every operator: outside blocks the first one that its inputs allow. What is
-    ``fixed`` is at hand everywhere."""
+    """The unit of every operator: outside blocks the first one that its inputs allow, and for what
+    draws random numbers not before what the model draws earlier. What is ``fixed`` is at hand
+    everywhere."""
     number = {f: i for i, f in enumerate(ctx.seqs, 1)}
+    drawn = 0, False, 0, 0, 0
     found: dict[fx.Node, _Unit] = {
         n: (i, True, 0, 0, number[block.seq])
         for i, block in enumerate(ctx.blocks)
@@ -323,8 +325,29 @@ def _levels(nodes: Sequence[fx.Node], ctx: Any, fixed: nx.DiGraph) -> dict[fx.No
                 changed = split != a_split or (a in ctx.partial and not is_block)
                 changed |= head != a_head and max(head, a_head) > len(ctx.heads)
                 level = max(level, (stage + is_block, sub + changed))
-        found.update(dict.fromkeys(members, (level[0], False, level[1], head, split)))
+        unit = level[0], False, level[1], head, split
+        if draws(node):
+            unit = _drawn_behind(node, unit, drawn, found)
+            drawn = max(drawn, unit)
+        found.update(dict.fromkeys(members, unit))
     return found
+
+
+def _drawn_behind(node: fx.Node, unit: _Unit, last: _Unit, found: Mapping[fx.Node, _Unit]) -> _Unit:
+    """The unit of ``node``, which draws random numbers, such that it is not before ``last``, that
+    of what the model draws before; its own, ``unit``, where something that is ``found`` already
+    needs it earlier."""
+    if unit >= last:
+        return unit
+    own = unit[3:]
+    later = last[0], False, last[2] + (own < last[3:]), *own
+    readers = set[fx.Node]()
+    follow = [node]
+    while follow:
+        new = set(follow.pop().users) - readers
+        readers |= new
+        follow += new
+    return later if all(later < found[n] for n in readers if n in found) else unit
 
 
 def _from_weights(nodes: Sequence[fx.Node], ctx: Any) -> nx.DiGraph:

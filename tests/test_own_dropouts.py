@@ -1,10 +1,11 @@
-"""Dropout in places where no family of HuggingFace's has it: what is dropped does not depend on the
-number of ranks, on the strategy, or on the lengths before."""
+"""Dropout in places where no family of HuggingFace's has it, and other noise: what is drawn depends
+neither on the number of ranks nor on the strategy, nor on what came before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from harness import RankPool
 from own_models import HEADS, WIDTH, Decoder, ids_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from paradyse.runtime.frame import Frame
 
 
 class Dropping(Decoder):
@@ -140,3 +143,40 @@ def test_masks_are_the_same_on_any_ranks(
             for got in pool.run(trained, name, plan, timeout_s=100):
                 for x, y in zip(got, want, strict=True):
                     torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+class Noisy(Decoder):
+    """Noise that is no dropout."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().loss(x * torch.rand(WIDTH, dtype=x.dtype), ids)
+
+
+def run_again() -> tuple[bool, Tensor, Tensor]:
+    """Whether a forward failed for lack of memory on one rank, and its loss and the next random
+    number, less those of the model itself."""
+    torch.manual_seed(0)
+    model, ids, found = Noisy().double(), ids_of(12), []
+    options = {"inner": "eager", "strategies": ["megatron_cz", "metp"], "splits": []}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    compiled(ids)
+    run_step, left = Frame.run_step, [torch.OutOfMemoryError("Tried to allocate 20 GiB")]
+
+    def fail_once(self: Frame, step: Any, strategy: str) -> None:
+        run_step(self, step, strategy)
+        if left and torch.distributed.get_rank() == 1:
+            raise left.pop()
+
+    for run in (model, compiled):
+        torch.manual_seed(7)
+        with patch.object(Frame, "run_step", fail_once):
+            found.append((run(ids).detach(), torch.rand(())))
+    (loss, number), (mine, my_number) = found
+    return not left, mine - loss, my_number - number
+
+
+def test_a_forward_that_is_run_again_draws_the_same(pool2: RankPool) -> None:
+    results = pool2.run(run_again, timeout_s=100)
+    assert [failed for failed, _, _ in results] == [False, True]
+    for _, loss, number in results:
+        assert abs(loss) < 1e-12 and number == 0

@@ -4,7 +4,8 @@ backend, on one rank and on two."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -76,6 +77,25 @@ class ProjectedKeys(Decoder):
     def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = self.places[: x.shape[1]]
         k, v = (torch.einsum("bhsd,sk->bhkd", z, places) for z in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class PooledQueries(Decoder):
+    """As Funnel (arXiv 2006.03236) has it: every second token asks all of them, and each of a pair
+    reads what the pair has found."""
+
+    def layers_of(self, x: Tensor, layers: Iterable[Any] | None = None) -> Tensor:
+        for layer in layers or self.layers:
+            pairs = F.avg_pool1d(x.transpose(1, 2), 3, 2, 1).transpose(1, 2)
+            q, k, v = (
+                F.linear(z, w).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+                for z, w in zip((pairs, x, x), layer["qkv"].weight.chunk(3), strict=True)
+            )
+            y = self.attend(layer, x, q, k, v).transpose(1, 2).flatten(2)
+            x = x + (pairs + layer["out"](y)).repeat_interleave(2, 1)
+        return x
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -215,6 +235,15 @@ class FreshNoise(Decoder):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
+class RandomLabels(Decoder):
+    """Noise is drawn behind the layers, and then which tokens count."""
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = x + torch.randn_like(x) * torch.rand(WIDTH, dtype=x.dtype)
+        labels = torch.where(torch.rand(ids.shape) < 0.5, ids, -100)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class ByFrequency(Decoder):
     """A word's gradient is divided by how often it occurs."""
 
@@ -279,6 +308,8 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "a mask of a table": (MaskOfTable, (13, 22)),
     "windows in the batch": (Windowed, (8, 24)),
     "fresh noise in weights": (FreshNoise, (13, 22)),
+    "every second token asks": (PooledQueries, (8, 22, 10)),
+    "random labels": (RandomLabels, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
     "values are returned": (GivesValues, (13, 22)),
@@ -300,6 +331,32 @@ def test_loss_and_gradients_are_those_of_the_model(
     name: str, pool1: RankPool, pool2: RankPool
 ) -> None:
     check_on_ranks(compare, name, pool1, pool2)
+
+
+class Halves(Decoder):
+    """The first half of a batch and the second, which has one more where they are odd."""
+
+    def forward(self, ids: Tensor) -> Any:
+        half = ids.shape[0] // 2
+        return super().forward(ids[:half]) + super().forward(ids[half:])
+
+
+def halves(shapes: Sequence[tuple[int, int]]) -> list[float]:
+    torch._dynamo.reset()
+    model, off = Halves().double(), []
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    for shape in shapes:
+        ids = torch.arange(math.prod(shape)).reshape(shape) % VOCAB
+        grads = [torch.autograd.grad(run(ids), model.embed.weight) for run in (model, compiled)]
+        off.append(relative(grads[1][0], grads[0][0]))
+    return off
+
+
+@pytest.mark.broad
+def test_plans_of_sequences_that_are_two_or_one(pool2: RankPool) -> None:
+    """Halves alike are of one batch, others of two."""
+    for off in pool2.run(halves, [(3, 13), (5, 9), (4, 11), (2, 13)], timeout_s=100):
+        assert max(off) < 1e-9
 
 
 @pytest.mark.broad

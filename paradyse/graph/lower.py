@@ -146,7 +146,7 @@ def compile_function(
     with no_saved_tensors_hooks():
         with fake_mode:
             fakes = [example(s) for s in specs]
-            graph = make_fx(fn, pre_dispatch=not differentiates)(*fakes)
+            graph = make_fx(fn, _BY_PARTS, pre_dispatch=not differentiates)(*fakes)
         graph.graph.eliminate_dead_code()
         if inner == "inductor" and not _count_elements_alone(graph):
             log.warning(
@@ -168,6 +168,19 @@ def compile_function(
 
 
 _aten = torch.ops.aten
+
+
+def _lerp(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    dtype = x.dtype
+    if dtype in (torch.float16, torch.bfloat16):  # it is rounded once
+        x, y, weight = x.float(), y.float(), weight.float()
+    step = y - x
+    return torch.where(weight.abs() < 0.5, x + weight * step, y - step * (1 - weight)).to(dtype)
+
+
+_BY_PARTS = {_aten.lerp.Tensor: _lerp}
+"""Operators that PyTorch 2.11 to 2.14 cannot trace at sizes that vary."""
+
 _PADDING_OF_MEANS = {getattr(_aten, f"avg_pool{n}d").default: 3 for n in (1, 2, 3)} | {
     getattr(_aten, f"avg_pool{n}d_backward").default: 4 for n in (2, 3)
 }

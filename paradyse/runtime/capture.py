@@ -18,6 +18,7 @@ from paradyse.passes.explain_numbers import explain_numbers
 from paradyse.passes.number_inputs import numbers_made_of
 from paradyse.passes.pipeline import CaptureContext, run_passes
 from paradyse.passes.retrace import InputLike, Untraceable, retrace, users_inside
+from paradyse.passes.split_steps import BlockStep, Step
 from paradyse.runtime.known_buffers import band_of
 from paradyse.runtime.program import Program
 from paradyse.runtime.trace_sizes import allowed, choose_sizes
@@ -241,9 +242,19 @@ def fingerprint(program: Program) -> str:
     differ in nothing but the sizes traced at."""
     labels = [(s, program.scope_of(s).labels(WHOLE)) for s in program.steps]
     names = program.scope.names
-    texts = (f"{structure(s.piece, names, of)}\n{s.recompute}" for s, of in labels)
+    texts = (
+        f"{structure(s.piece, names, of)}\n{s.recompute}{_sequences(program, s)}"
+        for s, of in labels
+    )
     text = re.sub(r" at 0x[0-9a-f]+", "", "\n\n".join(texts))
     return text.replace(program.replicas.name, "replicas")
+
+
+def _sequences(program: Program, step: Step) -> list[int | None]:
+    """Numbers of the sequences that ``step`` is over, which its labels do not tell apart."""
+    found = [step.seq, step.keys]
+    found += [step.block.over, step.block.switch] if isinstance(step, BlockStep) else []
+    return [program.number_of(f) for f in found]
 
 
 def find_sizes(program: Program) -> SizeSource:

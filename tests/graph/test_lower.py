@@ -60,6 +60,21 @@ def test_the_graph_may_be_kept_for_another_backward(inner, cached):
     torch.testing.assert_close((*first, *again), (*want, *want), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_lerp_at_sizes_that_vary(dtype, differentiates):
+    def mixed(x, w, positions):
+        return (torch.lerp(x, x * x, w[0]),)
+
+    given = [Spec(s.dims, dtype if i < 2 else s.dtype, CPU, False) for i, s in enumerate(specs())]
+    compiled = compile_function(mixed, given, "aot_eager", SIZES, differentiates)
+    for s in (3, 17):
+        x, w = torch.randn(2, s, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+        args = (x, w, torch.arange(s))
+        (got,), (want,) = compiled.fn(*args), mixed(*args)
+        torch.testing.assert_close(got, want)
+
+
 def test_what_the_compiler_assumed_is_checked():
     def branchy(x, w, positions):
         return (x * 2 if x.shape[1] < 2000 else x,)
