@@ -64,7 +64,9 @@ def allow_whole(
                 f"nothing in this graph can be split: {why}. With a data-parallel axis it cannot "
                 "be trained: use a 1-D mesh, or DistributedDataParallel; of a model that Dynamo "
                 "breaks (TORCH_LOGS=graph_breaks) paradyse.shard has the weights behind the break "
-                "trained; of an input that another compiled model gave, pass the .clone()"
+                "trained; of an input that another compiled model gave, pass the .clone(); once "
+                "the model has raised an exception, as for wrong arguments, Dynamo breaks it until "
+                "torch._dynamo.reset()"
             )
         if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             log.warning(

@@ -177,7 +177,8 @@ class ShardedTensor(Tensor):
         if value.shape != self.shape:
             raise ValueError(
                 f".data of a sharded tensor of shape {list(self.shape)} cannot become a tensor of "
-                f"shape {list(value.shape)}: give one of its shape, whole or sharded"
+                f"shape {list(value.shape)}: give one of its shape, whole or sharded; a model is "
+                "resized (resize_token_embeddings) before paradyse.shard"
             )
         if not isinstance(value, ShardedTensor):
             value = self.with_rows(self.placement.take_own(value.detach()))

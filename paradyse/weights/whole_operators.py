@@ -110,7 +110,8 @@ OUTSIDE = (
     "are gathered for the operator. Or run the model through torch.compile(model, "
     'backend="paradyse"): where that was done, Dynamo runs this part of it eagerly, and '
     "TORCH_LOGS=graph_breaks says why (of an input that another compiled model gave, pass the "
-    ".clone()); before trainers of transformers and TRL put "
+    ".clone(); once the model has raised an exception, as for wrong arguments, Dynamo runs it "
+    "eagerly until torch._dynamo.reset()); before trainers of transformers and TRL put "
     "paradyse.TrainerMixin"
 )
 """What is said where gradients would be lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +11,10 @@ import pytest
 import torch
 from bad_input import Words, missing, name_of, refused
 from harness import RankPool
+from models import make_batch, make_model
 from tiny import Mixer, Tiny, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import paradyse
 
@@ -425,6 +428,35 @@ def text_of_plan(number: int) -> str:
 def test_plans_that_do_not_fit_the_model(number: int, pool2: RankPool) -> None:
     for text in pool2.run(text_of_plan, number, timeout_s=20):
         assert PLANS[number][2] in text, text
+
+
+def behind_an_exception(replicas: bool) -> str:
+    """What is said of a right call behind one that the model has refused."""
+    torch._dynamo.reset()
+    model, batch = make_model("llama", num_hidden_layers=1), make_batch("plain", 2, 8)
+    options: dict[str, Any] = {"inner": "eager"}
+    if replicas:
+        names = ("data", "sequence")
+        options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+    else:
+        paradyse.shard(model)
+    run: Any = torch.compile(model, backend="paradyse", options=options)
+    with pytest.raises(ValueError, match="You must specify exactly one of input_ids"):
+        run()
+    with warnings.catch_warnings(), pytest.raises(Exception) as caught:
+        warnings.simplefilter("ignore")  # of Dynamo, of what it meets on its way
+        run(**batch).loss.backward()
+    torch._dynamo.reset()
+    run(**batch).loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize("replicas", [False, True])
+def test_behind_an_exception_of_the_model(replicas: bool, pool2: RankPool) -> None:
+    """PyTorch traces what has raised one no more: the text of what comes of it says so."""
+    for text in pool2.run(behind_an_exception, replicas, timeout_s=60):
+        assert "once the model has raised an exception" in text and "_dynamo.reset()" in text
 
 
 def test_a_mesh_without_a_process_group_is_refused(tmp_path: Path) -> None:
