@@ -163,6 +163,13 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         (f"{VERSIONS}test_a_backward_with_other_weights_is_an_error[megatron_cz]",),
     ),
     Fault(
+        "a view of a sharded weight is of another shape",
+        "paradyse/weights/sharded_tensor.py",
+        "isinstance(args[0], cls) and [*args[1]] == [*args[0].shape]",
+        "False",
+        ("tests/weights/test_shard_training.py::test_hooks_find_where_gradients_arrive",),
+    ),
+    Fault(
         "what runs again reads what weights have become",
         "paradyse/runtime/frame.py",
         "                    weight.again()",

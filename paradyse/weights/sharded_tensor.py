@@ -240,6 +240,8 @@ class ShardedTensor(Tensor):
         sharded = [x for x in _flat(args, kwargs) if isinstance(x, ShardedTensor)]
         if any(map(is_traced, sharded)):
             return _traced(func, args, kwargs)
+        if func in _OF_ANY_SHAPE and isinstance(args[0], cls) and [*args[1]] == [*args[0].shape]:
+            func, args = aten.alias.default, args[:1]
         reduced = _REDUCTIONS.get(func)
         if reduced is not None and ShardedView not in types:
             return reduced(*args, **kwargs)
@@ -444,6 +446,9 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) ->
         norms[i] = norm
     return [norm.to(dtype) for norm, dtype in zip(norms, dtypes, strict=True)]
 
+
+_OF_ANY_SHAPE = {aten.view.default, aten.expand.default}
+"""What is an alias where the shape stays: hooks find by it the node that a gradient arrives at."""
 
 _REDUCTIONS = REDUCTIONS | {aten._foreach_norm.Scalar: _foreach_norm}
 

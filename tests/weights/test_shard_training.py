@@ -364,3 +364,32 @@ def tied() -> None:
 
 def test_tied_weights_stay_tied(pool2: RankPool) -> None:
     pool2.run(tied, timeout_s=100)
+
+
+def heard_by_hooks() -> float:
+    """How far the gradients are off that hooks of all weights together, and of the node where each
+    one's gradient arrives, have heard of."""
+    import paradyse
+
+    heard: list[list[Tensor]] = []
+    for sharded in (False, True):
+        model = make_model("llama", torch.float64, num_hidden_layers=1)
+        if sharded:
+            paradyse.shard(model)
+        compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+        found: dict[Any, Tensor] = {}
+        weights = list(model.parameters())
+        torch.autograd.graph.register_multi_grad_hook(
+            weights, lambda grads, found=found: found.update(enumerate(grads))
+        )
+        nodes = [(p, p.expand_as(p).grad_fn.next_functions[0][0]) for p in weights]
+        for p, node in nodes:
+            node.register_prehook(lambda grads, p=p, found=found: found.update({p: grads[0]}))
+        run = compiled if sharded else model
+        run(**make_batch("plain", 2, 9)).loss.backward()
+        heard.append([whole(found[key]) for key in (*range(len(weights)), *weights)])
+    return max(relative(got, want) for want, got in zip(*heard, strict=True))
+
+
+def test_hooks_find_where_gradients_arrive(pool2: RankPool) -> None:
+    assert max(pool2.run(heard_by_hooks)) < 1e-6
