@@ -45,15 +45,17 @@ from paradyse.runtime.graph_limit import make_room_for_graphs
 from paradyse.runtime.output_sizes import OutputSizes
 from paradyse.runtime.program import Program
 from paradyse.runtime.run_again import stops_behind
-from paradyse.runtime.weight_writes import apply_writes, take_writes
+from paradyse.runtime.weight_writes import apply_writes, may_write, take_writes
 from paradyse.strategies.groups.rest_layout import rest_layouts
-from paradyse.torch_private import break_of, lookup_backend
+from paradyse.torch_private import break_of, lookup_backend, pass_over_requiring_hooks
 from paradyse.weights.sharded_tensor import relayout
-from paradyse.weights.unshard import Shelf, gather
+from paradyse.weights.unshard import Shelf, gather, write_back
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+pass_over_requiring_hooks("paradyse")  # Dynamo looks backends up before it traces
 
 
 def paradyse(
@@ -221,12 +223,16 @@ class Capture:
         if not sharded:
             return run
         between = collectives.register_block(self.axis, "whole graph")
+        writes = may_write(self.gm)
 
         def with_whole_weights(*args: Any) -> Any:
             shards = [args[i] for i in sharded]
-            wholes, _ = gather(shards, between, False, Shelf(ahead=False))
+            wholes, gathered = gather(shards, between, False, Shelf(ahead=False))
             given = dict(zip(sharded, wholes, strict=True))
-            return run(*(given.get(i, a) for i, a in enumerate(args)))
+            out = run(*(given.get(i, a) for i, a in enumerate(args)))
+            if writes:
+                write_back(shards, wholes)
+            return out if gathered is None else gathered.release(out)
 
         return with_whole_weights
 

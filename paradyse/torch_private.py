@@ -149,6 +149,39 @@ def compiling_backward_at_once() -> Iterator[None]:
                 setattr(graph_compile, name, found)
 
 
+_REQUIRING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+
+def pass_over_requiring_hooks(backend: str) -> bool:
+    """Have Dynamo pass over what forward hooks of transformers and peft do where it traces for the
+    backend of that name: embeddings that are frozen get ``requires_grad`` (as checkpoints that are
+    reentrant need it), which ends the graph. In a graph nothing reads that gradient.
+
+    Returns:
+        Whether this PyTorch has what is changed for that.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    name = "requires_grad_"
+    entry = getattr(TensorVariable, "tp_methods", {}).get(name)  # torch 2.14
+    method = getattr(TensorVariable, f"method_{name}", None)
+    found = method if entry is None else entry.handler
+    if found is None:
+        return False
+
+    def handler(x: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        is_hook = x.source is None and tx.f_code.co_name in _REQUIRING_HOOKS
+        if is_hook and getattr(tx.output.compiler_fn, "_compiler_name", None) == backend:
+            return x
+        return found(x, tx, *args, **kwargs)
+
+    if entry is None:
+        setattr(TensorVariable, f"method_{name}", handler)
+    else:
+        entry.handler = handler
+    return True
+
+
 def break_of(gm: Any) -> Any:
     """Why Dynamo ended ``gm``: ``graph_break`` of it says whether Python goes on behind it."""
     return getattr(gm, "compile_subgraph_reason", None)

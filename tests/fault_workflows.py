@@ -170,6 +170,33 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         ("tests/weights/test_shard_training.py::test_hooks_find_where_gradients_arrive",),
     ),
     Fault(
+        "a graph that every rank computes writes into copies of weights",
+        "paradyse/backend.py",
+        "            if writes:",
+        "            if False:",
+        (
+            "tests/runtime/test_weight_writes.py::"
+            "test_weights_that_a_graph_on_every_rank_writes[FollowsByData-True]",
+        ),
+    ),
+    Fault(
+        "weights of a graph that every rank computes do not come back for another backward",
+        "paradyse/backend.py",
+        "return out if gathered is None else gathered.release(out)",
+        "return out",
+        ("tests/runtime/test_computed_whole.py::test_backward_of_a_whole_graph_again",),
+    ),
+    Fault(
+        "hooks for checkpoints end the graph",
+        "paradyse/torch_private.py",
+        "is_hook = x.source is None and",
+        "is_hook = False and",
+        (
+            "tests/strategies/test_recompute.py::"
+            "test_checkpointing_with_a_frozen_embedding[2-True-aot_eager]",
+        ),
+    ),
+    Fault(
         "what runs again reads what weights have become",
         "paradyse/runtime/frame.py",
         "                    weight.again()",

@@ -3,6 +3,7 @@ call, on the weights as they lie, shards included."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,24 @@ def take_writes(gm: fx.GraphModule, is_weight: Sequence[bool]) -> list[WeightWri
     if found:
         gm.recompile()
     return found
+
+
+def may_write(gm: fx.GraphModule) -> bool:
+    """Whether an operator of Dynamo's graph ``gm`` writes in place, be it to a weight or not."""
+    graphs = (m.graph for m in gm.modules() if isinstance(m, fx.GraphModule))
+    return any(_may_write(node) for graph in graphs for node in graph.nodes)
+
+
+def _may_write(node: fx.Node) -> bool:
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target in _OPERATORS_IN_PLACE or "out" in node.kwargs
+
+
+_NAMES = "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"
+_OPERATORS_IN_PLACE = {operator.setitem, *(getattr(operator, name) for name in _NAMES)}
 
 
 def _is_write(node: fx.Node) -> bool:

@@ -285,6 +285,16 @@ def gather_by(gathered: Gathered) -> tuple[list[Tensor], Gathered | None]:
     return list(wholes), gathered
 
 
+@torch.no_grad()
+def write_back(shards: Sequence[ShardedTensor], wholes: Sequence[Tensor]) -> None:
+    """Have ``shards`` hold what was written into ``wholes``, which were gathered of them. The
+    values are compared, as writes through ``.data`` are not counted."""
+    for shard, whole in zip(shards, wholes, strict=True):
+        rows = shard.placement.take_own(whole.detach())
+        if not torch.equal(rows, shard.for_use):
+            shard.data.copy_(whole.detach())
+
+
 class _AsItLies(torch.autograd.Function):
     """The rank's rows as a plain tensor."""
 

@@ -290,3 +290,39 @@ def test_a_length_that_cannot_be_split_beside_others_that_can(
 ) -> None:
     for errors in pool2.run(whole_at_eleven, inner, sharded, timeout_s=120):
         assert errors.keys() == {"7", "9", "11"} and max(errors.values()) < 1e-9
+
+
+class Scaled(nn.Module):
+    """Two means of what has no sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.rand(4000)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x * self.first).sin() * self.second
+        return y.mean(), y.square().mean()
+
+
+def kept_for_another() -> list[float]:
+    """How far gradients of sharded weights are off after each of several backward calls."""
+    import paradyse
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = Scaled().double()
+    model = paradyse.shard(copy.deepcopy(reference))
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    x, off = torch.randn(64, 4000, dtype=torch.float64), []
+    want, got = reference(x), compiled(x)
+    for i in (0, 1, 0):
+        want[i].backward(retain_graph=True)
+        got[i].backward(retain_graph=True)
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        off += [relative(whole(p.grad), q.grad) for p, q in pairs]
+    return off
+
+
+def test_backward_of_a_whole_graph_again(pool2: RankPool) -> None:
+    for off in pool2.run(kept_for_another, timeout_s=60):
+        assert max(off) < 1e-12

@@ -9,7 +9,7 @@ import torch
 from harness import RankPool
 from models import whole
 from tiny import Tiny, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
 from paradyse.runtime.registry import captures_of
 
@@ -49,6 +49,33 @@ class ReadFirst(Tiny):
         return super().forward(ids, labels) + before
 
 
+class Follows(Tiny):
+    """A weight that nothing is trained of follows another one, as MoCo's do (arXiv 1911.05722)."""
+
+    calls = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follower = nn.Linear(*self.layers[0]["down"].weight.T.shape)
+        self.follower.requires_grad_(False)
+
+    def follow(self, mine: Any, other: Any) -> None:
+        mine.weight.mul_(0.9).add_(other.weight, alpha=0.1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        with torch.no_grad():
+            self.follow(self.follower, self.layers[0]["down"])
+        return super().forward(ids, labels) + self.follower.weight.square().sum()
+
+
+class FollowsByData(Follows):
+    """The same, unseen by autograd."""
+
+    def follow(self, mine: Any, other: Any) -> None:
+        mine.weight.data = mine.weight.data * 0.9 + other.weight.data * 0.1
+        mine.bias.data[1:].mul_(0.5)
+
+
 def train(model_type: Any, sharded: bool) -> None:
     import paradyse
 
@@ -71,7 +98,7 @@ def train(model_type: Any, sharded: bool) -> None:
             optimizer.step()
         for got, want in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(got), want.detach(), rtol=1e-9, atol=1e-12)
-    is_split = model_type is not ReadFirst
+    is_split = issubclass(model_type, Clamped | ClampedBySteps)
     assert bool(list(captures_of(compiled))) == is_split
     assert bool(list(captures_of(compiled, whole=True))) != is_split
 
@@ -80,6 +107,15 @@ def train(model_type: Any, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("model_type", [Clamped, ClampedBySteps])
 def test_weights_that_a_forward_writes(model_type: Any, sharded: bool, pool2: RankPool) -> None:
+    pool2.run(train, model_type, sharded, timeout_s=100)
+
+
+@pytest.mark.broad(but="FollowsByData-True")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("model_type", [Follows, FollowsByData])
+def test_weights_that_a_graph_on_every_rank_writes(
+    model_type: Any, sharded: bool, pool2: RankPool
+) -> None:
     pool2.run(train, model_type, sharded, timeout_s=100)
 
 

@@ -88,3 +88,39 @@ def test_checkpointing(family: str, nproc: int, sharded: bool, ranks: Ranks) -> 
     for sizes in ranks(nproc).run(compare, family, sharded, timeout_s=200):
         for recomputed, kept in sizes:
             assert recomputed < 0.6 * kept
+
+
+def frozen_embedding(sharded: bool, inner: str) -> float:
+    """How far the loss is off; the embedding is frozen, so that transformers has a hook of it ask
+    for gradients."""
+    import paradyse
+    from paradyse.runtime.registry import captures_of
+
+    torch._dynamo.reset()
+    reference, model = (make_model("llama", torch.float64).train() for _ in range(2))
+    for m in (reference, model):
+        m.get_input_embeddings().requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            m.gradient_checkpointing_enable()
+        m.enable_input_require_grads()
+    if sharded:
+        paradyse.shard(model)
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": inner})
+    batch = make_batch("plain", 2, 13)
+    want, got = (run_step(run, m, batch) for run, m in ((reference, reference), (compiled, model)))
+    (graph,) = [g for c in captures_of(compiled) for g in c.graphs.values()]
+    assert all(s.recompute for s in graph.program.block_steps)
+    check(got, want)
+    return abs(got.loss - want.loss)
+
+
+@pytest.mark.broad(but="2-True-aot_eager")
+@pytest.mark.parametrize(
+    ("nproc", "sharded", "inner"), [(1, False, "eager"), (2, True, "aot_eager")]
+)
+def test_checkpointing_with_a_frozen_embedding(
+    nproc: int, sharded: bool, inner: str, ranks: Ranks
+) -> None:
+    for off in ranks(nproc).run(frozen_embedding, sharded, inner, timeout_s=100):
+        assert off < 1e-6
