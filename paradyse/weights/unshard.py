@@ -192,7 +192,7 @@ class _FillInBackward(torch.autograd.Function):
     def forward(ctx: Any, gathered: Gathered, *outputs: Tensor) -> Any:
         ctx.gathered = gathered
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
+        return tuple(x.detach() for x in outputs)  # views of several could not be written to
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
