@@ -153,10 +153,12 @@ _REQUIRING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 def pass_over_requiring_hooks(backend: str) -> bool:
-    """Have Dynamo pass over what forward hooks of transformers and peft do where it traces for the
-    backend of that name: embeddings that are frozen get ``requires_grad`` (as checkpoints that are
-    reentrant need it), which ends the graph. In a graph nothing reads that gradient.
+    """Have Dynamo pass over what forward hooks of transformers and peft do where it traces for
+    ``backend``: embeddings that are frozen get ``requires_grad`` (as checkpoints that are reentrant
+    need it), which ends the graph. In a graph nothing reads that gradient.
 
+    Args:
+        backend: its name.
     Returns:
         Whether this PyTorch has what is changed for that.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paradyse import torch_private as private
 
@@ -74,3 +74,19 @@ def check_break_of() -> None:
     torch._dynamo.reset()
     torch.compile(fn, backend=backend)(torch.ones(2))
     assert seen == [True, False]
+
+
+def check_pass_over_requiring_hooks() -> None:
+    """The whole of it: ``tests/strategies/test_recompute.py``."""
+    assert private.pass_over_requiring_hooks("paradyse")
+
+    def make_inputs_require_grads(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.requires_grad_(True)
+
+    model = nn.Sequential(nn.Embedding(5, 4).requires_grad_(False), nn.Linear(4, 3))
+    model[0].register_forward_hook(make_inputs_require_grads)
+    ids = torch.arange(5)
+    torch._dynamo.reset()
+    options = {"inner": "eager"}
+    torch.compile(model, backend="paradyse", fullgraph=True, options=options)(ids).sum().backward()
+    assert model[1].weight.grad is not None

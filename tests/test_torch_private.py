@@ -340,22 +340,6 @@ def check_compiling_backward_at_once() -> None:
     assert torch.compiler.config.cache_key_tag == tag
 
 
-def check_pass_over_requiring_hooks() -> None:
-    """The whole of it: ``tests/strategies/test_recompute.py``."""
-    assert private.pass_over_requiring_hooks("paradyse")
-
-    def make_inputs_require_grads(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        output.requires_grad_(True)
-
-    model = nn.Sequential(nn.Embedding(5, 4).requires_grad_(False), nn.Linear(4, 3))
-    model[0].register_forward_hook(make_inputs_require_grads)
-    ids = torch.arange(5)
-    torch._dynamo.reset()
-    options = {"inner": "eager"}
-    torch.compile(model, backend="paradyse", fullgraph=True, options=options)(ids).sum().backward()
-    assert model[1].weight.grad is not None
-
-
 def check_is_static_input() -> None:
     x = torch.ones(2)
     assert not private.is_static_input(x)
