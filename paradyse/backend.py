@@ -232,7 +232,9 @@ class Capture:
             out = run(*(given.get(i, a) for i, a in enumerate(args)))
             if writes:
                 write_back(shards, wholes)
-            return out if gathered is None else gathered.release(out)
+            if gathered is not None:
+                gathered.stays = True
+            return out
 
         return with_whole_weights
 

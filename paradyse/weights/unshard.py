@@ -104,6 +104,8 @@ class Gathered:
         self.again: Sequence[int] = range(len(shards))
         """Which of the weights backward reads."""
         self.is_filled = False
+        self.stays = False
+        """Nothing brings the weights back, so that they lie here as long as a backward may come."""
         self.holds = False
         """Whether the block begins with a message, behind which weights start that backward needs
         next."""
@@ -147,6 +149,8 @@ class Gathered:
         self.free()
 
     def free(self) -> None:
+        if self.stays:
+            return
         for w in self.wholes:
             w.untyped_storage().resize_(0)
         self.is_filled = False
@@ -192,7 +196,7 @@ class _FillInBackward(torch.autograd.Function):
     def forward(ctx: Any, gathered: Gathered, *outputs: Tensor) -> Any:
         ctx.gathered = gathered
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in outputs)  # views of several could not be written to
+        return tuple(x.view_as(x) for x in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
