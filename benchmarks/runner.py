@@ -7,6 +7,7 @@ contenders take turns (``take_turns``).
 """
 
 import argparse
+import logging
 import multiprocessing
 import os
 import pkgutil
@@ -34,7 +35,6 @@ import torch.distributed as dist
 from paradyse.cli.charts import Line, Page
 from paradyse.cli.launch import Rank, RanksFailed, Setting, choose_links, run_ranks
 from paradyse.cli.links import parse_rate
-from paradyse.cli.models import whole_graphs
 from paradyse.cli.pages import WAY_OUT, write_png
 from paradyse.planning.machine import describe_device
 
@@ -91,10 +91,18 @@ MANY_MODELS = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
 its limit would run them eagerly."""
 
 
+def for_all() -> dict[str, Any]:
+    """Dynamo's settings for all contenders: ``MANY_MODELS``, and to pass over what transformers
+    logs once, which would break the graphs of others than ours."""
+    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it
+    return MANY_MODELS | ({"ignore_logging_functions": {once}} if once else {})
+
+
 def run_target(rank: Rank, target: str, args: argparse.Namespace) -> Any:
     """What runs on each rank: ``module:function``."""
-    with torch._dynamo.config.patch(MANY_MODELS), whole_graphs():
-        return pkgutil.resolve_name(target)(rank, args)
+    run = pkgutil.resolve_name(target)
+    with torch._dynamo.config.patch(for_all()):
+        return run(rank, args)
 
 
 def seconds_of(step: Callable[[], object]) -> float:

@@ -47,7 +47,7 @@ from paradyse.runtime.program import Program
 from paradyse.runtime.run_again import stops_behind
 from paradyse.runtime.weight_writes import apply_writes, may_write, take_writes
 from paradyse.strategies.groups.rest_layout import rest_layouts
-from paradyse.torch_private import break_of, lookup_backend, pass_over_requiring_hooks
+from paradyse.torch_private import break_of, keep_graphs_whole, lookup_backend
 from paradyse.weights.sharded_tensor import relayout
 from paradyse.weights.unshard import Shelf, gather, write_back
 
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-pass_over_requiring_hooks("paradyse")  # Dynamo looks backends up before it traces
+keep_graphs_whole("paradyse")  # Dynamo looks backends up before it traces
 
 
 def paradyse(

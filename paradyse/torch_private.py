@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -182,6 +183,47 @@ def pass_over_requiring_hooks(backend: str) -> bool:
     else:
         entry.handler = handler
     return True
+
+
+def pass_over_warnings_once(backend: str) -> bool:
+    """Have Dynamo log what models log once, by ``Logger.warning_once`` of transformers, when it
+    traces for ``backend``, instead of ending the graph there.
+
+    Args:
+        backend: its name.
+    Returns:
+        Whether this PyTorch has what is changed for that.
+    """
+    from torch._dynamo import variables
+    from torch._dynamo.variables import misc
+
+    logger = getattr(misc, "LoggingLoggerVariable", None)
+    if logger is None:
+        return False
+    found = logger.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        known = name == "warning_once" and all(x.is_python_constant() for x in given)
+        if known and getattr(tx.output.compiler_fn, "_compiler_name", None) == backend:
+            log = getattr(self.value, name)
+            log(
+                *(x.as_python_constant() for x in args),
+                **{key: x.as_python_constant() for key, x in kwargs.items()},
+            )
+            return variables.ConstantVariable.create(None)
+        return found(self, tx, name, args, kwargs)
+
+    logger.call_method = call_method
+    return True
+
+
+@cache
+def keep_graphs_whole(backend: str) -> None:
+    """Have Dynamo go on, where it traces for ``backend``, at the lines of transformers and peft
+    that would end a graph: ``pass_over_requiring_hooks`` and ``pass_over_warnings_once``."""
+    pass_over_requiring_hooks(backend)
+    pass_over_warnings_once(backend)
 
 
 def break_of(gm: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -90,3 +91,32 @@ def check_pass_over_requiring_hooks() -> None:
     options = {"inner": "eager"}
     torch.compile(model, backend="paradyse", fullgraph=True, options=options)(ids).sum().backward()
     assert model[1].weight.grad is not None
+
+
+def check_pass_over_warnings_once() -> None:
+    """What a model logs once is logged while it is traced, and its graph goes on."""
+    from transformers.utils.logging import get_logger
+
+    assert private.pass_over_warnings_once("paradyse")
+    log, said = get_logger("transformers.checked"), list[str]()
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            log.warning_once(f"{self.out_features} wide")
+            return super().forward(x)
+
+    listening = Listening()
+    log.addHandler(listening)
+    try:
+        torch._dynamo.reset()
+        options = {"inner": "eager"}
+        run = torch.compile(Model(4, 3), backend="paradyse", fullgraph=True, options=options)
+        for n in (2, 5):
+            assert run(torch.ones(n, 4)).shape == (n, 3)
+    finally:
+        log.removeHandler(listening)
+    assert said == ["3 wide"]

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import importlib.util
 import json
-import logging
 import runpy
 import sys
 import textwrap
@@ -271,18 +270,3 @@ def token_counter(path: str) -> Callable[[str], int]:
 def vocabulary_of(model: torch.nn.Module) -> int:
     """Number of tokens that the embedding of ``model`` knows."""
     return int(model.get_input_embeddings().num_embeddings)
-
-
-@contextlib.contextmanager
-def whole_graphs() -> Iterator[None]:
-    """Dynamo passes over the warnings that some models log once, which otherwise break the graph.
-
-    A setting of the process: for the command line's own ranks, where no one else compiles.
-    """
-    from paradyse.torch_private import dynamo_config
-
-    name = "ignore_logging_functions"
-    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it
-    known = getattr(dynamo_config, name)
-    with dynamo_config.patch({name: {*known, once} if once else known}):
-        yield

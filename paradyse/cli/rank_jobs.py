@@ -150,20 +150,19 @@ def train(
     plans: list[str] = []
     kinds: list[str] = []
     rank.report(Phase("training; a plan used for the first time is compiled first", len(files)))
-    with integrations.whole_graphs():
-        for i, file in enumerate(files):
-            _reset_peak(rank.device)
-            loss, time_s = training.step(file)
-            plans.append(paradyse.stats(compiled).plan_per_length.get(file.num_tokens, ""))
-            kinds = kinds or block_kinds(compiled, file.num_tokens)
-            peak = peak_bytes(rank.device)
-            highest = max(highest, peak)
-            in_words = describe_plan(plans[-1], kinds)
-            rank.report(StepDone(i, file.name, file.num_tokens, in_words, loss, time_s, peak))
-        counters = paradyse.stats(compiled)
-        if replay_at and rounds:
-            trace = [(i, _batch(files[i], rank.device), plans[i]) for i in replay_at]
-            replay(rank, training.model, trace, strategies, rounds, options, REPLAY_S)
+    for i, file in enumerate(files):
+        _reset_peak(rank.device)
+        loss, time_s = training.step(file)
+        plans.append(paradyse.stats(compiled).plan_per_length.get(file.num_tokens, ""))
+        kinds = kinds or block_kinds(compiled, file.num_tokens)
+        peak = peak_bytes(rank.device)
+        highest = max(highest, peak)
+        in_words = describe_plan(plans[-1], kinds)
+        rank.report(StepDone(i, file.name, file.num_tokens, in_words, loss, time_s, peak))
+    counters = paradyse.stats(compiled)
+    if replay_at and rounds:
+        trace = [(i, _batch(files[i], rank.device), plans[i]) for i in replay_at]
+        replay(rank, training.model, trace, strategies, rounds, options, REPLAY_S)
     return {"peak_bytes": highest, "stats": counters}
 
 
@@ -200,9 +199,8 @@ def plan(
 
     model = make().to(rank.device).train()
     compiled = torch.compile(model, backend="paradyse", options=dict(options))
-    with integrations.whole_graphs():
-        compiled(**_random_batch(model, batch, 16, rank.device))
-        return [paradyse.explain(compiled, batch, n) for n in lengths]
+    compiled(**_random_batch(model, batch, 16, rank.device))
+    return [paradyse.explain(compiled, batch, n) for n in lengths]
 
 
 def verify(
@@ -216,10 +214,9 @@ def verify(
     import paradyse
 
     model = make().to(rank.device)
-    with integrations.whole_graphs():
-        report: VerifyReport = paradyse.verify(
-            model, _random_batch(model, batch, seq_len, rank.device), dict(options)
-        )
+    report: VerifyReport = paradyse.verify(
+        model, _random_batch(model, batch, seq_len, rank.device), dict(options)
+    )
     return report
 
 
@@ -240,8 +237,7 @@ def profile(
     model = make().to(rank.device)
     if sharded:
         paradyse.shard(model)
-    with integrations.whole_graphs():
-        found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
+    found: Profile = paradyse.profile(model, progress=rank.send, **arguments)
     return found
 
 

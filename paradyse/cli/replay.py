@@ -326,5 +326,4 @@ def bench(
         paradyse.shard(model)
     texts = [torch.randint(size.vocabulary, (1, n)) for n in lengths]
     trace = [(i, batch_of(ids, rank.device), "") for i, ids in enumerate(texts)]
-    with integrations.whole_graphs():
-        replay(rank, model, trace, strategies, rounds, options, watch_memory=True)
+    replay(rank, model, trace, strategies, rounds, options, watch_memory=True)

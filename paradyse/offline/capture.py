@@ -24,6 +24,7 @@ from paradyse.runtime.capture import (
 )
 from paradyse.runtime.program import Program
 from paradyse.runtime.weight_writes import take_writes
+from paradyse.torch_private import keep_graphs_whole
 
 
 @contextlib.contextmanager
@@ -79,6 +80,8 @@ def capture_program(
         found.append((program, ctx.notes))
         raise _Captured
 
+    capture.__name__ = "paradyse"  # Dynamo traces as it does for the backend of that name
+    keep_graphs_whole(capture.__name__)
     compiled = torch.compile(model, backend=capture, dynamic=True, fullgraph=True)
     try:
         compiled(**batch)

@@ -16,7 +16,7 @@ from paradyse.distributed.lanes import GRADIENTS, lane_of
 from paradyse.distributed.replicas import start_average
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient, own_part, rest_part
-from paradyse.weights.shard_comm import flatten, in_buckets, unflatten
+from paradyse.weights.shard_comm import dense, flatten, in_buckets, unflatten
 from paradyse.weights.sharded_tensor import ShardedTensor, rows_for_use
 
 TOGETHER_BYTES = 25 * 2**20
@@ -76,7 +76,7 @@ class SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        sync, owners = ctx.of
+        (sync, owners), grads = ctx.of, dense(grads)
         if sync.later:
             return None, None, *(g if g is None else own_part(g, g) for g in grads)
         lane, replicas = lane_of(sync.axis, GRADIENTS), sync.replicas
@@ -104,6 +104,7 @@ class AverageGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         sync: GradientSync = ctx.sync
+        grads = dense(grads)
         if sync.later:
             as_they_are = type(None), PartialGradient
             return None, *(g if isinstance(g, as_they_are) else rest_part(g, g) for g in grads)

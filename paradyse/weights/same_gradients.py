@@ -23,7 +23,7 @@ from paradyse.distributed.facts import digest
 from paradyse.distributed.replicas import average
 from paradyse.weights.gradients import AverageGradients
 from paradyse.weights.no_sync import GradientSync
-from paradyse.weights.shard_comm import flatten, in_buckets, unflatten
+from paradyse.weights.shard_comm import dense, flatten, in_buckets, unflatten
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class SameGradients(AverageGradients):
         sync: GradientSync = ctx.sync
         if sync.later:
             return AverageGradients.backward(ctx, *grads)
+        grads = dense(grads)
         there = [i for i, g in enumerate(grads) if g is not None]
         given = [grads[i] for i in there]
         out: list[Tensor | None] = [None] * len(grads)

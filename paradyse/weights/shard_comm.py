@@ -178,6 +178,13 @@ def _own_rows(flat: Tensor, shards: Sequence[Shard]) -> list[Tensor]:
     return [rows.to(s.trained_dtype) for rows, s in pairs]
 
 
+def dense(grads: Sequence[Any]) -> tuple[Any, ...]:
+    """``grads`` of whole weights, those of look-ups with ``sparse=True`` as dense tensors, which
+    ranks add up."""
+    strided = torch.strided
+    return tuple(g if g is None or g.layout is strided else g.to_dense() for g in grads)
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """The elements of all ``tensors``, of one dtype, as one vector, [n]."""
     return torch.cat([x.reshape(-1) for x in tensors])

@@ -19,7 +19,7 @@ from paradyse.torch_private import is_traceable_wrapper_subclass
 from paradyse.weights.cast_shard import CastShard, at_rest
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import own_part
-from paradyse.weights.shard_comm import Gathers, gather_shards, start_gather, start_scatter
+from paradyse.weights.shard_comm import Gathers, dense, gather_shards, start_gather, start_scatter
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.slices import Form, Rows
 from paradyse.weights.versions import Read
@@ -221,6 +221,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         gathered: Gathered = ctx.gathered
         gathered.free()
+        grads = dense(grads)
         if gathered.shelf.group_size:
             grads = tuple(_of_group(gathered, grads))
         found = [i for i, g in enumerate(grads) if g is not None]

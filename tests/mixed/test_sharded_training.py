@@ -14,7 +14,6 @@ from test_training import alone, dataset_of, epoch, step_of, targets, ways_for
 from torch import Tensor
 
 import paradyse
-from paradyse.cli.models import whole_graphs
 from paradyse.distributed.axis import resolve_axis
 from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedBatches, MixedStep
@@ -72,9 +71,8 @@ def trained(
     want, found = alone(reference, family, data), []
     for plan in plans:
         step = step_by(batches, plan_of(plan))
-        with whole_graphs():  # GPT-2 logs a line before its loss
-            for loss in mixed.losses(step):
-                loss.backward()
+        for loss in mixed.losses(step):
+            loss.backward()
         assert step.loss is not None
         found.append(worst(step_of(model, step.loss), want))
     return found
@@ -223,9 +221,8 @@ def long_run(family: str, sharded: bool, num_steps: int) -> list[float]:
     num = 0
     while num < num_steps:
         for step in batches:
-            with whole_graphs():  # GPT-2 logs a line before its loss
-                for loss in mixed.losses(step):
-                    loss.backward()
+            for loss in mixed.losses(step):
+                loss.backward()
             want = alone_step(reference, family, [data[i] for i in step.indices])
             assert step.loss is not None
             assert abs(step.loss.item() - want) <= 1e-3 * want, (num, step.plan.in_words())

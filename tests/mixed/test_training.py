@@ -15,7 +15,6 @@ from step_search import ways_by_formula
 from torch import Tensor
 
 import paradyse
-from paradyse.cli.models import whole_graphs
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.ways import StepPlan, Way
 
@@ -100,9 +99,8 @@ def epoch(
         if kept:
             for n, p in model.named_parameters():
                 p.grad = want.grads[n].clone()
-        with whole_graphs():  # GPT-2 logs a line before its loss
-            for loss in mixed.losses(step):
-                loss.backward()
+        for loss in mixed.losses(step):
+            loss.backward()
         assert step.loss is not None
         got = step_of(model, step.loss)
         if kept:

@@ -11,7 +11,6 @@ from test_dry_run import meta_model
 
 from paradyse.cli.commands.plan import dtypes_on_paper
 from paradyse.cli.main import main
-from paradyse.cli.models import whole_graphs
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
 from paradyse.offline.groups import ways_on_paper
@@ -40,8 +39,7 @@ def runs() -> dict[str, DryRun]:
         ("whole", torch.float32, torch.bfloat16, False),
     ):
         model, batch = meta_model("llama")
-        with whole_graphs():
-            found[name] = dry_run(model.to(dtype), batch, 2, sharded, levers=(), autocast=cast)
+        found[name] = dry_run(model.to(dtype), batch, 2, sharded, levers=(), autocast=cast)
     return found
 
 
@@ -97,8 +95,7 @@ def test_times_are_those_of_what_blocks_compute_in(runs: dict[str, DryRun]) -> N
 def test_groups_are_planned_for_both_dtypes() -> None:
     def run_of(degree: int) -> DryRun:
         model, batch = meta_model("llama")
-        with whole_graphs():
-            return dry_run(model, batch, degree, levers=(), autocast=torch.bfloat16)
+        return dry_run(model, batch, degree, levers=(), autocast=torch.bfloat16)
 
     cluster = read_cluster("a100-80gb")
     runs = {degree: run_of(degree) for degree in (1, 2)}

@@ -18,7 +18,6 @@ from models import FAMILIES, make_batch, make_model
 from torch import Tensor
 
 from paradyse.cli.commands.plan import levers_chart, page_of, tables_of_the_longest
-from paradyse.cli.models import whole_graphs
 from paradyse.offline import dry_run as dry
 from paradyse.offline import ops
 from paradyse.offline.capture import capture_program, fake_world
@@ -60,8 +59,7 @@ def meta_model(family: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
 def on_paper(family: str, num_ranks: int, autocast: torch.dtype | None = None) -> DryRun:
     """A model of the tests' families on ranks that are not there."""
     model, batch = meta_model(family)
-    with whole_graphs():
-        return dry_run(model, batch, num_ranks, autocast=autocast)
+    return dry_run(model, batch, num_ranks, autocast=autocast)
 
 
 def attention_on_paper(
@@ -70,7 +68,7 @@ def attention_on_paper(
     """Memory of Llama's attention by each strategy, as it is and with module constants changed."""
     model, batch = meta_model("llama")
     found = []
-    with whole_graphs(), fake_world(num_ranks) as axis, pytest.MonkeyPatch.context() as patch:
+    with fake_world(num_ranks) as axis, pytest.MonkeyPatch.context() as patch:
         program = capture_program(model, batch, axis)
         for changed in ({}, changes):
             for module, values in changed.items():
@@ -130,8 +128,7 @@ def _saved_by_blocks(family: str) -> dict[tuple[str, str], int]:
     try:
         for strategy in FEASIBLE:
             current[0] = strategy
-            with whole_graphs():
-                compiled(**batch).loss.backward()  # compiles
+            compiled(**batch).loss.backward()  # compiles
             Frame.run_step, Frame.weights = watched, watched_weights  # type: ignore[method-assign,assignment]
             compiled(**batch).loss.backward()
             Frame.run_step, Frame.weights = run_step, weights  # type: ignore[method-assign]
@@ -192,7 +189,7 @@ def test_short_rings_and_whole_copies_need_as_much() -> None:
 def test_a_thousand_ranks() -> None:
     model, batch = meta_model("llama")
     strategies = ("megatron_ts", "megatron_cz", "ulysses_z")
-    with whole_graphs(), fake_world(1024) as axis:
+    with fake_world(1024) as axis:
         program = capture_program(model, batch, axis)
         ts, cz, ulysses = (
             sum(measure_step(program, program.block_steps[0], s).at(1024)) for s in strategies
@@ -265,7 +262,7 @@ def test_chunks_are_predicted_by_two_of_them() -> None:
     """What a step in six chunks holds at another length, from steps in two of a few tokens."""
     model, batch = meta_model("llama")
     point, local, num_chunks = "ulysses_z+chunked", 240, 6
-    with whole_graphs(), fake_world(2) as axis, pytest.MonkeyPatch.context() as patch:
+    with fake_world(2) as axis, pytest.MonkeyPatch.context() as patch:
         program = capture_program(model, batch, axis)
         step = program.block_steps[0]
         saved, workspace = measure_step(program, step, point).at(local, local // num_chunks)
@@ -397,7 +394,7 @@ def test_weights_on_the_host_leave_less_of_it_to_blocks() -> None:
 def test_scores_grow_with_each_sequence_and_not_with_all() -> None:
     """Eight short sequences, seen as such, on one of two ranks."""
     model, batch = meta_model("llama")
-    with whole_graphs(), fake_world(2) as axis:
+    with fake_world(2) as axis:
         program = capture_program(model, {k: x.expand(2, -1) for k, x in batch.items()}, axis)
         step, point = program.block_steps[0], "colossal_z"
         sizes, block = measure_step(program, step, point), describe_blocks(program)[0]

@@ -9,7 +9,6 @@ import torch
 from harness import RankPool
 from test_dry_run import SEQ_LEN, meta_model, on_paper, saved_by_blocks
 
-from paradyse.cli.models import whole_graphs
 from paradyse.config import Options
 from paradyse.offline.devices import machine_of, read_cluster
 from paradyse.offline.dry_run import DryRun, dry_run
@@ -27,8 +26,7 @@ TOKENS = 4096
 @pytest.fixture(scope="module")
 def mixtral4() -> DryRun:
     model, batch = meta_model("mixtral")
-    with whole_graphs():
-        return dry_run(model, batch, 4, levers=())
+    return dry_run(model, batch, 4, levers=())
 
 
 @pytest.mark.slow

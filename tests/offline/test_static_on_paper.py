@@ -8,14 +8,13 @@ from harness import RankPool
 from models import make_batch, make_model
 from test_dry_run import meta_model
 
-from paradyse.cli.models import whole_graphs
 from paradyse.offline.capture import capture_program, fake_world
 from paradyse.offline.dry_run import _static_bytes
 
 
 def on_paper(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_ranks: int) -> list[int]:
     """Static bytes of a rank, with weights whole and sharded."""
-    with whole_graphs(), fake_world(num_ranks) as axis:
+    with fake_world(num_ranks) as axis:
         program = capture_program(model, batch, axis)
         return [_static_bytes(program, [*model.parameters()], s) for s in (False, True)]
 
@@ -26,7 +25,7 @@ def held_at_rest() -> int:
 
     model = paradyse.shard(make_model("gpt2"))
     compiled = torch.compile(model, backend="paradyse", options={"inner": "eager"})
-    with whole_graphs(), torch.no_grad():
+    with torch.no_grad():
         compiled(**make_batch("plain", 1, 24))
     return sum(rows_here(p).nbytes for p in model.parameters())
 

@@ -17,7 +17,6 @@ import torch
 from host_traffic import HostTraffic
 from torch import Tensor
 
-from paradyse.cli.models import whole_graphs
 from paradyse.config import Options
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import Axis
@@ -101,7 +100,7 @@ def step(program: Program, args: list[Tensor], strategy: str) -> Counter[str]:
 @pytest.mark.broad
 def test_a_step_copies_nothing_once_it_has_run(device: torch.device) -> None:
     model, batch = gpt2(device)
-    with whole_graphs(), fake_world(3) as axis:
+    with fake_world(3) as axis:
         program, args = captured(model, batch, axis)
         assert program.device == device and program.schedule.has_dropout
         for strategy in ATTENTION_STRATEGIES:

@@ -393,3 +393,34 @@ def heard_by_hooks() -> float:
 
 def test_hooks_find_where_gradients_arrive(pool2: RankPool) -> None:
     assert max(pool2.run(heard_by_hooks)) < 1e-6
+
+
+def sparse_look_ups(kind: str, plan: str) -> None:
+    import paradyse
+
+    batch, alone, model = make_batch("plain", 2, 13), make_model("llama"), make_model("llama")
+    want = run_step(alone, alone, batch)
+    model.get_input_embeddings().sparse = True
+    if "sharded" in kind:
+        paradyse.shard(model)
+    compiled = torch.compile(model, backend="paradyse", options={"plan": plan, "inner": "eager"})
+    if "no_sync" in kind:
+        with paradyse.no_sync(model):
+            compiled(**batch).loss.backward()
+        compiled(**batch).loss.backward()
+        for name, p in model.named_parameters():
+            assert relative(whole(p.grad), 2 * want.grads[name]) < 1e-5, name
+    else:
+        check(run_step(compiled, model, batch), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        *(("whole", "ulysses_z"), ("whole", "replicated"), ("whole, no_sync", "megatron_ts")),
+        *(("sharded", "ulysses_z"), ("sharded, no_sync", "metp")),
+    ],
+)
+def test_tables_of_sparse_gradients(kind: str, plan: str, pool2: RankPool) -> None:
+    """nn.Embedding(sparse=True): ranks add up dense gradients."""
+    pool2.run(sparse_look_ups, kind, plan)

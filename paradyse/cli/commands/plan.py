@@ -82,9 +82,8 @@ def dry_run_of(
         model = integrations.make_model({**config, "use_cache": False}, layers, dtype=dtype)
         ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
     model.train()
-    with integrations.whole_graphs():
-        batch = {"input_ids": ids, "labels": ids}
-        return dry_run(model, batch, num_gpus, sharded, on_host, levers, _named(autocast))
+    batch = {"input_ids": ids, "labels": ids}
+    return dry_run(model, batch, num_gpus, sharded, on_host, levers, _named(autocast))
 
 
 def dry_run_of_script(
@@ -111,8 +110,7 @@ def dry_run_of_script(
     for name, x in batch.items():
         if isinstance(x, torch.Tensor):
             batch[name] = x.to("meta", kind if x.is_floating_point() else x.dtype)
-    with integrations.whole_graphs():
-        return dry_run(model, batch, num_gpus, sharded, on_host, levers, _named(autocast))
+    return dry_run(model, batch, num_gpus, sharded, on_host, levers, _named(autocast))
 
 
 def _named(autocast: str | None) -> torch.dtype | None:
