@@ -21,6 +21,7 @@ from paradyse.distributed.facts import (
     INPUTS,
     WEIGHTS,
 )
+from paradyse.distributed.session import Recent
 from paradyse.distributed.together import Together
 from paradyse.passes.explain_numbers import made_by_cases
 from paradyse.passes.pipeline import OPTIONAL
@@ -54,6 +55,9 @@ from paradyse.weights.unshard import Shelf, gather, write_back
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MANY_NUMBERS = 8
+"""Of so many values of numbers, each with a program of its own, a warning is due."""
 
 keep_graphs_whole("paradyse")  # Dynamo looks backends up before it traces
 
@@ -114,8 +118,8 @@ class Capture:
         """Of the calls that ranks have dropped, those before the latest call of this graph."""
         self.steps = steps_of(self.weights.held())
         self.notes: list[str] = []
-        self.graphs: dict[tuple[Any, ...], PlannedProgram] = {}
-        self._whole_at: dict[tuple[Any, ...], Any] = {}
+        self.graphs: Recent[tuple[Any, ...], PlannedProgram] = Recent()
+        self._whole_at: Recent[tuple[Any, ...], Any] = Recent()
         self.data = [
             i
             for i, (e, is_weight) in enumerate(zip(examples, self.is_weight, strict=True))
@@ -254,6 +258,13 @@ class Capture:
                 if not set(program.scope.names.of(program.placeholders[i])[d]) <= named
             )
         self.graphs[self._key(inputs)] = graph
+        numbers = [*dict.fromkeys(key[: len(self.trace.scalars)] for key in self.graphs)]
+        if len(numbers) == MANY_NUMBERS:
+            log.warning(
+                "numbers that the model is given differ from call to call (%s, ..), and for each "
+                "the model is captured anew: give them as tensors",
+                ", ".join(", ".join(map(str, given)) for given in numbers[:3]),
+            )
         return graph
 
     def dumping(self, work: Callable[[], T]) -> T:
@@ -294,7 +305,8 @@ class Capture:
         if explained is None or not serves(explained.program, *at):
             self.others = None
             self._key_all()
-            self.graphs = {self._key(self.trace.values): graph}
+            self.graphs.clear()
+            self.graphs[self._key(self.trace.values)] = graph
 
     def _key_all(self) -> None:
         """From now on calls of other sizes get other programs."""

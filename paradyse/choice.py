@@ -324,7 +324,7 @@ def choice_of(
     choices = axis.session.of(_Choices)
     known = choices.without_weights
     if weights:
-        known = choices.of_weight.setdefault(weights[0], {})
+        known = choices.of_weight.setdefault(weights[0], Recent())
     key = program, form, str(options)
     if key not in known:
         given = options, axis, agreement, blocks, weights, head, num_replicas, computed_in

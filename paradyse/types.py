@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -261,6 +261,13 @@ class BlockSpec:
         """What says how wide the values inside are."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return self.hidden, *heads, self.intermediate, self.num_experts, self.experts_per_token
+
+    @property
+    def priced_by(self) -> Hashable:
+        """What its cost depends on, beside what was measured of its structure."""
+        split = self.num_split_weight_elements, self.num_shared_weight_elements, self.shares_vectors
+        tokens = self.sequence, self.keys, self.over, self.switch
+        return self.kind, self.widths, self.num_weight_elements, *split, self.mask, *tokens
 
     def feasible(self) -> tuple[str, ...]:
         """The strategies that can compute it."""

@@ -27,6 +27,7 @@ from paradyse.distributed.together import Together
 from paradyse.torch_private import original_module
 from paradyse.weights.shard import Model, check_module
 from paradyse.weights.sharded_tensor import ShardedTensor
+from paradyse.weights.versions import count_write
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """What ``save_pretrained`` writes: everything in one file, or several files and their index."""
@@ -144,6 +145,7 @@ class _Loading:
             for rows, stored in _rows(self.entries[key], key, target.detach()):
                 rows.copy_(stored)
                 num_bytes += stored.numel() * stored.element_size()
+            count_write([target])
             if held.on_meta:
                 held.replace(target)
         return num_bytes

@@ -34,6 +34,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from paradyse.checkpoint.folder import METADATA, listed, way_out
 from paradyse.distributed.together import Together
+from paradyse.weights.versions import count_write
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ def read(ranks: Together, path: Path, metadata: Any, entries: dict[str, Any]) ->
 
     plan_here = ranks.all_of(plan)
     ranks.all_of(partial(reader.read_data, plan_here, planner))
+    count_write(entries.values())
 
 
 def _compare_checksums(path: Path, stretches: Mapping[Any, Any]) -> None:

@@ -439,7 +439,9 @@ def agreement_of(axis: Axis, mesh: Any = None) -> Agreement | None:
     known = of_all.session.of(_Agreements)
     if key not in known:
         if not known:
-            resolve_axis().session.of(Watchers).append(partial(_listen, of_all))
+            watchers, listen = resolve_axis().session.of(Watchers), partial(_listen, of_all)
+            watchers.append(listen)
+            of_all.session.at_end.append(partial(watchers.remove, listen))
         known[key] = Agreement(axis, mesh)
         if axis.size > 1:
             open_lanes(axis, partial(group_like, axis.group))

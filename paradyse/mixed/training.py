@@ -97,9 +97,6 @@ class MixedModel:
         weights = [p for p in self.model.parameters() if p.requires_grad]
         if self._takes_part:
             self._begin(step, weights)
-        before = [p.grad for p in weights]
-        for p in weights:
-            p.grad = None
         kept: dict[nn.Parameter, Tensor] = {}
         device = device_of(self._axis.group)
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -107,6 +104,9 @@ class MixedModel:
         shares = [s for s in step.shares if s.calls or (self._takes_part and s.idle)]
         meshes = [self._mesh_of(share.ranks) for share in shares]
         side = SideBySide(self._axis, meshes, "a step of MixedModel")
+        before = [p.grad for p in weights]
+        for p in weights:
+            p.grad = None
         try:
             for k, share in enumerate(shares):
                 side.enter(k)

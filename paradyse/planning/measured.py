@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -89,7 +89,7 @@ class CostModel:
         self._measured: dict[_Key, dict[At, Measurement]] = {}
         self._over: dict[_Key, list[At]] = {}
         self._fitted: dict[_Key, list[Curve]] = {}
-        self._plain: Recent[tuple[str, str, Workload], tuple[BlockCost, BlockCost]] = Recent()
+        self._plain: Recent[Hashable, tuple[BlockCost, BlockCost]] = Recent()
         self._is_whole = cache(self._find_whole)
         self._known_ratios: dict[tuple[str, bool], KindRatios] = {}
         latest = {(_key(m), m.batch, m.seq_len): m for m in profile.measurements}
@@ -117,7 +117,7 @@ class CostModel:
         self, block: BlockSpec, strategy: str, workload: Workload
     ) -> tuple[BlockCost, BlockCost]:
         """What is predicted of a strategy without levers, and the prior's; many points ask."""
-        key = block.name, strategy, workload
+        key = block.structure, block.priced_by, strategy, workload
         if key not in self._plain:
             predicted = self._predicted(block, strategy, workload)
             self._plain[key] = predicted, self._prior(block, strategy, workload)

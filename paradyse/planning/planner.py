@@ -327,12 +327,8 @@ class Planner:
         return tuple(p for p in points if self._allows(p.split("+") if p else (), training))
 
     def _kind(self, b: BlockSpec) -> Hashable:
-        split = b.num_split_weight_elements, b.num_shared_weight_elements, b.shares_vectors
-        weights = b.num_weight_elements, *split
-        of = b.sequence, b.keys, b.over, b.switch
-        measured_as = (*of, "" if self.cost_model is None else b.structure)
         limits = tuple(sorted(b.infeasible)), tuple(sorted(b.refused_levers)), b.recompute
-        return b.kind, b.widths, weights, b.mask, limits, measured_as
+        return b.priced_by, limits, "" if self.cost_model is None else b.structure
 
     def form(self, workload: Workload) -> PlanOption:
         """The plan option; where it is a function, what it returns for ``workload``."""

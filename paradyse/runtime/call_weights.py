@@ -65,5 +65,7 @@ class CallWeights:
         """Of those that every rank of the axis holds whole; and of the rank's rows of the others if
         ``sharded``."""
         held = [w for w in self.held() if sharded or not isinstance(w, ShardedTensor)]
-        sums = [rows_here(w).detach().double().sum().cpu() for w in held]
+        rows = [rows_here(w).detach() for w in held]
+        rows = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in rows]
+        sums = [x.double().sum().cpu() for x in rows]
         return checksum([torch.stack(sums)]) if sums else 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.distributed.axis import Axis
+from paradyse.distributed.session import Recent
 from paradyse.graph.attention_call import Apply, apply_operator
 from paradyse.graph.dropouts import dropout_places
 from paradyse.graph.factors import Factor, Names
@@ -81,7 +82,7 @@ class VariantCache:
     """Compiled functions by structure, shared by all captures on an axis: a second one finds what
     the first compiled."""
 
-    compiled: dict[Any, list[Compiled]] = field(default_factory=dict)
+    compiled: Recent[Any, list[Compiled]] = field(default_factory=Recent)
     num_compiled: int = 0
     compile_s: float = 0.0
 
@@ -104,7 +105,9 @@ class VariantCache:
         Raises:
             AssertionError: what was compiled at ``sizes`` does not hold there.
         """
-        known = self.compiled.setdefault(key, [])
+        known = self.compiled.get(key)
+        if known is None:
+            known = self.compiled[key] = []
         for compiled in known:
             if compiled.holds_for(sizes):
                 return compiled

@@ -9,7 +9,7 @@ keeps its own gradients in the same way, and sends what has piled up when it end
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,7 +82,8 @@ class _Kept:
     def __init__(self) -> None:
         self.replicas = WeakTensorKeyDictionary()
         """Weight -> the data-parallel axis, in an order that ranks share."""
-        self._hook: Any = None
+        self._hook: Callable[[], object] | None = None
+        """What removes the hook of all optimizers, while there is one."""
 
     def add(self, weight: Tensor, replicas: Axis) -> None:
         """Have the gradient of ``weight``, averaged over ``replicas``, sent later: over those of
@@ -91,8 +92,8 @@ class _Kept:
         if replicas.size > 1 or not goes_on:
             self.replicas[weight] = replicas
         if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(_refuse_to_step)
-            weakref.finalize(self, self._hook.remove)
+            hook = register_optimizer_step_pre_hook(_refuse_to_step)
+            self._hook = weakref.finalize(self, hook.remove)
 
     def waiting(self) -> list[Any]:
         """Those whose gradients are partial."""
@@ -103,7 +104,7 @@ class _Kept:
         for w in weights:
             del self.replicas[w]
         if not self.waiting() and self._hook is not None:
-            self._hook.remove()
+            self._hook()
             self._hook = None
 
 

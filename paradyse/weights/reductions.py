@@ -130,7 +130,8 @@ def _mean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None)
 
 
 def _moments(x: Any, dim: Dims, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Variance and mean, joined from each rank's (Chan, Golub, LeVeque 1979, formula 1.5)."""
+    """Variance and mean, joined from each rank's (Chan, Golub, LeVeque 1979, formula 1.5), not
+    rounded to the dtype of ``x`` yet."""
     over = _Reduced(x, dim, keepdim)
     num, wide = math.prod(x.shape[d] for d in over.dims), _wide(x)
     free = max(num - (1 if correction is None else correction), 0)
@@ -155,24 +156,25 @@ def _moments(x: Any, dim: Dims, correction: Any, keepdim: bool) -> tuple[Tensor,
         var, mean = over.combine(spread, 0, join).unbind(0)
     else:
         var, mean = over.combine(apart, 0, join), _mean(x, dim, keepdim, dtype=wide)
-    return var.to(x.dtype), mean.to(x.dtype)
+    return var, mean
 
 
 def _var(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _moments(x, dim, correction, keepdim)[0]
+    return _moments(x, dim, correction, keepdim)[0].to(x.dtype)
 
 
 def _std(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _moments(x, dim, correction, keepdim)[0].sqrt()
+    return _moments(x, dim, correction, keepdim)[0].sqrt().to(x.dtype)
 
 
 def _var_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _moments(x, dim, correction, keepdim)
+    var, mean = _moments(x, dim, correction, keepdim)
+    return var.to(x.dtype), mean.to(x.dtype)
 
 
 def _std_mean(x: Any, dim: Dims = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     var, mean = _moments(x, dim, correction, keepdim)
-    return var.sqrt(), mean
+    return var.sqrt().to(x.dtype), mean.to(x.dtype)
 
 
 def _limit(dtype: torch.dtype, largest: bool) -> Any:

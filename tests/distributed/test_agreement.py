@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from harness import RankFailure, run_ranks
 from tiny import Tiny, tokens
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paradyse.distributed.agreement import compare
-from paradyse.distributed.axis import resolve_axis
+from paradyse.distributed.agreement import agreement_of, compare
+from paradyse.distributed.axis import live_axes, resolve_axis
+from paradyse.distributed.collectives import Watchers
 
 
 def differ(what):
@@ -65,3 +66,20 @@ def compare_in_a_sub_mesh() -> bool:
 
 def test_ranks_of_a_sub_mesh_may_be_in_different_numbers_of_groups() -> None:
     assert run_ranks(compare_in_a_sub_mesh, 4) == [True] * 4
+
+
+def watchers_of_groups() -> list[int]:
+    counts = []
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        mesh = DeviceMesh.from_group(group, "cpu")
+        assert agreement_of(resolve_axis(mesh), mesh) is not None
+        dist.destroy_process_group(group)
+        live_axes()
+        counts.append(len(resolve_axis().session.of(Watchers)))
+    return counts
+
+
+def test_nothing_listens_for_groups_that_are_gone() -> None:
+    for counts in run_ranks(watchers_of_groups, 2):
+        assert len({*counts}) == 1

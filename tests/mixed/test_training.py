@@ -15,6 +15,7 @@ from step_search import ways_by_formula
 from torch import Tensor
 
 import paradyse
+from paradyse.mixed import training
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.ways import StepPlan, Way
 
@@ -146,9 +147,12 @@ def test_an_epoch_of_batches_with_gradients_there_before(pool2: RankPool) -> Non
 
 
 @pytest.mark.broad(but="False")
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(fails: bool) -> None:
-    """It fails at its second micro-batch, or the loop over its losses is left before."""
+@pytest.mark.parametrize("fails", [True, False, None])
+def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(
+    fails: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails at its second micro-batch, or the loop over its losses is left before; or (None) the
+    groups of it cannot be made."""
     data, model = dataset_of([9, 7]), make_model("llama", num_hidden_layers=1)
     calls = [{n: x[None] for n, x in s.items()} for s in data]
     if fails:
@@ -160,8 +164,11 @@ def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(fails: bo
     for n, p in model.named_parameters():
         p.grad = before[n]
     losses = mixed.losses(step)
-    next(losses).backward()
-    if fails:
+    if fails is None:
+        monkeypatch.setattr(training, "SideBySide", None)
+    else:
+        next(losses).backward()
+    if fails is not False:
         with pytest.raises(Exception, match=r".+"):
             next(losses)
     else:

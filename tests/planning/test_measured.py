@@ -485,3 +485,12 @@ def test_costs_of_the_prior_say_so() -> None:
     assert BlockCost(1.0, 1, 1, 1).source == "prior"
     assert {planner().costs(SHORT)[0][s].source for s in ATTENTION_STRATEGIES} == {"prior"}
     assert dtype_name(torch.bfloat16) == HEADER.dtype
+
+
+def test_blocks_of_two_models_that_have_one_name() -> None:
+    slow = replace(MLP, structure="slow")
+    known = [measure(b, "megatron_ts", n, f) for b, f in ((MLP, 1), (slow, 50)) for n in LENGTHS]
+    point, both = "megatron_ts+recompute", CostModel(Profile(HEADER, tuple(known), "", 0))
+    alone = CostModel(both.profile).cost(slow, point, SHORT)
+    assert both.cost(MLP, point, SHORT).time_s < alone.time_s / 10
+    assert both.cost(slow, point, SHORT) == alone

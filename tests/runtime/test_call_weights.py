@@ -72,3 +72,9 @@ def test_models_of_equal_code(sharded: bool, pool2: RankPool) -> None:
         assert found["error"] < 1e-12
         assert found["calls"] == [4, 4] and found["last"] == [True, True]
         assert found["captures"] == [1, 1], "one graph serves both"
+
+
+def test_imaginary_parts_are_compared() -> None:
+    made = torch.ones(3, dtype=torch.complex64)
+    one, two = (nn.Parameter(made + 1j * k) for k in range(2))
+    assert CallWeights([one]).checksum(True) != CallWeights([two]).checksum(True)

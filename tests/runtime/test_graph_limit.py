@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import Tiny, tokens
 from torch import Tensor, nn
 
+from paradyse.choice import _Choices
+from paradyse.distributed.axis import SINGLE
+from paradyse.distributed.session import Recent
 from paradyse.runtime.graph_limit import make_room_for_graphs
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import dynamo_config
@@ -54,3 +58,29 @@ def test_limits_that_raise_are_left() -> None:
     with dynamo_config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
         make_room_for_graphs()
         assert dynamo_config.recompile_limit == 2
+
+
+class Clamped(Tiny):
+    """Is given a number."""
+
+    def forward(self, ids: Tensor, labels: Tensor, most: int) -> Any:
+        return super().forward(ids, labels).clamp(max=most)
+
+
+def test_numbers_that_vary_are_told_of_and_forgotten(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recent, "CAPACITY", 10)
+    torch._dynamo.reset()
+    model = Clamped(layers=1)
+    options = {"inner": "eager", "plan": "ulysses_z"}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    ids = tokens(2, 9)
+    for most in range(2, 22):
+        compiled(ids, ids, most).backward()
+    graphs = [len(c.graphs) for c in captures_of(compiled)]
+    assert max(graphs) == 10, graphs
+    said = [r.getMessage() for r in caplog.records if "differ from call to call" in r.getMessage()]
+    assert len(said) == 1 and "give them as tensors" in said[0]
+    choices = [len(of) for of in SINGLE.session.of(_Choices).of_weight.values()]
+    assert max(choices) <= 10, choices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -414,3 +415,18 @@ def test_ranks_fail_together_where_gradients_are_sent(sharded: bool, pool2: Rank
     assert own == "RuntimeError: no memory for a message"
     assert "rank 1 failed in backward of training call 3" in other or "OutOfMemory" in other
     assert max(a, b) < EXACT
+
+
+def hooks_and_finalizers() -> list[int]:
+    run, held = Run(["ulysses_z"]), []
+    for _ in range(3):
+        with paradyse.no_sync(run.model):
+            run.backward(9)
+        run.backward(9)
+        held.append(len(weakref.finalize._registry))  # type: ignore[attr-defined]
+    return held
+
+
+def test_nothing_is_left_of_an_accumulation(pool2: RankPool) -> None:
+    for first, *more in pool2.run(hooks_and_finalizers):
+        assert more == [first, first]

@@ -148,3 +148,17 @@ def refused() -> None:
 
 def test_what_plain_tensors_refuse_is_refused(pool3: RankPool) -> None:
     pool3.run(refused)
+
+
+def deviations_of_halves() -> None:
+    """Whose squares are no halves."""
+    for scale in (1e-4, 3000.0):
+        x, whole = weight((7, 5), 0)
+        x, whole = ((t * scale).half() for t in (x, whole))
+        pairs = [(x.std(), whole.std()), *zip(torch.std_mean(x), torch.std_mean(whole))]
+        for got, want in (*pairs, (x.std(1), whole.std(1))):
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)
+
+
+def test_deviations_of_16_bits_are_rounded_once(pool3: RankPool) -> None:
+    pool3.run(deviations_of_halves)

@@ -4,6 +4,7 @@ runs again would read other values."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "an optimizer by lists": lambda m: SGD(m.parameters(), 0.1, foreach=True).step(),
     "a fused optimizer": lambda m: SGD(m.parameters(), 0.1, fused=True).step(),
     "load_state_dict": lambda m: m.load_state_dict(paradyse.full_state_dict(m)),
+    "load_checkpoint": lambda m: paradyse.load_checkpoint(m.saved, m),
+    "load_safetensors": lambda m: paradyse.load_safetensors(m, m.saved + "/plain"),
     "one matrix": lambda m: m.model.layers[0].mlp.down_proj.weight.mul_(2),
     "through detach": lambda m: [p.detach().zero_() for p in m.parameters()],
     "an operator on whole tensors": lambda m: [
@@ -31,10 +34,16 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def changed(plan: str) -> dict[str, str]:
+def changed(plan: str, folder: str) -> dict[str, str]:
     """What backward says after each change, and behind ``.data``, whose writes do not count."""
     torch._dynamo.reset()
     model = paradyse.shard(make_model("llama"))
+    paradyse.save_checkpoint(folder, model, step=1)
+    state = paradyse.full_state_dict(model)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder + "/plain", state_dict=state)
+    torch.distributed.barrier()
+    model.saved = folder
     options = {"inner": "eager", "plan": plan}
     compiled: Any = torch.compile(model, backend="paradyse", options=options)
     batch, said = make_batch("plain", 2, 9), {}
@@ -54,8 +63,10 @@ def changed(plan: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("plan", ALONG_SEQUENCE)
-def test_a_backward_with_other_weights_is_an_error(plan: str, pool2: RankPool) -> None:
-    for said in pool2.run(changed, plan, timeout_s=100):
+def test_a_backward_with_other_weights_is_an_error(
+    plan: str, pool2: RankPool, tmp_path: Path
+) -> None:
+    for said in pool2.run(changed, plan, str(tmp_path), timeout_s=100):
         assert said.pop("through .data") == ""
         for name, text in said.items():
             assert "changed in place" in text or "inplace" in text, (
