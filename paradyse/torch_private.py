@@ -150,6 +150,11 @@ def compiling_backward_at_once() -> Iterator[None]:
                 setattr(graph_compile, name, found)
 
 
+def _traces_for(tx: Any, backend: str) -> bool:
+    """Whether the translator ``tx`` of Dynamo traces for ``backend``."""
+    return getattr(tx.output.compiler_fn, "_compiler_name", None) == backend
+
+
 _REQUIRING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
@@ -174,7 +179,7 @@ def pass_over_requiring_hooks(backend: str) -> bool:
 
     def handler(x: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         is_hook = x.source is None and tx.f_code.co_name in _REQUIRING_HOOKS
-        if is_hook and getattr(tx.output.compiler_fn, "_compiler_name", None) == backend:
+        if is_hook and _traces_for(tx, backend):
             return x
         return found(x, tx, *args, **kwargs)
 
@@ -205,7 +210,7 @@ def pass_over_warnings_once(backend: str) -> bool:
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         known = name == "warning_once" and all(x.is_python_constant() for x in given)
-        if known and getattr(tx.output.compiler_fn, "_compiler_name", None) == backend:
+        if known and _traces_for(tx, backend):
             log = getattr(self.value, name)
             log(
                 *(x.as_python_constant() for x in args),
@@ -218,11 +223,42 @@ def pass_over_warnings_once(backend: str) -> bool:
     return True
 
 
+def hang_collecting_hooks(backend: str) -> bool:
+    """Have transformers hang the hooks that collect hidden states and attentions when Dynamo traces
+    a first call that asks for these, for ``backend``, instead of ending the graph there.
+
+    Args:
+        backend: its name.
+    Returns:
+        Whether this PyTorch has what is changed for that.
+    """
+    from torch._dynamo import variables
+
+    function = getattr(variables, "UserFunctionVariable", None)
+    if function is None:
+        return False
+    found = function.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        hangs = getattr(self.fn, "__name__", "") == "maybe_install_capturing_hooks"
+        if hangs and _traces_for(tx, backend):
+            model = getattr(args[0], "value", None) if len(args) == 1 else None
+            if isinstance(model, nn.Module):
+                self.fn(model)
+                return variables.ConstantVariable.create(None)
+        return found(self, tx, args, kwargs)
+
+    function.call_function = call_function
+    return True
+
+
 @cache
 def keep_graphs_whole(backend: str) -> None:
     """Have Dynamo go on, where it traces for ``backend``, at the lines of transformers and peft
-    that would end a graph: ``pass_over_requiring_hooks`` and ``pass_over_warnings_once``."""
+    that would end a graph: ``pass_over_requiring_hooks``, ``pass_over_warnings_once`` and
+    ``hang_collecting_hooks``."""
     pass_over_requiring_hooks(backend)
+    hang_collecting_hooks(backend)
     pass_over_warnings_once(backend)
 
 

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from models import make_batch, make_model
 from torch import Tensor, nn
 
 from paradyse import torch_private as private
@@ -120,3 +121,16 @@ def check_pass_over_warnings_once() -> None:
     finally:
         log.removeHandler(listening)
     assert said == ["3 wide"]
+
+
+def check_hang_collecting_hooks() -> None:
+    """A first call may ask for hidden states, and is one graph."""
+    assert private.hang_collecting_hooks("paradyse")
+    model = make_model("llama")
+    torch._dynamo.reset()
+    options = {"inner": "eager"}
+    run = torch.compile(model, backend="paradyse", fullgraph=True, options=options)
+    batch = make_batch("plain", 2, 9)
+    got = run(**batch, output_hidden_states=True).hidden_states
+    want = model(**batch, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(got, want)
