@@ -79,7 +79,8 @@ class TrainerMixin(_Trainer):
             Trainer logs, and so to TensorBoard, wandb or whatever it reports to.
     Raises:
         ValueError: a mesh without some of the ranks; arguments of Trainer's that split data or
-            wrap the model in a way of their own, or that do not go with ``batches``.
+            wrap the model in a way of their own, or that do not go with ``batches``; one of TRL's
+            trainers that sample (GRPOTrainer, RLOOTrainer, ..), on several ranks.
 
     Example:
 
@@ -117,6 +118,12 @@ class TrainerMixin(_Trainer):
             raise ValueError(
                 f"the mesh holds {self._sequence.size * self._replicas.size} of {world} ranks; "
                 "Trainer runs on all of them: give a mesh over the world"
+            )
+        if world > 1 and hasattr(type(self), "_generate_and_score_completions"):  # TRL's
+            raise ValueError(
+                f"{type(self).__name__} deals prompts, random seeds and rewards to single ranks, "
+                "where the ranks of a sequence group are to have the same: on several ranks write "
+                "the loop yourself, as examples/grpo_loop.py does"
             )
         super().__init__(*args, **kwargs)
         if self.model_init is not None:

@@ -167,10 +167,12 @@ class _Memory:
             if isinstance(number, int) or (number is not None and like.is_floating_point()):
                 # it lies on the host, wherever ``old`` does
                 return self._emit(node, aten.full_like.default, old, number)
+        elif name == "normal_" and argument(node, "generator") is None:
+            value = self._emit(node, aten.randn_like.default, old)
+            value = self._emit(node, aten.mul.Scalar, value, argument(node, "std"))
+            value = self._emit(node, aten.add.Scalar, value, argument(node, "mean"))
         else:
-            packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-            overload = schema_of(node.target).overload_name or "default"
-            functional = getattr(packet, overload, None)
+            functional = _functional(node.target)
             if functional is None:
                 raise Untraceable(
                     f"operator {node.target} writes to its input and has no functional form here"
@@ -203,6 +205,15 @@ class _Memory:
             same = list(value.meta["val"].shape) == shape
             return value if same else self._emit(at, aten.reshape.default, value, shape)
         raise Untraceable(f"{at.target} writes into {view}, a view by {target}")
+
+
+def _functional(target: Any) -> Any:
+    """The operator that gives what ``target`` writes; None where there is none of its name."""
+    schema = schema_of(target)
+    name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
+    if target is aten.bernoulli_.float:
+        return aten.bernoulli.p
+    return getattr(getattr(aten, name[:-1], None), overload, None) if name[-1] == "_" else None
 
 
 _SAME_ELEMENTS = {

@@ -92,4 +92,22 @@ MIXED_FAULTS: tuple[Fault, ...] = (
             "::test_a_step_is_held_to_the_ways_that_it_was_planned_by",
         ),
     ),
+    Fault(
+        "a packed call leaves the model its cache",
+        "paradyse/mixed/training.py",
+        'self._without_cache = {"use_cache": False} if caches and',
+        'self._without_cache = {"use_cache": True} if caches and',
+        (
+            "tests/mixed/test_training.py::test_a_model_that_keeps_a_cache_keeps_sequences_apart[llama]",
+        ),
+    ),
+    Fault(
+        "nobody looks whether packed sequences see each other",
+        "paradyse/mixed/training.py",
+        "if mask is not None and not mask.documents:",
+        "if mask is None:",
+        (
+            "tests/mixed/test_training.py::test_a_model_that_does_not_find_sequences_is_refused[opt]",
+        ),
+    ),
 )

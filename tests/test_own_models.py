@@ -244,6 +244,18 @@ class RandomLabels(Decoder):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class DrawnInPlace(Decoder):
+    """Drops paths as timm does, and adds noise, in a block and behind all."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = super().attend(layer, x, q, k, v)
+        kept = y.new_empty((len(y), *([1] * (y.ndim - 1)))).bernoulli_(0.7).div_(0.7)
+        return y * kept
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().loss(x + torch.empty_like(x).normal_(0, 0.1), ids)
+
+
 class ByFrequency(Decoder):
     """A word's gradient is divided by how often it occurs."""
 
@@ -310,6 +322,7 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "fresh noise in weights": (FreshNoise, (13, 22)),
     "every second token asks": (PooledQueries, (8, 22, 10)),
     "random labels": (RandomLabels, (13, 22)),
+    "noise drawn in place": (DrawnInPlace, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
     "values are returned": (GivesValues, (13, 22)),

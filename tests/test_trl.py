@@ -274,3 +274,23 @@ def own_head(sharded: bool) -> None:
 def test_the_head_of_trl_without_the_mixin(sharded: bool, pool2: RankPool) -> None:
     """It is computed outside the graph, of sharded weights on whole ones gathered for it."""
     pool2.run(own_head, sharded, timeout_s=200)
+
+
+def sampling(name: str) -> str:
+    import trl
+
+    import paradyse
+
+    cls = type(name, (paradyse.TrainerMixin, getattr(trl, name)), {})
+    try:
+        cls(model=make_model())
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_trainers_that_sample_are_refused_on_several_ranks(name: str, pool2: RankPool) -> None:
+    """They count ranks where sequence groups count."""
+    for told in pool2.run(sampling, name):
+        assert f"{name} deals prompts" in told and "examples/grpo_loop.py" in told

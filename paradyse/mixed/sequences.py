@@ -53,7 +53,8 @@ def sequences_of(
     ids = torch.as_tensor(batch["input_ids"])
     if ids.ndim != 2:
         raise ValueError(f"input_ids {list(ids.shape)}: give [batch, tokens]")
-    rows = {name: _like(ids, name, batch[name]) for name in _BY_TOKEN if name in batch}
+    there = {name: batch[name] for name in _BY_TOKEN if batch.get(name) is not None}
+    rows = {name: _like(ids, name, x) for name, x in there.items()}
     bounds = next((batch[name] for name in _BOUNDS if name in batch), None)
     if bounds is not None:
         return _between(rows, torch.as_tensor(bounds).tolist())
@@ -87,12 +88,14 @@ def checked(given: Mapping[str, Any], number: int) -> dict[str, Tensor]:
 def _of_sample(given: Mapping[str, Any], where: str) -> list[dict[str, Tensor]]:
     """The sequences of a sample: one, unless positions start again, or all is padding."""
     ids = torch.as_tensor(given["input_ids"])
-    row = {name: torch.as_tensor(given[name]) for name in _BY_TOKEN if name in given}
+    there = [name for name in _BY_TOKEN if given.get(name) is not None]
+    row = {name: torch.as_tensor(given[name]) for name in there}
     if ids.ndim != 1 or not len(ids) or any(x.shape != ids.shape for x in row.values()):
         shapes = " and ".join(f"{name} {list(x.shape)}" for name, x in row.items())
         raise ValueError(
             f"{where} has {shapes}: give all with the same one dim, of at least 1 token"
         )
+    row = {name: _integers(x, f"{where} has {name}") for name, x in row.items()}
     unknown = sorted(name for name in {*given} - {*_BY_TOKEN} if _is_for_model(given[name], ids))
     if unknown:
         raise ValueError(f"{where} has {', '.join(unknown)}: {_KNOWN}")
@@ -113,7 +116,18 @@ def _like(ids: Tensor, name: str, given: Any) -> Tensor:
     x = torch.as_tensor(given)
     if x.shape not in (ids.shape, (1, ids.shape[1])):
         raise ValueError(f"{name} {list(x.shape)}: give {list(ids.shape)}, as input_ids have")
-    return x.expand(ids.shape)
+    return _integers(x, name).expand(ids.shape)
+
+
+def _integers(x: Tensor, what: str) -> Tensor:
+    """``x`` as int64, which losses ask of labels; memory maps often have 16 bits.
+
+    Raises:
+        ValueError: they are no whole numbers.
+    """
+    if x.is_floating_point():
+        raise ValueError(f"{what} of {x.dtype}: give whole numbers")
+    return x.long()
 
 
 def _between(rows: Mapping[str, Tensor], bounds: list[int]) -> list[dict[str, Tensor]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +20,15 @@ from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.step_reports import MixedReport, Stopwatch, with_times
 from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights
 from paradyse.runtime.capture import check_shards
+from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import dynamo_config
-from paradyse.types import GROUP_LEVERS, WHOLE_WEIGHTS
+from paradyse.types import GROUP_LEVERS, WHOLE_WEIGHTS, BlockSpec
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
 from paradyse.weights.shard_comm import in_buckets
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.weight_numbers import WeightNumbers
+
+log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 64
 """Graphs of one function that Dynamo may keep: each degree has its own, for several sizes. It is an
@@ -69,6 +75,11 @@ class MixedModel:
             self.options.setdefault("strategies", list(WHOLE_WEIGHTS))
             self.options.setdefault("levers", list(GROUP_LEVERS))
         self._compiled: dict[range, Any] = {}
+        self._looked_at: dict[range, bool] = defaultdict(bool)
+        """Groups in which packed sequences were seen to be kept apart."""
+        caches = bool(getattr(getattr(model, "config", None), "use_cache", False))
+        self._without_cache = {"use_cache": False} if caches and _takes(model, "use_cache") else {}
+        """With a cache transformers' decoders do not look for documents in ``position_ids``."""
         self.last: MixedReport | None = None
         """Of the latest step that is over: its groups, their sequences and seconds."""
 
@@ -179,12 +190,27 @@ class MixedModel:
         with torch.random.fork_rng(devices), dynamo_config.patch(limits):
             for call, count, seed in counted:
                 torch.manual_seed(seed)
-                mean = self._compiled_for(share.ranks)(**call).loss
+                mean = self._called(share.ranks, call).loss
                 parts.append(mean * (count / (num_targets * ranks)))
             for call in share.idle if self._takes_part else ():
                 rank = self._axis.rank
-                parts.append(self._compiled_for(range(rank, rank + 1))(**call).loss * 0)
+                parts.append(self._called(range(rank, rank + 1), call).loss * 0)
         return torch.stack(parts).sum()
+
+    def _called(self, ranks: range, call: Mapping[str, Tensor]) -> Any:
+        """What the model gives for ``call`` in the group of ``ranks``.
+
+        Raises:
+            ValueError: sequences are packed, and tokens see those of others.
+        """
+        if self._looked_at[ranks] or not _is_packed(call):
+            return self._compiled_for(ranks)(**call, **self._without_cache)
+        before = set(map(id, captures_of(self.model)))
+        out = self._compiled_for(ranks)(**call, **self._without_cache)
+        graphs = (c.graphs.values() for c in captures_of(self.model) if id(c) not in before)
+        check_apart(self.model, [b for of in graphs for graph in of for b in graph.blocks])
+        self._looked_at[ranks] = True
+        return out
 
     def _mesh_of(self, ranks: range) -> Any:
         """Of a group; None where there is nobody to tell beside all ranks: one rank with whole
@@ -236,3 +262,34 @@ def _keep_whole(
             share = p.grad / size
             kept[p] = kept[p] + share if p in kept else share
             p.grad = None
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether the forward of ``model`` has an argument ``name``, or hands on any."""
+    has = inspect.signature(model.forward).parameters
+    return name in has or any(p.kind is p.VAR_KEYWORD for p in has.values())
+
+
+def _is_packed(call: Mapping[str, Tensor]) -> bool:
+    """Whether a row of ``call`` has several sequences, of which each begins at position 0."""
+    return "position_ids" in call and bool(((call["position_ids"] == 0).sum(-1) > 1).any())
+
+
+def check_apart(model: nn.Module, blocks: Sequence[BlockSpec]) -> None:
+    """Raise if attention of ``model`` goes across packed sequences; warn where it cannot be told.
+
+    Args:
+        blocks: of the graphs that packed sequences were computed by.
+    Raises:
+        ValueError: it does.
+    """
+    name, way_out = type(model).__name__, "paradyse.MixedBatches(..., pack=False) does not pack"
+    masks = [(b.name, b.mask) for b in blocks if b.kind == "attention"]
+    for block, mask in masks:
+        if mask is not None and not mask.documents:
+            raise ValueError(
+                f"{name} does not keep packed sequences apart by position_ids: {block} has the "
+                f"mask '{mask}', by which tokens see those of other sequences. {way_out}"
+            )
+    if not masks or None in [mask for _, mask in masks]:
+        log.warning("whether %s keeps packed sequences apart cannot be told: %s", name, way_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -87,12 +88,8 @@ def capture_program(
         compiled(**batch)
     except Exception as e:
         if not graphs:  # Dynamo gives the model's own error, or says what it cannot follow
-            why = ": ".join([type(e).__name__, *str(e).strip().splitlines()[:1]])
             given = ", ".join(map(str, batch)) or "no arguments"
-            raise ValueError(
-                f"the model cannot be called with {given}: {why} (on paper it must be "
-                "one graph: take out what Dynamo cannot follow)"
-            ) from e
+            raise ValueError(f"the model cannot be called with {given}: {_why(e)}") from e
         captured = isinstance(e.__cause__ or e, _Captured) or "_Captured" in str(e)
         if not (found and captured):
             raise
@@ -100,6 +97,16 @@ def capture_program(
     if program is None:
         raise ValueError(f"nothing in the model's graph can be split: {'; '.join(notes)}")
     return program
+
+
+def _why(error: Exception) -> str:
+    """What ended the capture, and the way out: the model's own ``error``, as Dynamo tells of it, or
+    what Dynamo cannot follow."""
+    own = re.search(r"(?:raised exception|: got) (\w+\(.*\))$", str(error), re.MULTILINE)
+    if own is not None:
+        return f"{own[1]} (a Python file with make_model() and make_batch() may give another batch)"
+    what = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return f"{what} (on paper it must be one graph: take out what Dynamo cannot follow)"
 
 
 class _Captured(Exception):

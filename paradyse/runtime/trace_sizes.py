@@ -126,8 +126,10 @@ def _wanted_equal(
 
 
 def _guards(env: Any, values: Mapping[Any, int]) -> list[Any]:
-    """Dynamo's guards that speak of symbols of ``values`` alone."""
-    return [g.expr for g in env.guards if g.expr.free_symbols <= set(values)]
+    """Dynamo's guards that speak of symbols of ``values`` alone, or of others that it found to be
+    these."""
+    found = [env.replace(g.expr) for g in env.guards]
+    return [e for e in found if e.free_symbols <= set(values)]
 
 
 def allowed(env: Any, values: Mapping[Any, int]) -> bool:

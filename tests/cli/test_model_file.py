@@ -96,6 +96,13 @@ def test_time_is_planned_beside_space(tmp_path: Path, capsys: Any) -> None:
             ["--gpus", "2"],
             "cannot be called with y: Ty",
         ),
+        (
+            f"{SCRIPT}def fail(self, *args, **kwargs):\n    raise KeyError('depth')\n"
+            "old = make_model\n"
+            "def make_model():\n    m = old()\n    type(m).forward = fail\n    return m\n",
+            ["--gpus", "2"],
+            "KeyError('depth') (a Python file with make_model() and make_batch()",
+        ),
         (None, ["--gpus", "2"], "give a HuggingFace config.json, or a Python file"),
     ],
 )

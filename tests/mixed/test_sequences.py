@@ -181,3 +181,19 @@ def test_refused(what: str) -> None:
     batch, words = WRONG[what]
     with pytest.raises(ValueError, match=words):
         paradyse.sequences_of(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint16])
+def test_numbers_of_few_bits_and_no_labels(dtype: torch.dtype) -> None:
+    """As memory maps and datasets have them."""
+    sample = {"input_ids": torch.arange(5).to(dtype), "labels": None}
+    batch = {name: x if x is None else x[None] for name, x in sample.items()}
+    for found in (checked(sample, 3), paradyse.sequences_of(batch)[0]):
+        assert {x.dtype for x in found.values()} == {torch.int64}
+        assert found["labels"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_numbers_that_are_not_whole_are_refused() -> None:
+    sample = {"input_ids": torch.arange(5), "labels": torch.ones(5)}
+    with pytest.raises(ValueError, match=r"sequence 3 has labels of torch.float32: give whole"):
+        checked(sample, 3)

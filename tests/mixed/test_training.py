@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import RankPool
 from models import FAMILIES, TOLERANCE, VOCAB, Step, make_model, whole, worst
 from step_search import ways_by_formula
-from torch import Tensor
+from torch import Tensor, nn
 
 import paradyse
 from paradyse.mixed import training
@@ -175,3 +175,36 @@ def test_a_step_that_is_not_gone_through_leaves_gradients_as_they_were(
         losses.close()
     for n, p in model.named_parameters():
         assert p.grad is before[n] and bool((p.grad == 1).all()), n
+
+
+def packed_step(family: str, **config: Any) -> tuple[Step, Step]:
+    """Three sequences in one call, and each by itself, in one process."""
+    torch._dynamo.reset()
+    data, model = dataset_of([9, 4, 7]), make_model(family, num_hidden_layers=1, **config)
+    batches = paradyse.MixedBatches(
+        data, tokens_per_step=20, ways=ways_for(1), causal=FAMILIES[family].causal
+    )
+    (step,) = batches
+    want = alone(make_model(family, num_hidden_layers=1), family, data)
+    for loss in paradyse.MixedModel(model, {"inner": "eager"}).losses(step):
+        loss.backward()
+    assert step.loss is not None
+    return step_of(model, step.loss), want
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_that_keeps_a_cache_keeps_sequences_apart(family: str) -> None:
+    """transformers' decoders do not look for documents where there is a cache."""
+    error, name = worst(*packed_step(family, use_cache=True))
+    assert error < TOLERANCE[torch.float32], name
+
+
+@pytest.mark.parametrize("family", ["opt", "bert"])
+def test_a_model_that_does_not_find_sequences_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"does not keep packed sequences apart.*pack=False"):
+        packed_step(family)
+
+
+def test_where_it_cannot_be_told_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    training.check_apart(nn.Linear(2, 2), [])
+    assert "whether Linear keeps packed sequences apart cannot be told" in caplog.text

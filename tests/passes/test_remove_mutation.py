@@ -44,6 +44,26 @@ def test_a_write_keeps_the_dtype_of_what_it_writes_to() -> None:
     torch.testing.assert_close(run(gm, x, w), fn(x, w))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_in_place_draw_the_same(dtype: torch.dtype) -> None:
+    """As timm drops paths, and as noise is added."""
+
+    def fn(x: Tensor) -> Tensor:
+        kept = x.new_empty(x.shape[0], 1).bernoulli_(0.7).div_(0.7)
+        return x * kept + torch.empty_like(x).normal_(0.5, std=2) + x.clone().normal_()
+
+    x = torch.randn(6, 50, dtype=dtype)
+    gm = trace(fn, x)
+    remove_mutation(gm, context())
+    assert {"bernoulli", "randn_like"} <= operators(gm).keys()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        want, after = fn(x), torch.rand(1)
+        torch.manual_seed(3)
+        torch.testing.assert_close(run(gm, x), want)
+        assert torch.equal(torch.rand(1), after)
+
+
 def shifted(x: Tensor) -> Tensor:
     """As decoders shift their labels."""
     y = x.new_zeros(x.shape)
@@ -154,7 +174,7 @@ def into_a_part_of_a_split(x: Tensor) -> Tensor:
         (into_input, "shows an input"),
         (into_a_view_of_input, "shows an input"),
         (into_a_part_of_a_split, "a view by"),
-        (lambda x: x.clone().normal_() + x, "normal_.* has no functional form"),
+        (lambda x: torch.clamp(x + 1, 0, out=x.clone()) + x, "clamp.out .* has no functional form"),
     ],
 )
 def test_writes_that_are_refused(fn: Callable[..., Any], why: str) -> None:

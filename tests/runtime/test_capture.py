@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import RankPool
-from models import TOLERANCE, make_batch, make_model
+from models import TOLERANCE, make_batch, make_model, relative
 from tiny import LengthScaled, Mixer, Tiny, tokens
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
@@ -376,3 +376,35 @@ def test_a_number_that_is_the_length_is_whole_on_every_rank(p: int, inner: str, 
     for errors, programs in ranks(p).run(train_by_length, inner, timeout_s=100):
         assert max(errors) < TOLERANCE[torch.float64], errors
         assert programs == 2
+
+
+class TwoLosses(Tiny):
+    """Of each token, and of each sequence, as for pretraining: the second tells Dynamo that two
+    sizes are one, and the arguments' names which of them it goes on with."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, next_sentence_label: Tensor) -> Any:
+        logits = super().forward(input_ids)
+        of_tokens = F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+        return of_tokens + F.cross_entropy(logits.mean(1), next_sentence_label)
+
+
+def two_losses() -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, errors = TwoLosses(layers=1).double(), []
+    options = {"inner": "eager", "plan": "megatron_cz"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    for batch, n in ((3, 13), (2, 31), (4, 17)):
+        ids, classes = tokens(batch, n), torch.arange(batch)
+        got, want = (
+            torch.autograd.grad(call(ids, ids.clone(), classes), list(model.parameters()))
+            for call in (compiled, model)
+        )
+        errors += [relative(a, b) for a, b in zip(got, want, strict=True)]
+    assert not list(captures_of(compiled, whole=True))
+    return errors
+
+
+def test_batch_and_length_that_both_change(pool2: RankPool) -> None:
+    for errors in pool2.run(two_losses, timeout_s=100):
+        assert max(errors) < TOLERANCE[torch.float64], errors
