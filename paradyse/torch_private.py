@@ -190,6 +190,35 @@ def pass_over_requiring_hooks(backend: str) -> bool:
     return True
 
 
+def pass_over_required_gradients(backend: str) -> bool:
+    """The same where a model of transformers itself asks for the gradient of what it is given, by
+    ``x.requires_grad = True``, as those of speech do in training.
+
+    Args:
+        backend: its name.
+    Returns:
+        Whether this PyTorch has what is changed for that.
+    """
+    from torch._dynamo.variables import builtin
+
+    names = "_call_setattr", "call_setattr"  # the second: torch 2.11
+    classes = [c for c in vars(builtin).values() if isinstance(c, type)]
+    of = [(c, name) for c in classes for name in names if name in vars(c)]
+    if not of:
+        return False
+    (cls, name), *_ = of
+    found = getattr(cls, name)
+
+    def handler(self: Any, tx: Any, obj: Any, name_var: Any, val: Any) -> Any:
+        asks = obj.is_tensor() and name_var.as_python_constant() == "requires_grad"
+        if asks and "transformers" in tx.f_code.co_filename and _traces_for(tx, backend):
+            return val
+        return found(self, tx, obj, name_var, val)
+
+    setattr(cls, name, handler)
+    return True
+
+
 def pass_over_warnings_once(backend: str) -> bool:
     """Have Dynamo log what models log once, by ``Logger.warning_once`` of transformers, when it
     traces for ``backend``, instead of ending the graph there.
@@ -255,9 +284,10 @@ def hang_collecting_hooks(backend: str) -> bool:
 @cache
 def keep_graphs_whole(backend: str) -> None:
     """Have Dynamo go on, where it traces for ``backend``, at the lines of transformers and peft
-    that would end a graph: ``pass_over_requiring_hooks``, ``pass_over_warnings_once`` and
-    ``hang_collecting_hooks``."""
+    that would end a graph: ``pass_over_requiring_hooks``, ``pass_over_required_gradients``,
+    ``pass_over_warnings_once`` and ``hang_collecting_hooks``."""
     pass_over_requiring_hooks(backend)
+    pass_over_required_gradients(backend)
     hang_collecting_hooks(backend)
     pass_over_warnings_once(backend)
 

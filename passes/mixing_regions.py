@@ -13,9 +13,9 @@ from torch import fx
 
 from paradyse.distributed.switch import rows_per_rank
 from paradyse.graph.expert_rules import ROUTE_ROWS
-from paradyse.graph.factors import Factor
+from paradyse.graph.factors import Dim, Factor
 from paradyse.graph.subgraph import is_tensor, is_weight
-from paradyse.graph.switches import dims_of, mixes, times
+from paradyse.graph.switches import dims_of, is_shifted, mixes, times
 from paradyse.strategies.loss import loss_sums
 
 aten = torch.ops.aten
@@ -112,6 +112,9 @@ def _kept_dim(nodes: Sequence[fx.Node], seq: Factor, ctx: Any) -> Factor | None:
     given = [n for n in nodes if any(u not in inside for u in n.users)]
     if not given or any(not is_tensor(n) for n in given):
         return None
+    read = [a for n in nodes for a in n.all_input_nodes if a not in inside]
+    if any(_has_tokens_twice(dims, seq) for n in (*given, *read) for dims in dims_of(ctx.names, n)):
+        return None
     closed = [*nodes, *_from_weights(nodes)]
     common = [f for d in ctx.names.of(given[0]) for f in d if f is not seq and f.size > 1]
     tokens = {*ctx.seqs, *ctx.unsplit}
@@ -126,6 +129,12 @@ def _kept_dim(nodes: Sequence[fx.Node], seq: Factor, ctx: Any) -> Factor | None:
         if all(times(d, over) == 1 and times(d, seq) == 1 for d in ends):
             return over
     return None
+
+
+def _has_tokens_twice(dims: Sequence[Dim], seq: Factor) -> bool:
+    """Whether ``dims`` have the tokens of ``seq``, and these and some more, or less, in another
+    dim: the other one is of all tokens where the first is split."""
+    return times(dims, seq) > 0 and any(is_shifted(f, seq) for d in dims for f in d)
 
 
 def _elements(ctx: Any, node: fx.Node, over: Factor) -> int:

@@ -134,3 +134,18 @@ def check_hang_collecting_hooks() -> None:
     got = run(**batch, output_hidden_states=True).hidden_states
     want = model(**batch, output_hidden_states=True).hidden_states
     torch.testing.assert_close(got, want)
+
+
+def check_pass_over_required_gradients() -> None:
+    """A model of speech that is trained from its first layer on is one graph."""
+    from transformers import Wav2Vec2Config
+    from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2FeatureEncoder
+
+    assert private.pass_over_required_gradients("paradyse")
+    sizes = {"conv_dim": (4, 4), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+    model = Wav2Vec2FeatureEncoder(Wav2Vec2Config(**sizes)).train()
+    torch._dynamo.reset()
+    options = {"inner": "eager"}
+    run = torch.compile(model, backend="paradyse", fullgraph=True, options=options)
+    run(torch.ones(2, 100)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -256,6 +256,16 @@ class DrawnInPlace(Decoder):
         return super().loss(x + torch.empty_like(x).normal_(0, 0.1), ids)
 
 
+class OneKeyMore(Decoder):
+    """Scores have a key of nothing more, so that a token may look at none (softmax off by one)."""
+
+    def attend(self, layer: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = F.pad(scores.masked_fill(hidden, float("-inf")), (0, 1))
+        return scores.softmax(-1)[..., :-1] @ v
+
+
 class ByFrequency(Decoder):
     """A word's gradient is divided by how often it occurs."""
 
@@ -323,6 +333,7 @@ MODELS: dict[str, tuple[Callable[[], Decoder], Sequence[int]]] = {
     "every second token asks": (PooledQueries, (8, 22, 10)),
     "random labels": (RandomLabels, (13, 22)),
     "noise drawn in place": (DrawnInPlace, (13, 22)),
+    "one key more": (OneKeyMore, (13, 22)),
     "gradients by frequency": (ByFrequency, (13, 22)),
     "attention is returned": (GivesAttention, (13, 22)),
     "values are returned": (GivesValues, (13, 22)),

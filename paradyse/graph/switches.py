@@ -70,7 +70,7 @@ def mixes(names: Names, node: fx.Node, factor: Factor) -> bool:
     found, reads = [times(d, factor) for d in outputs], [times(d, factor) for d in read]
     if factor in names.mixed(node) or max((*found, *reads), default=0) > 1:
         return True
-    if any(_is_shifted(f, factor) for dims in outputs for d in dims for f in d):
+    if any(is_shifted(f, factor) for dims in outputs for d in dims for f in d):
         return True
     if any(reads):
         fixed = node.kwargs.get("output_size") is not None  # of ``repeat_interleave``
@@ -85,7 +85,7 @@ def _mixes(names: Names, block: Any, factor: Factor) -> str:
         if factor in names.mixed(node):
             return f"{node} mixes the other dim of its tokens"
         outputs = dims_of(names, node)
-        if any(_is_shifted(f, factor) for dims in outputs for d in dims for f in d):
+        if any(is_shifted(f, factor) for dims in outputs for d in dims for f in d):
             return f"{node} cuts the other dim of its tokens, or adds to it"
         read = [dims for a in node.all_input_nodes for dims in dims_of(names, a)]
         reads = any(times(dims, factor) for dims in read)
@@ -102,7 +102,7 @@ def _mixes(names: Names, block: Any, factor: Factor) -> str:
         if node in inside or not is_tensor(node):
             continue
         found = [f for d in names.of(node) for f in d]
-        if any(_is_shifted(f, g) for f in found for g in (factor, block.seq)):
+        if any(is_shifted(f, g) for f in found for g in (factor, block.seq)):
             return f"{node} has some tokens more or less"
         if not is_weight(node) and found.count(block.seq) > 1:
             return f"{node} has the dim that is split twice"
@@ -124,5 +124,6 @@ def times(dims: Iterable[Dim], factor: Factor) -> int:
     return sum(f is factor for d in dims for f in d)
 
 
-def _is_shifted(f: Factor, factor: Factor) -> bool:
+def is_shifted(f: Factor, factor: Factor) -> bool:
+    """Whether ``f`` is ``factor`` and some more, or less."""
     return f is not factor and f.origin()[0] is factor
