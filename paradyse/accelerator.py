@@ -9,6 +9,7 @@ It was tried with accelerate 1.15 (``tests/test_accelerator.py``).
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import weakref
@@ -33,6 +34,8 @@ from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.no_sync import no_sync
 from paradyse.weights.shard import full_state_dict
 from paradyse.weights.sharded_tensor import ShardedTensor, used_on
+
+log = logging.getLogger(__name__)
 
 SHARDS = "shards"
 """Folders in a checkpoint with sharded models and their optimizers begin with this."""
@@ -90,6 +93,17 @@ class OverReplicas(_Accelerator):
             return apart[list(mine)].flatten(0, 1)
 
         return recursively_apply(one_of_each_group, super().gather(tensor))
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """The part of ``inputs`` that is this rank's sequence group's; ``inputs`` and
+        ``apply_padding`` as accelerate's."""
+        from accelerate.state import PartialState
+
+        split: Any = PartialState.split_between_processes
+        found: AbstractContextManager[Any] = split(self, inputs, apply_padding)
+        return found
 
 
 def over_replicas(accelerator: Any, sequence: Axis, replicas: Axis) -> None:
@@ -288,6 +302,7 @@ class AcceleratorMixin(OverReplicas):
         its rows, as ``paradyse.save_checkpoint`` does. ``args`` and ``kwargs`` as accelerate's.
         """
         with self._without_sharded() as sharded:
+            self._tell_hooks("_save_model_state_pre_hook", sharded)
             folder = super().save_state(output_dir, *args, **kwargs)
         for i, (model, optimizer) in enumerate(sharded):
             at = Path(folder, f"{SHARDS}_{i}")
@@ -314,6 +329,7 @@ class AcceleratorMixin(OverReplicas):
                 raise ValueError(
                     "load_state() of a sharded model needs the folder: give what save_state gave"
                 )
+            self._tell_hooks("_load_model_state_pre_hook", sharded)
             hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
             try:
                 super().load_state(input_dir, *args, **kwargs)
@@ -325,6 +341,16 @@ class AcceleratorMixin(OverReplicas):
         for i, (model, optimizer) in enumerate(sharded):
             assert input_dir is not None
             load_checkpoint(Path(input_dir, f"{SHARDS}_{i}"), model, optimizer)
+
+    def _tell_hooks(self, name: str, sharded: Sequence[Any]) -> None:
+        """Warn if there are hooks of that ``name``, which are not given the models ``sharded``."""
+        if sharded and getattr(self, name, None):
+            log.warning(
+                "hooks of save_state and load_state are given no sharded models (of which there "
+                "are %d): each rank saves its rows. Write others' formats beside save_state, from "
+                "paradyse.full_state_dict(model)",
+                len(sharded),
+            )
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Any]]]:

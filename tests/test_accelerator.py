@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +371,49 @@ def own_pace(folder: str) -> tuple[float, int, bool, list[bool]]:
 def test_schedules_saves_and_triggers_of_ones_own(pool2: RankPool, tmp_path: Path) -> None:
     for found in pool2.run(own_pace, str(tmp_path / "state"), timeout_s=200):
         assert found == (0.5, 1, True, [True, False])
+
+
+def made(shape: Sequence[Sequence[int]]) -> Any:
+    import accelerate
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import paradyse
+
+    cls: Any = type("Accelerator", (paradyse.AcceleratorMixin, accelerate.Accelerator), {})
+    return cls(mesh=DeviceMesh("cpu", shape, mesh_dim_names=("data", "sequence")), cpu=True)
+
+
+def parts_of(shape: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    with fresh_accelerate():
+        accelerator = made(shape)
+        with (
+            accelerator.split_between_processes([1, 2, 3]) as mine,
+            accelerator.split_between_processes([1, 2, 3], apply_padding=True) as padded,
+        ):
+            return mine, padded
+
+
+def test_what_is_split_is_split_over_groups(pool2: RankPool) -> None:
+    assert pool2.run(parts_of, [[0, 1]]) == [([1, 2, 3], [1, 2, 3])] * 2
+    assert pool2.run(parts_of, [[0], [1]]) == [([1, 2], [1, 2]), ([3], [3, 3])]
+
+
+def hooked(folder: str) -> list[str]:
+    """What is said of a hook of ``save_state`` beside a sharded model."""
+    import paradyse
+
+    said = list[str]()
+    with fresh_accelerate(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paradyse.accelerator.log.warning", lambda text, *args: said.append(text))
+        accelerator = made([[0, 1]])
+        model = accelerator.prepare(paradyse.shard(make_model("llama", num_hidden_layers=1)))
+        accelerator.save_state(folder + "/plain")
+        accelerator.register_save_state_pre_hook(lambda models, weights, at: None)
+        accelerator.save_state(folder + "/hooked")
+        del model
+    return said
+
+
+def test_hooks_that_are_given_no_sharded_model_are_told_of(pool2: RankPool, tmp_path: Path) -> None:
+    for said in pool2.run(hooked, str(tmp_path)):
+        assert len(said) == 1 and "are given no sharded models" in said[0]

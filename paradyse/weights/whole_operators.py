@@ -120,7 +120,8 @@ MESSAGES = (
     "it is a message of another library (DistributedDataParallel, FullyShardedDataParallel, "
     "broadcast, ...), and the ranks hold different rows. ParaDySe sums gradients by itself: give "
     "the model as it is, to trainers of transformers and TRL behind paradyse.TrainerMixin, to "
-    "accelerate's Accelerator behind paradyse.AcceleratorMixin"
+    "accelerate's Accelerator behind paradyse.AcceleratorMixin; and load whole states on every "
+    "rank (StateDictOptions without broadcast_from_rank0)"
 )
 """What is said where a process group would be given rows for whole tensors."""
 
