@@ -14,6 +14,7 @@ or an element of the mask takes, over all sequences and heads that are computed 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -181,6 +182,24 @@ class Intervals:
         """
         lo, hi = (x[tile.r0 : tile.r1] - tile.k0 for x in (self.lo, self.hi))
         return torch.stack([lo, hi, torch.full_like(lo, tile.k1 - tile.k0)])
+
+
+def kind_of_pair(q: tuple[int, int], k: tuple[int, int], spec: AttentionSpec) -> str | None:
+    """What tile queries and keys make by position alone: ``FULL`` or ``MASKED``; None where no
+    query sees a key.
+
+    Args:
+        q, k: first and end position of the queries, and of the keys.
+    """
+    (q0, q1), (k0, k1) = ((a, b - 1) for a, b in (q, k))
+    far = (spec.left, spec.right, spec.chunk)
+    left, right, chunk = (math.inf if x is None else x for x in far)
+    beyond = k0 > q1 + right or k1 < q0 - left
+    apart = q1 // chunk < k0 // chunk or k1 // chunk < q0 // chunk
+    if q1 < q0 or k1 < k0 or beyond or apart:
+        return None
+    one_chunk = min(q0, k0) // chunk == max(q1, k1) // chunk
+    return FULL if one_chunk and k1 <= q0 + right and k0 >= q1 - left else MASKED
 
 
 def run_positions(runs: Runs, device: torch.device | str = "cpu") -> Tensor:

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from paradyse.kernels.attention_core import Backward, Grads, adjacent, empty_like_heads
-from paradyse.kernels.attention_mask import DIAGONAL, MASKED, AttentionSpec, Runs, Tile
+from paradyse.kernels.attention_mask import (
+    DIAGONAL,
+    MASKED,
+    AttentionSpec,
+    Runs,
+    Tile,
+    kind_of_pair,
+)
 from paradyse.kernels.attention_mask import FULL as FULL_TILE
 from paradyse.kernels.selection import (
     ATEN_FLASH,
@@ -43,26 +50,6 @@ from paradyse.torch_private import (
 )
 
 # Which part is plain
-
-
-_HIDDEN, _FULL, _PARTIAL = range(3)
-
-
-def _visible(q: tuple[int, int], k: tuple[int, int], spec: AttentionSpec) -> int:
-    """How much of the keys k = [a, b) the queries q = [a, b) see: nothing, all, or some."""
-    (q0, q1), (k0, k1) = q, k
-    left = q1 if spec.left is None else spec.left
-    right = k1 if spec.right is None else spec.right
-    if k0 > q1 - 1 + right or k1 - 1 < q0 - left:
-        return _HIDDEN
-    if k1 - 1 > q0 + right or k0 < q1 - 1 - left:
-        return _PARTIAL
-    if spec.chunk is None:
-        return _FULL
-    chunks = [x // spec.chunk for x in (q0, q1 - 1, k0, k1 - 1)]
-    if chunks[1] < chunks[2] or chunks[3] < chunks[0]:
-        return _HIDDEN
-    return _FULL if len(set(chunks)) == 1 else _PARTIAL
 
 
 def _stretches(runs: Runs, seq_len: int) -> list[tuple[int, int, tuple[int, int]]]:
@@ -98,9 +85,9 @@ def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
         end = rows[-1][1]
         if ascending and end == sum(b - a for a, b, _ in rows):
             return Tile(0, end, 0, end, DIAGONAL)
-    seen = [[_visible(q, k, spec) for *_, k in keys] for *_, q in rows]
+    seen = [[kind_of_pair(q, k, spec) for *_, k in keys] for *_, q in rows]
     some = [i for i, row in enumerate(seen) if any(row)]
-    if not some or any(x == _PARTIAL for row in seen for x in row):
+    if not some or any(x == MASKED for row in seen for x in row):
         return None
     columns = [j for j, x in enumerate(seen[some[0]]) if x]
     alike = all(seen[i] == seen[some[0]] for i in range(some[0], some[-1] + 1))

@@ -124,8 +124,8 @@ LEVER_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "chunks in a window not fetched",
-        CHUNKS,
-        "k1 < q0 - spec.left",
+        "kernels/attention_mask.py",
+        "k1 < q0 - left",
         "k1 < q0",
         IN_CHUNKS,
     ),

@@ -21,10 +21,12 @@ from paradyse.kernels.attention import (
 from paradyse.kernels.attention_core import Backward
 from paradyse.kernels.attention_mask import (
     DIAGONAL,
+    FULL,
     MASKED,
     AttentionSpec,
     Runs,
     Tile,
+    kind_of_pair,
     position_intervals,
     run_positions,
     runs_len,
@@ -80,6 +82,19 @@ def test_a_plain_tile_is_all_that_is_visible(positions: dict[str, Any]) -> None:
                 want = visible(*runs, spec)
                 assert torch.equal(of_tile(tile, *want.shape), want), (p, s, runs, tile)
     assert found
+
+
+@pytest.mark.parametrize("positions", [*POSITIONS, {"left": 1, "right": 1, "chunk": 4}], ids=str)
+def test_a_pair_of_stretches_is_hidden_full_or_masked(positions: dict[str, Any]) -> None:
+    stretches = [(a, b) for b in range(13) for a in range(b)]
+    spec = AttentionSpec(seq_len=12, scale=1.0, **positions)
+    whole = ((0, 12),)
+    every = visible(whole, whole, spec)
+    for (q0, q1), (k0, k1) in itertools.product(stretches, repeat=2):
+        seen = every[q0:q1, k0:k1]
+        want = FULL if seen.all() else MASKED if seen.any() else None
+        assert kind_of_pair((q0, q1), (k0, k1), spec) == want, (q0, q1, k0, k1)
+    assert kind_of_pair((3, 3), (0, 12), spec) is kind_of_pair((0, 12), (13, 12), spec) is None
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

@@ -20,7 +20,7 @@ from torch import Tensor
 from paradyse.distributed.axis import Runs
 from paradyse.kernels.attention import attention_backward, attention_forward, bias_gradient
 from paradyse.kernels.attention_core import Backward, stat_dtype
-from paradyse.kernels.attention_mask import AttentionSpec
+from paradyse.kernels.attention_mask import AttentionSpec, kind_of_pair
 from paradyse.kernels.merge import merge
 from paradyse.kernels.sinks import sink_gradient, with_sinks
 from paradyse.strategies.host_memory import Fetched, HostRows, one_ahead
@@ -62,13 +62,8 @@ def may_see(spec: AttentionSpec, queries: Run, keys: Run) -> bool:
     Args:
         spec: of the whole sequence.
     """
-    (q0, q1), (k0, k1) = ((a, min(a + n, spec.seq_len) - 1) for a, n in (queries, keys))
-    if q1 < q0 or k1 < k0:
-        return False  # padding
-    behind = spec.left is not None and k1 < q0 - spec.left
-    ahead = spec.right is not None and k0 > q1 + spec.right
-    c = spec.chunk or spec.seq_len
-    return not (behind or ahead or k1 // c < q0 // c or q1 // c < k0 // c)
+    q, k = ((a, min(a + n, spec.seq_len)) for a, n in (queries, keys))
+    return kind_of_pair(q, k, spec) is not None
 
 
 class _Pairs:
