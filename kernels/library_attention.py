@@ -52,6 +52,11 @@ from paradyse.torch_private import (
 # Which part is plain
 
 
+def _by_position_alone(spec: AttentionSpec) -> bool:
+    data = (spec.key_padding, spec.document_ids, spec.bias, spec.softcap)
+    return all(x is None for x in data) and spec.dropout_p == 0
+
+
 def _stretches(runs: Runs, seq_len: int) -> list[tuple[int, int, tuple[int, int]]]:
     """(first index, end index, [first, end) of the positions) of each run, without padding."""
     found, index = [], 0
@@ -70,8 +75,7 @@ def plain_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None:
     So it is of every step of a ring in the balanced order under a causal mask, and of a whole
     sequence. From the runs alone, without a look at any position.
     """
-    data = (spec.key_padding, spec.document_ids, spec.bias)
-    if any(x is not None for x in data) or spec.dropout_p > 0 or spec.softcap is not None:
+    if not _by_position_alone(spec):
         return None
     rows, keys = _stretches(q_runs, spec.num_queries), _stretches(kv_runs, spec.seq_len)
     if not rows or not keys:
@@ -106,8 +110,7 @@ def window_tile(q_runs: Runs, kv_runs: Runs, spec: AttentionSpec) -> Tile | None
     """The one tile of a call whose queries and keys are the same stretch of positions, and which
     hides no more than keys too far behind or ahead; None where it is no such call.
     """
-    data = (spec.key_padding, spec.document_ids, spec.bias)
-    if any(x is not None for x in data) or spec.dropout_p > 0 or spec.softcap is not None:
+    if not _by_position_alone(spec):
         return None
     rows, keys = _stretches(q_runs, spec.seq_len), _stretches(kv_runs, spec.seq_len)
     if len(rows) != 1 or rows != keys or (spec.left is None and spec.right is None):
