@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import axis_named
-from paradyse.distributed.tokens import natural_order, take_rows
+from paradyse.distributed.tokens import natural_order, rank_order
 
 
 def rows_per_rank(num: Any, num_ranks: int) -> Any:
@@ -101,8 +101,7 @@ def switch_back(
     """
     a = axis_named(axis)
     layout, fill = a.layout(whole.shape[0]), 0 if is_gradient else None
-    message = torch.stack([take_rows(x, layout, r, dim, fill) for r in range(a.size)])
-    came = collectives.all_to_all(message, a, int(info[1]))
+    came = collectives.all_to_all(rank_order(x, layout, dim, fill), a, int(info[1]))
     return came.movedim(0, to).flatten(to, to + 1).narrow(to, 0, num).contiguous()
 
 
