@@ -17,7 +17,7 @@ from paradyse.distributed.replicas import start_average
 from paradyse.weights.no_sync import GradientSync
 from paradyse.weights.partial_gradient import PartialGradient, own_part, rest_part
 from paradyse.weights.shard_comm import dense, flatten, in_buckets, unflatten
-from paradyse.weights.sharded_tensor import ShardedTensor, rows_for_use
+from paradyse.weights.sharded_tensor import ShardedTensor, reduce_dtype_of, rows_for_use
 
 TOGETHER_BYTES = 25 * 2**20
 """Gradients of replicated weights are summed as soon as so many are there, as
@@ -110,7 +110,7 @@ class AverageGradients(torch.autograd.Function):
             return None, *(g if isinstance(g, as_they_are) else rest_part(g, g) for g in grads)
 
         def start(index: Sequence[int], flat: Tensor) -> Pending:
-            return start_average(flat, sync.replicas, _reduce_dtype(grads[index[0]]))
+            return start_average(flat, sync.replicas, reduce_dtype_of(grads[index[0]]))
 
         return None, *_in_buckets(ctx, sync, grads, start)
 
@@ -148,7 +148,7 @@ def _buckets(grads: Sequence[Any]) -> Iterator[list[int]]:
     """Indices of those of ``grads`` that are there, by message."""
     given = [i for i, g in enumerate(grads) if g is not None]
     rows = [rows_for_use(grads[i]) for i in given]
-    kinds = [(x.dtype, _reduce_dtype(grads[i])) for i, x in zip(given, rows, strict=True)]
+    kinds = [(x.dtype, reduce_dtype_of(grads[i])) for i, x in zip(given, rows, strict=True)]
     for bucket in in_buckets([x.nbytes for x in rows], kinds):
         yield [given[k] for k in bucket]
 
@@ -159,7 +159,3 @@ def _as_they_were(
     """The gradients whose rows are in ``flat`` [n]."""
     pairs = zip(unflatten(flat, shapes), shards, strict=True)
     return [rows if shard is None else shard.with_rows(rows) for rows, shard in pairs]
-
-
-def _reduce_dtype(grad: Tensor) -> torch.dtype:
-    return grad.reduce_dtype if isinstance(grad, ShardedTensor) else grad.dtype

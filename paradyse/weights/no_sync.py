@@ -31,7 +31,13 @@ from paradyse.weights.coming_gradient import ComingGradient
 from paradyse.weights.partial_gradient import NOT_SUMMED, PartialGradient, kept_dtype, rest_part
 from paradyse.weights.shard import Model, check_module
 from paradyse.weights.shard_comm import flatten, in_buckets, scatter_gradients, unflatten
-from paradyse.weights.sharded_tensor import ShardedTensor, relayout, rows_for_use, rows_here
+from paradyse.weights.sharded_tensor import (
+    ShardedTensor,
+    reduce_dtype_of,
+    relayout,
+    rows_for_use,
+    rows_here,
+)
 
 AT_ONCE = "sent at once"
 """What ranks tell each other of gradients, where none are kept back."""
@@ -233,7 +239,8 @@ class GradientSync:
         kept = self.axis.session.of(_Kept)
         ready = [w for w in kept.waiting() if w not in _INSIDE]
         kinds = [
-            (kept.replicas[w], type(w), w.dtype, _sum_dtype(w), w.grad.own is None) for w in ready
+            (kept.replicas[w], type(w), w.dtype, reduce_dtype_of(w), w.grad.own is None)
+            for w in ready
         ]
         sizes = [w.numel() * kept_dtype(w).itemsize for w in ready]
         for index in in_buckets(sizes, kinds):
@@ -248,7 +255,7 @@ class GradientSync:
             for w, part, summed in zip(weights, parts, self._summed(weights, parts), strict=True)
         ]
         if replicas.size > 1:
-            joined = average(flatten(totals), replicas, _sum_dtype(weights[0]))
+            joined = average(flatten(totals), replicas, reduce_dtype_of(weights[0]))
             totals = unflatten(joined, [x.shape for x in totals])
         for w, part, total in zip(weights, parts, totals, strict=True):
             grad = w.detach().with_rows(total) if isinstance(w, ShardedTensor) else total
@@ -278,11 +285,6 @@ def _with_rest(weight: Tensor, rest: Tensor | None, summed: Tensor | None) -> Te
         relayout(rest, weight.placement)
     rows = rows_for_use(rest)
     return rows if summed is None else rows + summed
-
-
-def _sum_dtype(weight: Tensor) -> torch.dtype:
-    """In which gradients of ``weight`` are added up over ranks and averaged over replicas."""
-    return weight.reduce_dtype if isinstance(weight, ShardedTensor) else weight.dtype
 
 
 def bytes_kept(weights: Sequence[Tensor], axis: Axis) -> int:

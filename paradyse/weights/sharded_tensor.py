@@ -296,6 +296,11 @@ def rows_for_use(x: Tensor) -> Tensor:
     return x.for_use if isinstance(x, ShardedTensor) else x
 
 
+def reduce_dtype_of(weight: Tensor) -> torch.dtype:
+    """In which gradients of ``weight`` are added up over ranks and averaged over replicas."""
+    return weight.reduce_dtype if isinstance(weight, ShardedTensor) else weight.dtype
+
+
 def used_on(x: Tensor) -> torch.device:
     """The device that computes with ``x``."""
     return x.used_on if isinstance(x, ShardedTensor) else x.device
