@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paradyse.distributed.agreement import Agreement, agreement_of
-from paradyse.distributed.axis import Axis, resolve_axis
+from paradyse.distributed.axis import Axis, ranks_of, resolve_axis
 from paradyse.distributed.collectives import CollectiveError, Started, Watchers
 from paradyse.distributed.control import world_store
 from paradyse.distributed.failures import (
@@ -166,7 +166,7 @@ class SideBySide:
 
     def _settled(self) -> bool:
         """All ranks have dropped the step already."""
-        everyone = tuple(dist.get_process_group_ranks(self._world.group))
+        everyone = ranks_of(self._world)
         return self._dropped.times[everyone] > self._before[everyone]
 
     def _failed_in_backward(self) -> Failure | None:
@@ -212,7 +212,7 @@ class SideBySide:
             world_store().ask(lambda store: store.set(key, text))
 
     def _key(self) -> str:
-        everyone = tuple(dist.get_process_group_ranks(self._world.group))
+        everyone = ranks_of(self._world)
         return f"paradyse/side by side/{self._dropped.times[everyone]}"
 
     def _begin_backward(self, gradient: Tensor) -> None:

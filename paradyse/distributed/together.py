@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paradyse.distributed import collectives
 from paradyse.distributed.agreement import agreement_of
-from paradyse.distributed.axis import Axis
+from paradyse.distributed.axis import Axis, ranks_of
 from paradyse.distributed.control import control_of, world_store
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Together:
         self._agreement = agreement_of(axis)
         self._control = None
         if axis.size > 1:
-            self._control = control_of(tuple(dist.get_process_group_ranks(axis.group))).axis
+            self._control = control_of(ranks_of(axis)).axis
         self.compare({})
 
     def compare(self, facts: Mapping[str, Any]) -> None:
