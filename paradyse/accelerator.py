@@ -32,8 +32,8 @@ from paradyse.distributed.together import Together
 from paradyse.runtime.registry import check_compiled
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.no_sync import no_sync
-from paradyse.weights.shard import full_state_dict
-from paradyse.weights.sharded_tensor import ShardedTensor, used_on
+from paradyse.weights.shard import full_state_dict, is_sharded
+from paradyse.weights.sharded_tensor import used_on
 
 log = logging.getLogger(__name__)
 
@@ -368,11 +368,6 @@ class AcceleratorMixin(OverReplicas):
             yield pairs
         finally:
             self._models, self._optimizers = models, optimizers
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameter of ``model`` is."""
-    return any(isinstance(p, ShardedTensor) for p in model.parameters())
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:

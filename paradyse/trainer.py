@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.accelerator import (
-    is_sharded,
     lies_on,
     over_replicas,
     plain_optimizer,
@@ -37,7 +36,7 @@ from paradyse.profiling.step_reports import steps_of
 from paradyse.runtime.registry import check_compiled
 from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
-from paradyse.weights.shard import full_state_dict
+from paradyse.weights.shard import full_state_dict, is_sharded
 
 SHARDS = "shards"
 """Folder in a checkpoint of Trainer's with a sharded model and its optimizer."""

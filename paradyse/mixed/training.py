@@ -24,6 +24,7 @@ from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import dynamo_config
 from paradyse.types import GROUP_LEVERS, WHOLE_WEIGHTS, BlockSpec
 from paradyse.weights.no_sync import AT_ONCE, gradients_are
+from paradyse.weights.shard import check_module, is_sharded
 from paradyse.weights.shard_comm import in_buckets
 from paradyse.weights.sharded_tensor import ShardedTensor
 from paradyse.weights.weight_numbers import WeightNumbers
@@ -62,13 +63,12 @@ class MixedModel:
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any] | None = None):
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"give a torch.nn.Module, not {type(model).__name__}")
+        check_module(model)
         if "mesh" in (options or {}):
             raise ValueError("option 'mesh': groups have meshes of their own; leave it out")
         self.model, self.options = model, dict(options or {})
         self._axis = resolve_axis()
-        self._is_sharded = any(isinstance(p, ShardedTensor) for p in model.parameters())
+        self._is_sharded = is_sharded(model)
         if self._is_sharded and self._axis.size > 1:
             check_shards(list(model.parameters()), self._axis)
             self._axis.session.of(WeightNumbers).add(model.parameters())

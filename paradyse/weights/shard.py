@@ -150,6 +150,11 @@ def check_module(model: Any) -> nn.Module:
     return model
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some parameter of ``model`` is."""
+    return any(isinstance(p, ShardedTensor) for p in model.parameters())
+
+
 def _check(model: nn.Module) -> None:
     check_module(model)
     for name, module in model.named_modules():
