@@ -183,14 +183,7 @@ class AcceleratorMixin(OverReplicas):
                 "dataloader_config sets dispatch_batches or split_batches, which deals batches to "
                 "processes; leave them out: ranks of a sequence group share each batch"
             )
-        sequence, replicas = resolve_axis(mesh), resolve_replicas(mesh)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if sequence.size * replicas.size != world:
-            raise ValueError(
-                f"the mesh holds {sequence.size * replicas.size} of {world} ranks; Accelerator "
-                "runs on all of them: give a mesh over the world"
-            )
-        over_replicas(self, sequence, replicas)
+        over_replicas(self, *axes_of_all(mesh, "Accelerator"))
 
     @property
     def num_processes(self) -> int:
@@ -368,6 +361,23 @@ class AcceleratorMixin(OverReplicas):
             yield pairs
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def axes_of_all(mesh: DeviceMesh | None, doing: str) -> tuple[Axis, Axis]:
+    """The sequence axis and the data-parallel axis of ``mesh``, which hold every rank, as ``doing``
+    runs on all of them.
+
+    Raises:
+        ValueError: ``mesh`` is without some of the ranks.
+    """
+    sequence, replicas = resolve_axis(mesh), resolve_replicas(mesh)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if sequence.size * replicas.size != world:
+        raise ValueError(
+            f"the mesh holds {sequence.size * replicas.size} of {world} ranks; {doing} runs on all "
+            "of them: give a mesh over the world"
+        )
+    return sequence, replicas
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:

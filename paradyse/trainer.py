@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.accelerator import (
+    axes_of_all,
     lies_on,
     over_replicas,
     plain_optimizer,
     share_random_states,
 )
 from paradyse.checkpoint.save import load_checkpoint, save_checkpoint
-from paradyse.distributed.axis import resolve_axis, resolve_replicas
 from paradyse.mixed.batches import MixedBatches, MixedStep
 from paradyse.mixed.training import MixedModel
 from paradyse.profiling.step_reports import steps_of
@@ -108,16 +108,11 @@ class TrainerMixin(_Trainer):
     ) -> None:
         self._log_steps, self._batches = log_steps, batches
         self._mixed: MixedModel | None = None
-        self._sequence, self._replicas = resolve_axis(mesh), resolve_replicas(mesh)
+        self._sequence, self._replicas = axes_of_all(mesh, "Trainer")
         self._mesh = mesh
         self._whole_state: dict[str, Any] | None = None
         self._ran = False
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if self._sequence.size * self._replicas.size != world:
-            raise ValueError(
-                f"the mesh holds {self._sequence.size * self._replicas.size} of {world} ranks; "
-                "Trainer runs on all of them: give a mesh over the world"
-            )
+        world = self._sequence.size * self._replicas.size
         if world > 1 and hasattr(type(self), "_generate_and_score_completions"):  # TRL's
             raise ValueError(
                 f"{type(self).__name__} deals prompts, random seeds and rewards to single ranks, "
