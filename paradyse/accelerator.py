@@ -38,7 +38,7 @@ from paradyse.weights.sharded_tensor import used_on
 log = logging.getLogger(__name__)
 
 SHARDS = "shards"
-"""Folders in a checkpoint with sharded models and their optimizers begin with this."""
+"""Folders in a checkpoint with sharded models and their optimizers are named so, or begin so."""
 
 StrPath = str | os.PathLike[str]
 

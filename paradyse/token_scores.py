@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
-"""The label that does not count."""
+"""The label of what is no target, as HuggingFace's losses have it."""
 
 SCORES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """What TRL calls them: of the label log p; of the distribution p of the next token the entropy in

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from paradyse.accelerator import (
+    SHARDS,
     axes_of_all,
     lies_on,
     over_replicas,
@@ -37,9 +38,6 @@ from paradyse.runtime.registry import check_compiled
 from paradyse.token_scores import score_in_graph
 from paradyse.torch_private import compiled_call_of, original_module
 from paradyse.weights.shard import full_state_dict, is_sharded
-
-SHARDS = "shards"
-"""Folder in a checkpoint of Trainer's with a sharded model and its optimizer."""
 
 WHOLE_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 """Files in a checkpoint of Trainer's with the state of an optimizer of replicated weights."""

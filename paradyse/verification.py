@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradyse.config import parse_options
+from paradyse.config import AUTO, parse_options
 from paradyse.distributed.axis import resolve_axis
 from paradyse.passes.pipeline import OPTIONAL
 from paradyse.planning.alone import OTHER_BLOCKS
@@ -136,7 +136,7 @@ def verify(
     model.eval()
     try:
         loss, grads = _step(model, model, batch)
-        current: list[Any] = ["auto"]
+        current: list[Any] = [AUTO]
 
         def plan(workload: Workload) -> Any:
             return current[0]
@@ -147,13 +147,13 @@ def verify(
         graphs = [g for c in captures_of(compiled) for g in c.graphs.values()]
         blocks = graphs[-1].blocks if graphs else ()
         rows = []
-        plans: dict[str, Any] = {"auto": "auto"}
+        plans: dict[str, Any] = {AUTO: AUTO}
         if axis.size > 1 and blocks:
             plans = _plans(blocks) | {ALONG_BATCH: _along_batch(graphs[-1])}
             plans[REPLICATED] = _alone(graphs[-1])
         tolerance = TOLERANCES.get(next(model.parameters()).dtype, 5e-2)
         for name, planned in plans.items():
-            if isinstance(planned, str) and planned != "auto":
+            if isinstance(planned, str) and planned != AUTO:
                 rows.append(VerifyRow(name, infeasible=planned, tolerance=tolerance))
                 continue
             current[0] = planned

@@ -26,15 +26,13 @@ from paradyse.graph.subgraph import (
 )
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.outline_head import Head
+from paradyse.strategies.base import EAGER_NODES
 from paradyse.types import VOCABULARY
 
 aten = torch.ops.aten
 
-EAGER_NODES = 4
-"""Pieces of at most this many operators are not worth a compiled region (0.2 ms a step each)."""
-
 EAGER_INDEX_NODES = 32
-"""The same where nothing has a gradient: positions, rotary tables, shifted labels."""
+"""``EAGER_NODES`` where nothing has a gradient: positions, rotary tables, shifted labels."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,14 +22,13 @@ from torch import Tensor
 from paradyse.cli import models as integrations
 from paradyse.cli.launch import Rank
 from paradyse.cli.models import LlamaSize
-from paradyse.config import BLOCK_KINDS
+from paradyse.config import AUTO, BLOCK_KINDS
 from paradyse.distributed.failures import is_out_of_memory
 from paradyse.planning.explain import count_names
 from paradyse.profiling.steps import peak_beyond, static_bytes
 from paradyse.strategies import canonical_strategy
 from paradyse.types import HEAD, LEVERS, Plan, Point, Workload
 
-AUTO = "auto"
 GIVEN = "the function given as option 'plan': "
 """How errors about a plan begin here; the function is ours, so it tells people nothing."""
 

@@ -17,9 +17,9 @@ from paradyse.cli.charts import Bands, Chart, Line, Page, Table
 from paradyse.cli.outputs import write_whole
 from paradyse.cli.pages import write_charts
 from paradyse.cli.rank_jobs import StepDone
-from paradyse.cli.replay import AUTO, Held, Infeasible, Phase, Planned, Replayed
+from paradyse.cli.replay import Held, Infeasible, Phase, Planned, Replayed
 from paradyse.cli.screen import Screen
-from paradyse.config import STRATEGIES
+from paradyse.config import AUTO, STRATEGIES
 from paradyse.planning.units import format_bytes, format_seconds
 from paradyse.types import REPLICATED
 

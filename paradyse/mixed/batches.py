@@ -17,12 +17,12 @@ from paradyse.distributed.together import Together
 from paradyse.mixed.ahead import Ahead
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.learnt_ways import LearntWays
-from paradyse.mixed.sequences import IGNORED
 from paradyse.mixed.sources import Batch, Data, Dataset, Loader, Source
 from paradyse.mixed.step_plan import static_steps
 from paradyse.mixed.step_reports import MixedReport, reports_of
 from paradyse.mixed.ways import StepPlan, Way
 from paradyse.mixed.ways_file import read_ways
+from paradyse.token_scores import IGNORED
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label of what is no target, as HuggingFace's losses have it."""
+from paradyse.token_scores import IGNORED
 
 _BY_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens")

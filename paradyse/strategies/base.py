@@ -219,6 +219,9 @@ class Strategy:
 
 NUM_COMMON = 5
 
+EAGER_NODES = 4
+"""Pieces of at most this many operators are not worth a compiled region (0.2 ms a step each)."""
+
 
 @dataclass
 class LoweredPiece:

@@ -24,6 +24,7 @@ from paradyse.graph.factors import Factor
 from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece, has_gradient, live_nodes, make_piece, run
 from paradyse.strategies.base import (
+    EAGER_NODES,
     SPLIT,
     WHOLE,
     Common,
@@ -40,7 +41,6 @@ from paradyse.strategies.base import (
 from paradyse.strategies.groups.analyse import factors_of
 from paradyse.strategies.local import LocalPiece
 from paradyse.strategies.loss import loss_sums
-from paradyse.strategies.metp import EAGER_NODES
 from paradyse.strategies.tiles import Tile, make_tiles, over_tiles
 from paradyse.strategies.weight_stream import sum_dtype
 from paradyse.torch_private import keeps_graph

@@ -26,6 +26,7 @@ from paradyse.graph.lower import Dims
 from paradyse.graph.subgraph import Piece, cast_of
 from paradyse.strategies.attention.operators import attend_across_ranks, backward_across_ranks
 from paradyse.strategies.base import (
+    EAGER_NODES,
     SPLIT,
     WHOLE,
     LoweredPiece,
@@ -54,9 +55,6 @@ from paradyse.strategies.streaming import GroupContext, Streaming
 from paradyse.strategies.weight_stream import sum_dtype
 from paradyse.strategies.work import PIECE_OPS, Work
 from paradyse.types import EXPERTS
-
-EAGER_NODES = 4
-"""What surrounds the groups is compiled from more operators than this."""
 
 
 def masks_inside(block: Any) -> str:

@@ -10,7 +10,8 @@ from test_training import dataset_of
 from torch import Tensor
 
 import paradyse
-from paradyse.mixed.sequences import IGNORED, checked
+from paradyse.mixed.sequences import checked
+from paradyse.token_scores import IGNORED
 
 LENGTHS = [5, 2, 7, 1, 3]
 

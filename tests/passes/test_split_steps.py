@@ -17,7 +17,8 @@ from paradyse.distributed.axis import SINGLE, Axis
 from paradyse.graph.factors import Factor, Names
 from paradyse.passes.outline_blocks import Block
 from paradyse.passes.pipeline import run_passes
-from paradyse.passes.split_steps import EAGER_NODES, HeadStep, LookUpStep, Schedule, split_steps
+from paradyse.passes.split_steps import HeadStep, LookUpStep, Schedule, split_steps
+from paradyse.strategies.base import EAGER_NODES
 
 aten = torch.ops.aten
 TWO = Axis("of 2", 2, 0)

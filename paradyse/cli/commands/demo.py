@@ -21,9 +21,9 @@ from paradyse.cli.corpus import TextFile, draw_files, length_ranges
 from paradyse.cli.models import LlamaSize, require_transformers
 from paradyse.cli.outputs import check_folder
 from paradyse.cli.rank_jobs import StepDone
-from paradyse.cli.replay import AUTO
 from paradyse.cli.results import Record, Results, choice_times, marks
 from paradyse.cli.screen import Screen, make_console, show_table
+from paradyse.config import AUTO
 from paradyse.planning.units import format_bytes
 from paradyse.types import ALONG_SEQUENCE
 
