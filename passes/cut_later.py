@@ -197,7 +197,7 @@ class _Region:
             return False
         if self.kind.factor in self.names.mixed(node) or self._is_cut_before(node):
             return False
-        if any(self._count(dims) != 1 for dims in self._dims(node)):
+        if any(self._count(dims) != 1 for dims in self.names.of_each(node)):
             return False
         return all(self._may_read(a) for a in node.all_input_nodes)
 
@@ -213,12 +213,6 @@ class _Region:
             return True
         return not is_weight(a) and self._times(a) == 1
 
-    def _dims(self, node: fx.Node) -> list[list[Dim]]:
-        """Of each of its results."""
-        if is_tensor(node):
-            return [self.names.of(node)]
-        return [[*map(tuple, dims)] for dims in self.names.dims[node]]
-
     def _count(self, dims: Sequence[Dim]) -> int:
         return sum(f is self.kind.factor for dim in dims for g in dim for f in g.resolve())
 
@@ -233,7 +227,7 @@ class _Region:
         return with_sizes(node, self.names, self._size, lambda dim: self._count([dim]) > 0)
 
     def _shapes(self, node: fx.Node) -> list[list[int]]:
-        return [[self._size(d) for d in dims] for dims in self._dims(node)]
+        return [[self._size(d) for d in dims] for dims in self.names.of_each(node)]
 
     def _value(self, a: fx.Node) -> Any:
         """The fake value of an input with all tokens."""

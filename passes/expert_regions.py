@@ -18,7 +18,7 @@ from paradyse.graph.expert_rules import (
     ROWS,
     TAKE_ROWS,
 )
-from paradyse.graph.factors import Factor, Names, resolve
+from paradyse.graph.factors import Factor, Names
 
 
 @dataclass(eq=False)
@@ -100,15 +100,9 @@ def _sees_order(
     if node.target is TAKE_ROWS and node.args[1] is order:
         return "" if node.args[0] not in inside else f"{node.name} takes rows that are in order"
     for a in node.all_input_nodes:
-        if a not in inside and _has(names, a, seq):
+        if a not in inside and seq in names.factors(a):
             return f"{node.target} reads {a}, which is not in the order of experts"
-    return "" if _has(names, node, seq) else f"{node.target} gives what is of no row"
-
-
-def _has(names: Names, node: fx.Node, seq: Factor) -> bool:
-    dims, val = names.dims.get(node, []), node.meta.get("val")
-    results = dims if isinstance(val, tuple | list) else [dims]
-    return any(seq in resolve(d) for of in results for d in of)
+    return "" if seq in names.factors(node) else f"{node.target} gives what is of no row"
 
 
 def expert_regions(

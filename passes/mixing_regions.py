@@ -13,9 +13,9 @@ from torch import fx
 
 from paradyse.distributed.switch import rows_per_rank
 from paradyse.graph.expert_rules import ROUTE_ROWS
-from paradyse.graph.factors import Dim, Factor
+from paradyse.graph.factors import Dim, Factor, times
 from paradyse.graph.subgraph import is_tensor, is_weight
-from paradyse.graph.switches import dims_of, is_shifted, mixes, times
+from paradyse.graph.switches import is_shifted, mixes
 from paradyse.strategies.loss import loss_sums
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ def _kept_dim(nodes: Sequence[fx.Node], seq: Factor, ctx: Any) -> Factor | None:
     if not given or any(not is_tensor(n) for n in given):
         return None
     read = [a for n in nodes for a in n.all_input_nodes if a not in inside]
-    if any(_has_tokens_twice(dims, seq) for n in (*given, *read) for dims in dims_of(ctx.names, n)):
+    if any(_has_tokens_twice(dims, seq) for n in (*given, *read) for dims in ctx.names.of_each(n)):
         return None
     closed = [*nodes, *_from_weights(nodes)]
     common = [f for d in ctx.names.of(given[0]) for f in d if f is not seq and f.size > 1]
@@ -125,7 +125,7 @@ def _kept_dim(nodes: Sequence[fx.Node], seq: Factor, ctx: Any) -> Factor | None:
     for over in sorted(dict.fromkeys(common), key=work):
         if over in tokens or any(mixes(ctx.names, n, over) for n in closed):
             continue
-        ends = (dims for n in given for dims in dims_of(ctx.names, n))
+        ends = (dims for n in given for dims in ctx.names.of_each(n))
         if all(times(d, over) == 1 and times(d, seq) == 1 for d in ends):
             return over
     return None
@@ -142,7 +142,7 @@ def _elements(ctx: Any, node: fx.Node, over: Factor) -> int:
     val = node.meta["val"]
     several = val if isinstance(val, tuple | list) else [val]
     share = rows_per_rank(over.size, ctx.axis.size)
-    pairs = zip(several, dims_of(ctx.names, node), strict=True)
+    pairs = zip(several, ctx.names.of_each(node), strict=True)
     return sum(x.numel() // over.size * share if times(d, over) else x.numel() for x, d in pairs)
 
 

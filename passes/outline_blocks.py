@@ -17,7 +17,7 @@ from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.expert_rules import GROUPED_MM
-from paradyse.graph.factors import Factor, resolve
+from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import read_by_none_but
 from paradyse.graph.switches import find_switch
 from paradyse.passes.expert_regions import ExpertRegion, expert_regions
@@ -288,14 +288,7 @@ class _Finder:
         made = set(up).union(*(behind[n] for n in up))
         call = AttentionCall.of(node)
         heads = {f for x in (call.q, call.k) for f in self.ctx.names.of(x)[1]}
-
-        def has_heads(n: fx.Node) -> bool:
-            dims = self.ctx.names.dims.get(n, [])
-            if isinstance(n.meta["val"], tuple | list):
-                dims = [d for part in dims for d in part]
-            return bool(heads & {f for d in dims for f in resolve(d)})
-
-        return up, [n for n in before if n in made or has_heads(n)]
+        return up, [n for n in before if n in made or heads & self.ctx.names.factors(n)]
 
     def _attention(self, node: fx.Node) -> Block | None:
         up, reached = self._back_to_linears(AttentionCall.of(node).qkv)

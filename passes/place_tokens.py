@@ -12,7 +12,7 @@ from torch import fx
 from paradyse.distributed.replicas import SUM_OVER_REPLICAS
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
 from paradyse.graph.expert_rules import ROUTE_ROWS
-from paradyse.graph.factors import Factor, Names, resolve
+from paradyse.graph.factors import Factor, Names, times
 from paradyse.graph.rules import argument
 from paradyse.graph.subgraph import is_tensor, is_weight
 from paradyse.passes.expert_regions import expert_region
@@ -230,11 +230,7 @@ def _token_input(node: fx.Node, ctx: Any) -> Factor | None:
 
 def _sequences(node: fx.Node, ctx: Any) -> list[Factor]:
     """Those of ``ctx.seqs`` that ``node`` has once."""
-    return [f for f in ctx.seqs if _times(ctx.names.of(node), f) == 1]
-
-
-def _times(dims: list[Any], factor: Factor) -> int:
-    return sum(f is factor for d in dims for f in d)
+    return [f for f in ctx.seqs if times(ctx.names.of(node), f) == 1]
 
 
 def each_query_alone(call: AttentionCall) -> bool:
@@ -264,11 +260,9 @@ def can_split(names: Names, node: fx.Node, seq: Factor, split: Mapping[fx.Node, 
         return split.get(call.q) is seq and (keys == own or each_query_alone(call))
     if seq in names.mixed(node):
         return False
-    val = node.meta["val"]
-    outputs = names.dims[node] if isinstance(val, tuple | list) else [names.dims[node]]
-    if any(_times([resolve(d) for d in dims], seq) != 1 for dims in outputs):
+    if {times(dims, seq) for dims in names.of_each(node)} != {1}:
         return False
-    inputs = [(a, _times(names.of(a), seq)) for a in filter(is_tensor, node.all_input_nodes)]
+    inputs = [(a, times(names.of(a), seq)) for a in filter(is_tensor, node.all_input_nodes)]
     return all(n <= 1 and not (n and split.get(a, seq) is not seq) for a, n in inputs)
 
 

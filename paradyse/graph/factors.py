@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 
 class Factor:
@@ -98,6 +98,11 @@ def _size(factor: Factor, sizes: Mapping[Factor, Any]) -> Any:
     return sizes[f] + k if f in sizes else factor.size
 
 
+def times(dims: Iterable[Dim], factor: Factor) -> int:
+    """How often ``dims`` have ``factor``."""
+    return sum(f is factor for d in dims for f in d)
+
+
 @dataclass(frozen=True)
 class Length:
     """A number that is ``start + sign * n``, with n the size of the dim ``dim`` of the input
@@ -133,6 +138,16 @@ class Names:
     def of(self, node: fx.Node) -> list[Dim]:
         """Factors of each dim of ``node``, resolved."""
         return [resolve(d) for d in self.dims[node]]
+
+    def of_each(self, node: fx.Node) -> list[list[Dim]]:
+        """Factors of each dim of each result of ``node`` that is a tensor."""
+        dims, val = self.dims.get(node, []), node.meta.get("val")
+        results = dims if isinstance(val, tuple | list) else [dims] * isinstance(val, Tensor)
+        return [[resolve(d) for d in of] for of in results]
+
+    def factors(self, node: fx.Node) -> set[Factor]:
+        """All factors in the dims of ``node``, or of its several results."""
+        return {f for dims in self.of_each(node) for d in dims for f in d}
 
     def mixed(self, node: fx.Node) -> set[Factor]:
         """Factors along which ``node`` cannot be split."""

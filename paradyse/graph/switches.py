@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from paradyse.graph.attention_call import ATTENTION, AttentionCall
-from paradyse.graph.factors import Dim, Factor, Names, resolve
+from paradyse.graph.factors import Factor, Names, times
 from paradyse.graph.subgraph import is_tensor, is_weight
 
 aten = torch.ops.aten
@@ -65,8 +65,8 @@ def mixes(names: Names, node: fx.Node, factor: Factor) -> bool:
         node: an operator.
         factor: a dim of other tokens or no tokens, such as heads.
     """
-    outputs = dims_of(names, node)
-    read = [dims for a in node.all_input_nodes for dims in dims_of(names, a)]
+    outputs = names.of_each(node)
+    read = [dims for a in node.all_input_nodes for dims in names.of_each(a)]
     found, reads = [times(d, factor) for d in outputs], [times(d, factor) for d in read]
     if factor in names.mixed(node) or max((*found, *reads), default=0) > 1:
         return True
@@ -84,10 +84,10 @@ def _mixes(names: Names, block: Any, factor: Factor) -> str:
     for node in block.nodes:
         if factor in names.mixed(node):
             return f"{node} mixes the other dim of its tokens"
-        outputs = dims_of(names, node)
+        outputs = names.of_each(node)
         if any(is_shifted(f, factor) for dims in outputs for d in dims for f in d):
             return f"{node} cuts the other dim of its tokens, or adds to it"
-        read = [dims for a in node.all_input_nodes for dims in dims_of(names, a)]
+        read = [dims for a in node.all_input_nodes for dims in names.of_each(a)]
         reads = any(times(dims, factor) for dims in read)
         counts = [times(dims, factor) for dims in outputs]
         if any(n > 1 for n in counts) or (reads and 0 in counts):
@@ -110,18 +110,6 @@ def _mixes(names: Names, block: Any, factor: Factor) -> str:
     if times(dims, factor) != 1 or times(dims, block.seq) != 1:
         return f"{block.output} does not have both dims of its tokens"
     return ""
-
-
-def dims_of(names: Names, node: fx.Node) -> list[list[Dim]]:
-    """Dims by ``names`` of each result of ``node``; of what is no tensor none."""
-    several = isinstance(node.meta.get("val"), tuple | list)
-    results = names.dims[node] if several else [names.dims[node]] * is_tensor(node)
-    return [[resolve(d) for d in dims] for dims in results]
-
-
-def times(dims: Iterable[Dim], factor: Factor) -> int:
-    """How often ``dims`` have ``factor``."""
-    return sum(f is factor for d in dims for f in d)
 
 
 def is_shifted(f: Factor, factor: Factor) -> bool:

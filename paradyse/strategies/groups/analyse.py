@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.graph.attention_call import AttentionCall
-from paradyse.graph.factors import Factor, resolve
+from paradyse.graph.factors import Factor
 from paradyse.graph.subgraph import is_tensor, is_weight, make_piece, run
 from paradyse.strategies.base import Scope
 from paradyse.strategies.groups.heads import deal_heads
@@ -77,10 +77,7 @@ def weight_only(node: fx.Node, scope: Scope, known: dict[fx.Node, bool]) -> bool
 
 def factors_of(scope: Scope, node: fx.Node) -> set[Factor]:
     """All factors in the dims of ``node``, or of its several results."""
-    dims = scope.names.dims.get(node, [])
-    if isinstance(node.meta.get("val"), tuple | list):
-        dims = [d for part in dims for d in part]
-    return {f for d in dims for f in resolve(d)}
+    return scope.names.factors(node)
 
 
 def closure(
