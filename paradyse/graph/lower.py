@@ -77,8 +77,6 @@ class Compiled:
     guards: list[Any]
     symbols: dict[str, Any]
     static: dict[str, int]
-    graph: fx.GraphModule
-    compile_s: float
     shape_env: Any
     _known: Recent[tuple[int, ...], bool] = field(default_factory=Recent)
 
@@ -164,7 +162,7 @@ def compile_function(
     guards = [g.expr for g in shape_env.guards]
     took = time.perf_counter() - start
     log.debug("compiled with %s in %.2f s, guards %s: %s", inner, took, guards, graph.graph)
-    return Compiled(run, guards, symbols, static, graph, took, shape_env)
+    return Compiled(run, guards, symbols, static, shape_env)
 
 
 _aten = torch.ops.aten

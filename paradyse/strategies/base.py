@@ -84,7 +84,6 @@ class VariantCache:
 
     compiled: Recent[Any, list[Compiled]] = field(default_factory=Recent)
     num_compiled: int = 0
-    compile_s: float = 0.0
 
     def get(
         self,
@@ -129,7 +128,6 @@ class VariantCache:
             if compiled.holds_for(sizes):
                 known.append(compiled)
                 self.num_compiled += 1
-                self.compile_s += compiled.compile_s
                 return compiled
         raise AssertionError(f"compiled at {sizes}, yet it does not hold there")
 
