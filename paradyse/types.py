@@ -300,8 +300,6 @@ class HeadSpec:
     """Width h of its input."""
     vocabulary: int
     """Width V of the logits."""
-    tied: bool = False
-    """Whether the embedding has the same weight."""
     infeasible: Mapping[str, str] = field(default_factory=dict)
     """Lever -> why the head cannot be computed with it."""
     num_looked_up: int = 0

@@ -31,14 +31,13 @@ def describe_head(program: Program) -> HeadSpec | None:
         return None
     widest = max(weights, key=lambda n: n.meta["val"].shape[0])
     vocabulary, hidden = widest.meta["val"].shape
-    tied = any(user.target == torch.ops.aten.embedding.default for user in widest.users)
     refused: dict[str, str] = {}
     for s in steps:
         refused |= refused_by_head(program.scope_of(s), s.head, s.closed)
     tables = {n.args[0] for s in program.steps if isinstance(s, LookUpStep) for n in s.look_ups}
     num_looked_up = sum(n.meta["val"].numel() for n in tables)
     returned = any(s.logits for s in steps)
-    return HeadSpec(hidden, vocabulary, tied, refused, num_looked_up, returned)
+    return HeadSpec(hidden, vocabulary, refused, num_looked_up, returned)
 
 
 def computed_in(program: Program) -> torch.dtype | None:

@@ -76,6 +76,6 @@ def test_the_head_of_a_model() -> None:
     (graph,) = (g for c in captures_of(compiled) for g in c.graphs.values())
     head = describe_head(graph.program)
     assert head is not None and head == graph.choice.planner.head
-    assert (head.hidden, head.vocabulary, head.tied, head.num_looked_up) == (32, 50, False, 0)
+    assert (head.hidden, head.vocabulary, head.num_looked_up) == (32, 50, 0)
     assert head.points() == ("", "tiled") and "one rank" in head.infeasible["vocabulary"]
     assert not head.returned  # a Tiny with labels gives its loss alone
