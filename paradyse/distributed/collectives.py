@@ -396,23 +396,21 @@ def travel_dtype(given: torch.dtype, summed: torch.dtype, axis: Axis) -> torch.d
     return given if waits_on_host(axis) and given.itemsize < summed.itemsize else summed
 
 
-def reduce_scatter(
-    x: Tensor, axis: Axis, block_id: int, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...].
-
-    Args:
-        dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. They
-            travel as ``travel_dtype`` says.
-    """
-    summed: Tensor = start_reduce_scatter(x, axis, block_id, dtype).wait()
+def reduce_scatter(x: Tensor, axis: Axis, block_id: int) -> Tensor:
+    """Sum over ranks of slice r of ``x`` [p, ...], for this rank r: [...]."""
+    summed: Tensor = start_reduce_scatter(x, axis, block_id).wait()
     return summed
 
 
 def start_reduce_scatter(
     x: Tensor, axis: Axis, block_id: int, dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start ``reduce_scatter`` of ``x``, added up in ``dtype``."""
+    """Start ``reduce_scatter`` of ``x``.
+
+    Args:
+        dtype: in which the ranks' values are added up, and of the sum; None: that of ``x``. They
+            travel as ``travel_dtype`` says.
+    """
     dtype = dtype or x.dtype
     if axis.size == 1:
         return Pending([], x[0].to(dtype), "reduce_scatter", axis, block_id, None)
