@@ -190,14 +190,12 @@ def _chart(chart: Chart, span: Sequence[float], zoom: bool) -> alt.LayerChart:
         bound = alt.selection_interval(bind="scales", encodings=["x"], zoom=ZOOM)
         lines = lines.add_params(bound)
     dots = of.mark_circle(size=34, opacity=1, clip=True).encode(tooltip=tell)
-    layers = [*_shades(chart, low, high, edges(span)[-1], x, y), lines, dots]
-    layers += [*_marks(chart, x, y), *_labels(chart, names, colours, low, high, x, y)]
+    layers = [*_shades(chart, high, edges(span)[-1], x, y), lines, dots]
+    layers += [*_marks(chart, x, y), *_labels(chart, names, colours, low, high, y)]
     return alt.layer(*layers).properties(height=HEIGHT)
 
 
-def _shades(
-    chart: Chart, low: float, high: float, end: float, x: alt.X, y: alt.Y
-) -> list[alt.Chart]:
+def _shades(chart: Chart, high: float, end: float, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     """What does not fit: above the limit, or beyond the longest length that does."""
     import altair as alt
 
@@ -232,7 +230,6 @@ def _labels(
     colours: Sequence[str],
     low: float,
     high: float,
-    x: alt.X,
     y: alt.Y,
 ) -> list[alt.Chart]:
     """Names at the right, each where its line ends, or as near as the others leave it room."""

@@ -344,8 +344,8 @@ def _links(n: Network, link_bandwidth: float, p: int) -> dict[str, Link]:
     }
 
 
-def describe_cluster(cluster: Cluster, num_gpus: int) -> Sequence[tuple[str, str]]:
-    """What ``machine_of`` makes of ``cluster`` and ``num_gpus``, for people: name and value."""
+def describe_cluster(cluster: Cluster) -> Sequence[tuple[str, str]]:
+    """The parts of ``cluster`` and their rates, for people: name and value."""
     rows = []
     for d in cluster.devices:
         peak = d.matmul_flops.get(torch.bfloat16, max(d.matmul_flops.values())) / 1e12

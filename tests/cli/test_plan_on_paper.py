@@ -60,7 +60,7 @@ def test_lengths_are_planned_from_the_shortest_on(
 
 
 def test_a_strategy_that_is_infeasible_is_shown_with_the_mixture_alone() -> None:
-    tables = plan.tables_of(outlook_at([512, 1024]), read_cluster("a100-80gb"), 2, "dsp")
+    tables = plan.tables_of(outlook_at([512, 1024]), read_cluster("a100-80gb"), "dsp")
     of = {title: (header, rows) for title, header, rows in tables}
     header, rows = of["time of a step"]
     assert header == ("tokens", MIXTURE) and [row[0] for row in rows] == ["512", "1,024"]

@@ -233,7 +233,7 @@ def _plan_on_paper(args: argparse.Namespace) -> None:
             levers=levers,
         )
     title = describe(outlook, args.model, cluster, num_gpus, weights)
-    tables = tables_of(outlook, cluster, num_gpus, None if args.plan == AUTO else args.plan)
+    tables = tables_of(outlook, cluster, None if args.plan == AUTO else args.plan)
     console.print(title)
     for table in tables:
         show_table(console, *table)
@@ -311,16 +311,14 @@ def _in_words(computed: torch.dtype, at_rest: torch.dtype | str | None) -> str:
     return dtype if of == dtype else f"{dtype} by autocast of {of}"
 
 
-def tables_of(
-    outlook: Outlook, cluster: Cluster, num_gpus: int, explained: str | None = None
-) -> list[Table]:
+def tables_of(outlook: Outlook, cluster: Cluster, explained: str | None = None) -> list[Table]:
     """Machine, plans by length, every strategy's time and memory, and the longest lengths.
 
     Args:
-        outlook: what was predicted for ``num_gpus`` of ``cluster``.
+        outlook: what was predicted for devices of ``cluster``.
         explained: show this strategy alone beside the mixture; None: all.
     """
-    tables: list[Table] = [("machine", ("part", "rates"), describe_cluster(cluster, num_gpus))]
+    tables: list[Table] = [("machine", ("part", "rates"), describe_cluster(cluster))]
     of = outlook.forecasts
     rows: list[tuple[str, ...]] = [
         (f"{f.seq_len:,}", format_seconds(f.time_s), format_bytes(f.peak_bytes),
