@@ -272,15 +272,13 @@ def _mask(terms: Sequence[Term], q: tuple[int, ...], heads: tuple[int, int], emi
     return reduce(lambda a, b: emit.call(aten.add.Tensor, (a, b)), parts) if parts else None
 
 
-def spell_out_einsums(gm: fx.GraphModule) -> int:
-    """Replace einsums of two tensors with one summed letter by permute, matmul, permute; returns
-    how many.
+def spell_out_einsums(gm: fx.GraphModule) -> None:
+    """Replace einsums of two tensors with one summed letter by permute, matmul, permute.
 
     before: s = einsum("bihd,bjhd->bhij", [q, k])
     after:  s = matmul(permute(q, [0, 2, 1, 3]), permute(k, [0, 2, 3, 1]))
     Refuses ellipses, letters that occur twice in one operand, and any other number of letters.
     """
-    count = 0
     for node in gm.graph.find_nodes(op="call_function", target=aten.einsum.default):
         equation, operands = node.args[:2]
         found = _as_product(equation.replace(" ", ""))
@@ -294,8 +292,6 @@ def spell_out_einsums(gm: fx.GraphModule) -> int:
             new.meta.update(kept)
         node.replace_all_uses_with(out)
         gm.graph.erase_node(node)
-        count += 1
-    return count
 
 
 def _permuted(x: fx.Node, order: list[int], emit: Emitter) -> fx.Node:

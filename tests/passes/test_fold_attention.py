@@ -141,7 +141,7 @@ def test_einsums(equation: str) -> None:
     gm = trace(lambda a, b: torch.einsum(equation, a, b), a, b)
     kept = torch.ops.aten.einsum.default
     assert any(n.target is kept for n in gm.graph.nodes)
-    assert spell_out_einsums(gm) == (equation in EINSUMS)
+    spell_out_einsums(gm)
     gm.recompile()
     assert any(n.target is kept for n in gm.graph.nodes) == (equation in KEPT)
     torch.testing.assert_close(gm(a, b), torch.einsum(equation, a, b))
