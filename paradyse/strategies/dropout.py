@@ -120,5 +120,5 @@ def _element_index(
             num = alone.get(f, num)
             digit = torch.arange(num, device=positions.device)
         index = index[..., None] * num + digit
-    local = dict(zip(factors, index.shape, strict=True))
-    return index.reshape([size_of(d, local) for d in dims])
+    here = dict(zip(factors, index.shape, strict=True))
+    return index.reshape([size_of(d, here) for d in dims])

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     """How an operator treats sharded tensors."""
 
     on_rows: bool
-    """It runs on the rows; else it is refused."""
+    """It runs on the rows; else it takes whole tensors."""
     on_lists: bool
     """It takes lists of tensors, each tensor for itself."""
     writes: bool
