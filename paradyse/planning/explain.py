@@ -116,17 +116,17 @@ class PlanReport(Shown):
     """What a plan may need."""
     machine: str
     """Where the machine's rates come from."""
-    gathered: tuple[str, ...] = ()
+    gathered: tuple[str, ...]
     """What runs on gathered tensors, why, and what that costs: exact and slow."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """On the profile that the costs come from."""
-    levers: tuple[str, ...] = ()
+    levers: tuple[str, ...]
     """Each lever of the plan, with what it costs and spares."""
-    held: tuple[Part, ...] = ()
+    held: tuple[Part, ...]
     """The parts of ``peak_bytes``."""
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[str, ...]
     """On a GPU: which kernel computes the attention of which mask, and where the choice is from."""
-    tried: tuple[str, ...] = ()
+    tried: tuple[str, ...]
     """Plans that this run has tried side by side at this scale of lengths."""
 
     def _tables(self) -> list[tuple[str, tuple[str, ...], Rows]]:
