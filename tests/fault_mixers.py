@@ -58,4 +58,18 @@ MIXER_FAULTS: tuple[Fault, ...] = (
         "return False",
         ("tests/test_own_models.py::test_loss_and_gradients_are_those_of_the_model[one key more]",),
     ),
+    Fault(
+        "products of vectors have no rule",
+        "paradyse/graph/vector_rules.py",
+        '    "x[i], y[j] -> [i, j]": aten.outer.default,\n',
+        "",
+        ("tests/graph/test_vector_rules.py::test_tokens_stay_with_their_ranks[rotated]",),
+    ),
+    Fault(
+        "norms have no rule",
+        "paradyse/graph/vector_rules.py",
+        'rule(*overloads("linalg_vector_norm norm.ScalarOpt_dim nanmean nansum"))(reduction)\n',
+        "",
+        ("tests/graph/test_vector_rules.py::test_tokens_stay_with_their_ranks[normalize]",),
+    ),
 )

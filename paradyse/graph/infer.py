@@ -11,7 +11,8 @@ from torch import fx
 
 import paradyse.graph.expert_rules
 import paradyse.graph.layer_rules
-import paradyse.graph.rules  # noqa: F401  registers the rules
+import paradyse.graph.rules
+import paradyse.graph.vector_rules  # noqa: F401  registers the rules
 from paradyse.graph.factors import RULES, Names
 from paradyse.graph.subgraph import is_tensor, is_weight
 

@@ -119,7 +119,7 @@ def repeat_interleave(names: Names, node: fx.Node) -> Any:
     return dims
 
 
-@rule(aten.scatter.src, aten.scatter.value)
+@rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
 def scatter(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...], i[..., k, ...], y[..., k, ...] -> [..., n, ...]; mixes n, k``, and where
     ``i`` is shorter."""

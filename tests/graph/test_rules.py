@@ -154,6 +154,7 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "reshape_as": [(t((2, 3), 5, 7), t(2, 15, 7)), (t(5, 6, 4), t(5, 4, 6))],
     "view_as": [(t(15, 7), t(3, 1, 5, 7))],
     "view_as_complex": [(t(*X, 2),)],
+    "imag": [(Arg(*X, dtype=torch.complex128),)],
     "view_as_real": [(Arg(*X, dtype=torch.complex128),)],
     "view": [(t(*X), [30, 7]), (t(15, 7), [3, 1, 5, 7])],
     "_unsafe_view": [(t(*X), [6, 35])],
@@ -244,6 +245,33 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
         (t(*X), 1, ints((2, 3), 2, 7, high=5), 2.0),
         (t(5), 0, ints(5), 2.0),
     ],
+    "scatter_add": [(t(*X), 1, ints(6, 2, 7, high=5), t(6, 2, 7))],
+    "scatter_reduce.two": [(t(*X), -1, ints(6, 5, 7), t(*X), "amax")],
+    "outer": [(t(5), t((2, 3)))],
+    "mv": [(t((2, 3), 5), t(5))],
+    "dot": [(t(5), t(5))],
+    "var_mean.correction": [(t(*X), [1]), (t(*X), [-1])],
+    "std_mean.correction": [(t(*X), [1])],
+    "var_mean.dim": [(t(*X), [1], True, True)],
+    "std_mean.dim": [(t(*X), [-1])],
+    "median.dim": [(t(*X), 1, True)],
+    "nanmedian.dim": [(t(*X), -1)],
+    "mode": [(t(*X), 1)],
+    "kthvalue": [(t(*X), 2, 1)],
+    "aminmax": [(t(*X),)],
+    "cumprod": [(t(*X), 1)],
+    "logcumsumexp": [(t(*X), -1)],
+    "argsort": [(t(*X), 1)],
+    "argsort.stable": [(t(*X),)],
+    "glu": [(t((2, 3), 4, 5), 1), (t(5, (2, 3)), -1)],
+    "prelu": [(t(*X), t(5)), (t(*X), t(1)), (t(6, (2, 3), 5), t(6))],
+    "bucketize.Tensor": [(t(*X), t(4))],
+    "cosine_similarity": [(t(*X), t(5, 7), -1), (t(*X), t(*X), 1)],
+    "linalg_cross": [(t((2, 3), 5, 3), t(6, 1, 3))],
+    "linalg_vector_norm": [(t(*X), 2, [1], True), (t(*X), 1, [-1])],
+    "norm.ScalarOpt_dim": [(t(*X), 2, [1], True)],
+    "meshgrid": [([t(5), t((2, 3))],)],
+    "meshgrid.indexing": [([t(5), t((2, 3)), t(7)],)],
     "route_rows": [(ints(7, high=3), 3)],
     "take_rows": [(t(4, (2, 3)), ints(8, high=8), ints(8, high=8), 2)],
     "grouped_mm": [(t(7, 3), t(4, 3, 5), ints(4, high=8))],
@@ -258,12 +286,16 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
 KEYWORDS: dict[str, dict[str, Any]] = {
     "linalg_solve_triangular": {"upper": False},
     "sort.stable": {"stable": True, "dim": 1},
+    "argsort.stable": {"stable": True, "dim": 1},
+    "linalg_cross": {"dim": -1},
+    "aminmax": {"dim": 1},
+    "meshgrid.indexing": {"indexing": "xy"},
     "clamp": {"min": 0.3},
     "clip": {"min": 0.3},
 }
 """Arguments that are given by name."""
 
-MIX_ALL = {"scalar_tensor", "squeeze", "masked_scatter", "route_rows"} | set(
+MIX_ALL = {"dot", "scalar_tensor", "squeeze", "masked_scatter", "route_rows"} | set(
     "mean sum prod any all var std".split()
 )
 """Operators of which nothing can be split."""
