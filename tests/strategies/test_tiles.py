@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from paradyse.distributed.axis import Axis, local_positions
-from paradyse.graph.factors import Factor
+from paradyse.graph.factors import Factor, Names
 from paradyse.graph.lower import Dims, dim_size
 from paradyse.strategies import tiles
 from paradyse.strategies.base import Common
@@ -125,8 +125,11 @@ def test_blocks_that_cannot_be_tiled_say_why(
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2)
     y = graph.call_function(torch.relu, (x,))
+    y.meta["val"] = torch.empty(2)
     graph.output(y)
-    scope: Any = SimpleNamespace(names=SimpleNamespace(dims={x: [reads], y: [gives]}), seq=SEQ)
+    names = Names()
+    names.dims |= {x: [reads], y: [gives]}
+    scope: Any = SimpleNamespace(names=names, seq=SEQ)
     found = untileable(scope, SimpleNamespace(nodes=[y], attention=None))
     assert why in found and bool(why) == bool(found)
     assert untileable(scope, SimpleNamespace(nodes=[y], attention=y)) == "attention mixes tokens"
