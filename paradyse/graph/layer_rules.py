@@ -142,15 +142,15 @@ def masked_scatter(names: Names, node: fx.Node) -> Any:
     return dims
 
 
-@rule(aten.repeat.default)
+@rule(aten.repeat.default, aten.tile.default)
 def repeat(names: Names, node: fx.Node) -> Any:
     """``x[..., n, ...] -> [new, ..., n, ...]``, with a new dim in place of n, which it mixes, where
     n is repeated."""
     dims, times, shape = names.of(node.args[0]), node.args[1], shape_of(node)
     out = names.fresh(shape)
-    ahead = len(shape) - len(dims)
+    ahead, more = len(shape) - len(dims), len(shape) - len(times)
     for d, dim in enumerate(dims, ahead):
-        if times[d] == 1:
+        if d < more or times[d - more] == 1:
             out[d] = dim
         else:
             names.mix(node, dim)

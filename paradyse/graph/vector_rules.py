@@ -81,6 +81,21 @@ def along_one_of_both(names: Names, node: fx.Node) -> Any:
     return dims if len(dims) == len(shape_of(node)) else [*dims[:along], *dims[along + 1 :]]
 
 
+@rule(aten.pairwise_distance.default)
+def distances(names: Names, node: fx.Node) -> Any:
+    """``x[..., n], y[..., n] -> [...]; mixes n``, or with keepdim 1 in its place."""
+    pair = node.args[:2]
+    *dims, last = names.broadcast(node, pair, torch.broadcast_shapes(*map(shape_of, pair)))
+    names.mix(node, last)
+    return [*dims, ()] if argument(node, "keepdim") else dims
+
+
+@rule(aten.one_hot.default)
+def one_hot(names: Names, node: fx.Node) -> Any:
+    """``x[...] -> [..., new]``"""
+    return [*names.of(node.args[0]), *names.fresh(shape_of(node)[-1:])]
+
+
 @rule(*overloads("meshgrid"))
 def grids(names: Names, node: fx.Node) -> Any:
     """``x[i], y[j], .. -> [i, j, ..], [i, j, ..], ..``, the first two the other way round where
