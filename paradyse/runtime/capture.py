@@ -26,9 +26,10 @@ from paradyse.strategies.base import SPLIT, WHOLE, Scope, VariantCache
 from paradyse.torch_private import is_static_input, no_saved_tensors_hooks
 from paradyse.weights.sharded_tensor import ShardedTensor, used_on
 
-SizeSource = Mapping[str, tuple[int, int] | int]
-"""Letter of a size -> the argument of a call and its dim that the size is read from; or the size
-itself, where the program holds for one: a number of patches that no input shows."""
+SizeSource = Mapping[str, tuple[int, int, int] | int]
+"""Letter of a size -> the argument of a call and its dim that the size is read from, and how many
+more it is than that; or the size itself, where the program holds for one: a number of patches that
+no input shows."""
 
 
 def is_model_state(node: fx.Node, example: Any) -> bool:
@@ -261,26 +262,43 @@ def find_sizes(program: Program) -> SizeSource:
     """Where the sizes that vary stand in the arguments of ``program``; a size that none shows is
     what ``program`` was traced at."""
     scope = program.scope
-    found: dict[Factor, tuple[int, int]] = {}
+    found: dict[Factor, tuple[int, int, int]] = {}
+    related: dict[Factor, tuple[int, int, int]] = {}
     for i, node in enumerate(program.placeholders):
         if is_tensor(node) and not is_weight(node):
             for d, dim in enumerate(scope.names.of(node)):
                 if len(dim) == 1:
-                    found.setdefault(dim[0], (i, d))
-    return {letter: found.get(f, f.size) for f, letter in scope.labels(WHOLE).of.items()}
+                    origin, more = dim[0].origin()
+                    found.setdefault(dim[0], (i, d, 0))
+                    related.setdefault(origin, (i, d, -more))
+
+    def source(f: Factor) -> tuple[int, int, int] | int:
+        if f in found:
+            return found[f]
+        origin, more = f.origin()
+        if origin not in related:
+            return f.size
+        i, d, less = related[origin]
+        return i, d, less + more
+
+    return {letter: source(f) for f, letter in scope.labels(WHOLE).of.items()}
 
 
 def shown_factors(program: Program) -> set[Factor]:
-    """The factors of ``program`` whose sizes are read off the arguments of each call."""
+    """The factors of ``program`` whose sizes are read off the arguments of each call, and those of
+    its arguments that are some more, or less."""
     source, letters = find_sizes(program), program.scope.labels(WHOLE).of
-    return {f for f, letter in letters.items() if not isinstance(source[letter], int)}
+    shown = {f for f, letter in letters.items() if not isinstance(source[letter], int)}
+    origins = {f.origin()[0] for f in shown}
+    given = (dim for n in program.placeholders if is_tensor(n) for dim in program.scope.names.of(n))
+    return shown | {f for dim in given for f in dim if f.origin()[0] in origins}
 
 
 def sizes_of(source: SizeSource, args: Sequence[Any], axis: Axis) -> dict[str, int]:
     """The sizes of a call with ``args``, read where ``source`` says: "S", if ``axis`` has several
     ranks "s", and the letters of ``Scope.beside``."""
     sizes: dict[str, int] = {
-        letter: at if isinstance(at, int) else args[at[0]].shape[at[1]]
+        letter: at if isinstance(at, int) else args[at[0]].shape[at[1]] + at[2]
         for letter, at in source.items()
     }
     if axis.size > 1:

@@ -408,3 +408,41 @@ def two_losses() -> list[float]:
 def test_batch_and_length_that_both_change(pool2: RankPool) -> None:
     for errors in pool2.run(two_losses, timeout_s=100):
         assert max(errors) < TOLERANCE[torch.float64], errors
+
+
+class Shortened(Tiny):
+    """Computes all tokens but the last, as people's wrappers of decoders do."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return super().forward(ids[:, :-1], labels[:, 1:])
+
+
+class Prefixed(Tiny):
+    """Computes a token of its own ahead of those that it is given."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return super().forward(F.pad(ids, (1, 0), value=3), F.pad(labels, (1, 0), value=-100))
+
+
+def own_lengths(prefixed: bool) -> tuple[list[float], int]:
+    """Errors at each length, and the programs at the end."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, errors = (Prefixed if prefixed else Shortened)(layers=1).double(), []
+    options = {"inner": "eager", "plan": "ulysses_z"}
+    compiled = torch.compile(model, backend="paradyse", options=options)
+    for batch, n in ((3, 13), (2, 31), (4, 17), (2, 8)):
+        ids = tokens(batch, n)
+        got, want = (
+            torch.autograd.grad(call(ids, ids.clone()), list(model.parameters()))
+            for call in (compiled, model)
+        )
+        errors += [relative(a, b) for a, b in zip(got, want, strict=True)]
+    return errors, sum(len(c.graphs) for c in captures_of(compiled))
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_lengths_that_are_a_token_more_or_less(prefixed: bool, pool2: RankPool) -> None:
+    for errors, programs in pool2.run(own_lengths, prefixed, timeout_s=100):
+        assert max(errors) < TOLERANCE[torch.float64], errors
+        assert programs == 2
