@@ -158,7 +158,9 @@ def write_numbers(traced: fx.GraphModule) -> None:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs the bodies of checkpointed regions in place, and marks what they compute."""
+    """Runs the bodies of checkpointed regions in place, and marks what they compute. Switches of
+    autocast are made in earnest: the functions that Dynamo writes down for them do nothing where a
+    graph is traced."""
 
     def __init__(
         self, gm: fx.GraphModule, numbers: Numbers | None = None, recompute: bool = False
@@ -166,6 +168,15 @@ class _Interpreter(fx.Interpreter):
         super().__init__(gm)
         self.numbers, self.recompute = numbers or {}, recompute
         self.plain = plain_vmaps(gm)
+        self._inside = list[torch.autocast]()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As of ``fx.Interpreter``, with ``args`` and ``kwargs`` of its own."""
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self._inside:  # after an error
+                self._inside.pop().__exit__(None, None, None)
 
     def run_node(self, n: fx.Node) -> Any:
         if any(a in self.numbers for a in n.all_input_nodes):
@@ -175,6 +186,11 @@ class _Interpreter(fx.Interpreter):
         if n.target is _CHECKPOINT:
             body, *args = self.fetch_args_kwargs_from_env(n)[0]
             return _Interpreter(body, recompute=True).run(*args)
+        if n.target is AUTOCAST_ENTER:
+            self._inside.append(torch.autocast(*self.fetch_args_kwargs_from_env(n)[0]))
+            return self._inside[-1].__enter__()
+        if n.target is AUTOCAST_EXIT:
+            return self._inside.pop().__exit__(None, None, None)
         if n.target is _OWN_GRADIENT:
             return apply_with_slope(*self.fetch_args_kwargs_from_env(n)[0])
         return super().run_node(n)

@@ -204,6 +204,45 @@ def test_the_casts_of_autocast_are_in_the_graph() -> None:
     torch.testing.assert_close(run(gm, x, w), fn(x, w))
 
 
+def switches(inside: bool, body: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """What switches autocast on, or off, in the middle; maybe inside a checkpointed region."""
+
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return (x @ w.float().t()).cos()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = checkpoint(part, x, w, use_reentrant=False) if body else part(x, w)
+        return y.float() * (x @ w.t())
+
+    return fn
+
+
+@pytest.mark.parametrize("body", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast_is_switched_where_the_model_does(inside: bool, outside: bool, body: bool) -> None:
+    """In a graph of Dynamo's, and under autocast outside."""
+    fn, found = switches(inside, body), []
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Any:
+        given = trace_inputs(list(gm.graph.find_nodes(op="placeholder")), examples)
+        traced = retrace(gm, list(given.values))
+        make_autocast_explicit(traced, context())
+        found.append((traced, examples))
+        return gm.forward
+
+    torch._dynamo.reset()
+    x, w = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        want = torch.compile(fn, backend=backend, dynamic=False, fullgraph=True)(x, w)
+        is_on = torch.is_autocast_enabled("cpu")
+    assert is_on is outside and not torch.is_autocast_enabled("cpu")
+    ((gm, examples),) = found
+    (got,) = run(gm, *examples)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_without_autocast_nothing_is_cast() -> None:
     gm = trace(lambda x: x.double() @ x.double().mT, torch.randn(3, 4))
     assert make_autocast_explicit(gm, context()) == 0
