@@ -285,7 +285,9 @@ def _check_mixed(trainer: Any, batches: Any, mesh: Any) -> None:
     args = trainer.args
     if not isinstance(batches, MixedBatches):
         raise ValueError(f"batches: give a paradyse.MixedBatches, not {type(batches).__name__}")
+    owner = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c))
     refused = {
+        f"compute_loss of {owner.__name__}": not owner.__module__.startswith("transformers."),
         "mesh": mesh is not None,
         "train_dataset": trainer.train_dataset is not None,
         "compute_loss_func": trainer.compute_loss_func is not None,

@@ -177,6 +177,24 @@ def test_what_does_not_go_with_batches_of_mixed_lengths(
         module.Trainer(**{"model": module.make_model(9), "args": args, "batches": batches, **given})
 
 
+def test_a_loss_of_ones_own_does_not_go_with_batches_of_mixed_lengths(tmp_path: Path) -> None:
+    """It would not be called."""
+    import paradyse
+
+    module = example()
+
+    class Weighted(module.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 3 * super().compute_loss(*args, **kwargs)
+
+    data, ways = [{"input_ids": torch.arange(9)}], [paradyse.Way(**way) for way in WAY]
+    batches = paradyse.MixedBatches(data, tokens_per_step=50, ways=ways)
+    words = "compute_loss of Weighted: leave it out with batches of mixed lengths"
+    with fresh_accelerate(), pytest.raises(ValueError, match=words):
+        args = arguments(str(tmp_path), eval_strategy="no")
+        Weighted(model=module.make_model(9), args=args, batches=batches)
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     """A dataset without a length."""
 

@@ -19,6 +19,7 @@ from paradyse.distributed import collectives
 from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, ranks_of
 from paradyse.distributed.control import control_of, world_store
+from paradyse.distributed.failures import DroppedCallError
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ class Together:
             yield control.group
         except torch.OutOfMemoryError:
             raise
-        except ValueError:  # another rank came to something else
+        except (DroppedCallError, ValueError):  # another rank failed, or came to something else
             arrivals.take_back()
             raise
         except RuntimeError as e:

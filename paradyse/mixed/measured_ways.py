@@ -15,6 +15,7 @@ from paradyse.mixed.sequences import checked
 from paradyse.mixed.sources import Data
 from paradyse.mixed.training import MixedModel
 from paradyse.mixed.ways import Group, MicroBatch, StepPlan, Way
+from paradyse.token_scores import IGNORED
 
 
 def measure_ways(
@@ -131,10 +132,15 @@ def _time_s(
 
 
 def _joined(dataset: Any, length: int) -> dict[str, Tensor]:
-    """The first sequences of ``dataset``, again and again, as many tokens as ``length``."""
+    """The first sequences of ``dataset``, again and again, as many tokens as ``length``, of which
+    some are targets if any of theirs are."""
     parts, held = list[dict[str, Tensor]](), 0
     while held < length:
         number = len(parts) % len(dataset)
         parts.append(checked(dataset[number], number))
         held += len(parts[-1]["input_ids"])
-    return {name: torch.cat([x[name] for x in parts])[:length] for name in parts[0]}
+    joined = {name: torch.cat([x[name] for x in parts])[:length] for name in parts[0]}
+    has_targets = any(bool((x["labels"] != IGNORED).any()) for x in parts)
+    if has_targets and not bool((joined["labels"][1:] != IGNORED).any()):  # but the prompts alone
+        joined["labels"] = joined["input_ids"]
+    return joined

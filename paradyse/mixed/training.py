@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from paradyse.distributed import collectives
 from paradyse.distributed.axis import device_of, resolve_axis
+from paradyse.distributed.facts import WEIGHTS
 from paradyse.distributed.side_by_side import SideBySide
 from paradyse.distributed.together import Together
 from paradyse.mixed.batches import MixedStep, Share
 from paradyse.mixed.group_meshes import GroupMeshes
 from paradyse.mixed.step_reports import MixedReport, Stopwatch, with_times
 from paradyse.mixed.ways_file import REPLICATED, SHARDED, check_weights
+from paradyse.runtime.call_weights import CallWeights
 from paradyse.runtime.capture import check_shards
 from paradyse.runtime.registry import captures_of
 from paradyse.torch_private import dynamo_config
@@ -75,6 +77,8 @@ class MixedModel:
             self.options.setdefault("strategies", list(WHOLE_WEIGHTS))
             self.options.setdefault("levers", list(GROUP_LEVERS))
         self._compiled: dict[range, Any] = {}
+        self._are_equal = False
+        """Whether all ranks were seen to have the same weights."""
         self._looked_at: dict[range, bool] = defaultdict(bool)
         """Groups in which packed sequences were seen to be kept apart."""
         caches = bool(getattr(getattr(model, "config", None), "use_cache", False))
@@ -102,9 +106,14 @@ class MixedModel:
             torch.OutOfMemoryError: a rank ran out of memory.
             CollectiveError: a rank is gone.
         """
-        check_weights(step.weights, SHARDED if self._is_sharded else REPLICATED)
+        if self._axis.size > 1:
+            check_weights(step.weights, SHARDED if self._is_sharded else REPLICATED)
         together = Together(self._axis, "a step of MixedModel")
         together.compare({"the sequences": str(step.indices)})
+        if self._axis.size > 1 and not self._are_equal:
+            held = CallWeights(list(self.model.parameters()))  # groups of few ranks compare theirs
+            together.compare({WEIGHTS: held.checksum(sharded=False)})
+            self._are_equal = True
         weights = [p for p in self.model.parameters() if p.requires_grad]
         if self._takes_part:
             self._begin(step, weights)
@@ -207,8 +216,10 @@ class MixedModel:
             return self._compiled_for(ranks)(**call, **self._without_cache)
         before = set(map(id, captures_of(self.model)))
         out = self._compiled_for(ranks)(**call, **self._without_cache)
-        graphs = (c.graphs.values() for c in captures_of(self.model) if id(c) not in before)
-        check_apart(self.model, [b for of in graphs for graph in of for b in graph.blocks])
+        made = [c for c in captures_of(self.model) if id(c) not in before]
+        graphs = [graph for c in made for graph in c.graphs.values()]
+        mixing = any(graph.program.ctx.mixing for graph in graphs)
+        check_apart(self.model, [b for graph in graphs for b in graph.blocks], mixing)
         self._looked_at[ranks] = True
         return out
 
@@ -275,11 +286,12 @@ def _is_packed(call: Mapping[str, Tensor]) -> bool:
     return "position_ids" in call and bool(((call["position_ids"] == 0).sum(-1) > 1).any())
 
 
-def check_apart(model: nn.Module, blocks: Sequence[BlockSpec]) -> None:
+def check_apart(model: nn.Module, blocks: Sequence[BlockSpec], mixing: bool = False) -> None:
     """Raise if attention of ``model`` goes across packed sequences; warn where it cannot be told.
 
     Args:
         blocks: of the graphs that packed sequences were computed by.
+        mixing: whether these mix tokens otherwise than by attention, as convolutions do.
     Raises:
         ValueError: it does.
     """
@@ -291,5 +303,5 @@ def check_apart(model: nn.Module, blocks: Sequence[BlockSpec]) -> None:
                 f"{name} does not keep packed sequences apart by position_ids: {block} has the "
                 f"mask '{mask}', by which tokens see those of other sequences. {way_out}"
             )
-    if not masks or None in [mask for _, mask in masks]:
+    if mixing or not masks or None in [mask for _, mask in masks]:
         log.warning("whether %s keeps packed sequences apart cannot be told: %s", name, way_out)

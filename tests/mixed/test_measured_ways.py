@@ -9,7 +9,7 @@ from models import make_model
 from test_training import dataset_of
 
 import paradyse
-from paradyse.mixed.measured_ways import way_through
+from paradyse.mixed.measured_ways import _joined, way_through
 from paradyse.mixed.ways import Way
 
 
@@ -67,3 +67,13 @@ def test_all_ranks_measure_the_same(pool2: RankPool) -> None:
         (2, 40, (6, 30, 40)),
     ]
     assert all(w.times_s[-1] + w.fixed_s > 0 for w in first)
+
+
+def test_what_is_measured_has_targets() -> None:
+    """Also where samples begin with a prompt that is longer than what is measured."""
+    sample = {"input_ids": torch.arange(20), "labels": torch.full((20,), -100)}
+    sample["labels"][15:] = 3
+    for length, targets in ((8, 7), (18, 3)):
+        joined = _joined([sample], length)
+        assert len(joined["labels"]) == length
+        assert int((joined["labels"][1:] != -100).sum()) == targets

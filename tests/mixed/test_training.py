@@ -208,3 +208,48 @@ def test_a_model_that_does_not_find_sequences_is_refused(family: str) -> None:
 def test_where_it_cannot_be_told_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     training.check_apart(nn.Linear(2, 2), [])
     assert "whether Linear keeps packed sequences apart cannot be told" in caplog.text
+
+
+def apart_in_steps(raises: int | None, seed_by_rank: bool = False) -> list[str]:
+    """What two ranks, each a group by itself, are told in three steps, in the one of which that
+    ``raises`` the second rank's model fails before it is traced."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+
+    class Raising(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model("llama", num_hidden_layers=1, seed=rank * seed_by_rank)
+            self.raises = False
+
+        def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Any:
+            if self.raises:
+                raise TypeError("mine")
+            return self.inner(input_ids=input_ids, labels=labels, position_ids=position_ids)
+
+    ways = [w for w in ways_for(2) if w.degree == 1]
+    data, told = dataset_of([9, 7, 8, 6, 9, 7]), []
+    batches = paradyse.MixedBatches(data, tokens_per_step=15, ways=ways, shuffle=False)
+    inner = Raising()
+    model = paradyse.MixedModel(inner, {"inner": "eager"})
+    for number, step in enumerate(batches):
+        inner.raises = rank == 1 and number == raises
+        try:
+            for loss in model.losses(step):
+                loss.backward()
+            told.append("")
+        except Exception as e:
+            told.append(f"{type(e).__name__}: {e}")
+    return told
+
+
+def test_a_rank_that_fails_before_its_call_is_told_of_as_failed(pool2: RankPool) -> None:
+    first, second = pool2.run(apart_in_steps, 1, timeout_s=100)
+    assert first[0] == first[2] == second[0] == second[2] == ""
+    assert first[1].startswith("RankFailedError: ") and "mine" in first[1], first
+    assert second[1].startswith("TypeError: mine"), second
+
+
+def test_groups_of_single_ranks_have_the_same_weights(pool2: RankPool) -> None:
+    for told in pool2.run(apart_in_steps, None, True, timeout_s=100):
+        assert told[0].startswith("RanksDisagreeError: ") and "the weights" in told[0], told
