@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,8 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     with fake_mode, preserve_node_meta():
         fakes = [fake(x) for x in inputs]
         run = _Interpreter(gm, numbers)
-        traced = make_fx(lambda *args: run.run(*args), pre_dispatch=True)(*fakes)
+        how = {"pre_dispatch": True, "decomposition_table": _SPELT_OUT}
+        traced = make_fx(lambda *args: run.run(*args), **how)(*fakes)
     _check_constants(traced, gm)
     write_numbers(traced)
     for node in traced.graph.nodes:
@@ -92,6 +93,18 @@ def retrace(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         if stack:
             node.meta["module"] = list(stack.values())[-1][0]
     return traced
+
+
+def _repeated(x: torch.Tensor, repeats: Sequence[int]) -> Any:
+    """``x.repeat(repeats)`` of dims of one element, whose sizes show in the dims of the result."""
+    shape = [1] * (len(repeats) - x.ndim) + [*x.shape]
+    if any(n > 1 and size > 1 for n, size in zip(repeats, shape, strict=True)):
+        return NotImplemented
+    sizes = [n * size for n, size in zip(repeats, shape, strict=True)]
+    return x.expand(sizes).clone()
+
+
+_SPELT_OUT = {aten.repeat.default: _repeated}
 
 
 def _check_body(node: fx.Node, gm: fx.GraphModule) -> None:

@@ -424,11 +424,22 @@ class Prefixed(Tiny):
         return super().forward(F.pad(ids, (1, 0), value=3), F.pad(labels, (1, 0), value=-100))
 
 
-def own_lengths(prefixed: bool) -> tuple[list[float], int]:
+class RepeatedPositions(Tiny):
+    """Repeats positions for each sequence of the batch, as Whisper does."""
+
+    def extra(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1]).unsqueeze(0).repeat(x.shape[0], 1)
+        return x + self.embed(positions % 7)
+
+
+OWN_LENGTHS = {"shortened": Shortened, "prefixed": Prefixed, "repeated": RepeatedPositions}
+
+
+def own_lengths(name: str) -> tuple[list[float], int]:
     """Errors at each length, and the programs at the end."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, errors = (Prefixed if prefixed else Shortened)(layers=1).double(), []
+    model, errors = OWN_LENGTHS[name](layers=1).double(), []
     options = {"inner": "eager", "plan": "ulysses_z"}
     compiled = torch.compile(model, backend="paradyse", options=options)
     for batch, n in ((3, 13), (2, 31), (4, 17), (2, 8)):
@@ -441,8 +452,8 @@ def own_lengths(prefixed: bool) -> tuple[list[float], int]:
     return errors, sum(len(c.graphs) for c in captures_of(compiled))
 
 
-@pytest.mark.parametrize("prefixed", [False, True])
-def test_lengths_that_are_a_token_more_or_less(prefixed: bool, pool2: RankPool) -> None:
-    for errors, programs in pool2.run(own_lengths, prefixed, timeout_s=100):
+@pytest.mark.parametrize("name", OWN_LENGTHS)
+def test_one_program_for_all_lengths_and_batches(name: str, pool2: RankPool) -> None:
+    for errors, programs in pool2.run(own_lengths, name, timeout_s=100):
         assert max(errors) < TOLERANCE[torch.float64], errors
         assert programs == 2
