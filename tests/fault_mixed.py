@@ -106,9 +106,7 @@ MIXED_FAULTS: tuple[Fault, ...] = (
         "paradyse/mixed/training.py",
         "if mask is not None and not mask.documents:",
         "if mask is None:",
-        (
-            "tests/mixed/test_training.py::test_a_model_that_does_not_find_sequences_is_refused[opt]",
-        ),
+        ("tests/mixed/test_training.py::test_a_model_that_does_not_find_sequences_is_refused",),
     ),
     Fault(
         "a rank that failed is taken for one that died",

@@ -101,7 +101,7 @@ def test_time_is_planned_beside_space(tmp_path: Path, capsys: Any) -> None:
             "old = make_model\n"
             "def make_model():\n    m = old()\n    type(m).forward = fail\n    return m\n",
             ["--gpus", "2"],
-            "KeyError('depth') (a Python file with make_model() and make_batch()",
+            "cannot be called with x, labels: KeyError(",
         ),
         (None, ["--gpus", "2"], "give a HuggingFace config.json, or a Python file"),
     ],
