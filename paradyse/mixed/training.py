@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +78,9 @@ class MixedModel:
         self._compiled: dict[range, Any] = {}
         self._are_equal = False
         """Whether all ranks were seen to have the same weights."""
-        self._looked_at: dict[range, bool] = defaultdict(bool)
+        self._captures: dict[range, list[Any]] = {}
+        """What was captured for groups, of which no call was packed yet."""
+        self._apart: set[range] = set()
         """Groups in which packed sequences were seen to be kept apart."""
         caches = bool(getattr(getattr(model, "config", None), "use_cache", False))
         self._without_cache = {"use_cache": False} if caches and _takes(model, "use_cache") else {}
@@ -212,15 +213,21 @@ class MixedModel:
         Raises:
             ValueError: sequences are packed, and tokens see those of others.
         """
-        if self._looked_at[ranks] or not _is_packed(call):
-            return self._compiled_for(ranks)(**call, **self._without_cache)
+        run = self._compiled_for(ranks)
+        if ranks in self._apart:
+            return run(**call, **self._without_cache)
         before = set(map(id, captures_of(self.model)))
-        out = self._compiled_for(ranks)(**call, **self._without_cache)
-        made = [c for c in captures_of(self.model) if id(c) not in before]
-        graphs = [graph for c in made for graph in c.graphs.values()]
-        mixing = any(graph.program.ctx.mixing for graph in graphs)
-        check_apart(self.model, [b for graph in graphs for b in graph.blocks], mixing)
-        self._looked_at[ranks] = True
+        out = run(**call, **self._without_cache)
+        made = self._captures.setdefault(ranks, [])
+        made += [c for c in captures_of(self.model) if id(c) not in before]
+        if _is_packed(call):
+            graphs = [
+                g for c in made or _that_read_positions(self.model) for g in c.graphs.values()
+            ]
+            mixing = any(g.program.ctx.mixing for g in graphs)
+            check_apart(self.model, [b for g in graphs for b in g.blocks], mixing)
+            self._apart.add(ranks)
+            del self._captures[ranks]
         return out
 
     def _mesh_of(self, ranks: range) -> Any:
@@ -284,6 +291,18 @@ def _takes(model: nn.Module, name: str) -> bool:
 def _is_packed(call: Mapping[str, Tensor]) -> bool:
     """Whether a row of ``call`` has several sequences, of which each begins at position 0."""
     return "position_ids" in call and bool(((call["position_ids"] == 0).sum(-1) > 1).any())
+
+
+def _that_read_positions(model: nn.Module) -> list[Any]:
+    """Captures of earlier calls of ``model``, which Dynamo goes on with: those that are given
+    ``position_ids``; all, where none is."""
+
+    def reads(capture: Any) -> bool:
+        inputs = (n for g in capture.graphs.values() for n in g.program.placeholders)
+        return any("position_ids" in str(n.target) for n in inputs)
+
+    known = list(captures_of(model))
+    return [c for c in known if reads(c)] or known
 
 
 def check_apart(model: nn.Module, blocks: Sequence[BlockSpec], mixing: bool = False) -> None:

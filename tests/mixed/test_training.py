@@ -204,6 +204,27 @@ def test_a_model_that_does_not_find_sequences_is_refused() -> None:
         packed_step("bert")
 
 
+def one_by_one_and_packed(model: Any, calls: int = 1) -> None:
+    """Steps of one sequence, and then of two in one call, in one process."""
+    data = dataset_of([18, 9, 9])
+    for _ in range(calls):
+        mixed = paradyse.MixedModel(model, {"inner": "eager"})
+        for step in paradyse.MixedBatches(
+            data, tokens_per_step=18, ways=ways_for(1), shuffle=False
+        ):
+            for loss in mixed.losses(step):
+                loss.backward()
+
+
+def test_a_graph_that_was_made_before_is_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    """By a call that was not packed, or by another ``MixedModel`` of the model."""
+    torch._dynamo.reset()
+    one_by_one_and_packed(make_model("llama", num_hidden_layers=1), calls=2)
+    assert "cannot be told" not in caplog.text
+    with pytest.raises(ValueError, match="does not keep packed sequences apart"):
+        one_by_one_and_packed(make_model("bert", num_hidden_layers=1))
+
+
 def test_where_it_cannot_be_told_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     training.check_apart(nn.Linear(2, 2), [])
     assert "whether Linear keeps packed sequences apart cannot be told" in caplog.text
