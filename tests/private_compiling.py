@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from models import make_batch, make_model
 from torch import Tensor, nn
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 
 from paradyse import torch_private as private
 
@@ -149,3 +151,20 @@ def check_pass_over_required_gradients() -> None:
     run = torch.compile(model, backend="paradyse", fullgraph=True, options=options)
     run(torch.ones(2, 100)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def check_keep_graphs_whole() -> None:
+    """Once for a backend: what is changed twice would call itself."""
+    private.keep_graphs_whole("paradyse")
+    private.keep_graphs_whole("paradyse")
+    assert private.keep_graphs_whole.cache_info().misses == 1
+
+
+def check__traces_for() -> None:
+    """Dynamo's translator knows the backend by its name."""
+
+    def tx(name: str) -> Any:
+        return SimpleNamespace(output=SimpleNamespace(compiler_fn=WrapBackendDebug(print, name)))
+
+    assert private._traces_for(tx("paradyse"), "paradyse")
+    assert not private._traces_for(tx("inductor"), "paradyse")

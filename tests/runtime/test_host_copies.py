@@ -25,6 +25,7 @@ from paradyse.runtime.capture import build_program, is_model_state, trace_inputs
 from paradyse.runtime.describe import describe_blocks
 from paradyse.runtime.frame import Frame
 from paradyse.runtime.program import Program
+from paradyse.torch_private import keep_graphs_whole
 from paradyse.types import ATTENTION_STRATEGIES
 
 BATCH, TOKENS = 2, 59
@@ -80,6 +81,8 @@ def captured(
         found.append((program, args))
         raise _Captured
 
+    capture.__name__ = "paradyse"  # Dynamo traces as it does for the backend of that name
+    keep_graphs_whole(capture.__name__)
     with contextlib.suppress(Exception):
         torch.compile(model, backend=capture, dynamic=False)(**batch)
     return found[0]
