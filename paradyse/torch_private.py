@@ -210,8 +210,11 @@ def pass_over_required_gradients(backend: str) -> bool:
     found = getattr(cls, name)
 
     def handler(self: Any, tx: Any, obj: Any, name_var: Any, val: Any) -> Any:
-        asks = obj.is_tensor() and name_var.as_python_constant() == "requires_grad"
-        if asks and "transformers" in tx.f_code.co_filename and _traces_for(tx, backend):
+        known = name_var.is_python_constant() and val.is_python_constant()
+        given = (name_var.as_python_constant(), val.as_python_constant()) if known else ()
+        asks = obj.is_tensor() and given == ("requires_grad", True)
+        theirs = str(tx.f_globals.get("__name__")).startswith("transformers.")
+        if asks and theirs and _traces_for(tx, backend):
             return val
         return found(self, tx, obj, name_var, val)
 

@@ -57,7 +57,7 @@ INPUT_FAULTS: tuple[Fault, ...] = (
     Fault(
         "programs of other fixed sizes taken for one",
         "paradyse/runtime/capture.py",
-        "[n for n in find_sizes(program).values() if isinstance(n, int)]",
+        "[n if isinstance(n, int) else n[2] for n in find_sizes(program).values()]",
         "[]",
         (
             "tests/runtime/test_capture.py::"

@@ -324,8 +324,8 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradients that a model asks for end the graph",
         "paradyse/torch_private.py",
-        'if asks and "transformers" in',
-        'if asks and "nowhere" in',
+        'startswith("transformers.")',
+        'startswith("nowhere.")',
         (
             "tests/test_torch_private.py::test_it_is_there_and_does_what_we_rely_on[pass_over_required_gradients]",
         ),

@@ -327,7 +327,8 @@ def serves(
 
 def _identity(program: Program) -> tuple[str, list[int]]:
     """Of ``program``; equal for those of one graph that differ in nothing but a call's sizes."""
-    return fingerprint(program), [n for n in find_sizes(program).values() if isinstance(n, int)]
+    known = [n if isinstance(n, int) else n[2] for n in find_sizes(program).values()]
+    return fingerprint(program), known
 
 
 def empty_input(placeholders: Sequence[fx.Node], examples: Sequence[Any]) -> str | None:

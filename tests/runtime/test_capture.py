@@ -432,7 +432,27 @@ class RepeatedPositions(Tiny):
         return x + self.embed(positions % 7)
 
 
-OWN_LENGTHS = {"shortened": Shortened, "prefixed": Prefixed, "repeated": RepeatedPositions}
+class LastTokens(Tiny):
+    """Computes as many tokens as it takes, whatever it is given."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return super().forward(ids[:, -7:], labels[:, -7:])
+
+
+class BothEnds(Tiny):
+    """Leaves tokens out at both ends."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        return super().forward(ids[:, 2:-3], labels[:, 2:-3])
+
+
+OWN_LENGTHS = {
+    "last tokens": LastTokens,
+    "both ends": BothEnds,
+    "shortened": Shortened,
+    "prefixed": Prefixed,
+    "repeated": RepeatedPositions,
+}
 
 
 def own_lengths(name: str) -> tuple[list[float], int]:
