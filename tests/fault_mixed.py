@@ -131,4 +131,20 @@ MIXED_FAULTS: tuple[Fault, ...] = (
         "for c in made for g",
         ("tests/mixed/test_training.py::test_a_graph_that_was_made_before_is_looked_at",),
     ),
+    Fault(
+        "a loop over losses that is left is told to no other",
+        "paradyse/distributed/side_by_side.py",
+        "return self._failed_in_backward() or Failure(dist",
+        "return self._failed_in_backward() and Failure(dist",
+        ("tests/distributed/test_side_by_side.py::test_all_hear_of_a_loop_that_is_left[alone]",),
+    ),
+    Fault(
+        "a rank that failed before its call counts on by itself",
+        "paradyse/distributed/agreement.py",
+        "        self._count_on(numbers for *_, (group, numbers) in told if group == self._in_group)\n",
+        "",
+        (
+            "tests/distributed/test_side_by_side.py::test_ranks_count_on_together_after_one_has_failed_before_its_call",
+        ),
+    ),
 )

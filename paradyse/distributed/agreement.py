@@ -13,7 +13,7 @@ itself with these.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -70,12 +70,13 @@ class Agreement:
         axes = axis, resolve_replicas(mesh), *([of_all] if of_all is not axis else [])
         self._axes = [a for a in axes if a.size > 1]
         self._of_axis = of_all.session.of(_Agreements)
-        self._num_calls = self._of_axis.num_calls if of_all is not axis else {True: 0, False: 0}
+        self._in_group = of_all is not axis
+        self._num_calls = self._of_axis.num_calls if self._in_group else {True: 0, False: 0}
         """Of calls that train, and of others."""
         self._leader = ranks[0]
         self._among = control_of(ranks) if len(ranks) > 1 else None
         """What carries plans from the first rank of the axis to the others."""
-        some = control_of(everyone if of_all is not axis else ranks)
+        some = control_of(everyone if self._in_group else ranks)
         self._control = {False: some, True: control_of(everyone)}
         """What carries comparisons, by whether all ranks of the mesh take part."""
         self._left: Callable[[], None] | None = None
@@ -315,8 +316,7 @@ class Agreement:
             return len({row[-1] for row in table if row[0] == self._leader}) == 1
         mine = self._leader, told.shared, {**told.shared, **told.facts}, self._num_calls
         all_told = tell_all(mine, control.axis)
-        for trains in self._num_calls:  # whoever goes on after this error is in step
-            self._num_calls[trains] = max(numbers[trains] for *_, numbers in all_told)
+        self._count_on(numbers for *_, numbers in all_told)
         control.alarm.reset()  # a rank may have failed before it heard of this
         self._of_axis.end_backwards(FAILED)
         self._of_axis.num_dropped += 1
@@ -325,12 +325,21 @@ class Agreement:
             difference(all_told, dist.get_process_group_ranks(control.axis.group))
         )
 
+    def _count_on(self, all_numbers: Iterable[Mapping[bool, int]]) -> None:
+        """Count calls from where the rank is that has counted the most: some may have failed, or
+        done something else, before a call that others have begun."""
+        told = list(all_numbers)
+        for trains in self._num_calls:
+            self._num_calls[trains] = max(numbers[trains] for numbers in told)
+
     def _drop_call(self, control: Control, failure: Failure | None) -> NoReturn:
         """Every rank of ``control`` comes here where one or several have a ``failure``."""
-        told = tell_all((failure, started(self._axes)), control.axis)
+        counted = self._in_group, self._num_calls
+        told = tell_all((failure, started(self._axes), counted), control.axis)
+        self._count_on(numbers for *_, (group, numbers) in told if group == self._in_group)
         self._of_axis.end_backwards(FAILED)
-        failures = [f for f, _ in told if f is not None]
-        catch_up_with = [messages for _, messages in told]
+        failures = [f for f, *_ in told if f is not None]
+        catch_up_with = [messages for _, messages, _ in told]
         may_wait = failure is not None and failure.holds_graph
         try:
             self._catch_up(control, failures, catch_up_with, may_wait)

@@ -115,7 +115,7 @@ class SideBySide:
                 loop was left.
             CollectiveError: a rank is gone.
         """
-        if self._all is None or self._settled():
+        if self._all is None or not dist.is_initialized() or self._settled():
             return
         left = isinstance(error, GeneratorExit)
         sessions = [axis.session for axis in self._axes]
@@ -127,7 +127,7 @@ class SideBySide:
                 who = f"rank {dist.get_rank()} has lost another one in {self._doing}"
                 self._ring((None, f"{who}: {why}"))
             return
-        failure = self._failed_in_backward() if left else self._failure_of(error)
+        failure = self._why_left() if left else self._failure_of(error)
         if failure is None:
             return
         try:
@@ -181,6 +181,11 @@ class SideBySide:
         no_memory = not dropped and lacked_memory(self._num_out_of_memory)  # else ranks disagreed
         what = "its own error says more", no_memory
         return Failure(dist.get_rank(), f"backward of {self._doing}", "", *what)
+
+    def _why_left(self) -> Failure:
+        """What ended the loop over the micro-batches."""
+        doing, error = f"the loop over the losses of {self._doing}", "it was left before its end"
+        return self._failed_in_backward() or Failure(dist.get_rank(), doing, "", error, False)
 
     def _failure_of(self, error: BaseException) -> Failure | None:
         if isinstance(error, DroppedCallError) and error.failures:

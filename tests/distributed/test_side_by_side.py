@@ -153,6 +153,79 @@ def test_so_they_do_where_weights_are_gathered_over_all_groups(
         assert name and text and seconds < SOON_S and off < 1e-5, results
 
 
+def one_leaves_the_loop(who: tuple[int, ...], sharded: bool) -> tuple[str, str, float, float]:
+    """The loop over the losses ends early on the ranks ``who``: kind and text of what is raised
+    here, seconds until then, and how far the gradients of the step after it are off."""
+    loop = Loop(dist.get_world_size(), sharded)
+    before = loop.step()
+    said, start = ("", ""), time.monotonic()
+    try:
+        loop.model.zero_grad()
+        for loss in loop.mixed.losses(loop.plan):
+            if dist.get_rank() in who:
+                raise KeyError("of the loop")
+            loss.backward()
+    except Exception as e:
+        said = type(e).__name__, str(e)
+    seconds = time.monotonic() - start
+    left = [p for p in loop.model.parameters() if p.grad is not None]
+    dist.barrier()
+    after = loop.step()
+    off = max(relative(after[n], g) for n, g in before.items())
+    return *said, seconds, off + len(left)
+
+
+LEFT = [
+    pytest.param(3, (2,), False, id="alone"),
+    pytest.param(3, (0,), False, id="of two", marks=pytest.mark.slow),
+    pytest.param(3, (1,), True, id="sharded"),
+    pytest.param(4, (1, 2), False, id="two of four", marks=pytest.mark.slow),
+    pytest.param(3, (0, 1, 2), False, id="all", marks=pytest.mark.slow),
+    pytest.param(3, (0, 1, 2), True, id="all, sharded", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.broad
+@pytest.mark.parametrize(("size", "who", "sharded"), LEFT)
+def test_all_hear_of_a_loop_that_is_left(
+    size: int, who: tuple[int, ...], sharded: bool, ranks: Any
+) -> None:
+    """What fails there is no error of the step: the generator is closed, by this or by ``break``."""
+    results = ranks(size).run(one_leaves_the_loop, who, sharded, timeout_s=120)
+    for rank, (name, text, seconds, off) in enumerate(results):
+        assert seconds < SOON_S and off < 1e-5, results
+        assert name == ("KeyError" if rank in who else "RankFailedError"), results
+        told = [f"rank {r} failed in the loop over the losses of a step" for r in who]
+        assert rank in who or any(t in text for t in told), results
+
+
+def one_fails_before_its_call(rank: int) -> tuple[str, str, float]:
+    """Rank ``rank`` fails where it has told nobody of its call, which others have begun: what is
+    raised here, and how far the gradients of the next step are off."""
+    loop = Loop(dist.get_world_size(), sharded=True)
+    before, said = loop.step(), ("", "")
+
+    def fail(*args: Any) -> None:
+        raise BUG
+
+    handle = loop.model.register_forward_pre_hook(fail) if dist.get_rank() == rank else None
+    try:
+        loop.step()
+    except Exception as e:
+        said = type(e).__name__, str(e)
+    if handle is not None:
+        handle.remove()
+    dist.barrier()
+    after = loop.step()
+    return *said, max(relative(after[n], g) for n, g in before.items())
+
+
+@pytest.mark.broad
+def test_ranks_count_on_together_after_one_has_failed_before_its_call(pool3: RankPool) -> None:
+    results = pool3.run(one_fails_before_its_call, 1, timeout_s=120)
+    assert all(name and off < 1e-5 for name, _, off in results), results
+
+
 def one_fails_in_the_sum(rank: int) -> tuple[str, str, float]:
     """Rank ``rank`` has no memory where the gradients of all ranks are summed; then a step is well.
     What is raised here, and how far gradients are off then."""
