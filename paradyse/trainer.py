@@ -11,7 +11,8 @@ calls the original.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,6 +45,9 @@ WHOLE_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 
 SCHEDULER = "scheduler.pt"
 """File in a checkpoint of Trainer's with the state of the scheduler."""
+
+BATCHES = "mixed_batches.json"
+"""File in a checkpoint with the state of batches of mixed lengths."""
 
 _Trainer: Any = object
 """For the type checker: the class that the mixin precedes is the user's choice."""
@@ -214,12 +218,18 @@ class TrainerMixin(_Trainer):
         return 0 if isinstance(inputs, MixedStep) else int(of(inputs)) // self._sequence.size
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        skips = kwargs.get("steps_trained_in_current_epoch", 0) and kwargs["epoch"] == 0
-        if self._mixed is not None and skips and kwargs.get("resume_from_checkpoint"):
-            raise ValueError(
-                "batches of mixed lengths do not skip those of before a checkpoint: give "
-                "TrainingArguments ignore_data_skip=True, and MixedBatches another seed"
-            )
+        num_done = kwargs.get("steps_trained_in_current_epoch", 0)
+        folder = kwargs.get("resume_from_checkpoint")
+        if self._batches is not None and num_done and folder and kwargs["epoch"] == 0:
+            file = Path(folder, BATCHES)
+            if not file.is_file():
+                raise ValueError(
+                    f"{file} is missing, which says what batches of mixed lengths come next: give "
+                    "TrainingArguments ignore_data_skip=True, and MixedBatches another seed"
+                )
+            self._batches.load_state_dict(json.loads(file.read_text()))
+            rest = _Rest(self._batches, num_done)
+            kwargs["train_dataloader"] = torch.utils.data.DataLoader(rest, batch_size=None)
         return super()._run_epoch(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -246,6 +256,8 @@ class TrainerMixin(_Trainer):
         super()._save(output_dir, self._whole_state if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._batches is not None and self.args.should_save:
+            Path(output_dir, BATCHES).write_text(json.dumps(self._batches.state_dict()))
         if not is_sharded(self.model):
             return super()._save_optimizer_and_scheduler(output_dir)
         step = self.state.global_step
@@ -273,6 +285,18 @@ class TrainerMixin(_Trainer):
         load_checkpoint(Path(checkpoint, SHARDS), self.model, plain_optimizer(self.optimizer))
         saved = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
+
+
+class _Rest(torch.utils.data.IterableDataset[Any]):
+    """What is left of batches of mixed lengths, behind as many items as Trainer passes over."""
+
+    def __init__(self, batches: MixedBatches, num_passed_over: int) -> None:
+        super().__init__()
+        self._batches, self._num_passed_over = batches, num_passed_over
+
+    def __iter__(self) -> Iterator[MixedStep | None]:
+        yield from [None] * self._num_passed_over
+        yield from self._batches
 
 
 def _rng_file(rank: int) -> str:

@@ -141,10 +141,31 @@ MIXED_FAULTS: tuple[Fault, ...] = (
     Fault(
         "a rank that failed before its call counts on by itself",
         "paradyse/distributed/agreement.py",
-        "        self._count_on(numbers for *_, (group, numbers) in told if group == self._in_group)\n",
-        "",
+        "told if group == self._in_group)\n",
+        "told if not self._in_group)\n",
         (
             "tests/distributed/test_side_by_side.py::test_ranks_count_on_together_after_one_has_failed_before_its_call",
         ),
+    ),
+    Fault(
+        "the batch that was given last is given again",
+        "paradyse/mixed/batches.py",
+        "self._next = epoch, number + 1",
+        "self._next = epoch, number",
+        ("tests/mixed/test_going_on.py::test_the_rest_is_what_comes_behind[made]",),
+    ),
+    Fault(
+        "batches behind a state have the seeds of the first ones",
+        "paradyse/mixed/batches.py",
+        "for number in count(first):",
+        "for number in count():",
+        ("tests/mixed/test_going_on.py::test_the_rest_is_what_comes_behind[made]",),
+    ),
+    Fault(
+        "Trainer goes on with the first batches again",
+        "paradyse/trainer.py",
+        "            self._batches.load_state_dict(json.loads(file.read_text()))\n",
+        "",
+        ("tests/mixed/test_going_on.py::test_trainer_goes_on_behind_the_batches_of_before[False]",),
     ),
 )

@@ -154,33 +154,69 @@ class MixedBatches:
                 f"no way for groups of up to {size} ranks among {len(ways)}: give at least one"
             )
         self.learn = learn
-        self._epoch = 0
+        self._epoch, self._passed_over = 0, 0
+        """The next pass over it, and how many batches it leaves out at its beginning."""
+        self._next = 0, 0
+        """The epoch and the number in it of the batch behind the last one that was given."""
 
     @property
     def ways(self) -> tuple[Way, ...]:
         """What groups can do, as far as it is known by now: the next plan but one goes by it."""
         return self._learnt.ways
 
+    def state_dict(self) -> dict[str, Any]:
+        """How far it has come, in numbers to be saved with the model: the batch that comes behind
+        the last one that was given. It is equal on all ranks."""
+        epoch, batch = self._next
+        return {"epoch": epoch, "batch": batch, **self._source.facts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on where another one was when it gave ``state``, whatever the number
+        of ranks. Call it on every rank. A loader is read from its beginning: it has to give what it
+        gave in that epoch.
+
+        Raises:
+            ValueError: it is no ``state``, or one of batches in another order.
+        """
+        epoch, batch = state.get("epoch"), state.get("batch")
+        for name, n in ("epoch", epoch), ("batch", batch):
+            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+                raise ValueError(f"{name}={n!r}: give what state_dict() of MixedBatches gave")
+        for name, own in self._source.facts.items():
+            if state.get(name) != own:
+                raise ValueError(
+                    f"{name}={own!r}, but the state is of batches of {name}={state.get(name)!r}, "
+                    "which are others: make MixedBatches as it was"
+                )
+        self._epoch, self._passed_over = self._next = epoch, batch
+
     def __iter__(self) -> Iterator[MixedStep]:
         """The batches of the next epoch. Go through them on every rank alike.
 
         Raises:
-            ValueError: on every rank, where a sequence is empty, fits no group, or a batch has
-                nothing to learn from.
+            ValueError: on every rank, where a sequence is empty, fits no group, a batch has
+                nothing to learn from, or ranks have loaded different states.
         """
         epoch, self._epoch = self._epoch, self._epoch + 1
+        first, self._passed_over = self._passed_over, 0
+        self._next = epoch, first
         together = Together(self._axis, f"epoch {epoch} of MixedBatches")
+        together.compare({"the first batch": first})
         batches = self._source.batches(epoch)
+        reads = together.is_first or self._source.is_read_by_all
+        together.each(lambda: self._pass_over(batches, first) if reads else None)
         planned = self._planned(batches) if together.is_first else None
-        follows = self._source.is_read_by_all and not together.is_first
+        follows = reads and not together.is_first
         try:
-            for number in count():
+            for number in count(first):
                 told = together.first(lambda: next(planned, None) if planned else None)
                 if told is None:
+                    self._next = epoch + 1, 0
                     return
                 batch, plan, ways = told
                 read = (lambda: next(batches, None)) if follows else None
                 step = self._step(together, batch, plan, ways, number, read)
+                self._next = epoch, number + 1
                 yield step
                 self._source.forget(step.indices)
                 if self.learn and step.report is not None:
@@ -189,6 +225,17 @@ class MixedBatches:
             if planned is not None:
                 planned.close()
             batches.close()
+
+    def _pass_over(self, batches: Iterator[Batch], num: int) -> None:
+        """Leave out the next ``num`` of ``batches``."""
+        for number in range(num):
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError(
+                    f"{number} batches in this epoch, but the state is of {num} batches that were "
+                    "given: give the same data"
+                )
+            self._source.forget(batch[0])
 
     def arranged(self, plan: StepPlan, indices: Sequence[int], lengths: Sequence[int]) -> MixedStep:
         """A step by a ``plan`` of one's own. Call it on every rank alike.

@@ -38,6 +38,11 @@ class Source(Protocol):
     is_read_by_all: bool
     """Whether every rank goes through the batches; else the first one alone does."""
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the order of its batches goes by, beside the epoch and what it does not know."""
+        ...
+
     def batches(self, epoch: int) -> Generator[Batch, None, None]:
         """Those of an epoch.
 
@@ -85,6 +90,12 @@ class Dataset:
         self._dataset, self._tokens = dataset, tokens_per_step
         self._shuffle, self._seed = shuffle, seed
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        order = {"seed": self._seed} if self._shuffle else {}
+        number = {"sequences": len(self._dataset), "tokens_per_step": self._tokens}
+        return {**number, "shuffle": self._shuffle, **order}
+
     def batches(self, epoch: int) -> Generator[Batch, None, None]:
         """Sequences of the epoch's order until they have enough tokens, and so on."""
         order = list(range(len(self._dataset)))
@@ -128,6 +139,10 @@ class Loader:
             )
         self._loader: Iterable[Any] = loader
         self._held: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {}
 
     def batches(self, epoch: int) -> Generator[Batch, None, None]:
         """The loader's.

@@ -190,7 +190,7 @@ LEFT = [
 def test_all_hear_of_a_loop_that_is_left(
     size: int, who: tuple[int, ...], sharded: bool, ranks: Any
 ) -> None:
-    """What fails there is no error of the step: the generator is closed, by this or by ``break``."""
+    """What fails there is no error of the step: the generator is closed, as by ``break``."""
     results = ranks(size).run(one_leaves_the_loop, who, sharded, timeout_s=120)
     for rank, (name, text, seconds, off) in enumerate(results):
         assert seconds < SOON_S and off < 1e-5, results
