@@ -15,10 +15,11 @@ from paradyse.distributed import collectives
 from paradyse.distributed.agreement import agreement_of
 from paradyse.distributed.axis import Axis, GroupMesh, everyone_of, resolve_axis, resolve_replicas
 from paradyse.distributed.calls import Call
-from paradyse.distributed.checksums import BatchChecksum
+from paradyse.distributed.compared import Compared
 from paradyse.distributed.facts import (
     GRADIENTS,
     INPUTS,
+    PROGRAM,
     WEIGHTS,
 )
 from paradyse.distributed.session import Recent
@@ -113,9 +114,10 @@ class Capture:
         check_shards(examples, everyone_of(axis, options.mesh))
         self.in_group = isinstance(options.mesh, GroupMesh)
         self.fallback: Any = None
-        self.num_steps, self.is_first = 0, True
-        self._num_dropped = 0
-        """Of the calls that ranks have dropped, those before the latest call of this graph."""
+        self.num_steps = 0
+        self._agreed: Any = None
+        """What the weights of the latest call were compared for, of the ranks and of replicas."""
+        self._replicas_agree = False
         self.steps = steps_of(self.weights.held())
         self.notes: list[str] = []
         self.graphs: Recent[tuple[Any, ...], PlannedProgram] = Recent()
@@ -127,8 +129,6 @@ class Capture:
         ]
         self._compared = self.data
         self.others: Sequence[Any] | None = None  # to tell arguments made of sizes by
-        self._batch = BatchChecksum()
-        self._replicas_agree = False
         plan = "a function" if callable(options.plan) else options.plan
         limits = options.levers, options.memory_limit, options.host_memory, options.smoothing
         self._options = str((plan, options.strategies, *limits, options.retry_out_of_memory))
@@ -179,13 +179,11 @@ class Capture:
     def _begin(self, args: Sequence[Any]) -> None:
         """A call with ``args`` begins."""
         apply_writes(self.writes, args)
-        self.num_steps, self.is_first = self.num_steps + 1, self.num_steps == 0
-        if self.agreement is not None and self._num_dropped != self.agreement.num_dropped:
-            self.is_first = True  # on all ranks: for some of them it may be
+        self.num_steps += 1
         if self.weights.are_of(args):
             return
+        self._agreed, self._replicas_agree = None, False
         if self.weights.take(args):
-            self.is_first, self._replicas_agree = True, False
             for graph in self.graphs.values():
                 self._lay_out(graph.program)
         self.steps = steps_of(self.weights.held())
@@ -197,7 +195,13 @@ class Capture:
         data = [i for i in self._compared if isinstance(args[i], Tensor)]
         names = (self.names[i] for i in data)
         trains = torch.is_grad_enabled()
-        weights = self.weights.checksum(sharded=False) if self.is_first else "not compared"
+        compared = self.axis.session.of(Compared)
+        compared.since(self.agreement.num_dropped)
+        what = compared.num_dropped, facts.get(PROGRAM)
+        weights: Any = "not compared"
+        if self._agreed != what and not compared.has(what, self.weights.held()):
+            weights = self.weights.checksum(sharded=False)
+        self._agreed = what
         call = self.agreement.begin(
             trains and bool(self.weights.refs),
             {
@@ -205,15 +209,15 @@ class Capture:
                 INPUTS: ", ".join(names),
                 "the options": self._options,
                 **facts,
-                **self._batch.fact([args[i] for i in data]),
+                **compared.batch.fact([args[i] for i in data]),
                 WEIGHTS: weights,
             },
             self.weights.refs,
         )
-        self._num_dropped = self.agreement.num_dropped
         if trains and not self._replicas_agree and (replicas := agreement_of(self.replicas)):
             self._replicas_agree = True
-            replicas.compare("starts to train", {WEIGHTS: self.weights.checksum(sharded=True)})
+            if not self.replicas.session.of(Compared).has("training", self.weights.held()):
+                replicas.compare("starts to train", {WEIGHTS: self.weights.checksum(sharded=True)})
         return call
 
     def _whole_graph(self, examples: Sequence[Any] | None) -> Any:

@@ -79,8 +79,6 @@ class Captured(Protocol):
     """Inputs of other sizes, to tell numbers made of a size by (``build_program``)."""
     steps: Any
     """What reports the steps of the model; None: nobody asks."""
-    is_first: bool
-    """Whether this is the first call."""
 
     def agree(self, args: Sequence[Any], facts: Mapping[str, Any]) -> Call | None:
         """Compare a call with ``args``, and ``facts`` of it, with the other ranks' calls."""
@@ -306,8 +304,7 @@ class PlannedProgram:
         write(folder, name, plan_table(blocks, plan) + "\n")
 
     def _facts(self, sizes: Mapping[str, int], gradients: str) -> dict[str, Any]:
-        first, is_random = self.capture.is_first, self.program.schedule.is_random
-        profile = self.choice.cost_model
+        is_random, profile = self.program.schedule.is_random, self.choice.cost_model
         return {
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
@@ -316,7 +313,7 @@ class PlannedProgram:
             NO_SYNC: gradients,
             OPTIMIZERS: self.choice.optimizers.count,
             RANDOM_STATE: checksum([torch.get_rng_state()]) if is_random else 0,
-            PROFILE: profile.profile.checksum if first and profile else 0,
+            PROFILE: profile.profile.checksum if profile else 0,
         }
 
 

@@ -102,9 +102,9 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "different weights are told of once",
-        "paradyse/backend.py",
-        "            self.is_first = True  # on all ranks: for some of them it may be\n",
-        "            pass\n",
+        "paradyse/distributed/compared.py",
+        "            self._weights.clear()\n",
+        "",
         (
             "tests/distributed/test_asymmetric_ranks.py::test_different_weights_are_told_of_until_they_are_equal",
         ),

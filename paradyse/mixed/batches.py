@@ -178,8 +178,8 @@ class MixedBatches:
         Raises:
             ValueError: it is no ``state``, or one of batches in another order.
         """
-        epoch, batch = state.get("epoch"), state.get("batch")
-        for name, n in ("epoch", epoch), ("batch", batch):
+        for name in "epoch", "batch":
+            n = state.get(name)
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise ValueError(f"{name}={n!r}: give what state_dict() of MixedBatches gave")
         for name, own in self._source.facts.items():
@@ -188,7 +188,7 @@ class MixedBatches:
                     f"{name}={own!r}, but the state is of batches of {name}={state.get(name)!r}, "
                     "which are others: make MixedBatches as it was"
                 )
-        self._epoch, self._passed_over = self._next = epoch, batch
+        self._epoch, self._passed_over = self._next = state["epoch"], state["batch"]
 
     def __iter__(self) -> Iterator[MixedStep]:
         """The batches of the next epoch. Go through them on every rank alike.
