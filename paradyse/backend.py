@@ -119,7 +119,8 @@ class Capture:
         """What the weights of the latest call were compared for, of the ranks and of replicas."""
         self._replicas_agree = False
         self.steps = steps_of(self.weights.held())
-        self.notes: list[str] = []
+        self._own_notes: list[str] = []
+        self._program_notes: Sequence[str] = []
         self.graphs: Recent[tuple[Any, ...], PlannedProgram] = Recent()
         self._whole_at: Recent[tuple[Any, ...], Any] = Recent()
         self.data = [
@@ -249,7 +250,7 @@ class Capture:
     def _graph(self, inputs: Sequence[Any]) -> PlannedProgram | None:
         how = self.is_weight, self.options, self.axis, None, self.others
         program, ctx = self.dumping(lambda: build_program(self.gm, inputs, *how))
-        self.notes = ctx.notes
+        self._program_notes = ctx.notes
         if program is None:
             return None
         self._lay_out(program)
@@ -312,13 +313,22 @@ class Capture:
             self.graphs.clear()
             self.graphs[self._key(self.trace.values)] = graph
 
+    def notes_of(self, of_program: Sequence[str]) -> list[str]:
+        """What is to be known of this graph, and ``of_program``, what is of one of its programs."""
+        return [*self._own_notes, *of_program]
+
+    @property
+    def notes(self) -> list[str]:
+        """Of this graph and of the program that was made last, or could not be."""
+        return self.notes_of(self._program_notes)
+
     def _key_all(self) -> None:
         """From now on calls of other sizes get other programs."""
-        self.notes.append(
+        self._own_notes.append(
             "a size in this graph depends on the length in a way that no tensor's dim shows: "
             "each length gets a program of its own"
         )
-        log.warning("%s", self.notes[-1])
+        log.warning("%s", self._own_notes[-1])
         self.keyed_dims = tuple(self.trace.symbols)
 
     def run(self, *args: Any) -> Any:

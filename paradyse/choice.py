@@ -8,9 +8,11 @@ than the rest, and must all the same ask for plans, and agree on measurements, a
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,7 +213,7 @@ class Choice:
             of_all = _HEADS.index(chosen.head), _SPLITS.index(chosen.split)
             said = [*of_all, *map(_POINTS.index, chosen.strategies)]
             mine[: len(said)] = said
-        except ValueError as e:
+        except Exception as e:  # the others wait for this rank's word
             error = e
         head, split, *points = told = self.agreement.first_says(mine)
         if head < 0:
@@ -302,6 +304,14 @@ class _Choices:
         self.without_weights: Recent[Any, Choice] = Recent()
 
 
+def _content_of(profile: str | None) -> int:
+    """Equal for files with equal content: a profile may have been measured anew."""
+    try:
+        return zlib.crc32(Path(profile).read_bytes()) if profile else 0
+    except OSError:  # whoever reads it says so
+        return 0
+
+
 def choice_of(
     program: str,
     options: Options,
@@ -325,7 +335,7 @@ def choice_of(
     known = choices.without_weights
     if weights:
         known = choices.of_weight.setdefault(weights[0], Recent())
-    key = program, form, str(options)
+    key = program, form, str(options), _content_of(options.cost_model)
     if key not in known:
         given = options, axis, agreement, blocks, weights, head, num_replicas, computed_in
         known[key] = Choice(*given)

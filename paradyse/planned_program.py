@@ -46,6 +46,7 @@ from paradyse.runtime.capture import (
 )
 from paradyse.runtime.describe import computed_in, describe_blocks, describe_head
 from paradyse.runtime.frame_maker import current_frames
+from paradyse.runtime.joined import gradient_order
 from paradyse.runtime.program import Program, StepConstants
 from paradyse.strategies.base import WHOLE
 from paradyse.torch_private import tree_leaves
@@ -55,6 +56,11 @@ from paradyse.weights.no_sync import AT_ONCE, gradients_are
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+OTHER_MESSAGES = (
+    "with replicas, of which each splits what suits it: gradients of some weights would come "
+    "together at other places than along the sequence"
+)
 
 Lengths = tuple[tuple[int, int], ...]
 """(batch, tokens) of sequences."""
@@ -134,7 +140,7 @@ class PlannedProgram:
             return self._run(args, sizes, self._plan(shape), workload)
         call.out_of_memory = partial(self.choice.ran_out, workload)
         schedule, device = self.program.schedule, self.program.device
-        set_back = _random_state_of(device) if schedule.is_random else None
+        states = random_states(device) if schedule.is_random else []
         tried: list[Plan] = []
 
         def compute() -> Any:
@@ -148,13 +154,19 @@ class PlannedProgram:
             may_retry = self.capture.options.retry_out_of_memory and not self.capture.in_group
             if not (may_retry and e.may_repeat):
                 raise
-            safer = self._plan(shape)  # ranks agree on it: only where all of them come here
+            error = e.with_traceback(None)  # lets go of what was computed
+
+        def compute_again() -> Any:
+            self.choice.settle()
+            safer = self._plan(shape)
             if safer in tried:
-                raise
-            log.warning("%s. This forward is run again by the plan %s", e, safer.key)
-        if set_back is not None:
-            set_back()
-        return call.forward(compute)
+                raise error
+            log.warning("%s. This forward is run again by the plan %s", error, safer.key)
+            if states:
+                _set_random_states(device, states)
+            return self._run(args, sizes, safer, workload)
+
+        return call.forward(compute_again)  # only where all ranks come here
 
     def _run(
         self, args: Sequence[Any], sizes: dict[str, int], plan: Plan, workload: Workload
@@ -187,7 +199,7 @@ class PlannedProgram:
         make_frame = current_frames()
         program = self.program_for(plan)
         program.known_buffers.check(args)
-        program.shown_keys.check(args, self.capture.names)
+        self.program.shown_keys.check(args, self.capture.names)  # whichever ran the call before
         constants = replace(self._make(program, args, sizes, plan), together=together)
         if program.in_group and self.capture.agreement is not None:
             order = digest(program.gathering_order(constants.strategy, args))
@@ -232,6 +244,8 @@ class PlannedProgram:
             program, why = build_split(self.program, *built_of, split)
             if program is None:
                 return why
+            if at.replicas.size > 1 and gradient_order(program) != gradient_order(self.program):
+                return OTHER_MESSAGES
             self._splits[split] = program
         program = self._splits[split]
         return self.blocks_of(program), describe_head(program)
@@ -289,10 +303,10 @@ class PlannedProgram:
         found = self._constants.get(key)
         if found is None:
             found = program.constants_for(own, plan.strategies, plan.head)
-            self._constants[key] = found
             if self.capture.options.dump is not None:
                 folder = Path(self.capture.options.dump)
                 self.capture.dumping(lambda: self._dump_plan(folder, sizes, plan))
+            self._constants[key] = found
         return found
 
     def _dump_plan(self, folder: Path, sizes: Mapping[str, int], plan: Plan) -> None:
@@ -304,7 +318,8 @@ class PlannedProgram:
         write(folder, name, plan_table(blocks, plan) + "\n")
 
     def _facts(self, sizes: Mapping[str, int], gradients: str) -> dict[str, Any]:
-        is_random, profile = self.program.schedule.is_random, self.choice.cost_model
+        schedule, profile = self.program.schedule, self.choice.cost_model
+        device = self.program.device if schedule.draws else torch.device("cpu")
         return {
             "the sequence length": sizes[WHOLE],
             "the batch size": sizes.get("B", 1),
@@ -312,7 +327,7 @@ class PlannedProgram:
             **self._program_facts,
             NO_SYNC: gradients,
             OPTIMIZERS: self.choice.optimizers.count,
-            RANDOM_STATE: checksum([torch.get_rng_state()]) if is_random else 0,
+            RANDOM_STATE: checksum(random_states(device)) if schedule.is_random else 0,
             PROFILE: profile.profile.checksum if profile else 0,
         }
 
@@ -325,16 +340,16 @@ def _sendable(argument: Any) -> Any:
     return argument.contiguous()
 
 
-def _random_state_of(device: torch.device) -> Callable[[], None]:
-    """What sets the generators of random numbers of the host and of ``device`` back to now."""
+def random_states(device: torch.device) -> list[Tensor]:
+    """Of the generators of random numbers of the host and of ``device``, on the host."""
     of_host = torch.get_rng_state()
     if device.type == "cpu":
-        return partial(torch.set_rng_state, of_host)
-    generators = torch.get_device_module(device)
-    of_device = generators.get_rng_state(device)
+        return [of_host]
+    return [of_host, torch.get_device_module(device).get_rng_state(device)]
 
-    def set_back() -> None:
-        torch.set_rng_state(of_host)
-        generators.set_rng_state(of_device, device)
 
-    return set_back
+def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Set the generators back to ``states``, as ``random_states`` gave them."""
+    torch.set_rng_state(states[0])
+    for of_device in states[1:]:
+        torch.get_device_module(device).set_rng_state(of_device, device)

@@ -161,9 +161,10 @@ def explain(
     like = graph.choice.guard.workload(batch_size, seq_len, trains, others=others)
     kernels = attention_kernels(graph.blocks, graph.choice.dtype, device_of(capture.axis.group))
     choice, program = graph.choice, graph.program
+    notes = capture.notes_of(program.ctx.notes)
     works = gathered_work(program, like, choice.planner.machine(like.dtype))
     with graph.planning():
-        return explain_plan(choice.alone, like, program.ctx.notes, kernels, works)
+        return explain_plan(choice.alone, like, notes, kernels, works)
 
 
 def attention_kernels(

@@ -197,8 +197,14 @@ class Schedule:
     @cached_property
     def is_random(self) -> bool:
         """Whether a call draws random numbers, in whatever way."""
+        return self.has_dropout or self.draws
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers other than those of dropout, whose seeds are made on
+        the host."""
         pieces = [*(s.piece for s in self.steps), *self.tails.values()]
-        return self.has_dropout or any(draws(n) for piece in pieces for n in piece.nodes)
+        return any(draws(n) for piece in pieces for n in piece.nodes)
 
     @cached_property
     def seed_of(self) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tiny import Tiny, tokens
 
 import paradyse
 from paradyse.choice import Choice
+from paradyse.runtime.frame import Frame
 from paradyse.runtime.registry import captures_of
 from paradyse.types import Plan
 
@@ -83,3 +86,66 @@ def test_where_a_function_leaves_the_plan_open_memory_may_run_out() -> None:
         choice = choice_of(compiled)
         choice.ran_out(choice.guard.workload(2, 9, training=True))
     assert ["recompute" in key for key in keys] == [False, True]
+
+
+def a_file_measured_twice(path: str) -> list[list[int]]:
+    """Lengths that plans go by, before and after more were measured into the file."""
+    found = []
+    for seq_len in (8, 12):
+        torch._dynamo.reset()
+        model = MODELS.setdefault(path, Tiny(layers=1))
+        make = {
+            "make_batch": lambda batch, n: {"ids": tokens(batch, n), "labels": tokens(batch, n)}
+        }
+        paradyse.profile(model, path, [seq_len], repeats=1, options={"inner": "eager"}, **make)
+        options = {"inner": "eager", "cost_model": path}
+        compiled = torch.compile(model, backend="paradyse", options=options)
+        call(compiled, 10).backward()
+        known = [g.choice for c in captures_of(compiled) for g in c.graphs.values()][-1].cost_model
+        assert known is not None
+        found.append(sorted({m.seq_len for m in known.profile.measurements}))
+    return found
+
+
+MODELS: dict[str, Tiny] = {}
+
+
+def test_a_profile_that_was_measured_anew_is_read_anew(tmp_path: Path) -> None:
+    assert a_file_measured_twice(str(tmp_path / "p.jsonl")) == [[8], [8, 12]]
+
+
+def no_memory_to_choose_by(who: int) -> str:
+    """The second rank runs out of memory, and ``who`` as it plans what all are to do instead."""
+    options = {"strategies": ["megatron_cz", "metp"], "splits": []}
+    _, compiled = compiled_tiny(False, **options)
+    call(compiled, 9).backward()
+    rank, choice, said = dist.get_rank(), choice_of(compiled), ""
+    plans, run_step = choice.splits.plan_for, Frame.run_step
+    left = [torch.OutOfMemoryError("no memory for a step")] if rank == 1 else []
+
+    def no_step(self: Frame, step: Any, strategy: str) -> None:
+        if step.position == 2 and rank == who:
+            choice.splits.plan_for = no_plan  # type: ignore[method-assign]
+        if step.position == 2 and left:
+            raise left.pop()
+        run_step(self, step, strategy)
+
+    def no_plan(*args: Any) -> Any:
+        choice.splits.plan_for = plans  # type: ignore[method-assign]
+        raise MemoryError("no memory for a plan")
+
+    try:
+        with patch.object(Frame, "run_step", no_step):
+            call(compiled, 9)
+    except Exception as e:
+        said = f"{type(e).__name__}: {e}"
+    choice.splits.plan_for = plans  # type: ignore[method-assign]
+    call(compiled, 9).backward()
+    return said
+
+
+def test_a_rank_without_memory_to_plan_takes_part_all_the_same(pool2: RankPool) -> None:
+    """All do what the first rank plans; where that one has no plan, all hear of it."""
+    assert pool2.run(no_memory_to_choose_by, 1, timeout_s=60) == ["", ""]
+    first, second = pool2.run(no_memory_to_choose_by, 0, timeout_s=60)
+    assert "no memory for a plan" in first and second, (first, second)

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import nn
 import paradyse
 from paradyse.checkpoint.folder import next_step
 from paradyse.checkpoint.save import save_checkpoint
+from paradyse.planned_program import random_states
 
 
 def seed(number: int) -> None:
@@ -176,3 +178,13 @@ def two_models(folder: str) -> tuple[bool, list[str]]:
 def test_one_optimizer_of_several_models(tmp_path: Path, pool2: RankPool) -> None:
     for found in pool2.run(two_models, str(tmp_path), timeout_s=100):
         assert found == (True, ["shards_0", "shards_1"])
+
+
+def test_ranks_compare_the_generator_of_the_device_that_draws(monkeypatch: Any) -> None:
+    """Dropout's seeds come from that of the host."""
+    device = SimpleNamespace(get_rng_state=lambda device: torch.tensor([7]))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: device_of[device.type])
+    device_of = {"cuda": device}
+    on_host = random_states(torch.device("cpu"))
+    assert len(on_host) == 1 and torch.equal(on_host[0], torch.get_rng_state())
+    assert [int(x) for x in random_states(torch.device("cuda"))[1:]] == [7]

@@ -40,14 +40,16 @@ def from_first(make: Callable[[], T]) -> T:
 
     Raises:
         ValueError, OSError: as ``make`` did there.
+        RuntimeError: it raised anything else.
     """
     made: T | None = None
     error: Exception | None = None
     if is_first():
         try:
             made = make()
-        except (ValueError, OSError) as e:
-            error = e
+        except Exception as e:  # whatever it is, the other ranks must hear of it
+            known = isinstance(e, ValueError | OSError)
+            error = e if known else RuntimeError(f"{type(e).__name__}: {e}")
     out, error = everyone((made, error))[0]
     if error is not None:
         raise error

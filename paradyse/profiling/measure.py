@@ -52,7 +52,7 @@ from paradyse.planning.profile_file import (
     read_profile,
 )
 from paradyse.planning.units import dtype_name
-from paradyse.profiling.book import Book, everyone, from_first, is_first
+from paradyse.profiling.book import Book, everyone, from_first
 from paradyse.profiling.contest import Contest, Turn
 from paradyse.profiling.marks import StepMemory
 from paradyse.profiling.steps import REST_PART, MakeBatch, Part, Steps, static_bytes
@@ -170,7 +170,10 @@ def profile(
     lengths = sorted(set(lengths))
     if progress is None and sys.stderr.isatty():
         progress = Progress.show
-    tell = progress if progress is not None and is_first() else lambda _: None
+
+    def tell(now: Progress) -> None:
+        from_first(lambda: None if progress is None else progress(now))
+
     schedule = _Schedule(lengths, names, tell)
     with steps.prepared():
         steps.find_blocks(lengths[0])

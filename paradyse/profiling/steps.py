@@ -60,6 +60,17 @@ REST_PART: Part = ("", REST, "")
 """All that is in no block."""
 
 
+class _Present:
+    """The plan option: whatever ``plan`` is at the time. It outlives a measurement, in what chooses
+    plans, so it knows nothing of the model."""
+
+    def __init__(self) -> None:
+        self.plan: Any = AUTO
+
+    def __call__(self, workload: Workload) -> Any:
+        return self.plan
+
+
 class Steps:
     """Runs steps of ``model``, which is compiled once, with a plan that is set before each.
 
@@ -100,18 +111,15 @@ class Steps:
         self.part_of: dict[int, BlockSpec | HeadSpec] = {}
         """The number of marks -> the block, or the head, of every program so far."""
         self.notes: list[str] = []
-        self._plan: Any = AUTO
+        self._present = _Present()
         self._compiled = torch.compile(
-            self.model, backend="paradyse", options={**options, "plan": self._current_plan}
+            self.model, backend="paradyse", options={**options, "plan": self._present}
         )
 
     @property
     def parts(self) -> tuple[BlockSpec | HeadSpec, ...]:
         """The blocks, and last the head, where there is one."""
         return (*self.blocks, self.head) if self.head else self.blocks
-
-    def _current_plan(self, workload: Workload) -> Any:
-        return self._plan
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -158,7 +166,7 @@ class Steps:
         """One step of ``seq_len`` tokens; it compiles what ``plan`` needs and leaves gradients."""
         self._step(self._inputs(seq_len), plan)
         for capture in captures_of(self._compiled):
-            if capture.options.plan != self._current_plan:  # the user's own
+            if capture.options.plan is not self._present:  # the user's own
                 continue
             self.notes = capture.notes or self.notes
             for graph in capture.graphs.values():
@@ -239,7 +247,7 @@ class Steps:
     def _step(
         self, inputs: Mapping[str, Any], plan: PlanOption, watch: Watch | None = None
     ) -> None:
-        self._plan = self._feasible(plan) if isinstance(plan, str) else plan
+        self._present.plan = self._feasible(plan) if isinstance(plan, str) else plan
         mark = watch.mark if watch is not None else lambda at: None
         mark(START)
         with frames_by(partial(WatchedFrame, watch)) if watch is not None else nullcontext():

@@ -22,6 +22,19 @@ from paradyse.weights.same_gradients import SameGradients, may_be_same
 from paradyse.weights.sharded_tensor import ShardedTensor
 
 
+def gradient_order(program: Program) -> list[Any]:
+    """For each step the names of weights whose gradients are summed behind it, and of those that it
+    reads beside: replicas whose programs have the same send each other the same messages."""
+    first = program.schedule.first_readers
+    found = []
+    for step in program.steps:
+        summed = [str(n.target) for n, at in first.items() if at is step]
+        beside = filter(is_weight, step.piece.inputs)
+        read = [str(n.target) for n in beside if not (step.split and n in first)]
+        found.append((step.position, summed, read))
+    return found
+
+
 class JoinedGradients:
     """Of one call of ``program``.
 

@@ -73,7 +73,9 @@ class KnownBuffers:
             if band_of(x) != band:
                 raise RuntimeError(
                     f"a buffer {list(x.shape)} was {band} when the model was compiled, and its "
-                    "values have changed since: call torch.compiler.reset() and compile it again"
+                    "values have changed since: call torch.compiler.reset() and compile it again. "
+                    "If it is that of another model of equal code, give that one a process of its "
+                    "own"
                 )
             if version is not None:
                 self._seen[i] = weakref.ref(x), version

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from paradyse.distributed.axis import SINGLE
 from paradyse.passes.dump import readable
 from paradyse.passes.pipeline import PASSES, run_passes
+from paradyse.runtime.known_buffers import KnownBuffers
 
 
 def test_a_line_has_dims_by_name_and_stands_in_its_block(tmp_path: Path) -> None:
@@ -66,3 +68,29 @@ def test_all_ranks_hear_that_dumps_cannot_be_written(tmp_path: Path, pool2: Rank
         for file, text in zip(files, texts, strict=True):
             assert f"option 'dump': {tmp_path / file} cannot be written" in text
             assert "give a folder that can be" in text
+
+
+def dump_after_a_failure(folder: str) -> list[str]:
+    """Files of plans, where the second rank failed at a length before it wrote, once."""
+    options = {"inner": "eager", "plan": "megatron_cz", "dump": folder}
+    call = torch.compile(Tiny(layers=1), backend="paradyse", options=options, dynamic=True)
+    call(tokens(2, 12), tokens(2, 12))
+    check, left = KnownBuffers.check, [1] if dist.get_rank() == 1 else []
+
+    def fail_once(self: KnownBuffers, args: Any) -> None:
+        if left and left.pop():
+            raise ZeroDivisionError
+        check(self, args)
+
+    with patch.object(KnownBuffers, "check", fail_once):
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            call(tokens(2, 14), tokens(2, 14))
+        call(tokens(2, 14), tokens(2, 14))
+    dist.barrier()
+    return sorted(p.name for p in Path(folder).glob("plan_*"))
+
+
+@pytest.mark.broad
+def test_what_no_rank_has_written_all_write(tmp_path: Path, pool2: RankPool) -> None:
+    names = [f"plan_batch2_length{n}.txt" for n in (12, 14)]
+    assert pool2.run(dump_after_a_failure, str(tmp_path / "d"), timeout_s=60) == [names] * 2

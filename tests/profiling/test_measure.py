@@ -462,3 +462,19 @@ def test_host_memory_is_exact() -> None:
         del x, z
         probe.note()
     assert probe.read() == [Level(0, 0), Level(1000, 1500), Level(0, 1300)]
+
+
+def a_callback_that_fails(path: str) -> str:
+    def fail(now: Any) -> None:
+        raise KeyError("of the callback")
+
+    with pytest.raises(RuntimeError) as error:
+        given = {"options": EAGER, "make_batch": tiny_batch, "progress": fail}
+        profile(make_tiny(), path, [8], repeats=1, **given)
+    return str(error.value)
+
+
+def test_all_ranks_hear_of_a_callback_that_fails(pool2: RankPool, tmp_path: Path) -> None:
+    """It is called on the first rank."""
+    for text in pool2.run(a_callback_that_fails, str(tmp_path / "p.jsonl"), timeout_s=60):
+        assert text == "KeyError: 'of the callback'"

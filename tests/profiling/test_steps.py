@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,14 @@ def test_each_module_is_in_its_own_mode_afterwards(training: bool) -> None:
     with Steps(model, EAGER, 1, True, lambda batch, seq_len: {}).prepared():
         assert model[1].training
     assert (model.training, model[1].training) == (training, not training)
+
+
+def test_what_was_measured_lets_go_of_its_model(tmp_path: Path) -> None:
+    """What chooses its plans is kept by weights, and knows the plan option."""
+    model = Tiny(layers=1)
+    kept = weakref.ref(model.get_parameter("head.weight"))
+    profile(model, tmp_path / "p.jsonl", [8], repeats=1, options=EAGER, make_batch=batch_of_tokens)
+    del model
+    torch.compiler.reset()
+    gc.collect()
+    assert kept() is None

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankPool
-from models import relative, whole
+from models import make_batch, make_model, relative, whole
 from tiny import Tiny, tokens
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import paradyse
@@ -151,3 +152,38 @@ def errors_of_replicas(sharded: bool) -> list[float]:
 def test_replicas_agree_on_weights_read_by_parts_and_whole(sharded: bool, pool4: RankPool) -> None:
     for errors in pool4.run(errors_of_replicas, sharded, timeout_s=100):
         assert max(errors) < 1e-12
+
+
+def replicas_that_split(family: str, splits: tuple[str, str]) -> list[float]:
+    """How far gradients are off one process' where replicas split along these dims."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    reference, model = make_model(family), make_model(family)
+    batch = make_batch("plain", 4, 12)
+    reference(**batch).loss.backward()
+    own = mesh.get_local_rank("data")
+    options = {"mesh": mesh, "inner": "eager", "plan": {"split": splits[own]}}
+    compiled: Any = torch.compile(model, backend="paradyse", options=options)
+    compiled(**{k: x[2 * own : 2 * own + 2] for k, x in batch.items()}).loss.backward()
+    of = zip(model.parameters(), reference.parameters(), strict=True)
+    return [relative(w.grad, g.grad) for w, g in of if w.grad is not None and g.grad is not None]
+
+
+@pytest.mark.broad
+def test_replicas_may_split_along_different_dims(pool4: RankPool) -> None:
+    given = "llama", ("batch", "")
+    for errors in pool4.run(replicas_that_split, *given, timeout_s=60):
+        assert len(errors) > 5 and max(errors) < 1e-4
+
+
+def refused_split() -> str:
+    with pytest.raises(ValueError) as error:
+        replicas_that_split("gpt2", ("batch", "batch"))
+    return str(error.value)
+
+
+@pytest.mark.broad
+def test_a_split_whose_messages_other_replicas_may_not_send_is_refused(pool4: RankPool) -> None:
+    """GPT-2's table of positions is read by parts, or whole."""
+    for text in pool4.run(refused_split, timeout_s=60):
+        assert "tokens cannot lie split along 'batch'" in text and "with replicas" in text
