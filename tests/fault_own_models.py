@@ -397,8 +397,8 @@ OWN_MODEL_FAULTS: tuple[Fault, ...] = (
     Fault(
         "noise is drawn again",
         "paradyse/planned_program.py",
-        "if schedule.is_random else None",
-        "if schedule.has_dropout else None",
+        "states = random_states(device) if schedule.is_random else []",
+        "states = random_states(device) if schedule.has_dropout else []",
         ("tests/test_own_dropouts.py::test_a_forward_that_is_run_again_draws_the_same",),
     ),
     Fault(

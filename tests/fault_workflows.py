@@ -96,8 +96,8 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
     Fault(
         "ranks count on after a call that some of them have counted",
         "paradyse/planned_program.py",
-        "            self.choice.settle()\n",
-        "",
+        "            self.choice.settle()\n            tried.append",
+        "            tried.append",
         ("tests/distributed/test_asymmetric_ranks.py::test_ranks_go_on_choosing_the_same_plans",),
     ),
     Fault(
