@@ -23,8 +23,8 @@ from paradyse.weights.sharded_tensor import ShardedTensor
 
 
 def gradient_order(program: Program) -> list[Any]:
-    """For each step of ``program`` the names of weights whose gradients are summed behind
-    it, and of those that it reads beside: replicas whose programs have the same send each other the same messages."""
+    """For each step of ``program`` the names of weights whose gradients are summed behind it, and
+    of those that it reads beside: replicas whose programs have the same send the same messages."""
     first = program.schedule.first_readers
     found = []
     for step in program.steps:
