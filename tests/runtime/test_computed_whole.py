@@ -277,7 +277,7 @@ def whole_at_eleven(inner: str, sharded: bool) -> dict[str, float]:
             errors[str(length)] = max(relative(whole(p.grad), q.grad) for p, q in pairs)
             model.zero_grad()
             eager.zero_grad()
-    assert any(c.graphs and c.notes == ["eleven"] for c in captures_of(compiled))
+    assert any(c.graphs and c.notes[-1:] == ["eleven"] for c in captures_of(compiled))
     return errors
 
 
