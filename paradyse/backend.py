@@ -200,7 +200,7 @@ class Capture:
         compared.since(self.agreement.num_dropped)
         what = compared.num_dropped, facts.get(PROGRAM)
         weights: Any = "not compared"
-        if self._agreed != what and not compared.has(what, self.weights.held()):
+        if self._agreed != what and not compared.has(facts.get(PROGRAM), self.weights.held()):
             weights = self.weights.checksum(sharded=False)
         self._agreed = what
         call = self.agreement.begin(
