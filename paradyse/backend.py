@@ -198,11 +198,12 @@ class Capture:
         trains = torch.is_grad_enabled()
         compared = self.axis.session.of(Compared)
         compared.since(self.agreement.num_dropped)
-        what = compared.num_dropped, facts.get(PROGRAM)
         weights: Any = "not compared"
-        if self._agreed != what and not compared.has(facts.get(PROGRAM), self.weights.held()):
+        program = facts.get(PROGRAM)
+        agreed = compared.num_dropped, program
+        if self._agreed != agreed and not compared.has(program, self.weights.held()):
             weights = self.weights.checksum(sharded=False)
-        self._agreed = what
+        self._agreed = agreed
         call = self.agreement.begin(
             trains and bool(self.weights.refs),
             {

@@ -7,6 +7,7 @@ than the rest, and must all the same ask for plans, and agree on measurements, a
 
 from __future__ import annotations
 
+import logging
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from paradyse.config import AUTO, BLOCK_KINDS, STRATEGIES, Options
 from paradyse.distributed.agreement import Agreement
 from paradyse.distributed.axis import Axis, GroupMesh, device_of
 from paradyse.distributed.facts import PLAN
+from paradyse.distributed.failures import first_line
 from paradyse.distributed.lanes import Overlap
 from paradyse.distributed.session import Recent
 from paradyse.passes.pipeline import gathered_notes
@@ -69,6 +71,8 @@ _HEADS = (*("+".join(levers) for levers in LEVER_SETS[HEAD]), REPLICATED)
 _SPLITS = ("", *SPLITS)
 """What plans may say of a block, of the head and of the split: ranks tell each other places in
 these."""
+
+log = logging.getLogger(__name__)
 
 IN_GROUP = "a group computes its own sequences already"
 
@@ -215,6 +219,8 @@ class Choice:
             mine[: len(said)] = said
         except Exception as e:  # the others wait for this rank's word
             error = e
+            if not isinstance(e, ValueError):
+                log.warning("this rank has no plan of its own (%s)", first_line(e))
         head, split, *points = told = self.agreement.first_says(mine)
         if head < 0:
             raise error or ValueError("the first rank of the group found no plan: see its error")

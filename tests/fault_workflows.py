@@ -344,4 +344,45 @@ WORKFLOW_FAULTS: tuple[Fault, ...] = (
         "_SPELT_OUT = {}",
         ("tests/runtime/test_capture.py::test_one_program_for_all_lengths_and_batches[repeated]",),
     ),
+    Fault(
+        "what is to be known of a graph is not explained",
+        "paradyse/reports.py",
+        "notes = capture.notes_of(program.ctx.notes)",
+        "notes = program.ctx.notes",
+        (
+            "tests/test_own_models.py::test_a_program_for_each_length_is_explained_whichever_ran_last",
+        ),
+    ),
+    Fault(
+        "a graph of a rank's own has it compare weights anew",
+        "paradyse/backend.py",
+        "not compared.has(program, self.weights.held()):",
+        "True:",
+        (
+            "tests/distributed/test_compared.py::test_groups_whose_ranks_make_graphs_at_different_calls",
+        ),
+    ),
+    Fault(
+        "replicas may send other messages than each other",
+        "paradyse/planned_program.py",
+        "gradient_order(program) != gradient_order(self.program):",
+        "False:",
+        (
+            "tests/runtime/test_joined.py::test_a_split_whose_messages_other_replicas_may_not_send_is_refused",
+        ),
+    ),
+    Fault(
+        "a profile that was measured anew is not read",
+        "paradyse/choice.py",
+        "_content_of(options.cost_model)\n",
+        "0\n",
+        ("tests/test_choice.py::test_a_profile_that_was_measured_anew_is_read_anew",),
+    ),
+    Fault(
+        "a rank that has no plan leaves the others waiting",
+        "paradyse/choice.py",
+        "except Exception as e:  # the others wait",
+        "except ValueError as e:  # the others wait",
+        ("tests/test_choice.py::test_a_rank_without_memory_to_plan_takes_part_all_the_same",),
+    ),
 )

@@ -18,6 +18,7 @@ from own_models import HEADS, VOCAB, WIDTH, Decoder, check_on_ranks, compared, i
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import paradyse
 from paradyse.strategies.attention import chunked_call
 
 
@@ -355,6 +356,16 @@ def test_loss_and_gradients_are_those_of_the_model(
     name: str, pool1: RankPool, pool2: RankPool
 ) -> None:
     check_on_ranks(compare, name, pool1, pool2)
+
+
+def test_a_program_for_each_length_is_explained_whichever_ran_last() -> None:
+    torch._dynamo.reset()
+    model: Any = ByCases().double()
+    compiled: Any = torch.compile(model, backend="paradyse", options={"inner": "eager"})
+    for length in MODELS["a number made by cases"][1][:2]:
+        compiled(torch.arange(2 * length).reshape(2, length) % VOCAB)
+    notes = paradyse.explain(compiled, 2, length).gathered
+    assert any("each length gets a program of its own" in note for note in notes), notes
 
 
 class Halves(Decoder):
